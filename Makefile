@@ -1,0 +1,53 @@
+# Two commands need nothing but Python 3.11+, make and a package index: `make demo` and `make test`.
+# The first of them sets up .venv from the pins in requirements/cpu.txt; later ones find it ready.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+# Each process would spend 20 to 40 s compiling imports that nobody keeps.
+unexport PYTHONDONTWRITEBYTECODE
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-long lint requirements
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
+		printf '  make %-14s%s\n' "$$name" "$$what"; done
+
+setup: .venv/.ready  ## make .venv with the pinned packages and this one
+
+demo: setup  ## train a small VLM on rendered shapes, on the CPU; ends in runs/demo/report.html
+	$(BIN)/mm-grpo train examples/shapes/config.yaml run.dir=runs/demo run.overwrite=true
+
+test: setup  ## run the tests that take seconds
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: setup  ## run the tests that take minutes
+	$(BIN)/python -m pytest -m long
+
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+requirements: setup  ## compile requirements/cpu.txt from requirements/cpu.in
+	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url \
+		--override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.txt
+
+# uv does not read pip's settings, so an index that only pip knows of is handed on to it. `uv pip sync`
+# takes the pins as they stand, without resolving, and removes what is not among them: this package
+# too, which is therefore installed after it.
+.venv/.ready: requirements/cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"mm_grpo needs Python 3.11 or newer, and $(PYTHON) is %s; name another with: make PYTHON=python3.11" \
+		% sys.version.split()[0])'
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^uv==' requirements/cpu.txt)"
+	@index="$${UV_DEFAULT_INDEX:-$${UV_INDEX_URL:-$${PIP_INDEX_URL:-$$($(BIN)/pip config get global.index-url 2>/dev/null)}}}"; \
+	if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
+	set -ex; \
+	$(BIN)/uv pip sync --python $(BIN)/python --compile-bytecode requirements/cpu.txt; \
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@

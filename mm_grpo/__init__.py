@@ -1,0 +1,65 @@
+"""mm_grpo fine-tunes vision-language models with Group Relative Policy Optimization (GRPO).
+
+The way through the package, in the order in which the data flows::
+
+    dataset row → Sample → Prompt → Completions → rewards → Group → Pack → loss → update → engine
+       data/     processors/     rollout/      rewards/  algorithm/  learner/            rollout/
+
+    config    GRPOConfig and its sections          types      Sample, Prompt, Completion, Group
+    trainer   GRPOTrainer: the loop                errors     what is raised, and its exit code
+    cli       the command `mm-grpo`                health     guards against dead signals
+    run       the run folder: metrics, rollout log, checkpoints, report
+
+The names below are the public surface; a test holds the list. The heavy ones load on first use, so
+`import mm_grpo` brings in neither torch nor vLLM. To add a name: the list, the branch that loads
+it, and the test in tests/house/test_imports.py.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.errors import ConfigError, DataError, GuardStop, RewardError, UserError
+from mm_grpo.types import Completion, Group, Prompt, Sample
+from mm_grpo.version import __version__
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.rewards import reward
+    from mm_grpo.trainer import GRPOTrainer
+
+__all__ = [
+    "Completion",
+    "ConfigError",
+    "DataError",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "Group",
+    "GuardStop",
+    "Prompt",
+    "RewardError",
+    "Sample",
+    "UserError",
+    "__version__",
+    "reward",
+]
+
+_LOADED_ON_USE = {
+    "GRPOConfig": "mm_grpo.config",
+    "GRPOTrainer": "mm_grpo.trainer",
+    "reward": "mm_grpo.rewards",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load one of the heavy public names when it is first asked for."""
+    if name not in _LOADED_ON_USE:
+        raise AttributeError(f"module 'mm_grpo' has no attribute {name!r}")
+    value = getattr(import_module(_LOADED_ON_USE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,263 @@
+"""What to say about a key that mm_grpo does not have.
+
+`unknown_key` answers with one line: the name this project gives to a key of TRL, ms-swift, verl or
+EasyR1; the full path of a right name in the wrong place; a note for what is not in this version; or
+the nearest legal name. Nothing here knows the config classes: the caller passes the legal paths.
+
+To teach it one more foreign name, add a line to `ADVICE` (a name, or the end of a dotted path, in
+lower case) or to `PREFIXES`. Every dotted path that an advice names is checked by a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+_BATCH = "write rollout.prompts_per_step x rollout.num_generations; accumulation is derived"
+_ONE_BATCH = f"{_BATCH} (optim.updates_per_step = prompts a step / prompts an update)"
+_PACK = "memory is bounded by optim.max_tokens_per_pack; accumulation is derived"
+_LATER = "not in this version of mm_grpo yet; leave it out"
+_VLLM = "the vLLM engines are not in this version of mm_grpo yet; leave it out (rollout.engine: transformers)"
+_LORA = "LoRA is not in this version of mm_grpo yet; leave it out, every weight is trained"
+_SHARDED = "sharded learners are not in this version of mm_grpo yet; leave it out"
+_COLUMNS = "map it in data.columns (our name: the dataset's column)"
+_DTYPE = "write model.dtype: auto, float32 or bfloat16"
+_EPOCHS = "write run.max_steps (steps, not epochs; null is one pass over the data)"
+_KL = "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)"
+_WORLD = "no setting depends on the number of processes; leave it out"
+
+ADVICE: Mapping[str, str] = {
+    # TRL and ms-swift: batch
+    "per_device_train_batch_size": f"{_BATCH} (prompts_per_step = per-device batch x devices x"
+    " steps_per_generation / num_generations)",
+    "per_device_eval_batch_size": "evaluation sizes its own batches; leave it out",
+    "gradient_accumulation_steps": "accumulation is derived from rollout.prompts_per_step,"
+    " optim.updates_per_step and optim.max_tokens_per_pack; leave it out",
+    "steps_per_generation": "write optim.updates_per_step (= steps_per_generation /"
+    " gradient_accumulation_steps)",
+    "generation_batch_size": "write rollout.prompts_per_step (= generation_batch_size / num_generations)",
+    "num_generations_eval": "write rollout.eval.num_generations",
+    # TRL and ms-swift: the run
+    "output_dir": "write run.dir",
+    "logging_dir": "write run.dir",
+    "overwrite_output_dir": "write run.overwrite",
+    "num_train_epochs": _EPOCHS,
+    "eval_steps": "write run.eval_every (steps)",
+    "eval_strategy": "write run.eval_every (steps; 0 is before and after the run only)",
+    "report_to": "write run.trackers (a list)",
+    "logging_steps": "every step is logged; leave it out",
+    "log_completions": "write run.log_rollouts_every (steps)",
+    "data_seed": "write run.seed (one seed orders the data and seeds the sampling)",
+    "save_steps": _LATER,
+    "save_every": _LATER,
+    "save_strategy": _LATER,
+    "save_total_limit": _LATER,
+    "resume_from_checkpoint": _LATER,
+    # TRL and ms-swift: model
+    "model_name_or_path": "write model.path",
+    "model_id_or_path": "write model.path",
+    "model_type": "the model's family is read from its own config; leave it out (model.path names the model)",
+    "torch_dtype": _DTYPE,
+    "bf16": _DTYPE,
+    "fp16": _DTYPE,
+    "attn_impl": "write model.attn",
+    "attn_implementation": "write model.attn",
+    "freeze_vit": "write model.freeze_vision",
+    "freeze_vision_tower": "write model.freeze_vision",
+    "use_peft": _LORA,
+    "train_type": _LORA,
+    "tuner_type": _LORA,
+    "model.lora": _LORA,
+    "lora": _LORA,
+    "deepspeed": _SHARDED,
+    "zero_stage": _SHARDED,
+    # TRL and ms-swift: data
+    "dataset": "write data.train",
+    "dataset_name": "write data.train",
+    "train_dataset": "write data.train",
+    "val_dataset": "write data.eval",
+    "eval_dataset": "write data.eval",
+    "data.task": "a source is one mapping: write data.train: {task: ...}",
+    "shuffle_dataset": "write data.shuffle",
+    "dataset_shuffle": "write data.shuffle",
+    "train_dataloader_shuffle": "write data.shuffle",
+    "remove_unused_columns": "every column reaches the rewards; leave it out",
+    "max_prompt_length": "write data.max_prompt_length (expanded tokens; a longer prompt is never cut)",
+    "max_length": "write data.max_prompt_length and rollout.max_completion_length",
+    "truncation_strategy": "write data.on_overlong (a longer prompt is never cut)",
+    "system": "write data.system_prompt",
+    "image_folder": "write data.image_dir",
+    "max_new_tokens": "write rollout.max_completion_length",
+    "response_length": "write rollout.max_completion_length",
+    # TRL and ms-swift: rewards and algorithm
+    "reward_funcs": "write rewards (a list of names or mappings)",
+    "reward_weights": "give each entry of rewards its own weight: rewards: [{name: ..., weight: 1.0}]",
+    "external_plugins": "write the file into rewards: rewards: [path/to/file.py:function]",
+    "reward_function": "write rewards: [path/to/file.py:function]",
+    "custom_reward_function.path": "write rewards: [path/to/file.py:function]",
+    "custom_reward_function.name": "write rewards: [path/to/file.py:function]",
+    "use_liger_kernel": _LATER,
+    "use_liger_loss": _LATER,
+    "delta": _LATER,
+    "importance_sampling_level": _LATER,
+    "top_entropy_quantile": _LATER,
+    "sync_ref_model": _LATER,
+    "use_vllm": _VLLM,
+    "gpu_memory_utilization": _VLLM,
+    "tensor_parallel_size": _VLLM,
+    "tensor_model_parallel_size": _VLLM,
+    "enforce_eager": _VLLM,
+    "enable_chunked_prefill": _VLLM,
+    "max_num_batched_tokens": _VLLM,
+    "warmup_ratio": "write optim.warmup_steps (= warmup_ratio x run.max_steps)",
+    "lr_warmup_ratio": "write optim.warmup_steps (= lr_warmup_ratio x run.max_steps)",
+    "lr_warmup_steps": "write optim.warmup_steps",
+    "adam_beta": "write optim.adam_beta1 and optim.adam_beta2",
+    # verl and EasyR1
+    "train_files": "write data.train",
+    "val_files": "write data.eval",
+    "train_batch_size": "write rollout.prompts_per_step",
+    "rollout_batch_size": "write rollout.prompts_per_step",
+    "mini_rollout_batch_size": "write rollout.prompts_per_step",
+    "gen_batch_size": "write rollout.prompts_per_step",
+    "max_response_length": "write rollout.max_completion_length",
+    "filter_overlong_prompts": "write data.on_overlong: drop",
+    "data.truncation": "write data.on_overlong (a longer prompt is never cut)",
+    "prompt_key": _COLUMNS,
+    "answer_key": _COLUMNS,
+    "image_key": _COLUMNS,
+    "images_key": _COLUMNS,
+    "model.model_path": "write model.path",
+    "model_path": "write model.path",
+    "model_dtype": _DTYPE,
+    "enable_gradient_checkpointing": "write optim.gradient_checkpointing",
+    "optim.lr": "write optim.learning_rate",
+    "lr": "write optim.learning_rate",
+    "optim.betas": "write optim.adam_beta1 and optim.adam_beta2",
+    "optim.eps": "write optim.adam_epsilon",
+    "lr_scheduler": "write optim.lr_scheduler_type",
+    "grad_clip": "write optim.max_grad_norm",
+    "ppo_mini_batch_size": _ONE_BATCH,
+    "actor.global_batch_size": _ONE_BATCH,
+    "ppo_micro_batch_size": _PACK,
+    "ppo_micro_batch_size_per_gpu": _PACK,
+    "log_prob_micro_batch_size_per_gpu": _PACK,
+    "micro_batch_size_per_device_for_update": _PACK,
+    "micro_batch_size_per_device_for_experience": _PACK,
+    "ppo_max_token_len_per_gpu": "write optim.max_tokens_per_pack",
+    "ppo_epochs": "write algorithm.num_iterations",
+    "clip_ratio": "write algorithm.epsilon",
+    "clip_ratio_low": "write algorithm.epsilon",
+    "clip_ratio_high": "write algorithm.epsilon_high",
+    "clip_ratio_c": _LATER,
+    "clip_ratio_dual": _LATER,
+    "kl_coef": _KL,
+    "kl_loss_coef": _KL,
+    "use_kl_loss": _KL,
+    "use_kl_in_reward": _KL,
+    "disable_kl": _KL,
+    "entropy_coeff": "write algorithm.entropy_coef",
+    "loss_agg_mode": "write algorithm.loss_type",
+    "norm_adv_by_std_in_grpo": "write algorithm.scale_rewards (group or none)",
+    "adv_estimator": "advantages are GRPO's; leave it out (algorithm.scale_rewards scales them)",
+    "rollout.n": "write rollout.num_generations",
+    "n_samples_per_prompt": "write rollout.num_generations",
+    "val_kwargs.n": "write rollout.eval.num_generations",
+    "val_override_config.n": "write rollout.eval.num_generations",
+    "total_epochs": _EPOCHS,
+    "total_training_steps": "write run.max_steps",
+    "test_freq": "write run.eval_every (steps)",
+    "val_freq": "write run.eval_every (steps)",
+    "save_freq": _LATER,
+    "save_limit": _LATER,
+    "default_local_dir": "write run.dir",
+    "save_checkpoint_path": "write run.dir",
+    "experiment_name": "write run.dir",
+    "trainer.logger": "write run.trackers (a list)",
+    "nnodes": _WORLD,
+    "n_gpus_per_node": _WORLD,
+}
+
+PREFIXES: Mapping[str, str] = {
+    "vllm_": _VLLM,
+    "sglang_": "the transformers engine is the only one in this version of mm_grpo; leave it out",
+    "lora_": _LORA,
+    "fsdp": _SHARDED,
+    "deepspeed_": _SHARDED,
+    "zero_": _SHARDED,
+    "video_": "videos are not in this version of mm_grpo yet; leave it out",
+    "fps": "videos are not in this version of mm_grpo yet; leave it out",
+    "save_": _LATER,
+}
+
+# Sections of other trainers whose sampling settings are ours for evaluation.
+_EVALUATION = ("eval", "validation", "val_kwargs", "val_override_config")
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `name` most looks like (case and `-` for `_` are no difference), or None."""
+    import difflib
+
+    folded = {_fold(candidate): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(_fold(name), list(folded), n=1, cutoff=0.6)
+    return folded[matches[0]] if matches else None
+
+
+def unknown_key(path: str, value: object, legal: Sequence[str]) -> list[str]:
+    """The lines that explain why `path` is no key: one, or one for each leaf of a foreign section.
+
+    `legal` are the dotted paths of every field in the tree, in order.
+    """
+    if isinstance(value, Mapping) and value and not _is_known(path, legal):
+        return [line for key, inner in value.items() for line in unknown_key(f"{path}.{key}", inner, legal)]
+    return [f"{path}: unknown key; {_advice(path, legal)}"]
+
+
+def _advice(path: str, legal: Sequence[str]) -> str:
+    parts = _fold(path).split(".")
+    leaf = parts[-1]
+    if path in legal:  # a dotted name written as one key
+        section, _, name = path.rpartition(".")
+        return f"nest it in its section: {section}: {{{name}: ...}}"
+    for start in range(len(parts)):
+        advice = ADVICE.get(".".join(parts[start:]))
+        if advice is not None:
+            return advice
+    homes = [home for home in legal if home.rpartition(".")[2] == leaf]
+    if homes:
+        if len(homes) > 1 and any(part in _EVALUATION for part in parts):
+            homes.reverse()
+        return f"write {' or '.join(homes)}"
+    for prefix, advice in PREFIXES.items():
+        if leaf.startswith(prefix):
+            return advice
+    return _nearest_advice(path, legal)
+
+
+def _nearest_advice(path: str, legal: Sequence[str]) -> str:
+    section, _, leaf = path.rpartition(".")
+    prefix = f"{section}." if section else ""
+    siblings = list(dict.fromkeys(p[len(prefix) :].split(".")[0] for p in legal if p.startswith(prefix)))
+    found = nearest(leaf, siblings)
+    if found is not None:
+        return f"the nearest is {prefix}{found}"
+    leaves = {p.rpartition(".")[2]: p for p in reversed(legal)}
+    found = nearest(leaf, leaves)
+    if found is not None:
+        return f"the nearest is {leaves[found]}"
+    if section and siblings:
+        return f"{section} has {', '.join(siblings)}"
+    return f"the sections are {', '.join(dict.fromkeys(p.split('.')[0] for p in legal))}"
+
+
+def _is_known(path: str, legal: Sequence[str]) -> bool:
+    """Whether the key itself can be explained, so that its contents need not be."""
+    parts = _fold(path).split(".")
+    return (
+        path in legal
+        or any(".".join(parts[start:]) in ADVICE for start in range(len(parts)))
+        or any(home.rpartition(".")[2] == parts[-1] for home in legal)
+    )
+
+
+def _fold(name: str) -> str:
+    return name.casefold().replace("-", "_")

@@ -1,0 +1,192 @@
+"""A dataset: rows by index, each as a `Sample` whose images are decoded when it is asked for.
+
+What a row may look like is in layouts.py, what an image may be in images.py, where rows come from in
+sources.py, and in which order they are used in order.py.
+
+A sample's uid is the dataset's name and the row's index, "train:7", whatever the row says about
+itself: a column called `uid` stays a column for the rewards. Two equal rows thus have two uids.
+
+Lists are checked whole at construction, without opening an image. Of other datasets, which may be
+large and on disk, only the first row is; `check` goes through everything.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from mm_grpo.data.images import open_image
+from mm_grpo.data.layouts import PROMPT_FIELDS, Fields, check_columns, read_row, rename
+from mm_grpo.errors import DataError
+from mm_grpo.types import Sample
+
+
+class DataSettings(Protocol):
+    """The fields of the config's section `data` that a dataset reads."""
+
+    @property
+    def columns(self) -> Mapping[str, str]: ...
+    @property
+    def image_dir(self) -> str | Path | None: ...
+    @property
+    def max_image_bytes(self) -> int: ...
+    @property
+    def max_image_pixels(self) -> int: ...
+    @property
+    def system_prompt(self) -> str | None: ...
+
+
+class Rows(Protocol):
+    """Rows by index: a list, or a map-style dataset."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Dataset:
+    """Rows by index, read as samples.
+
+    Args:
+        rows: a list of rows, or anything with a length, an index and `column_names`.
+        settings: the config's section `data`.
+        name: what the dataset is called, in uids and in messages.
+        row_name: what messages call row i; "<name> row i" if not given.
+        folder: where relative image paths start when `settings.image_dir` is not set.
+        verify: read rows (not images) now: all of a list, the first of anything else. False is for
+            those who call `check` next.
+
+    Raises:
+        DataError: there are no rows, a mapped column does not exist, or a row that is read is wrong.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        settings: DataSettings,
+        *,
+        name: str = "train",
+        row_name: Callable[[int], str] | None = None,
+        folder: str | Path | None = None,
+        verify: bool = True,
+    ) -> None:
+        self.name = name
+        self._rows = rows
+        self._settings = settings
+        self._row_name = row_name or (lambda index: f"{name} row {index}")
+        self._folder = settings.image_dir if settings.image_dir is not None else folder
+        self._image_rows: Sequence[int] | None = None
+        if len(rows) == 0:
+            raise DataError(f"the dataset {name!r} has 0 rows; training and evaluation need at least 1")
+        check_columns(settings.columns, self._dataset_columns, f"the dataset {name!r}")
+        if verify:
+            for index in range(len(rows) if isinstance(rows, list | tuple) else 1):
+                self._fields(index)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"Dataset({self.name!r}, {len(self)} rows)"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names that rewards may ask for: of all rows, after `data.columns`, without prompt and images.
+
+        A row of a list need not have them all.
+        """
+        names = rename(self._dataset_columns, self._settings.columns)
+        return tuple(name for name in names if name not in PROMPT_FIELDS)
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the first row's prompt is a list of messages, as rewards written for TRL want to know."""
+        first = self._rows[0]
+        return not isinstance(first[rename(first, self._settings.columns)["prompt"]], str)
+
+    def row_name(self, index: int) -> str:
+        """What messages call a row: "train.jsonl:12" or "train row 11"."""
+        return self._row_name(index)
+
+    def sample(self, index: int) -> Sample:
+        """Row `index` (from 0) with its images decoded, upright and RGB. Nothing is kept for the next call.
+
+        Raises:
+            DataError: the row or one of its images cannot be used; the message names the row.
+            IndexError: `index` is not in [0, len).
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {self!r}")
+        fields = self._fields(index)
+        row_name, sources = self.row_name(index), fields.images
+        if self._image_rows is not None and self._image_rows[index] != index:
+            other = self._image_rows[index]
+            row_name, sources = f"{row_name} (images of {self.row_name(other)})", self._fields(other).images
+        settings, count = self._settings, len(sources)
+        images = tuple(
+            open_image(
+                source,
+                row=row_name if count == 1 else f"{row_name}, image {number} of {count}",
+                max_bytes=settings.max_image_bytes,
+                max_pixels=settings.max_image_pixels,
+                image_dir=self._folder,
+            )
+            for number, source in enumerate(sources, start=1)
+        )
+        return Sample(f"{self.name}:{index}", fields.messages, images, (), fields.columns)
+
+    def check(self) -> Iterator[tuple[str, DataError]]:
+        """Read every row and decode every image; yield the name of each row that fails, and why."""
+        for index in range(len(self)):
+            try:
+                self.sample(index)
+            except DataError as error:
+                yield self.row_name(index), error
+
+    def with_shuffled_images(self, seed: int = 0) -> Dataset:
+        """The same rows, each with the images of another row: what a model scores when it cannot see.
+
+        Images move among the rows that have equally many, along one random cycle, so no row keeps its
+        own. Rows without images stay as they are. Reads every row, but opens no image.
+
+        Raises:
+            DataError: a row is the only one with its number of images.
+        """
+        by_count: dict[int, list[int]] = {}
+        for index in range(len(self)):
+            by_count.setdefault(len(self._fields(index).images), []).append(index)
+        by_count.pop(0, None)
+        image_rows = list(range(len(self)))
+        rng = random.Random(f"shuffled images/{seed}")
+        for count, members in sorted(by_count.items()):
+            if len(members) == 1:
+                raise DataError(
+                    f"{self.row_name(members[0])}: no other row has as many images ({count}), so shuffle_images "
+                    "cannot exchange them; leave the row out"
+                )
+            cycle = rng.sample(members, len(members))
+            for here, there in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+                image_rows[here] = there
+        shuffled = copy.copy(self)
+        shuffled._image_rows = image_rows
+        return shuffled
+
+    def _fields(self, index: int) -> Fields:
+        return read_row(
+            self._rows[index],
+            row_name=self.row_name(index),
+            columns=self._settings.columns,
+            system_prompt=self._settings.system_prompt,
+        )
+
+    @cached_property
+    def _dataset_columns(self) -> list[str]:
+        """The dataset's own column names, in order of appearance; of a list, those of all rows."""
+        names = getattr(self._rows, "column_names", None)
+        if names is not None:
+            return list(names)
+        rows = self._rows if isinstance(self._rows, list | tuple) else [self._rows[0]]
+        return list(dict.fromkeys(name for row in rows if isinstance(row, Mapping) for name in row))

@@ -1,0 +1,266 @@
+"""Safe image loading: whatever a row holds becomes one upright RGB picture, fully in memory.
+
+A source is a path, bytes, the `{"bytes": ..., "path": ...}` of the datasets library, a base64 data URL
+or a PIL image. In this order:
+
+    read       at most `max_bytes`; nothing is fetched over a network
+    identify   by the header; PNG, JPEG, WebP, GIF, BMP and TIFF, one frame
+    limit      the header's pixel count, before a pixel is decoded (decompression bombs)
+    decode     fully: a truncated file fails here, and no file handle stays open
+    turn       by the EXIF orientation
+    convert    to RGB: transparency over white, 16-bit grey scaled to 8 bits
+
+Not here: resizing (processors/), and which images belong to a row (layouts.py). Colour profiles are
+not applied. To allow one more format: `FORMATS` and a case in the tests.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from PIL import Image, ImageOps
+
+from mm_grpo.errors import DataError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+LEGAL_SOURCES = (
+    "a path, bytes, a mapping with 'bytes' or 'path', a data URL (data:image/png;base64,...) or a PIL image"
+)
+
+_EIGHT_BITS = {
+    "1",
+    "L",
+    "LA",
+    "P",
+    "PA",
+    "RGB",
+    "RGBA",
+    "RGBa",
+    "RGBX",
+    "CMYK",
+    "YCbCr",
+    "HSV",
+}  # Pillow's modes
+_SIXTEEN_BITS = {"I;16", "I;16L", "I;16B", "I;16N"}
+_BITS_PER_SAMPLE = 258  # the TIFF tag
+_LONGEST_PATH = 4096
+_URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
+# What a file that is no image most often is: (bytes, offset, what to call it).
+_IMPOSTORS = (
+    (b"version https://git-lfs", 0, "a Git LFS pointer: run `git lfs pull`"),
+    (b"<!doctype html", 0, "an HTML page, as a failed download leaves behind"),
+    (b"<html", 0, "an HTML page, as a failed download leaves behind"),
+    (b"<svg", 0, "an SVG drawing"),
+    (b"<?xml", 0, "an XML file, perhaps an SVG drawing"),
+    (b"%pdf", 0, "a PDF"),
+    (b"ftypavif", 4, "an AVIF image"),
+    (b"ftyphei", 4, "a HEIC image"),
+    (b"ftyp", 4, "a video"),
+)
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Which image a message is about."""
+
+    row: str
+    label: str
+
+    def error(self, problem: str) -> DataError:
+        return DataError(f"{self.row}: image {self.label} {problem}")
+
+
+def open_image(
+    source: Any, *, row: str, max_bytes: int, max_pixels: int, image_dir: str | Path | None = None
+) -> Image.Image:
+    """The picture of one source: upright, RGB, fully decoded, and independent of what was given.
+
+    Args:
+        source: a path (relative ones start at `image_dir`), bytes, a mapping with `bytes` or `path`, a
+            base64 data URL, a file:// URL, or a PIL image.
+        row: what messages call the row, such as "train.jsonl:12".
+        max_bytes: the most bytes the encoded image may have.
+        max_pixels: the most pixels (width × height) it may have.
+
+    Raises:
+        DataError: the image is missing, not an image, truncated, too large, animated, or of a kind that
+            has no faithful RGB form.
+    """
+    if isinstance(source, Image.Image):
+        where = _Where(row, "(a PIL image)")
+        opened = source
+    else:
+        data, where = _read(source, row, max_bytes, image_dir)
+        opened = _identify(data, where, max_pixels)
+    _limit(opened, where, max_pixels)
+    return _to_rgb(_decode(opened, where), where, from_png=opened.format == "PNG")
+
+
+def _read(
+    source: Any, row: str, max_bytes: int, image_dir: str | Path | None, label: str = "(bytes in the row)"
+) -> tuple[bytes, _Where]:
+    """The encoded bytes of a source, no more than `max_bytes` of them; `label` names bytes in messages."""
+    if isinstance(source, Mapping):
+        inner, path = source.get("bytes"), source.get("path")
+        if inner is None and path is None:
+            raise DataError(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
+        label = label if path is None else repr(path)
+        return _read(path if inner is None else inner, row, max_bytes, image_dir, label)
+    if isinstance(source, bytes | bytearray | memoryview):
+        data, where = bytes(source), _Where(row, label)
+    elif isinstance(source, str) and source[:5].lower() == "data:":
+        data, where = _read_data_url(source, row, max_bytes)
+    elif isinstance(source, str | os.PathLike):
+        data, where = _read_file(os.fspath(source), row, max_bytes, image_dir)
+    else:
+        raise DataError(f"{row}: an image is a {type(source).__name__}; legal is {LEGAL_SOURCES}")
+    if not data:
+        raise where.error("is empty (0 bytes); write the image again or leave the row out")
+    if len(data) > max_bytes:
+        raise _too_many_bytes(len(data), where, max_bytes)
+    return data, where
+
+
+def _read_data_url(url: str, row: str, max_bytes: int) -> tuple[bytes, _Where]:
+    header, _, payload = url.partition(",")
+    where = _Where(row, f"'{header[:40]},...'")
+    if not header.lower().endswith(";base64"):
+        raise where.error("is a data URL without base64; write it as data:image/png;base64,...")
+    if len(payload) * 3 // 4 > max_bytes + 2:  # base64 has up to two bytes of padding
+        raise _too_many_bytes(len(payload) * 3 // 4, where, max_bytes)
+    try:
+        return base64.b64decode("".join(unquote(payload).split()), validate=True), where
+    except (binascii.Error, ValueError) as error:
+        raise where.error(f"is not valid base64 ({error}); encode the file's bytes again") from error
+
+
+def _read_file(
+    name: str | bytes, row: str, max_bytes: int, image_dir: str | Path | None
+) -> tuple[bytes, _Where]:
+    name = os.fsdecode(name)
+    where = _Where(row, repr(name if len(name) <= 200 else name[:60] + "..."))
+    scheme = _URL.match(name)
+    if scheme and scheme[1].lower() == "file":
+        name = unquote(name[len("file://") :])
+    elif scheme:
+        raise where.error("is a URL, and nothing is fetched; download it and give the file's path")
+    if not name or "\0" in name or len(name) > _LONGEST_PATH:
+        raise where.error(f"is not a path; legal is {LEGAL_SOURCES}")
+    path = Path(image_dir or ".", Path(name).expanduser())
+    try:
+        if not path.is_file():
+            raise _not_a_file(path, where)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > max_bytes:
+                raise _too_many_bytes(size, where, max_bytes)
+            return file.read(max_bytes + 1), where
+    except OSError as error:
+        raise where.error(f"cannot be read from {path}: {error.strerror or error}") from error
+
+
+def _not_a_file(path: Path, where: _Where) -> DataError:
+    if path.is_dir():
+        return where.error(f"is a folder ({path.resolve()}); give the path of one image file")
+    if path.exists():
+        return where.error(f"is not a regular file ({path.resolve()}); give the path of one image file")
+    folder = path.resolve().parent
+    state = "the folder exists" if folder.is_dir() else "nor does its folder"
+    return where.error(
+        f"does not exist at {path.resolve()} ({state}); relative paths start at data.image_dir, "
+        "or at the dataset file's folder where that is not set"
+    )
+
+
+def _too_many_bytes(size: int, where: _Where, max_bytes: int) -> DataError:
+    return where.error(
+        f"has {size} bytes; data.max_image_bytes allows {max_bytes}: shrink the image or raise the limit"
+    )
+
+
+def _identify(data: bytes, where: _Where, max_pixels: int) -> Image.Image:
+    """The image with its header read and no pixel decoded."""
+    try:
+        return Image.open(BytesIO(data), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise where.error(
+            f"has too many pixels to open ({error}); data.max_image_pixels is {max_pixels}: shrink the image"
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's readers raise nearly anything on a broken header
+        head = data[:64].lstrip().lower()
+        looks = next((what for magic, at, what in _IMPOSTORS if head.startswith(magic, at)), "")
+        looks = looks and f" (it looks like {looks})"
+        legal = ", ".join(FORMATS)
+        raise where.error(f"is not an image that can be read{looks}; legal formats are {legal}") from error
+
+
+def _limit(image: Image.Image, where: _Where, max_pixels: int) -> None:
+    """Refuse by the header alone: no pixels, or too many."""
+    width, height = image.size
+    if width * height == 0:
+        raise where.error(f"is {width} × {height} pixels; an image needs at least 1 × 1")
+    if width * height > max_pixels:
+        raise where.error(
+            f"is {width} × {height} = {width * height} pixels; data.max_image_pixels allows {max_pixels}: "
+            "shrink the image or raise the limit"
+        )
+
+
+def _decode(image: Image.Image, where: _Where) -> Image.Image:
+    """A decoded, upright copy of an image that has one frame."""
+    bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE)
+    if bits is not None and not set(bits) <= {1, 2, 4, 8, 16}:
+        raise where.error(f"has {bits[0]} bits per sample; save it with 8 or 16")
+    try:
+        # A phone's multi-picture JPEG (MPO) is one photo with previews: its first picture is the photo.
+        animated = image.format != "MPO" and getattr(image, "is_animated", False)
+        if not animated:
+            image.load()
+            return ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception as error:  # as for the header: OSError, SyntaxError, struct.error, zlib.error, ...
+        raise where.error(
+            f"is damaged or truncated ({error}); write or download it again, or leave the row out"
+        ) from error
+    raise where.error(
+        "has more than one frame or page, and would lose all but the first; "
+        "save the one that is meant as PNG or JPEG"
+    )
+
+
+def _to_rgb(image: Image.Image, where: _Where, from_png: bool) -> Image.Image:
+    if image.mode in _SIXTEEN_BITS or (image.mode == "I" and from_png):  # PNG integers are 16-bit
+        return _sixteen_bits_to_rgb(image)
+    if image.mode not in _EIGHT_BITS:
+        raise where.error(
+            f"has pixels of mode {image.mode!r}, whose range is not known; save it with 8 bits per channel"
+        )
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    # convert("RGB") alone would show whatever colour lies beneath the transparent pixels.
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+
+
+def _sixteen_bits_to_rgb(image: Image.Image) -> Image.Image:
+    """Grey levels 0 to 65535 scaled to 0 to 255; Pillow's own conversion would clip them at 255."""
+    import numpy as np
+
+    levels = np.asarray(image)
+    scaled = np.rint(levels / 257).astype(np.uint8)
+    clear = image.info.get("transparency")
+    if isinstance(clear, int):
+        scaled[levels == clear] = 255
+    return Image.fromarray(scaled).convert("RGB")

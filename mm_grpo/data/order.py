@@ -1,0 +1,66 @@
+"""The order in which rows are used: a pure function of the seed and the epoch.
+
+Every epoch is one permutation of all rows, and steps take P slots each from the epochs laid end to
+end. So every row comes once an epoch, an epoch's end may fall inside a step, and with P above the
+number of rows a row fills two slots of one step. Nothing is remembered between calls: a resumed run
+asks for step n and gets what the first run got, on any number of processes.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+
+class PromptOrder:
+    """Which row fills which slot of which step.
+
+    Args:
+        n_rows: rows in the dataset.
+        prompts_per_step: P, slots in a step.
+        seed: the run's seed.
+        shuffle: False takes the rows as they stand, in every epoch.
+    """
+
+    def __init__(self, n_rows: int, prompts_per_step: int, seed: int, shuffle: bool = True) -> None:
+        if n_rows < 1 or prompts_per_step < 1:
+            raise ValueError(f"n_rows={n_rows} and prompts_per_step={prompts_per_step} must be at least 1")
+        self.n_rows = n_rows
+        self.prompts_per_step = prompts_per_step
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def rows(self, step: int) -> list[int]:
+        """The row of each of the P slots of a step; steps count from 1.
+
+        >>> PromptOrder(3, 2, seed=0, shuffle=False).rows(2)
+        [2, 0]
+        """
+        if step < 1:
+            raise ValueError(f"step={step}; steps count from 1")
+        first = (step - 1) * self.prompts_per_step
+        return [self._row(position) for position in range(first, first + self.prompts_per_step)]
+
+    def epoch(self, step: int) -> float:
+        """How many epochs have been used once `step` is done: 0 for step 0, 1 after every row once."""
+        return step * self.prompts_per_step / self.n_rows
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The steps in which every row comes at least once: n_rows / P, rounded up."""
+        return -(-self.n_rows // self.prompts_per_step)
+
+    def _row(self, position: int) -> int:
+        epoch, place = divmod(position, self.n_rows)
+        return epoch_order(self.n_rows, self.seed, epoch)[place] if self.shuffle else place
+
+
+@lru_cache(maxsize=4)  # a step touches two epochs, unless P exceeds the rows
+def epoch_order(n_rows: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """The permutation of one epoch (from 0), in Python's own generator: the same on every machine.
+
+    A string seeds it through SHA-512, so neither PYTHONHASHSEED nor the state of another generator counts.
+    """
+    order = list(range(n_rows))
+    random.Random(f"prompt order/{seed}/{epoch}").shuffle(order)
+    return tuple(order)

@@ -1,0 +1,266 @@
+"""The shapes task: rendered scenes of coloured shapes, and questions about them.
+
+It needs no download, so the demo and the tests use it. A scene is drawn at random and described in
+thousandths of the image's side, so one description can be rendered at any size; `render` paints it
+and `shapes_rows` puts questions to scenes, in TRL's row layout. Everything is a pure function of
+(seed, index, split) and the options.
+
+Train and held-out never share a scene: a hash of the scene's description, and nothing else, says
+which split it belongs to, so neither another seed nor more rows can bring one into the other.
+
+To add a kind of question: its name in `Kind`, a line in `QUESTIONS`, its answers in `answers`, and what
+it asks of the scene in `_pairs` or `_place`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from mm_grpo.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Split = Literal["train", "heldout"]
+Kind = Literal["colour", "shape", "count", "position"]
+
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (30, 160, 60),
+    "blue": (40, 80, 220),
+    "yellow": (240, 200, 20),
+    "purple": (150, 50, 190),
+}
+SHAPES = ("circle", "square", "triangle")
+NUMBERS = ("one", "two", "three", "four")
+SIDES = ("left", "right")
+BACKGROUND = (245, 245, 245)
+
+QUESTIONS: dict[str, str] = {
+    "colour": "What colour is the {shape}?",
+    "shape": "What shape is the {colour} object?",
+    "count": "How many objects are there?",
+    "position": "On which side is the {colour} {shape}?",
+}
+
+UNIT = 1000  # positions and radii are thousandths of the image's side
+RADIUS = (140, 190)
+GAP = 20  # least distance between the boxes of two objects
+OFF_CENTRE = 80  # least distance of an object from the middle line when its side is asked for
+HELDOUT_SHARE = 0.2
+SUPERSAMPLING = 4
+LARGEST_COUNT = len(NUMBERS)
+IMAGE_SIZES = (28, 1024)
+
+
+@dataclass(frozen=True, order=True)
+class Thing:
+    """One object: its centre and radius (half its box's side) in thousandths of the image's side."""
+
+    colour: str
+    shape: str
+    x: int
+    y: int
+    radius: int
+
+    def box(self, image_size: int) -> tuple[int, int, int, int]:
+        """The smallest box of whole pixels, (x0, y0, x1, y1), that holds the object in such an image."""
+        low = [math.floor((c - self.radius) * image_size / UNIT) for c in (self.x, self.y)]
+        high = [math.ceil((c + self.radius) * image_size / UNIT) for c in (self.x, self.y)]
+        return low[0], low[1], high[0], high[1]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What an image shows, and the side of the image in pixels. A question is about the first object."""
+
+    objects: tuple[Thing, ...]
+    size: int
+
+    @property
+    def split(self) -> Split:
+        """The split the scene belongs to, whatever the order of its objects and the size of its image."""
+        digest = hashlib.sha256(repr(sorted(self.objects)).encode()).digest()
+        return "heldout" if int.from_bytes(digest[:8], "big") < HELDOUT_SHARE * 2**64 else "train"
+
+
+def answers(kind: Kind, max_objects: int = 2) -> tuple[str, ...]:
+    """The right class of answers to a kind of question, in the order in which rows cycle through them.
+
+    >>> answers("count", max_objects=3)
+    ('one', 'two', 'three')
+    """
+    classes = {"colour": tuple(COLOURS), "shape": SHAPES, "count": NUMBERS[:max_objects], "position": SIDES}
+    return classes[kind]
+
+
+def scene(
+    *,
+    split: Split,
+    index: int,
+    seed: int = 0,
+    kind: Kind = "colour",
+    answer: str | None = None,
+    image_size: int = 84,
+    max_objects: int = 2,
+) -> Scene:
+    """The scene of one row: a question of `kind` has exactly one answer in it, and that is `answer` if given.
+
+    Raises:
+        DataError: an option is out of range, or `answer` is not one of `answers(kind, max_objects)`.
+    """
+    _check(split=split, kinds=(kind,), image_size=image_size, max_objects=max_objects)
+    legal = answers(kind, max_objects)
+    if answer is not None and answer not in legal:
+        raise DataError(f"answer is {answer!r}; a question of kind {kind!r} is answered by one of {legal}")
+    rng = random.Random(f"shapes/{seed}/{split}/{index}/{kind}/{answer}/{max_objects}")
+    wanted = answer if answer is not None else rng.choice(legal)
+    while True:
+        objects = _place(_pairs(kind, wanted, max_objects, rng), kind, wanted, rng)
+        if objects is not None and (found := Scene(objects, image_size)).split == split:
+            return found
+
+
+def render(scene: Scene) -> Image:
+    """The scene as an upright RGB image of scene.size by scene.size pixels, with smooth edges."""
+    from PIL import Image, ImageDraw
+
+    side = scene.size * SUPERSAMPLING
+    canvas = Image.new("RGB", (side, side), BACKGROUND)
+    draw = ImageDraw.Draw(canvas)
+    for thing in scene.objects:
+        x0, y0, x1, y1 = (
+            (centre + sign * thing.radius) * side / UNIT for sign in (-1, 1) for centre in (thing.x, thing.y)
+        )
+        fill = COLOURS[thing.colour]
+        if thing.shape == "circle":
+            draw.ellipse((x0, y0, x1 - 1, y1 - 1), fill=fill)  # Pillow draws the last pixel too
+        elif thing.shape == "square":
+            draw.rectangle((x0, y0, x1 - 1, y1 - 1), fill=fill)
+        else:
+            draw.polygon([((x0 + x1) / 2, y0), (x1 - 1, y1 - 1), (x0, y1 - 1)], fill=fill)
+    return canvas.resize((scene.size, scene.size), Image.Resampling.BOX)
+
+
+def shapes_rows(
+    *,
+    split: Split,
+    size: int,
+    seed: int = 0,
+    kinds: Sequence[Kind] = ("colour", "shape"),
+    image_size: int = 84,
+    max_objects: int = 2,
+) -> list[dict[str, Any]]:
+    """`size` rows of the task, in TRL's layout.
+
+    Row i asks a question of kind `kinds[i % len(kinds)]`, and each kind cycles through its answers, so
+    all classes are equally frequent: a constant answer is right in 1 of 5 colour and 1 of 3 shape questions.
+
+    Returns:
+        Rows of `prompt` (one user message: the image, then the question), `images` (one PIL image),
+        `answer` (a word), `kind`, and `objects`, a list of `colour`, `shape` and `box`, where a box is
+        (x0, y0, x1, y1) in pixels of the image; the question is about the first object.
+
+    Raises:
+        DataError: an option is out of range; the message says what is legal.
+    """
+    _check(split=split, kinds=kinds, image_size=image_size, max_objects=max_objects)
+    if size < 1:
+        raise DataError(f"size is {size}; it counts rows and must be at least 1")
+    rows = []
+    for index in range(size):
+        turn, which = divmod(index, len(kinds))
+        kind = kinds[which]
+        legal = answers(kind, max_objects)
+        answer = legal[turn % len(legal)]
+        picture = scene(
+            split=split,
+            index=index,
+            seed=seed,
+            kind=kind,
+            answer=answer,
+            image_size=image_size,
+            max_objects=max_objects,
+        )
+        content = [{"type": "image"}, {"type": "text", "text": question(picture, kind)}]
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": content}],
+                "images": [render(picture)],
+                "answer": answer,
+                "kind": kind,
+                "objects": [
+                    {"colour": thing.colour, "shape": thing.shape, "box": thing.box(image_size)}
+                    for thing in picture.objects
+                ],
+            }
+        )
+    return rows
+
+
+def question(scene: Scene, kind: Kind) -> str:
+    """The question of this kind about the scene's first object."""
+    target = scene.objects[0]
+    return QUESTIONS[kind].format(colour=target.colour, shape=target.shape)
+
+
+def _check(*, split: str, kinds: Sequence[str], image_size: int, max_objects: int) -> None:
+    if split not in get_args(Split):
+        raise DataError(f"split is {split!r}; legal are {get_args(Split)}")
+    if isinstance(kinds, str) or not kinds or len(set(kinds)) != len(kinds):
+        raise DataError(f"kinds is {kinds!r}; give a list of different kinds out of {get_args(Kind)}")
+    for kind in kinds:
+        if kind not in get_args(Kind):
+            raise DataError(f"kinds holds {kind!r}; legal are {get_args(Kind)}")
+    if not IMAGE_SIZES[0] <= image_size <= IMAGE_SIZES[1]:
+        raise DataError(
+            f"image_size is {image_size}; it is the image's side in pixels and must lie in "
+            f"{IMAGE_SIZES[0]}..{IMAGE_SIZES[1]}"
+        )
+    if not 1 <= max_objects <= LARGEST_COUNT:
+        raise DataError(f"max_objects is {max_objects}; it must lie in 1..{LARGEST_COUNT}")
+    if "count" in kinds and max_objects == 1:
+        raise DataError("max_objects is 1, so every count is one; for kind 'count' it must be at least 2")
+
+
+def _pairs(kind: Kind, answer: str, max_objects: int, rng: random.Random) -> list[tuple[str, str]]:
+    """Different (colour, shape) pairs, the asked-for one first; the question has one answer in them."""
+    count = NUMBERS.index(answer) + 1 if kind == "count" else rng.randint(1, max_objects)
+    colour = answer if kind == "colour" else rng.choice(tuple(COLOURS))
+    shape = answer if kind == "shape" else rng.choice(SHAPES)
+    pairs = [(colour, shape)]
+    free = [
+        (other_colour, other_shape)
+        for other_colour in COLOURS
+        for other_shape in SHAPES
+        if (other_colour, other_shape) != (colour, shape)
+        and not (kind == "colour" and other_shape == shape)
+        and not (kind == "shape" and other_colour == colour)
+    ]
+    return pairs + rng.sample(free, count - 1)
+
+
+def _place(
+    pairs: list[tuple[str, str]], kind: Kind, answer: str, rng: random.Random
+) -> tuple[Thing, ...] | None:
+    """Things with boxes inside the image and apart from each other; None when a throw finds no room."""
+    placed: list[Thing] = []
+    for colour, shape in pairs:
+        for _ in range(20):
+            radius = rng.randint(*RADIUS)
+            low, high = radius, UNIT - radius
+            x, y = rng.randint(low, high), rng.randint(low, high)
+            if kind == "position" and not placed:
+                x = rng.randint(low, UNIT // 2 - OFF_CENTRE)
+                x = x if answer == "left" else UNIT - x
+            if all(max(abs(x - it.x), abs(y - it.y)) >= radius + it.radius + GAP for it in placed):
+                placed.append(Thing(colour, shape, x, y, radius))
+                break
+        else:
+            return None
+    return tuple(placed)

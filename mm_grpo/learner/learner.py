@@ -1,0 +1,227 @@
+"""One step's updates, in one process.
+
+The groups of a step are cut into `updates_per_step` parts by slot, and each part makes one optimizer
+update, `num_iterations` times over. Within an update the completions are packed, each pack runs
+forward and backward once, and the sums add up to the loss of the whole part. Work that cannot change an
+update is left out: the old-policy pass where the policy has not moved yet, the reference pass at beta 0,
+groups without advantage when neither penalty nor bonus needs them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_grpo.algorithm.losses import token_weights
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.objective import Tally, Terms, pack_loss, terms_of
+from mm_grpo.learner.optimizer import Optimizer
+from mm_grpo.learner.pack import Item, Pack, layout, plan
+from mm_grpo.processors.base import Processor
+from mm_grpo.types import Group, UpdateRecord
+
+
+@dataclass
+class LearnerReport:
+    """What a step did: metrics under TRL's names, and one record per optimizer update."""
+
+    metrics: dict[str, float]
+    updates: list[UpdateRecord] = field(default_factory=list)
+
+
+class Learner:
+    """Trains `model` on groups. `total_updates` is the length of the learning-rate schedule."""
+
+    def __init__(self, model: Any, processor: Processor, config: GRPOConfig, total_updates: int) -> None:
+        if processor.layout != "shared_prefix":
+            raise ConfigError(
+                f"model.path = '{config.model.path}': its processor asks for the '{processor.layout}' layout, "
+                "which this version does not have; only 'shared_prefix' families can be trained"
+            )
+        self.model, self.processor, self.config = model, processor, config
+        if config.optim.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.module = self._wrap(model)
+        self.optimizer = Optimizer(self.module, config.optim, total_updates)
+        self.reference: PackForward | None = None
+        if config.algorithm.beta > 0:
+            self.reference = self._wrap(copy.deepcopy(model).requires_grad_(False).eval())
+
+    def step(self, groups: Sequence[Group]) -> LearnerReport:
+        """Make the step's updates from its groups; the weights have changed in place on return."""
+        items = self._items(groups)
+        self._counts = {"tokens": 0, "padded": 0, "images": 0, "packs": 0, "plain": 0}
+        tally, updates = Tally(), []
+        parts = list(self._parts(groups, items))
+        reference = self._run(items, self.reference) if self.reference is not None else None
+        # the first part meets the policy that sampled it; later parts need its log-probs kept from before
+        old: dict[int, Tensor] = {}
+        for _, part_items in parts[1:]:
+            old |= self._run(part_items, self.module)
+        first_pass: dict[int, Tensor] = {}
+        for _ in range(self.config.algorithm.num_iterations):
+            for _, part_items in parts:
+                updates.append(self._update(groups, part_items, old, reference, tally, first_pass))
+            old = {**first_pass, **old}
+        metrics = dict(tally.metrics()) | self._work_metrics(updates)
+        metrics |= self._sampling_metrics(groups, items, old)
+        return LearnerReport(metrics, updates)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its in-memory name, tied ones under each name, for a rollout engine."""
+        for name, tensor in self.model.named_parameters(remove_duplicate=False):
+            yield name, tensor.detach()
+
+    def save(self, path: str | Path) -> None:
+        """Write weights, config, processor and chat template: a folder that loads without us."""
+        self.model.save_pretrained(str(path))
+        self.processor.save(path)
+
+    # one update ------------------------------------------------------------------------------
+
+    def _update(
+        self,
+        groups: Sequence[Group],
+        items: Sequence[Item],
+        old: dict[int, Tensor],
+        reference: dict[int, Tensor] | None,
+        tally: Tally,
+        first_pass: dict[int, Tensor],
+    ) -> UpdateRecord:
+        terms = self._terms(groups, items)
+        kept = self._with_effect(items, terms)
+        if not kept:
+            return self.optimizer.skip()
+        before = tally.live_tokens
+        for pack in self._packs(kept):
+            logp, entropy = self.module(pack)
+            owned = pack.owners.tolist()
+            for index, values in _split_by_owner(logp.detach(), owned).items():
+                first_pass.setdefault(index, values)
+            old_logp = _gather(old, owned, logp) if old else logp.detach()
+            ref_logp = _gather(reference, owned, logp) if reference is not None else None
+            loss = pack_loss(
+                self.config.algorithm, terms, pack.owners.to(logp.device), logp, entropy, old_logp, ref_logp, tally
+            )
+            loss.backward()
+        return self.optimizer.step(tally.live_tokens - before)
+
+    def _terms(self, groups: Sequence[Group], items: Sequence[Item]) -> Terms:
+        """Advantages and weights by completion index; completions of other parts get weight 0."""
+        total = sum(len(g.completions) for g in groups)
+        lengths = torch.tensor([len(item.token_ids) if item.counts else 0 for item in items])
+        weights = torch.zeros(total, dtype=torch.float64)
+        weights[[item.index for item in items]] = token_weights(
+            self.config.algorithm.loss_type, lengths, self.config.rollout.max_completion_length
+        ) * (lengths > 0)
+        advantages = [a for g in groups for a in g.advantages]
+        return terms_of(advantages, weights, self.model.device)
+
+    def _with_effect(self, items: Sequence[Item], terms: Terms) -> list[Item]:
+        """Items that can change the update: those of weight, and of a group with advantages if only these act."""
+        weighty = [i for i in items if float(terms.weights[i.index]) > 0]
+        if self.config.algorithm.beta > 0 or self.config.algorithm.entropy_coef != 0:
+            return weighty
+        return [i for i in weighty if float(terms.advantages[i.index]) != 0]
+
+    def _run(self, items: Sequence[Item], module: PackForward) -> dict[int, Tensor]:
+        """Log-probabilities [T] of each completion under `module`, without gradients."""
+        result: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for pack in self._packs(items):
+                result |= _split_by_owner(module(pack)[0], pack.owners.tolist())
+        return result
+
+    # packs -----------------------------------------------------------------------------------
+
+    def _wrap(self, model: Any) -> PackForward:
+        return PackForward(
+            model,
+            media_token_ids=self.processor.media_token_ids,
+            blank=self.processor.blank(),
+            temperature=self.config.rollout.temperature,
+        )
+
+    def _items(self, groups: Sequence[Group]) -> list[Item]:
+        masks = self.config.algorithm.mask_truncated_completions
+        items: list[Item] = []
+        for number, group in enumerate(groups):
+            for c in group.completions:
+                counts = not (masks and c.finish_reason == "length")
+                items.append(Item(len(items), number, group.prompt, c.token_ids, counts))
+        return items
+
+    def _parts(self, groups: Sequence[Group], items: Sequence[Item]) -> Iterator[tuple[int, list[Item]]]:
+        """The items of each update: slots in `updates_per_step` equal runs, by slot and not by what is left."""
+        count, slots = self.config.optim.updates_per_step, self.config.rollout.prompts_per_step
+        for part in range(count):
+            mine = [i for i in items if groups[i.group].slot * count // slots == part]
+            if mine:
+                yield part, mine
+
+    def _packs(self, items: Sequence[Item]) -> Iterator[Pack]:
+        for rows in plan(items, self.config.optim.max_tokens_per_pack):
+            pack = layout(rows, self.processor.media_token_ids)
+            used = int((pack.segments >= 0).sum())
+            self._counts["tokens"] += used
+            self._counts["padded"] += pack.segments.numel()
+            self._counts["images"] += pack.images
+            self._counts["packs"] += 1
+            self._counts["plain"] += sum(len(i.prompt.token_ids) + len(i.token_ids) for row in rows for i in row)
+            yield pack
+
+    # metrics ---------------------------------------------------------------------------------
+
+    def _work_metrics(self, updates: Sequence[UpdateRecord]) -> dict[str, float]:
+        counts = self._counts
+        return {
+            "grad_norm": max(u.grad_norm for u in updates),
+            "learning_rate": updates[-1].learning_rate,
+            "learner/update_norm": max(u.update_norm for u in updates),
+            "learner/updates": sum(u.stepped for u in updates),
+            "learner/packs": counts["packs"],
+            "learner/fill": counts["tokens"] / max(counts["padded"], 1),
+            "learner/tokens": counts["tokens"],
+            "learner/tokens_saved": counts["plain"] - counts["tokens"],
+            "learner/images_encoded": counts["images"],
+        }
+
+    @staticmethod
+    def _sampling_metrics(
+        groups: Sequence[Group], items: Sequence[Item], learned: dict[int, Tensor]
+    ) -> dict[str, float]:
+        """How far the engine's log-probabilities lie from the learner's, over the tokens that were run."""
+        engine = [c.logprobs for g in groups for c in g.completions]
+        gaps = [
+            (torch.tensor(engine[i.index], dtype=torch.float64) - learned[i.index].double().cpu()).abs()
+            for i in items
+            if i.index in learned
+        ]
+        if not gaps:
+            return {}
+        gap = torch.cat(gaps)
+        return {
+            "sampling/sampling_logp_difference/mean": float(gap.mean()),
+            "sampling/sampling_logp_difference/max": float(gap.max()),
+        }
+
+
+def _split_by_owner(values: Tensor, owners: Sequence[int]) -> dict[int, Tensor]:
+    """Values [M] cut where the owner changes; each completion's tokens stand together in a pack."""
+    cuts = [i for i in range(1, len(owners)) if owners[i] != owners[i - 1]]
+    pieces = values.tensor_split(cuts)
+    return {owners[start]: piece for start, piece in zip([0, *cuts], pieces, strict=True)}
+
+
+def _gather(kept: dict[int, Tensor], owners: Sequence[int], like: Tensor) -> Tensor:
+    """Kept values in the order of a pack's tokens; a completion seen for the first time uses its own."""
+    own = _split_by_owner(like.detach(), owners)
+    return torch.cat([kept.get(index, piece) for index, piece in own.items()])

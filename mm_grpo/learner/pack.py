@@ -1,0 +1,175 @@
+"""Packs: groups laid out as shared-prefix rows, and the plan that fills them.
+
+A row is one prompt followed by completions of its group:
+
+    [ prompt | completion 1 | completion 2 | ... | padding ]
+
+Every completion sees the prompt and itself, never another completion, and starts at the position that
+follows the prompt's largest one (M-RoPE positions of an image do not grow token by token). So the
+prompt is run once and each image encoded once, whatever G is, and the result is that of running
+prompt + completion G times. The first token of each completion is predicted by the prompt's last state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mm_grpo.errors import ConfigError, GuardStop
+from mm_grpo.types import Prompt
+
+PADDING = -1
+PROMPT = 0
+
+
+@dataclass(frozen=True)
+class Item:
+    """One completion to be run: its prompt, its tokens, and `index`, its place in the step.
+
+    `counts` is False for a completion that the config masks: it keeps its place but no token of weight.
+    """
+
+    index: int
+    group: int
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    counts: bool = True
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One forward and backward: B rows of N tokens that hold M completion tokens.
+
+    `input_ids` [B, N]; `position_ids` [3, B, N]; `segments` [B, N], where 0 is the prompt, k > 0 the
+    row's k-th completion and -1 padding. `sources` [M] index the flattened rows at the states that
+    predict `targets` [M]; `owners` [M] name the completion (its `Item.index`) of each token. `vision`
+    holds the images' tensors in row order, empty when no row has one.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    segments: Tensor
+    sources: Tensor
+    targets: Tensor
+    owners: Tensor
+    vision: Mapping[str, Tensor]
+
+    @property
+    def images(self) -> int:
+        return len(self.vision["image_grid_thw"]) if self.vision else 0
+
+    def to(self, device: torch.device | str) -> Pack:
+        moved = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
+        return Pack(vision={k: v.to(device) for k, v in self.vision.items()}, **moved)
+
+
+def attention_mask(segments: Tensor) -> Tensor:
+    """Who sees whom [B, 1, N, N], True where the query (third axis) may look at the key (fourth)."""
+    n = segments.shape[1]
+    query, key = segments[:, :, None], segments[:, None, :]
+    causal = torch.ones(n, n, dtype=torch.bool, device=segments.device).tril()
+    allowed = causal & (key != PADDING) & ((key == PROMPT) | (key == query))
+    # padding looks at itself, for a softmax over nothing is NaN
+    allowed |= torch.eye(n, dtype=torch.bool, device=segments.device)
+    return allowed[:, None]
+
+
+def plan(items: Sequence[Item], max_tokens: int) -> list[list[list[Item]]]:
+    """Packs of rows of items, each pack at most `max_tokens` once padded.
+
+    Items of a group share a row while they fit. Rows of similar length meet in a pack, so padding is
+    small. Raises ConfigError when one prompt with one completion is larger than a pack.
+    """
+    rows = [row for group in _by_group(items) for row in _split(group, max_tokens)]
+    rows.sort(key=_length, reverse=True)  # stable, so the plan is a function of the items alone
+    packs: list[list[list[Item]]] = []
+    for row in rows:
+        if packs and (len(packs[-1]) + 1) * _length(packs[-1][0]) <= max_tokens:
+            packs[-1].append(row)
+        else:
+            packs.append([row])
+    return packs
+
+
+def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int]) -> Pack:
+    """Lay out the rows of one pack. GuardStop when a completion holds a media token."""
+    width = max(_length(row) for row in rows)
+    input_ids = torch.zeros(len(rows), width, dtype=torch.long)
+    segments = torch.full((len(rows), width), PADDING, dtype=torch.long)
+    positions = torch.zeros(3, len(rows), width, dtype=torch.long)
+    sources: list[Tensor] = []
+    targets: list[int] = []
+    owners: list[int] = []
+    vision: dict[str, list[Tensor]] = {}
+    for b, row in enumerate(rows):
+        prompt = row[0].prompt
+        length = len(prompt.token_ids)
+        input_ids[b, :length] = torch.tensor(prompt.token_ids)
+        segments[b, :length] = PROMPT
+        positions[:, b, :length] = prompt.position_ids
+        first = int(prompt.position_ids.max()) + 1
+        for key, tensor in prompt.vision.items():
+            vision.setdefault(key, []).append(tensor)
+        at = length
+        for k, item in enumerate(row, start=1):
+            _refuse_media(item, media_token_ids)
+            count = len(item.token_ids)
+            input_ids[b, at : at + count] = torch.tensor(item.token_ids)
+            segments[b, at : at + count] = k
+            positions[:, b, at : at + count] = torch.arange(first, first + count)
+            source = torch.arange(at - 1, at + count - 1)
+            source[0] = length - 1
+            sources.append(source + b * width)
+            targets += item.token_ids
+            owners += [item.index] * count
+            at += count
+    return Pack(
+        input_ids=input_ids,
+        position_ids=positions,
+        segments=segments,
+        sources=torch.cat(sources),
+        targets=torch.tensor(targets),
+        owners=torch.tensor(owners),
+        vision={key: torch.cat(tensors) for key, tensors in vision.items()},
+    )
+
+
+def _length(row: Sequence[Item]) -> int:
+    return len(row[0].prompt.token_ids) + sum(len(item.token_ids) for item in row)
+
+
+def _by_group(items: Sequence[Item]) -> Iterator[list[Item]]:
+    groups: dict[int, list[Item]] = {}
+    for item in items:
+        groups.setdefault(item.group, []).append(item)
+    yield from groups.values()
+
+
+def _split(group: list[Item], max_tokens: int) -> Iterator[list[Item]]:
+    """Rows of one group, as many completions in each as fit beside the prompt."""
+    row: list[Item] = []
+    for item in group:
+        if _length([item]) > max_tokens:
+            raise ConfigError(
+                f"optim.max_tokens_per_pack = {max_tokens} is smaller than one prompt with one completion: "
+                f"{item.prompt.uid} has {len(item.prompt.token_ids)} + {len(item.token_ids)} tokens; "
+                "raise it, or lower data.max_pixels, data.max_prompt_length or rollout.max_completion_length"
+            )
+        if row and _length([*row, item]) > max_tokens:
+            yield row
+            row = []
+        row.append(item)
+    yield row
+
+
+def _refuse_media(item: Item, media_token_ids: frozenset[int]) -> None:
+    for place, token in enumerate(item.token_ids):
+        if token in media_token_ids:
+            raise GuardStop(
+                f"{item.prompt.uid}: the completion holds media token {token} at place {place}; it stands for an "
+                "image that is not there, so no model can be trained on it. Engines must mask "
+                f"{sorted(media_token_ids)} at sampling: check the engine or the source of this completion"
+            )

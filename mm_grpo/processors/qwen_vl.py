@@ -1,0 +1,173 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and chat messages to prompts.
+
+The three share a prompt format (`<|vision_start|><|image_pad|>...<|vision_end|>`), a resize rule and
+M-RoPE positions; what differs (patch size, position rule) is read from the model's own config, image
+processor and `get_rope_index`, so no layout constant of a family is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING, AutoProcessor, GenerationConfig
+
+from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.processors.base import register
+from mm_grpo.processors.resize import NoFixedPoint, resize_once
+from mm_grpo.types import EnginePrompt, Prompt, Sample
+
+_BOUNDARIES = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+
+
+@register("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+class QwenVLProcessor:
+    """The processor of one Qwen-VL model, read from its folder.
+
+    `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own.
+    Text-only and image prompts share one path.
+    """
+
+    layout: Literal["shared_prefix", "padded"] = "shared_prefix"
+
+    def __init__(
+        self, path: str, config: Any, *, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> None:
+        try:
+            self.hf: Any = AutoProcessor.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.path = '{path}': the model has no readable processor ({error}); copy tokenizer, "
+                "preprocessor_config.json and chat template beside the weights"
+            ) from error
+        if not self.hf.chat_template and not self.hf.tokenizer.chat_template:
+            raise ConfigError(f"model.path = '{path}': the processor has no chat template; add chat_template.jinja")
+        self.tokenizer: Any = self.hf.tokenizer
+        image_processor = self.hf.image_processor
+        self.min_pixels = int(min_pixels or image_processor.size["shortest_edge"])
+        self.max_pixels = int(max_pixels or image_processor.size["longest_edge"])
+        if self.min_pixels > self.max_pixels:
+            raise ConfigError(
+                f"data.min_pixels = {self.min_pixels} is above data.max_pixels = {self.max_pixels} "
+                "(a limit that is not set is the model's own); lower the first or raise the second"
+            )
+        image_processor.size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        self.factor = int(image_processor.patch_size * image_processor.merge_size)
+        self.image_token_id = int(config.image_token_id)
+        self.config = config
+        self.media_token_ids = self._media_ids()
+        self.stop_token_ids = self._stop_ids(path)
+        self._rope = _rope_shell(config)
+
+    def prompt(self, sample: Sample) -> Prompt:
+        """Process one sample: resize once, tokenize once, expand one placeholder per image.
+
+        `token_ids` [L], `position_ids` [3, L], `pixel_values` [patches, patch size]. Raises DataError
+        naming the row for videos, an image without a fixed size, or media tokens typed into the text.
+        """
+        if sample.videos:
+            raise DataError(f"{sample.uid}: the row has {len(sample.videos)} video(s); only images are supported")
+        images = tuple(self._resize(sample.uid, i, image) for i, image in enumerate(sample.images))
+        text = self.hf.apply_chat_template(
+            [dict(m) for m in sample.messages], tokenize=False, add_generation_prompt=True
+        )
+        collapsed = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        self._check_placeholders(sample.uid, collapsed, len(images))
+
+        vision: dict[str, Tensor] = {}
+        counts: list[int] = []
+        if images:
+            features = self.hf.image_processor(list(images), do_resize=False, return_tensors="pt")
+            vision = {"pixel_values": features["pixel_values"], "image_grid_thw": features["image_grid_thw"]}
+            merge = self.hf.image_processor.merge_size**2
+            counts = [int(n) // merge for n in vision["image_grid_thw"].prod(-1)]
+        expanded: list[int] = []
+        remaining = iter(counts)
+        for token in collapsed:
+            expanded += [token] * (next(remaining) if token == self.image_token_id else 1)
+        return Prompt(
+            sample=sample,
+            token_ids=tuple(expanded),
+            engine_prompt=EnginePrompt(tuple(collapsed), images),
+            position_ids=self._positions(expanded, vision.get("image_grid_thw")),
+            vision=vision,
+        )
+
+    def blank(self) -> Mapping[str, Tensor]:
+        """One merged patch of zeros: the least that the vision tower accepts."""
+        vision, merge = self.config.vision_config, self.hf.image_processor.merge_size
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            "pixel_values": torch.zeros(merge * merge, width),
+            "image_grid_thw": torch.tensor([[1, merge, merge]]),
+        }
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def save(self, path: str | Path) -> None:
+        self.hf.save_pretrained(str(path))
+
+    # parts -----------------------------------------------------------------------------------
+
+    def _resize(self, uid: str, index: int, image: Any) -> Any:
+        try:
+            return resize_once(
+                image, factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels
+            )
+        except NoFixedPoint as error:
+            raise DataError(
+                f"{uid}: image {index} cannot be brought to a stable size: {error}; legal are aspect ratios "
+                "up to 200 and an area that fits data.min_pixels and data.max_pixels; crop the image or widen them"
+            ) from error
+
+    def _check_placeholders(self, uid: str, token_ids: Sequence[int], images: int) -> None:
+        """The text must hold one image token per image and no other media token but the boundaries."""
+        found = sum(token == self.image_token_id for token in token_ids)
+        if found != images:
+            raise DataError(
+                f"{uid}: the prompt has {found} image token(s) for {images} image(s); do not type "
+                f"'{self.hf.image_token}' into the text: each image part of the messages makes one"
+            )
+        boundary = self.tokenizer.convert_tokens_to_ids("<|vision_start|>")
+        starts = sum(token == boundary for token in token_ids)
+        video = sum(token == self.config.video_token_id for token in token_ids)
+        if starts != images or video:
+            raise DataError(
+                f"{uid}: the prompt's text holds a media token of its own ({starts} '<|vision_start|>' for {images} "
+                f"image(s), {video} '{self.hf.video_token}'); remove it from the row's text"
+            )
+
+    def _positions(self, token_ids: Sequence[int], grid: Tensor | None) -> Tensor:
+        ids = torch.tensor([token_ids])
+        kinds = (ids == self.image_token_id).int()
+        positions, _ = self._rope.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
+        return positions[:, 0].contiguous()
+
+    def _media_ids(self) -> frozenset[int]:
+        ids = {self.image_token_id, int(self.config.video_token_id)}
+        ids |= {int(self.config.vision_start_token_id), int(self.config.vision_end_token_id)}
+        known = self.tokenizer.get_vocab()
+        return frozenset(ids | {known[token] for token in _BOUNDARIES if token in known})
+
+    def _stop_ids(self, path: str) -> frozenset[int]:
+        """The end tokens of the model's generation config, and the tokenizer's own."""
+        try:
+            eos = GenerationConfig.from_pretrained(path).eos_token_id
+        except OSError:
+            eos = None
+        ids = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
+        return frozenset(int(i) for i in ids if i is not None)
+
+
+def _rope_shell(config: Any) -> Any:
+    """The model class with its config and no weights: all that `get_rope_index` reads."""
+    cls: Any = MODEL_MAPPING[type(config)]
+    shell = cls.__new__(cls)
+    nn.Module.__init__(shell)
+    shell.config = config
+    return shell

@@ -1,0 +1,79 @@
+"""From the prompt order to the prompts of a step.
+
+One place decides which rows a step asks about and what happens to a prompt that is too long: it is
+refused or dropped, by policy, never cut. A dropped row leaves its slot empty, so the seeds of the other
+slots stay what they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mm_grpo.errors import DataError
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.order import PromptOrder
+    from mm_grpo.processors.base import Processor
+    from mm_grpo.types import Prompt, Sample
+
+
+@dataclass(frozen=True)
+class StepPrompts:
+    """The prompts of one step with their slots, and how many rows were dropped."""
+
+    slots: list[int]
+    prompts: list[Prompt]
+    dropped: int
+
+
+class Prompter:
+    """Samples to prompts under the config's length limit. `context` is the model's own, in tokens."""
+
+    def __init__(self, processor: Processor, config: GRPOConfig, context: int | None) -> None:
+        self.processor = processor
+        self.policy = config.data.on_overlong
+        limits = {"data.max_prompt_length": config.data.max_prompt_length}
+        if context is not None:
+            room = context - config.rollout.max_completion_length
+            limits[f"the model's context of {context} less rollout.max_completion_length"] = room
+        known = {name: limit for name, limit in limits.items() if limit is not None}
+        self.limit_name = min(known, key=lambda name: known[name]) if known else None
+        self.limit = known[self.limit_name] if self.limit_name else None
+
+    def process(self, sample: Sample) -> Prompt:
+        """The prompt of a sample. DataError when it is longer than the limit."""
+        prompt = self.processor.prompt(sample)
+        if self.limit is not None and len(prompt.token_ids) > self.limit:
+            raise TooLong(
+                f"{sample.uid}: the prompt has {len(prompt.token_ids)} tokens, and {self.limit_name} allows "
+                f"{self.limit}; prompts are never cut. Lower data.max_pixels, raise the limit, or drop such rows "
+                "with data.on_overlong=drop"
+            )
+        return prompt
+
+    def step(self, dataset: Dataset, order: PromptOrder, step: int) -> StepPrompts:
+        """The prompts of `step` (from 1), in slot order."""
+        slots: list[int] = []
+        prompts: list[Prompt] = []
+        rows = order.rows(step)
+        for slot, row in enumerate(rows):
+            try:
+                prompts.append(self.process(dataset.sample(row)))
+            except TooLong:
+                if self.policy == "stop":
+                    raise
+                continue
+            slots.append(slot)
+        if not prompts:
+            raise DataError(
+                f"step {step}: all {len(rows)} prompts are longer than {self.limit_name} allows ({self.limit} tokens) "
+                "and were dropped; lower data.max_pixels or raise the limit"
+            )
+        return StepPrompts(slots, prompts, dropped=len(rows) - len(prompts))
+
+
+class TooLong(DataError):
+    """A prompt is longer than its limit."""

@@ -1,0 +1,59 @@
+"""The reward `exact_match`: the final answer is the gold text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mm_grpo.rewards.builtins.answers import boxed, final_part, normalise
+from mm_grpo.rewards.registry import reward
+
+Gold = str | int | float
+
+
+@reward("exact_match", needs=("answer",))
+def exact_match(
+    completion: str, answer: Gold | Sequence[Gold] | None, *, ignore_case: bool = True, strict: bool = False
+) -> float | None:
+    r"""Whether the completion's final answer is the gold answer.
+
+    The final answer is the inside of the last `<answer>` block, else what follows `</think>`, else the
+    whole completion; and within that the inside of the last `\boxed{...}`, if there is one. The gold
+    text is read in the same way, so a column with "<answer> 3 </answer>" serves as it is. White space,
+    the punctuation that ends a sentence and wrapping quotes, asterisks or backticks do not count;
+    nor does case, unless `ignore_case=False`. Texts are compared, not numbers: "3.0" is not "3".
+    A list of gold answers means any of them. A whole gold float such as 3.0 is the text "3".
+
+    `strict=True` compares the raw completion with the raw gold text, character for character.
+
+    Returns 1.0 or 0.0; None when the row has no gold answer (None, an empty or blank text, an empty list).
+    The column is `answer`; another one is named in data.columns ({answer: solution}).
+
+    >>> exact_match("<think>two and one</think> <answer>Three.</answer>", answer="three")
+    1.0
+    >>> exact_match("three or four", answer="three")
+    0.0
+    >>> exact_match(r"So it is \boxed{12}.", answer=["12", "twelve"])
+    1.0
+    """
+    golds = [] if answer is None else [answer] if isinstance(answer, str | int | float) else list(answer)
+    texts = [text for gold in golds if (text := _text(gold)).strip()]
+    if not texts:
+        return None
+    if strict:
+        return float(completion in texts)
+    given = _final(completion, ignore_case)
+    return float(bool(given) and any(given == _final(text, ignore_case) for text in texts))
+
+
+def _text(gold: Gold | None) -> str:
+    if gold is None:
+        return ""
+    if isinstance(gold, float) and gold.is_integer():  # a column of integers with gaps arrives as floats
+        return str(int(gold))
+    return str(gold)
+
+
+def _final(text: str, ignore_case: bool) -> str:
+    part = final_part(text)
+    inner = boxed(part)
+    return normalise(part if inner is None else inner, ignore_case=ignore_case)

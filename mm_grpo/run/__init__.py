@@ -1,0 +1,15 @@
+"""What a run leaves behind: its folder, and everything in it that can be read without the trainer.
+
+    folder       RunFolder: what the trainer holds; a new run, or one that is there already
+    paths        RunPaths: where each file is
+    environment  environment.json: the versions and the machine
+    metrics      metrics.jsonl: one object a step
+    rollout_log  rollouts/step-000001.jsonl and rollouts/images/
+    summary      summary.json: the run in a few numbers
+    report       report.html, made from the folder alone; charts draws its curves
+    progress     the bar on the terminal
+    trackers     tensorboard, wandb, trackio
+    atomic       the one way in which whole files and folders are written
+
+To add a file that a run writes: its path in RunPaths, and its line in `folder.remove_run`.
+"""

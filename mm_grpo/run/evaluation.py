@@ -1,0 +1,90 @@
+"""Evaluation: how often the model answers a set of rows right.
+
+Accuracy is the share of completions to which the first reward of the list gives its full mark (1 or
+more), among those it applies to. Rows are answered with the sampling of `rollout.eval`, greedy by
+default, and with seeds that training never draws, the same at every evaluation, so that before and
+after are compared on equal terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mm_grpo.rollout.engine import Sampling, requests_for
+from mm_grpo.rollout.seeds import eval_seeds
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.rewards.scoring import Scorer
+    from mm_grpo.rollout.engine import RolloutEngine
+    from mm_grpo.types import Prompt, Sample
+
+FULL_MARK = 1.0
+CHUNK = 64
+"""Prompts held in memory at once."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one evaluation of one set found: accuracy in [0, 1] and the mean total reward."""
+
+    accuracy: float
+    reward: float
+    rows: int
+
+
+def sampling_of(config: GRPOConfig) -> Sampling:
+    """The sampling of `rollout.eval`."""
+    chosen = config.rollout.eval
+    return Sampling(
+        max_tokens=chosen.max_completion_length or config.rollout.max_completion_length,
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        min_p=chosen.min_p,
+        repetition_penalty=chosen.repetition_penalty,
+    )
+
+
+def evaluate(
+    dataset: Dataset,
+    process: Callable[[Sample], Prompt],
+    engine: RolloutEngine,
+    scorer: Scorer,
+    config: GRPOConfig,
+    step: int,
+) -> Evaluation:
+    """Answer and score every row of `dataset`. Raises what data and rewards raise."""
+    sampling, repeats = sampling_of(config), config.rollout.eval.num_generations
+    first = scorer.specs[0].name
+    marks: list[float] = []
+    totals: list[float] = []
+    for start in range(0, len(dataset), CHUNK):
+        indices = range(start, min(start + CHUNK, len(dataset)))
+        prompts = [process(dataset.sample(i)) for i in indices]
+        seeds = [eval_seeds(config.run.seed, i, repeats) for i in indices]
+        completions = engine.generate(requests_for(prompts, seeds, sampling))
+        scores = scorer.score([p for p in prompts for _ in range(repeats)], completions, step)
+        marks += _known(scores.parts[first])
+        totals += _known(scores.totals)
+    return Evaluation(
+        accuracy=sum(m >= FULL_MARK for m in marks) / max(len(marks), 1),
+        reward=sum(totals) / max(len(totals), 1),
+        rows=len(dataset),
+    )
+
+
+def as_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:
+    """Metrics of named sets: `eval/{set}/accuracy` and `eval/{set}/reward`."""
+    metrics: dict[str, float] = {}
+    for name, result in results.items():
+        metrics[f"eval/{name}/accuracy"] = result.accuracy
+        metrics[f"eval/{name}/reward"] = result.reward
+    return metrics
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [v for v in values if v is not None]

@@ -1,0 +1,60 @@
+"""Where each file of a run is: the names in a run folder, and nothing that writes them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+STEP_NAME = re.compile(r"step-(\d{6,})")
+IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The paths of the run in the folder `root`, whether they exist or not."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    @property
+    def images(self) -> Path:
+        return self.rollouts / "images"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    def rollout_file(self, step: int) -> Path:
+        return self.rollouts / f"step-{step:06d}.jsonl"

@@ -1,0 +1,139 @@
+"""rollouts/step-000001.jsonl: every completion of a step, and rollouts/images/: what the model saw.
+
+One object per completion, in the order of the groups, so that one line tells the whole story of one
+sample: its row, its prompt, its text, seed and weight version, its reward with the raw parts, its
+advantage. Images are written once, named by their content, and the rows name them.
+
+Keys: step, slot, uid, generation, messages, images, completion, tokens, finish_reason, seed,
+weight_versions, reward, parts, advantage, columns, and `extra` when rewards logged columns of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.run.atomic import atomic_write
+from mm_grpo.run.paths import STEP_NAME, RunPaths
+from mm_grpo.types import Group
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Longer texts of a row (a document, a transcript) are cut, and longer lists left out.
+LONGEST_TEXT = 2000
+LONGEST_LIST = 64
+
+
+def write_rollouts(
+    paths: RunPaths,
+    step: int,
+    groups: Sequence[Group],
+    parts: Mapping[str, Sequence[float | None]],
+    extra: Mapping[str, Sequence[Any]] | None = None,
+) -> Path:
+    """Write the rollout file of `step` and the images that are new; returns the file.
+
+    `parts` maps a reward's name to its raw scores and `extra` a column that a reward logged to its
+    values; both are flat, [P·G], group after group. Raises ValueError when a list has another length.
+    """
+    total = sum(len(group.completions) for group in groups)
+    for name, column in [*parts.items(), *(extra or {}).items()]:
+        if len(column) != total:
+            raise ValueError(f"'{name}' has {len(column)} values for the {total} completions of step {step}")
+    paths.images.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    for group in groups:
+        shared = {
+            "uid": group.prompt.uid,
+            "messages": _plain_messages(group.prompt.sample.messages),
+            "images": [_save_image(paths, image) for image in group.prompt.engine_prompt.images],
+        }
+        columns = _plain_columns(group.prompt.sample.columns)
+        scored = zip(group.completions, group.rewards, group.advantages, strict=True)
+        for generation, (completion, reward, advantage) in enumerate(scored):
+            at = len(lines)
+            row = {
+                "step": step,
+                "slot": group.slot,
+                **shared,
+                "generation": generation,
+                "completion": completion.text,
+                "tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "seed": completion.seed,
+                "weight_versions": completion.weight_versions,
+                "reward": reward,
+                "parts": {name: column[at] for name, column in parts.items()},
+                "advantage": advantage,
+                "columns": columns,
+            }
+            if extra:
+                row["extra"] = {name: _plain(column[at]) for name, column in extra.items()}
+            lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+    file = paths.rollout_file(step)
+    atomic_write(file, "".join(lines))
+    return file
+
+
+def logged_steps(paths: RunPaths) -> list[int]:
+    """The steps that have a rollout file, in order."""
+    names = (STEP_NAME.fullmatch(file.stem) for file in paths.rollouts.glob("step-*.jsonl"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def read_rollouts(paths: RunPaths, step: int) -> list[dict[str, Any]]:
+    """The rows of one step, as they were written."""
+    return [
+        json.loads(line) for line in paths.rollout_file(step).read_text(encoding="utf-8").split("\n") if line
+    ]
+
+
+def _save_image(paths: RunPaths, image: Image) -> str:
+    """Save a picture once; returns its file name, the first 128 bits of its content's SHA-256."""
+    digest = hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()[:32]
+    file = paths.images / f"{digest}.png"
+    if not file.exists():
+        png = io.BytesIO()
+        image.save(png, "PNG", compress_level=1)  # the default level takes several times as long
+        atomic_write(file, png.getvalue(), durable=False)
+    return file.name
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with media parts reduced to their type: the pictures are in `images`."""
+    return [
+        {
+            "role": message["role"],
+            "content": message["content"]
+            if isinstance(message["content"], str)
+            else [
+                {"type": part["type"], **({"text": part["text"]} if part["type"] == "text" else {})}
+                for part in message["content"]
+            ],
+        }
+        for message in messages
+    ]
+
+
+def _plain_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that say what the answer is: scalars, texts, and short lists of scalars (boxes)."""
+    return {name: plain for name, value in columns.items() if (plain := _plain(value)) is not None}
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can hold it, None when it is nothing to read in a log."""
+    if isinstance(value, str):
+        return value if len(value) <= LONGEST_TEXT else value[:LONGEST_TEXT] + "…"
+    if isinstance(value, float) and value - value != 0:
+        return str(value)  # nan and inf are no JSON
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, (list, tuple)) and len(value) <= LONGEST_LIST:
+        inner = [_plain(v) for v in value]
+        return None if any(v is None or isinstance(v, list) for v in inner) else inner
+    return None

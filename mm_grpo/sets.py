@@ -1,0 +1,34 @@
+"""Which rows a run trains on and is evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.sources import load
+from mm_grpo.errors import DataError
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+
+Source = Any
+"""Rows (a list of dicts or a datasets.Dataset), a path, or a task mapping such as {"task": "shapes"}."""
+
+
+def load_train(config: GRPOConfig, given: Source | None = None) -> Dataset:
+    """The training rows: `given`, else `data.train`. DataError when there are none."""
+    source = config.data.train if given is None else given
+    if source is None:
+        raise DataError("data.train is not set: give a .jsonl path, a task mapping, or train=rows in Python")
+    return load(source, config.data, "train")
+
+
+def load_eval(config: GRPOConfig, given: Source | Mapping[str, Source] | None = None) -> dict[str, Dataset]:
+    """The evaluation sets by name, the headline first; a single source is named "eval"."""
+    source = config.data.eval if given is None else given
+    if source is None:
+        return {}
+    if isinstance(source, Mapping) and "task" not in source:
+        return {name: load(one, config.data, name) for name, one in source.items()}
+    return {"eval": load(source, config.data, "eval")}

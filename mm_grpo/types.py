@@ -1,0 +1,114 @@
+"""The plain records that pass between the parts: Sample, Prompt, Completion, Group.
+
+A dataset row becomes a `Sample`, a processor makes it a `Prompt`, an engine answers with
+`Completion`s, and one prompt with its completions, rewards and advantages is a `Group`. No logic
+lives here. Axis letters are those of the whole project: P prompts per step, G generations per
+prompt, L prompt tokens, T completion tokens, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One dataset row, normalised.
+
+    `uid` names the row (never its text): two equal rows have two uids. `messages` are chat messages
+    whose content is a string or a list of parts; each `{"type": "image"}` part stands for the next
+    entry of `images`, which are decoded, upright RGB pictures of any size. `columns` holds every
+    other field of the row, for rewards.
+    """
+
+    uid: str
+    messages: Sequence[Mapping[str, Any]]
+    images: tuple[Image, ...] = ()
+    videos: tuple[Any, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EnginePrompt:
+    """What a rollout engine is sent: ids with one placeholder per image, and the images at final size."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[Image, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A processed sample.
+
+    `token_ids` [L] are expanded: one image token per visual feature, what the learner trains on.
+    `position_ids` [3, L] are the model's own M-RoPE positions. `vision` holds the tensors of the
+    vision tower: `pixel_values` [patches, patch size] and `image_grid_thw` [images, 3]; it is empty
+    for a text-only prompt.
+    """
+
+    sample: Sample
+    token_ids: tuple[int, ...]
+    engine_prompt: EnginePrompt
+    position_ids: Tensor
+    vision: Mapping[str, Tensor]
+
+    @property
+    def uid(self) -> str:
+        return self.sample.uid
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer.
+
+    `token_ids` [T] include the end token when it was sampled. `logprobs` [T] are the engine's
+    natural log-probabilities of those tokens under the distribution they were drawn from (media
+    tokens masked, temperature applied). `weight_versions` are (first token, version) spans.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    seed: int
+    weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt in its slot, its G completions, their total rewards and their advantages.
+
+    `rewards[g]` is None when no reward applied to completion g; its advantage is then 0.
+    """
+
+    slot: int
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    rewards: tuple[float | None, ...]
+    advantages: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """What one optimizer update did, for metrics and guards.
+
+    `live_tokens` counts the tokens that are unmasked and unclipped and whose completion has a non-zero
+    advantage: with one of them the gradient cannot honestly be 0. `update_norm` is the change of the
+    weights, `grad_norm` the gradient's norm before clipping. `stepped` is False where the optimizer
+    held the update back (no live work, or a gradient that is not finite).
+    """
+
+    learning_rate: float
+    grad_norm: float
+    update_norm: float
+    live_tokens: int
+    trainable_parameters: int
+    stepped: bool = True

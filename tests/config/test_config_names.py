@@ -1,0 +1,182 @@
+"""Keys that do not exist: names of other trainers, right names in the wrong place, slips of the finger."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.config_names import ADVICE, PREFIXES, nearest, unknown_key
+from mm_grpo.config_section import leaves
+from mm_grpo.errors import ConfigError
+
+LEGAL = [path for path, _ in leaves(GRPOConfig)]
+VLLM = "the vLLM engines are not in this version of mm_grpo yet; leave it out (rollout.engine: transformers)"
+LATER = "not in this version of mm_grpo yet; leave it out"
+BATCH = "write rollout.prompts_per_step x rollout.num_generations; accumulation is derived"
+
+
+def told(values: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig.from_dict({"model": {"path": "m"}, **values})
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        # TRL, ms-swift
+        (
+            "per_device_train_batch_size",
+            f"{BATCH} (prompts_per_step = per-device batch x devices x steps_per_generation /"
+            f" num_generations)",
+        ),
+        (
+            "gradient_accumulation_steps",
+            "accumulation is derived from rollout.prompts_per_step, optim.updates_per_step and"
+            " optim.max_tokens_per_pack; leave it out",
+        ),
+        (
+            "steps_per_generation",
+            "write optim.updates_per_step (= steps_per_generation / gradient_accumulation_steps)",
+        ),
+        (
+            "generation_batch_size",
+            "write rollout.prompts_per_step (= generation_batch_size / num_generations)",
+        ),
+        ("vllm_gpu_memory_utilization", VLLM),
+        ("vllm_max_model_len", VLLM),
+        ("vllm_importance_sampling_mode", VLLM),
+        ("use_vllm", VLLM),
+        ("reward_funcs", "write rewards (a list of names or mappings)"),
+        (
+            "reward_weights",
+            "give each entry of rewards its own weight: rewards: [{name: ..., weight: 1.0}]",
+        ),
+        ("external_plugins", "write the file into rewards: rewards: [path/to/file.py:function]"),
+        ("MAX_PIXELS", "write data.max_pixels"),
+        ("num_train_epochs", "write run.max_steps (steps, not epochs; null is one pass over the data)"),
+        ("output_dir", "write run.dir"),
+        ("model_name_or_path", "write model.path"),
+        ("max_prompt_length", "write data.max_prompt_length (expanded tokens; a longer prompt is never cut)"),
+        ("warmup_ratio", "write optim.warmup_steps (= warmup_ratio x run.max_steps)"),
+        ("delta", LATER),
+        ("importance_sampling_level", LATER),
+        ("save_steps", LATER),
+        ("lora_rank", "LoRA is not in this version of mm_grpo yet; leave it out, every weight is trained"),
+        # verl, EasyR1
+        (
+            "kl_coef",
+            "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)",
+        ),
+        # a right name without its section
+        ("learning_rate", "write optim.learning_rate"),
+        ("loss_type", "write algorithm.loss_type"),
+        ("temperature", "write rollout.temperature or rollout.eval.temperature"),
+        ("seed", "write run.seed"),
+        # a dotted name, which is for the command line
+        ("optim.learning_rate", "nest it in its section: optim: {learning_rate: ...}"),
+        # near misses
+        ("num_generation", "the nearest is rollout.num_generations"),
+        ("reward", "the nearest is rewards"),
+        ("learning-rate", "write optim.learning_rate"),
+        ("zzz", "the sections are model, data, rollout, rewards, algorithm, optim, run"),
+    ],
+)
+def test_a_key_at_the_top(key: str, advice: str) -> None:
+    assert told({key: 1}) == [f"{key}: unknown key; {advice}"]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "advice"),
+    [
+        ("rollout", "num_generation", "the nearest is rollout.num_generations"),
+        ("rollout", "n", "write rollout.num_generations"),
+        ("rollout", "max_prompt_length", "write data.max_prompt_length (expanded tokens; a longer prompt is"),
+        ("rollout", "gpu_memory_utilization", VLLM),
+        ("algorithm", "learning_rate", "write optim.learning_rate"),
+        ("optim", "lr", "write optim.learning_rate"),
+        ("optim", "zero_stage", "sharded learners are not in this version of mm_grpo yet; leave it out"),
+        (
+            "model",
+            "lora",
+            "LoRA is not in this version of mm_grpo yet; leave it out, every weight is trained",
+        ),
+        ("run", "save_every", LATER),
+        ("data", "task", "a source is one mapping: write data.train: {task: ...}"),
+        ("data", "zzz", "data has train, eval, columns, image_dir, min_pixels, max_pixels, "),
+        ("run", "guard", "the nearest is run.guards"),
+    ],
+)
+def test_a_key_in_a_section(section: str, key: str, advice: str) -> None:
+    (line,) = told({section: {"path": "m", key: 1} if section == "model" else {key: 1}})
+    assert line.startswith(f"{section}.{key}: unknown key; {advice}")
+
+
+def test_a_key_in_the_sampling_of_evaluation() -> None:
+    assert told({"rollout": {"eval": {"topk": 3}}}) == [
+        "rollout.eval.topk: unknown key; the nearest is rollout.eval.top_k"
+    ]
+
+
+def test_a_config_of_verl_is_translated_leaf_by_leaf() -> None:
+    values = {
+        "actor_rollout_ref": {
+            "model": {"path": "m"},
+            "actor": {"optim": {"lr": 1e-6}, "ppo_mini_batch_size": 128, "clip_ratio_high": 0.3},
+            "rollout": {"n": 5, "val_kwargs": {"temperature": 1.0, "n": 4}},
+        },
+        "trainer": {"total_epochs": 15, "n_gpus_per_node": 8},
+    }
+    assert told(values) == [
+        "actor_rollout_ref.model.path: unknown key; write model.path",
+        "actor_rollout_ref.actor.optim.lr: unknown key; write optim.learning_rate",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size: unknown key; {BATCH} (optim.updates_per_step"
+        f" = prompts a"
+        " step / prompts an update)",
+        "actor_rollout_ref.actor.clip_ratio_high: unknown key; write algorithm.epsilon_high",
+        "actor_rollout_ref.rollout.n: unknown key; write rollout.num_generations",
+        "actor_rollout_ref.rollout.val_kwargs.temperature: unknown key; write rollout.eval.temperature or"
+        " rollout.temperature",
+        "actor_rollout_ref.rollout.val_kwargs.n: unknown key; write rollout.eval.num_generations",
+        "trainer.total_epochs: unknown key; write run.max_steps (steps, not epochs; null is one pass over the"
+        " data)",
+        "trainer.n_gpus_per_node: unknown key; no setting depends on the number of processes; leave it out",
+    ]
+
+
+def test_a_misspelt_section_is_told_key_by_key() -> None:
+    assert told({"optimizer": {"learning_rate": 1, "weight_decay": 0}}) == [
+        "optimizer.learning_rate: unknown key; write optim.learning_rate",
+        "optimizer.weight_decay: unknown key; write optim.weight_decay",
+    ]
+
+
+def test_every_advice_names_keys_that_exist() -> None:
+    sections = sorted({path.split(".")[0] for path in LEGAL if "." in path})
+    named = re.compile(rf"(?<![\w./])(?:{'|'.join(sections)})\.[a-z_0-9]+(?:\.[a-z_0-9]+)?")
+    for text in [*ADVICE.values(), *PREFIXES.values()]:
+        for path in named.findall(text):
+            assert path in LEGAL, text
+
+
+def test_no_advice_hides_a_legal_key() -> None:
+    """A leaf of ours may be an entry only for the sake of a note on the same leaf."""
+    leaf_names = {path.rpartition(".")[2]: path for path in LEGAL}
+    for name in ADVICE:
+        if name in leaf_names:
+            assert leaf_names[name] in ADVICE[name], name
+        assert name == name.casefold().replace("-", "_"), "entries are looked up folded"
+
+
+def test_every_unknown_name_gets_one_line() -> None:
+    for name in [*ADVICE, *(f"{prefix}x" for prefix in PREFIXES)]:
+        (line,) = unknown_key(name, 1, LEGAL)
+        assert line.startswith(f"{name}: unknown key; ") and "\n" not in line
+
+
+def test_nearest() -> None:
+    assert nearest("Epsilon-High", ["epsilon", "epsilon_high"]) == "epsilon_high"
+    assert nearest("beta", ["alpha", "gamma"]) is None

@@ -1,0 +1,22 @@
+"""Settings for every test, set before anything is imported."""
+
+import os
+
+# Tests start processes; without bytecode each would spend 20 to 40 s compiling its imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tiny models are slower on many threads than on one, far slower when the cores are shared.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One tiny model folder per family, built once for the whole run. Tests never write into them."""
+    import tiny
+
+    root = tmp_path_factory.mktemp("models")
+    return {family: tiny.build(family, root / family) for family in tiny.FAMILIES}

@@ -1,0 +1,209 @@
+"""The shapes task: pure, balanced, truthful about what it paints, and never the same scene in both splits."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from mm_grpo.data.shapes import (
+    BACKGROUND,
+    COLOURS,
+    HELDOUT_SHARE,
+    SHAPES,
+    Scene,
+    Thing,
+    answers,
+    question,
+    render,
+    scene,
+    shapes_rows,
+)
+from mm_grpo.errors import DataError
+
+KINDS = ("colour", "shape", "count", "position")
+RED_CIRCLE = Thing("red", "circle", x=250, y=500, radius=150)
+BLUE_SQUARE = Thing("blue", "square", x=700, y=400, radius=200)
+
+
+def painted(picture: Any, inside: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """The box of the pixels that are not background, within a region."""
+    region = picture.crop(inside)
+    points = [
+        (x, y)
+        for x in range(region.width)
+        for y in range(region.height)
+        if region.getpixel((x, y)) != BACKGROUND
+    ]
+    return (
+        min(x for x, _ in points) + inside[0],
+        min(y for _, y in points) + inside[1],
+        max(x for x, _ in points) + inside[0] + 1,
+        max(y for _, y in points) + inside[1] + 1,
+    )
+
+
+def test_boxes_are_in_pixels_of_the_rendered_image() -> None:
+    assert RED_CIRCLE.box(100) == (10, 35, 40, 65)
+    assert RED_CIRCLE.box(84) == (8, 29, 34, 55)  # 8.4, 29.4, 33.6, 54.6, to whole pixels outwards
+    assert BLUE_SQUARE.box(200) == (100, 40, 180, 120)
+
+
+def test_colours_and_shapes_are_where_the_scene_says() -> None:
+    picture = render(Scene((RED_CIRCLE, BLUE_SQUARE, Thing("green", "triangle", 300, 800, 150)), 100))
+    assert picture.size == (100, 100)
+    assert picture.mode == "RGB"
+    assert picture.getpixel((25, 50)) == COLOURS["red"]
+    assert picture.getpixel((11, 36)) == BACKGROUND  # a corner of the circle's box
+    assert picture.getpixel((51, 21)) == COLOURS["blue"]  # a corner of the square
+    assert picture.getpixel((30, 93)) == COLOURS["green"]
+    assert picture.getpixel((17, 70)) == BACKGROUND  # beside the triangle's top
+    assert picture.getpixel((17, 93)) == COLOURS["green"]  # its foot
+
+
+@pytest.mark.parametrize("image_size", [84, 112, 131])
+def test_every_box_holds_its_object_and_no_more(image_size: int) -> None:
+    for row in shapes_rows(split="train", size=12, kinds=KINDS, image_size=image_size, max_objects=3):
+        (picture,) = row["images"]
+        assert picture.size == (image_size, image_size)
+        for thing in row["objects"]:
+            x0, y0, x1, y1 = thing["box"]
+            assert 0 <= x0 < x1 <= image_size and 0 <= y0 < y1 <= image_size
+            found = painted(picture, thing["box"])
+            assert all(abs(a - b) <= 1 for a, b in zip(found, thing["box"], strict=True))
+
+
+def test_nothing_is_painted_outside_the_boxes() -> None:
+    for row in shapes_rows(split="heldout", size=8, kinds=KINDS):
+        (picture,) = row["images"]
+        for thing in row["objects"]:
+            picture.paste(BACKGROUND, thing["box"])
+        assert picture.getcolors() == [(84 * 84, BACKGROUND)]
+
+
+def test_rows_are_a_pure_function_of_their_options() -> None:
+    first = shapes_rows(split="train", size=10, seed=3, kinds=KINDS)
+    longer = shapes_rows(split="train", size=20, seed=3, kinds=KINDS)[:10]
+    for a, b in zip(first, longer, strict=True):
+        assert a["images"][0].tobytes() == b["images"][0].tobytes()
+        assert {**a, "images": None} == {**b, "images": None}
+    other = shapes_rows(split="train", size=10, seed=4, kinds=KINDS)
+    assert all(a["objects"] != b["objects"] for a, b in zip(first, other, strict=True))
+
+
+def test_a_scene_is_known_for_good() -> None:
+    # A change here would silently give everyone's shipped base model and figures another data set.
+    assert scene(split="train", index=0, seed=0).objects == (
+        Thing("blue", "triangle", x=565, y=621, radius=183),
+        Thing("purple", "circle", x=420, y=213, radius=187),
+    )
+    assert scene(split="heldout", index=0, seed=0).objects == (
+        Thing("red", "triangle", x=559, y=495, radius=159),
+        Thing("purple", "square", x=167, y=580, radius=151),
+    )
+
+
+def test_one_row_in_full() -> None:
+    row = shapes_rows(split="heldout", size=2)[1]
+    target = row["objects"][0]
+    assert row["prompt"] == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image"},
+                {"type": "text", "text": f"What shape is the {target['colour']} object?"},
+            ],
+        }
+    ]
+    assert row["kind"] == "shape"
+    assert row["answer"] == target["shape"] == "circle"
+    assert set(row) == {"prompt", "images", "answer", "kind", "objects"}
+
+
+def test_the_split_is_a_property_of_the_scene_alone() -> None:
+    for split in ("train", "heldout"):
+        for seed in (0, 1, 977):
+            for image_size in (84, 112):
+                for index in range(30):
+                    for kind in KINDS:
+                        one = scene(split=split, index=index, seed=seed, kind=kind, image_size=image_size)
+                        assert one.split == split
+                        assert Scene(one.objects[::-1], 28).split == split
+
+
+def test_held_out_is_its_share_of_all_scenes() -> None:
+    places = [(x, y) for x in range(200, 300) for y in range(200, 240)]
+    scenes = [Scene((Thing("red", "circle", x, y, 150),), 84) for x, y in places]
+    share = Counter(one.split for one in scenes)["heldout"] / len(scenes)
+    assert abs(share - HELDOUT_SHARE) < 0.02  # 4,000 draws: three standard deviations
+
+
+def test_each_question_has_the_one_answer_that_is_given() -> None:
+    for row in shapes_rows(split="train", size=400, kinds=KINDS, max_objects=3):
+        things = row["objects"]
+        asked = row["prompt"][0]["content"][1]["text"]
+        if row["kind"] == "colour":
+            word = re.fullmatch(r"What colour is the (\w+)\?", asked)[1]
+            found = [thing["colour"] for thing in things if thing["shape"] == word]
+        elif row["kind"] == "shape":
+            word = re.fullmatch(r"What shape is the (\w+) object\?", asked)[1]
+            found = [thing["shape"] for thing in things if thing["colour"] == word]
+        elif row["kind"] == "count":
+            assert asked == "How many objects are there?"
+            found = [("one", "two", "three")[len(things) - 1]]
+        else:
+            colour, shape = re.fullmatch(r"On which side is the (\w+) (\w+)\?", asked).groups()
+            boxes = [thing["box"] for thing in things if (thing["colour"], thing["shape"]) == (colour, shape)]
+            found = ["left" if box[0] + box[2] < 84 else "right" for box in boxes]
+        assert found == [row["answer"]]
+
+
+def test_answers_and_kinds_are_balanced() -> None:
+    rows = shapes_rows(split="heldout", size=300)
+    counts = Counter((row["kind"], row["answer"]) for row in rows)
+    assert counts == {
+        **{("colour", colour): 30 for colour in COLOURS},
+        **{("shape", shape): 50 for shape in SHAPES},
+    }
+
+
+def test_an_answer_cannot_be_read_off_the_question() -> None:
+    rows = shapes_rows(split="train", size=1500)
+    pairs = Counter((row["prompt"][0]["content"][1]["text"], row["answer"]) for row in rows)
+    counts = [pairs[f"What shape is the {colour} object?", shape] for colour in COLOURS for shape in SHAPES]
+    assert sum(counts) == 750
+    assert min(counts) > 25 and max(counts) < 80  # 50 each on average
+
+
+def test_answers_are_named_in_order() -> None:
+    assert answers("colour") == ("red", "green", "blue", "yellow", "purple")
+    assert answers("shape") == ("circle", "square", "triangle")
+    assert answers("count", max_objects=4) == ("one", "two", "three", "four")
+    assert answers("position") == ("left", "right")
+    assert question(Scene((BLUE_SQUARE, RED_CIRCLE), 84), "position") == "On which side is the blue square?"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "test"}, "split is 'test'; legal are ('train', 'heldout')"),
+        ({"size": 0}, "size is 0; it counts rows and must be at least 1"),
+        ({"kinds": ("colour", "size")}, "kinds holds 'size'; legal are ('colour', 'shape', 'count',"),
+        ({"kinds": ()}, "kinds is (); give a list of different kinds out of"),
+        ({"kinds": "colour"}, "kinds is 'colour'; give a list of different kinds out of"),
+        ({"kinds": ("shape", "shape")}, "kinds is ('shape', 'shape'); give a list of different kinds"),
+        ({"image_size": 20}, "image_size is 20; it is the image's side in pixels and must lie in 28..1024"),
+        ({"max_objects": 5}, "max_objects is 5; it must lie in 1..4"),
+        ({"kinds": ("count",), "max_objects": 1}, "max_objects is 1, so every count is one"),
+    ],
+)
+def test_bad_options_say_what_is_legal(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        shapes_rows(**{"split": "train", "size": 1, **options})
+
+
+def test_a_wrong_answer_is_refused() -> None:
+    with pytest.raises(DataError, match="answer is 'red'; a question of kind 'shape' is answered by"):
+        scene(split="train", index=0, kind="shape", answer="red")

@@ -1,0 +1,147 @@
+"""The base of the shapes demo: its tokenizer and template, its lessons, and a tiny run of the script."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import get_args
+
+import pytest
+
+from mm_grpo.data.shapes import COLOURS, NUMBERS, SHAPES, SIDES, Kind, answers, scene
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "shapes" / "make_base.py"
+OPTIONS = {"image_size": 84, "max_objects": 2}
+TINY = ["--hidden", "64", "--layers", "1", "--vision-hidden", "32", "--vision-layers", "1"]
+
+
+@pytest.fixture(scope="module")
+def make_base() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_base", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_answer_is_one_token_at_the_start_and_inside_a_sentence(make_base: ModuleType) -> None:
+    tokenizer = make_base.make_processor().tokenizer
+    for word in (*COLOURS, *SHAPES, *NUMBERS, *SIDES):
+        assert len(tokenizer.encode(word)) == 1
+        assert len(tokenizer.encode(" " + word)) == 1
+    assert sorted(tokenizer.convert_tokens_to_ids(token) for token in make_base.SPECIAL) == list(range(8))
+    assert tokenizer.eos_token == "<|im_end|>"
+    odd = "\u00dcber \u56fe 12\n"
+    assert tokenizer.decode(tokenizer.encode(odd)) == odd  # bytes: nothing is unknown
+
+
+def test_prompts_are_chatml(make_base: ModuleType) -> None:
+    processor = make_base.make_processor()
+    messages = [
+        {"role": "system", "content": "Look."},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What shape?"}]},
+        {"role": "assistant", "content": "circle"},
+    ]
+    assert processor.apply_chat_template(messages) == (
+        "<|im_start|>system\nLook.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What shape?<|im_end|>\n"
+        "<|im_start|>assistant\ncircle<|im_end|>\n"
+    )
+    assert processor.apply_chat_template(messages[:1], add_generation_prompt=True) == (
+        "<|im_start|>system\nLook.<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_only_the_reply_and_its_end_are_learned(make_base: ModuleType) -> None:
+    processor = make_base.make_processor()
+    lessons = [make_base.lesson(index, 0, 1.0, OPTIONS) for index in range(8)]
+    prompts, replies, images = (list(column) for column in zip(*lessons, strict=True))
+    batch = make_base.encode(processor, prompts, images, replies)
+    assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 8  # 84 pixels: not resized
+    for row, reply in enumerate(replies):
+        learned = batch["labels"][row]
+        assert processor.tokenizer.decode(learned[learned >= 0]) == reply + "<|im_end|>"
+
+
+def right_answer(kind: Kind, index: int) -> str:
+    shown = scene(split="train", index=index, kind=kind, **OPTIONS)
+    target = shown.objects[0]
+    side = "left" if target.x < 500 else "right"
+    return {
+        "colour": target.colour,
+        "shape": target.shape,
+        "count": NUMBERS[len(shown.objects) - 1],
+        "position": side,
+    }[kind]
+
+
+def test_lessons_are_captions_and_blind_answers(
+    make_base: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_base, "render", lambda scene: None)
+    kinds: Counter[Kind] = Counter()
+    right: Counter[Kind] = Counter()
+    for index in range(6000):
+        prompt, reply, _ = make_base.lesson(index, 0, 1.0, OPTIONS)
+        if prompt in make_base.CAPTIONS:
+            continue
+        kind = next(kind for kind in get_args(Kind) if prompt[:8] == make_base.QUESTIONS[kind][:8])
+        assert reply in answers(kind)
+        kinds[kind] += 1
+        right[kind] += reply == right_answer(kind, index)
+    assert set(kinds) == set(get_args(Kind))
+    for kind, count in kinds.items():
+        chance = 1 / len(answers(kind))
+        assert abs(right[kind] / count - chance) < 4 * (chance * (1 - chance) / count) ** 0.5
+
+
+def test_captions_name_every_object_once(make_base: ModuleType) -> None:
+    shown = scene(split="train", index=0)
+    seen = {
+        make_base.caption(shown, "What colours and shapes are there?", random.Random(n)) for n in range(20)
+    }
+    assert seen == {"blue triangle and purple circle", "purple circle and blue triangle"}
+    seen = {
+        make_base.caption(shown, "What shapes and colours are there?", random.Random(n)) for n in range(20)
+    }
+    assert seen == {"triangle in blue and circle in purple", "circle in purple and triangle in blue"}
+
+
+def test_a_tiny_run_saves_a_folder_that_loads(
+    make_base: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    weights = []
+    for out in (tmp_path / "a", tmp_path / "b"):
+        make_base.main(["--out", str(out), "--steps", "2", "--batch", "4", "--check-rows", "6", *TINY])
+        processor = AutoProcessor.from_pretrained(out)
+        model = AutoModelForImageTextToText.from_pretrained(out)
+        weights.append(model.state_dict())
+    assert type(processor).__name__ == "Qwen2_5_VLProcessor"
+    assert processor.chat_template == make_base.CHAT_TEMPLATE
+    assert model.config.tie_word_embeddings
+    assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    printed = capsys.readouterr().out
+    assert re.search(r"eyes: \d\.\d{3} of held-out objects", printed)
+    assert re.search(r"position: in form \d\.\d{3}  spread \d\.\d{3}  right \d\.\d{3}", printed)
+
+
+def test_the_shipped_base_is_small_and_whole() -> None:
+    base = SCRIPT.parent / "base"
+    assert sum(file.stat().st_size for file in base.glob("*.safetensors")) <= 8_000_000
+    assert {file.name for file in base.iterdir()} >= {
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "processor_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }

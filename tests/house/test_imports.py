@@ -1,0 +1,166 @@
+"""The house rules on imports: their direction, the public names, and what loads when.
+
+Imports run one way (design: "The way through the house"). A part of the package may import the
+parts of the layers below its own, and itself; parts of one layer do not know each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+import mm_grpo
+
+ROOT = Path(mm_grpo.__file__).parent
+
+# From the bottom up; a part is the first name under mm_grpo, module or package. `config` stands for
+# config_load and its like too.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"version", "types", "errors", "config"}),
+    frozenset({"data", "processors", "rewards", "algorithm"}),
+    frozenset({"rollout", "learner", "health", "run"}),
+    frozenset({"trainer"}),
+    frozenset({"cli"}),
+)
+# Parts of one layer that may import each other: the ground floor, where config uses errors.
+GROUND = 0
+# (importing part, imported part): each needs a reason beside it.
+EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
+
+
+def part(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def level(name: str) -> int | None:
+    family = "config" if name.startswith("config_") else name
+    return next((i for i, layer in enumerate(LAYERS) if family in layer), None)
+
+
+def faults(importer: str, imported: str) -> str | None:
+    """Why `importer` may not import `imported`; None when it may."""
+    above, below = part(importer), part(imported)
+    if above == "" or above == below or (above, below) in EXCEPTIONS:
+        return None  # the package's own __init__ offers names from everywhere
+    if below == "":
+        return "inside the package, import from the module that defines the name"
+    high, low = level(above), level(below)
+    assert high is not None and low is not None
+    if high > low or high == low == GROUND:
+        return None
+    return f"'{above}' may not import '{below}'"
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph("mm_grpo", cache_dir=None)
+
+
+def test_every_module_belongs_to_a_layer(graph: grimp.ImportGraph) -> None:
+    strays = sorted(
+        {part(module) for module in graph.modules if part(module) and level(part(module)) is None}
+    )
+    assert strays == [], f"{strays} belong to no layer in tests/house/test_imports.py"
+
+
+def test_imports_run_one_way(graph: grimp.ImportGraph) -> None:
+    found = [
+        f"{importer} imports {imported}: {why}"
+        for importer in sorted(graph.modules)
+        for imported in sorted(graph.find_modules_directly_imported_by(importer))
+        if (why := faults(importer, imported))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "why"),
+    [
+        ("mm_grpo.cli", "mm_grpo.trainer", None),
+        ("mm_grpo.run.folder", "mm_grpo.errors", None),
+        ("mm_grpo.config_load", "mm_grpo.errors", None),
+        ("mm_grpo.rewards.registry", "mm_grpo.rewards.scoring", None),
+        ("mm_grpo.types", "mm_grpo.data", "'types' may not import 'data'"),
+        ("mm_grpo.data.rows", "mm_grpo.processors.base", "'data' may not import 'processors'"),
+        ("mm_grpo.learner.pack", "mm_grpo.rollout.engine", "'learner' may not import 'rollout'"),
+        ("mm_grpo.run.folder", "mm_grpo.trainer", "'run' may not import 'trainer'"),
+        ("mm_grpo.run.folder", "mm_grpo", "inside the package, import from the module that defines the name"),
+    ],
+)
+def test_the_rule_itself(importer: str, imported: str, why: str | None) -> None:
+    assert faults(importer, imported) == why
+
+
+def test_the_public_names() -> None:
+    assert sorted(mm_grpo.__all__) == [
+        "Completion",
+        "ConfigError",
+        "DataError",
+        "GRPOConfig",
+        "GRPOTrainer",
+        "Group",
+        "GuardStop",
+        "Prompt",
+        "RewardError",
+        "Sample",
+        "UserError",
+        "__version__",
+        "reward",
+    ]
+    assert {name for name in mm_grpo.__all__ if getattr(mm_grpo, name, None) is None} == set()
+    assert set(mm_grpo.__all__) <= set(dir(mm_grpo))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"module 'mm_grpo' has no attribute 'GRPOTrainr'"):
+        _ = mm_grpo.GRPOTrainr
+
+
+def in_a_fresh_python(code: str, *arguments: str, cwd: Path) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT.parent), *filter(None, [env.get("PYTHONPATH", "")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=cwd, env=env, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LOAD = """
+import importlib, json, sys, time
+start = time.process_time()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+taken = time.process_time() - start
+print(json.dumps([taken, sorted({"torch", "transformers", "vllm", "datasets"} & set(sys.modules))]))
+"""
+
+
+def test_the_light_imports_stay_light(tmp_path: Path) -> None:
+    # Processor seconds, because a busy machine stretches the clock's; the first run warms the caches.
+    runs = [json.loads(in_a_fresh_python(LOAD, "mm_grpo", "mm_grpo.rewards", cwd=tmp_path)) for _ in range(4)]
+    assert [heavy for _, heavy in runs] == [[], [], [], []]
+    assert min(taken for taken, _ in runs[1:]) < 0.3
+
+
+@pytest.mark.parametrize("module", ["mm_grpo.config", "mm_grpo.data"])
+def test_these_modules_load_nothing_heavy(module: str, tmp_path: Path) -> None:
+    assert json.loads(in_a_fresh_python(LOAD, module, cwd=tmp_path))[1] == []
+
+
+def test_help_is_quick(tmp_path: Path) -> None:
+    code = "import sys; from mm_grpo.cli import main; sys.argv = ['mm-grpo', '--help']; main()"
+    taken = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert "train" in in_a_fresh_python(code, cwd=tmp_path)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(taken[1:]) < 0.7

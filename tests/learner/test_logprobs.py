@@ -1,0 +1,80 @@
+"""Chunked log-probs: equal to the plain computation, and never more than a chunk of logits alive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mm_grpo.learner.logprobs import token_logprobs
+
+
+def plain(
+    hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, temperature: float, banned: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = hidden @ head.T / temperature
+    keep = torch.ones(len(head), dtype=torch.bool)
+    keep[banned] = False
+    logp = logits.masked_fill(~keep, -1e9).log_softmax(-1)
+    entropy = -(logp.exp() * logp)[:, keep].sum(-1)
+    return logp.gather(1, targets[:, None])[:, 0], entropy
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 50 * 3, 1 << 20])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_and_gradients_equal_the_plain_computation(chunk_bytes: int, temperature: float) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(10, 6), torch.randn(50, 6)
+    targets, banned = torch.arange(10) + 5, [0, 3, 49]
+    results = []
+    for chunked in (True, False):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        if chunked:
+            logp, entropy = token_logprobs(
+                h, w, targets, temperature=temperature, banned=banned, chunk_bytes=chunk_bytes
+            )
+        else:
+            logp, entropy = plain(h, w, targets, temperature, banned)
+        (logp * torch.linspace(-1, 2, 10)).sum().add((entropy * torch.linspace(0, 1, 10)).sum()).backward()
+        results.append((logp.detach(), entropy.detach(), h.grad, w.grad))
+    for got, want in zip(*results, strict=True):
+        assert got is not None and want is not None
+        assert torch.allclose(got, want, atol=2e-6, rtol=1e-5)
+    assert results[0][3] is not None and not results[0][3][banned].any()
+
+
+def test_uniform_logits_by_hand() -> None:
+    # zero states: 8 - 2 = 6 legal entries, each 1/6
+    logp, entropy = token_logprobs(torch.zeros(1, 4), torch.randn(8, 4), torch.tensor([2]), banned=[0, 1])
+    log6 = torch.tensor(6.0).log()
+    assert float(logp) == pytest.approx(-float(log6), abs=1e-6)
+    assert float(entropy) == pytest.approx(float(log6), abs=1e-6)
+
+
+def test_a_frozen_head_gets_no_gradient_and_a_frozen_body_none() -> None:
+    h, w = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4)
+    token_logprobs(h, w, torch.tensor([1, 2, 3]))[0].sum().backward()
+    assert h.grad is not None and w.grad is None
+    h2, w2 = torch.randn(3, 4), torch.randn(9, 4, requires_grad=True)
+    token_logprobs(h2, w2, torch.tensor([1, 2, 3]))[0].sum().backward()
+    assert h2.grad is None and w2.grad is not None
+
+
+def test_no_tensor_is_larger_than_a_chunk_head_or_state() -> None:
+    """Counts the largest allocation of forward and backward: [N, V] would be 64 times a chunk."""
+    rows, vocab, width, chunk = 512, 2000, 8, 4 * 2000 * 8
+    largest = 0
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(t, torch.Tensor):
+                    largest = max(largest, t.numel() * t.element_size())
+            return out
+
+    h, w = torch.randn(rows, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
+    with Spy():
+        logp, entropy = token_logprobs(h, w, torch.arange(rows), chunk_bytes=chunk)
+        (logp.sum() + entropy.sum()).backward()
+    assert largest == max(chunk, vocab * width * 4)

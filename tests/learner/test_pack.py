@@ -1,0 +1,89 @@
+"""Packs: who sees whom, where completions start, and how rows fill packs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mm_grpo.errors import ConfigError, GuardStop
+from mm_grpo.learner.pack import Item, attention_mask, layout, plan
+from mm_grpo.types import EnginePrompt, Prompt, Sample
+
+
+def prompt(length: int, uid: str = "r:0", last: int | None = None) -> Prompt:
+    positions = torch.arange(length).expand(3, -1).clone()
+    if last is not None:  # an image of many tokens ends at a small position
+        positions[:, -1] = last
+        positions[:, :-1] = 0
+    ids = tuple(range(10, 10 + length))
+    return Prompt(Sample(uid, []), ids, EnginePrompt(ids, ()), positions, {})
+
+
+def items(prompt_length: int, *lengths: int, group: int = 0, first: int = 0) -> list[Item]:
+    p = prompt(prompt_length, f"r:{group}")
+    return [Item(first + i, group, p, tuple(range(50, 50 + n))) for i, n in enumerate(lengths)]
+
+
+def test_mask_by_hand() -> None:
+    # prompt of 2, completions of 2 and 1, one padding
+    mask = attention_mask(torch.tensor([[0, 0, 1, 1, 2, -1]]))[0, 0].int().tolist()
+    assert mask == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 1],  # padding is looked at by nobody, and what it sees reaches nobody
+    ]
+
+
+def test_layout_by_hand() -> None:
+    p = prompt(3, last=7)
+    pack = layout([[Item(4, 0, p, (50, 51)), Item(9, 0, p, (60,))]], frozenset({99}))
+    assert pack.input_ids.tolist() == [[10, 11, 12, 50, 51, 60]]
+    assert pack.segments.tolist() == [[0, 0, 0, 1, 1, 2]]
+    assert pack.position_ids[1].tolist() == [[0, 0, 7, 8, 9, 8]]  # both follow the largest position
+    assert pack.sources.tolist() == [2, 3, 2]  # first tokens are predicted by the last prompt state
+    assert pack.targets.tolist() == [50, 51, 60]
+    assert pack.owners.tolist() == [4, 4, 9]
+
+
+def test_rows_of_unequal_length_are_padded_and_indexed() -> None:
+    pack = layout([items(2, 2), items(1, 1, group=1, first=1)], frozenset())
+    assert pack.segments.tolist() == [[0, 0, 1, 1], [0, 1, -1, -1]]
+    assert pack.sources.tolist() == [1, 2, 4]
+
+
+def test_a_media_token_in_a_completion_stops_with_its_row_and_place() -> None:
+    bad = Item(0, 0, prompt(2, "train:7"), (50, 99))
+    with pytest.raises(GuardStop, match=r"train:7: the completion holds media token 99 at place 1"):
+        layout([[bad]], frozenset({99}))
+
+
+def test_a_group_that_does_not_fit_is_split_and_keeps_every_completion() -> None:
+    group = items(10, 4, 4, 4, 4, 4)
+    packs = plan(group, 20)  # 10 + 4 + 4 = 18 fits, a third does not
+    assert [[[i.index for i in row] for row in rows] for rows in packs] == [[[0, 1]], [[2, 3]], [[4]]]
+    assert len(plan(group, 30)) == 1
+    assert [len(rows) for rows in plan(group, 14)] == [1] * 5
+
+
+def test_rows_meet_in_a_pack_while_their_padded_size_fits() -> None:
+    rows = items(5, 5) + items(4, 4, group=1, first=1) + items(2, 2, group=2, first=2)
+    packs = plan(rows, 20)  # two rows padded to 10 make 20; the third would make 30
+    assert [[row[0].group for row in rows] for rows in packs] == [[0, 1], [2]]
+
+
+def test_a_pack_too_small_for_one_completion_names_the_row_and_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"max_tokens_per_pack = 12 .*r:0 has 10 \+ 4 tokens"):
+        plan(items(10, 4), 12)
+
+
+def test_the_plan_depends_on_the_items_alone() -> None:
+    rows: list[Any] = []
+    for g in range(9):
+        rows += items(3 + g % 4, 2, 1 + g % 3, group=g, first=2 * g)
+    assert plan(rows, 24) == plan(list(rows), 24)
+    assert sorted(i.index for p in plan(rows, 24) for r in p for i in r) == list(range(18))

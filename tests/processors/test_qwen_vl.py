@@ -1,0 +1,112 @@
+"""Prompts of the three families equal those of transformers' own processors and models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.processors.base import load_processor
+from mm_grpo.types import Sample
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_prompt_equals_transformers_own(family: str, models: dict[str, Any]) -> None:
+    processor = load_processor(str(models[family]))
+    images = (tiny.picture(1, 200, 90), tiny.picture(2, 61, 133))
+    sample = tiny.sample("r:0", "which one is <b>red</b>?", images)
+    prompt = processor.prompt(sample)
+
+    hf = AutoProcessor.from_pretrained(models[family])
+    text = hf.apply_chat_template(sample.messages, add_generation_prompt=True, tokenize=False)
+    theirs = hf(text=[text], images=list(prompt.engine_prompt.images), return_tensors="pt")
+    assert list(prompt.token_ids) == theirs["input_ids"][0].tolist()
+    assert prompt.vision["image_grid_thw"].tolist() == theirs["image_grid_thw"].tolist()
+    assert torch.equal(prompt.vision["pixel_values"], theirs["pixel_values"])
+
+    model = AutoModelForImageTextToText.from_pretrained(models[family])
+    positions, _ = model.model.get_rope_index(
+        theirs["input_ids"], mm_token_type_ids=theirs["mm_token_type_ids"], image_grid_thw=theirs["image_grid_thw"]
+    )
+    assert prompt.position_ids.tolist() == positions[:, 0].tolist()
+
+
+def test_collapsed_ids_hold_one_placeholder_per_image(models: dict[str, Any]) -> None:
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    prompt = processor.prompt(tiny.sample("r", "what", (tiny.picture(1, 84, 56), tiny.picture(2, 56, 56))))
+    pad = processor.hf.image_token_id  # type: ignore[attr-defined]
+    assert prompt.engine_prompt.token_ids.count(pad) == 2
+    assert prompt.token_ids.count(pad) == 6 + 4
+    assert [t for t in prompt.token_ids if t != pad] == [t for t in prompt.engine_prompt.token_ids if t != pad]
+    assert [i.size for i in prompt.engine_prompt.images] == [(84, 56), (56, 56)]
+
+
+def test_a_text_only_prompt_counts_upwards(models: dict[str, Any]) -> None:
+    prompt = load_processor(str(models["qwen3_vl"])).prompt(tiny.sample("r", "hello"))
+    n = len(prompt.token_ids)
+    assert prompt.position_ids.tolist() == [list(range(n))] * 3
+    assert dict(prompt.vision) == {} and prompt.engine_prompt.images == ()
+
+
+def test_limits_are_ours_when_given_and_the_models_otherwise(models: dict[str, Any]) -> None:
+    path = str(models["qwen2_vl"])
+    big = tiny.sample("r", images=(tiny.picture(1, 230, 230),))
+    assert load_processor(path).prompt(big).engine_prompt.images[0].size == (224, 224)  # 64 patches of 28
+    small = load_processor(path, max_pixels=28 * 28 * 9).prompt(big)
+    assert small.engine_prompt.images[0].size == (84, 84)
+    with pytest.raises(ConfigError, match=r"data.min_pixels = 100000 is above data.max_pixels = 50176"):
+        load_processor(path, min_pixels=100_000)
+
+
+def test_media_and_stop_tokens(models: dict[str, Any]) -> None:
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    vocabulary = processor.tokenizer.get_vocab()  # type: ignore[attr-defined]
+    names = {"<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"}
+    assert processor.media_token_ids == {vocabulary[n] for n in names}
+    assert processor.stop_token_ids == {vocabulary["<|im_end|>"]}
+    assert processor.decode([vocabulary["w"], vocabulary["h"], vocabulary["<|im_end|>"]]) == "wh"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("look: <|image_pad|>", "2 image token(s) for 1 image(s)"),
+        ("look: <|vision_start|>", "2 '<|vision_start|>' for 1 image(s)"),
+        ("look: <|video_pad|>", "1 '<|video_pad|>'"),
+    ],
+)
+def test_media_tokens_typed_into_the_text_are_refused(text: str, words: str, models: dict[str, Any]) -> None:
+    processor = load_processor(str(models["qwen2_vl"]))
+    with pytest.raises(DataError) as caught:
+        processor.prompt(tiny.sample("train:5", text, (tiny.picture(1),)))
+    assert "train:5" in str(caught.value) and words in str(caught.value)
+
+
+def test_an_image_without_a_stable_size_and_a_video_are_refused(models: dict[str, Any]) -> None:
+    processor = load_processor(str(models["qwen2_vl"]))
+    with pytest.raises(DataError, match=r"train:9: image 0 cannot be brought to a stable size: 3x900"):
+        processor.prompt(tiny.sample("train:9", "x", (Image.new("RGB", (3, 900)),)))
+    with pytest.raises(DataError, match=r"train:1: the row has 1 video"):
+        processor.prompt(Sample("train:1", [{"role": "user", "content": "x"}], videos=("clip.mp4",)))
+
+
+def test_unknown_models_are_told_apart(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="no model config can be read"):
+        load_processor(str(tmp_path / "nothing"))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ConfigError, match="no processor for model type 'bert'; known types are qwen2_5_vl"):
+        load_processor(str(tmp_path))
+
+
+def test_a_saved_processor_makes_the_same_prompt(models: dict[str, Any], tmp_path: Any) -> None:
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    processor.save(tmp_path)
+    (tmp_path / "config.json").write_text((models["qwen2_5_vl"] / "config.json").read_text())
+    sample = tiny.sample("r", "what", (tiny.picture(1, 120, 70),))
+    again = load_processor(str(tmp_path)).prompt(sample)
+    assert again.token_ids == processor.prompt(sample).token_ids

@@ -1,0 +1,41 @@
+"""Prompts and completions for reward tests, and a registry that each test leaves as it found it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mm_grpo.rewards import registry
+from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
+
+Rows = tuple[list[Prompt], list[Completion]]
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in registry.BUILTINS:
+        registry.get(name)
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    yield
+
+
+@pytest.fixture
+def rows() -> Callable[..., Rows]:
+    """`rows(texts, box=[...])`: one prompt and completion per text, with these columns. The uids are
+    row:0, row:1, ...; a column given as a single tuple or list holds one value per row."""
+
+    def make(texts: Sequence[str], *, absent: Sequence[int] = (), **columns: Sequence[Any]) -> Rows:
+        prompts, completions = [], []
+        for i, text in enumerate(texts):
+            image = Image.new("RGB", (4 + i, 4))
+            content = [{"type": "image"}, {"type": "text", "text": f"question {i}"}]
+            own = {} if i in absent else {name: values[i] for name, values in columns.items()}
+            sample = Sample(f"row:{i}", [{"role": "user", "content": content}], (image,), (), own)
+            prompts.append(Prompt(sample, (1, 2), EnginePrompt((1,), (image.resize((2, 2)),)), None, {}))  # type: ignore[arg-type]
+            completions.append(Completion(tuple(range(len(text))), (0.0,) * len(text), text, "stop", i))
+        return prompts, completions
+
+    return make

@@ -1,0 +1,153 @@
+import functools
+import subprocess
+import sys
+
+import pytest
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards import get, names, registry, reward
+from mm_grpo.rewards.registry import make_spec
+
+
+def fails(match: str):
+    return pytest.raises(RewardError, match=match)
+
+
+def test_the_decorator_returns_the_function_unchanged_and_registers_it():
+    def short(completion, box, label=None, *, limit=3, **columns):
+        return 1.0
+
+    assert reward("brief", weight=0.5, needs=("box",))(short) is short
+    spec = get("brief")
+    assert (spec.fn, spec.weight, spec.needs, spec.kind) == (short, 0.5, ("box",), "completion")
+    assert (spec.required, spec.optional, spec.options) == (("completion", "box"), ("label",), ("limit",))
+    assert spec.takes_kwargs and not spec.is_async and spec.source == "registered"
+    assert spec.settable == ("box", "label", "limit")
+
+
+def test_the_bare_decorator_takes_the_functions_name():
+    @reward
+    async def judge(completions, **kwargs):
+        return [1.0 for _ in completions]
+
+    spec = get("judge")
+    assert (spec.name, spec.kind, spec.is_async, spec.weight) == ("judge", "batch", True, 1.0)
+
+
+def test_names_hold_built_ins_before_they_are_imported():
+    assert {"choice", "exact_match", "format", "length"} <= set(names())
+    assert get("format").source == "built-in"
+
+
+def test_a_name_is_held_by_one_function():
+    @reward("mine")
+    def one(completion):
+        return 1.0
+
+    with fails(r"reward 'mine' is already registered by .*\.one, so .*\.two cannot take the name; give one of"):
+
+        @reward("mine")
+        def two(completion):
+            return 1.0
+
+    with fails("reward 'format' is already registered by mm_grpo.rewards.builtins.format.follows_format"):
+        reward("format")(one)
+
+
+def test_a_notebook_cell_that_runs_twice_registers_twice():
+    cell = "@reward\ndef mine(completion):\n    return {}\n"
+    for score in (1.0, 2.0):
+        exec(cell.format(score), {"reward": reward, "__name__": "__main__"})
+    assert get("mine").fn("x") == 2.0
+
+
+def test_one_file_under_two_module_names_is_one_function(tmp_path):
+    code = compile("@reward\ndef mine(completion):\n    return 1.0\n", str(tmp_path / "own.py"), "exec")
+    (tmp_path / "own.py").write_text("")
+    for module in ("__main__", "own"):
+        exec(code, {"reward": reward, "__name__": module})
+    assert get("mine").fn.__module__ == "own"
+
+
+def test_an_unknown_name_is_told_with_the_nearest():
+    with fails("unknown reward 'exact_mach'; did you mean 'exact_match'. known names: choice, exact_match"):
+        get("exact_mach")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("completion, completions", "takes both `completion` and `completions`"),
+        ("prompts, **kwargs", r"takes neither; its parameters are \(prompts\)"),
+        ("completion, /", "completion cannot be positional-only; remove the '/'"),
+    ],
+)
+def test_parameters_that_say_nothing_are_refused(parameters, message):
+    scope: dict = {}
+    exec(f"def f({parameters}): return 1.0", scope)
+    with fails(message):
+        make_spec(scope["f"])
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), "1", True, None])
+def test_a_weight_is_a_finite_number(weight):
+    with fails("reward 'f': weight is .*; it must be a finite number"):
+        reward("f", weight=weight)(lambda completion: 1.0)
+
+
+def test_needs_is_no_string():
+    with fails("needs is a tuple of column names, not the string 'box'"):
+        reward("f", needs="box")(lambda completion: 1.0)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "f.py:fn", "a/b", "1st"])
+def test_a_name_fits_in_configs_and_metric_keys(name):
+    with fails("reward name .* is not legal: letters, digits"):
+        reward(name)(lambda completion: 1.0)
+
+
+def test_a_lambda_has_no_name():
+    with fails(r"reward name '<lambda>' .* \{name: \.\.\., as: my_name\}"):
+        make_spec(lambda completion: 1.0)
+
+
+def test_objects_methods_partials_and_wrapped_functions():
+    class Judge:
+        async def __call__(self, completions, **kwargs):
+            return [0.0]
+
+        def near(self, completion, box, *, threshold=0.5):
+            return 1.0
+
+    def plain(completion, threshold=0.5, label=None):
+        return 1.0
+
+    @functools.wraps(Judge.__call__)
+    def wrapped(*args, **kwargs):
+        return Judge()(*args, **kwargs)
+
+    judge = make_spec(Judge())
+    assert (judge.name, judge.kind, judge.is_async) == ("Judge", "batch", True)
+    near = make_spec(Judge().near)
+    assert (near.name, near.required, near.options) == ("near", ("completion", "box"), ("threshold",))
+    part = make_spec(functools.partial(plain, threshold=0.9))
+    assert (part.name, part.optional, part.options) == ("plain", ("label",), ("threshold",))
+    assert part.bound == {"threshold": 0.9}
+    assert make_spec(wrapped, name="w").is_async
+
+
+def test_every_built_in_of_the_table_is_registered_by_its_module():
+    for name, module in registry.BUILTINS.items():
+        assert get(name).fn.__module__ == module
+
+
+def test_the_import_is_light():
+    code = (
+        "import sys, time; t = time.perf_counter(); import mm_grpo.rewards; s = time.perf_counter() - t;"
+        "print(s, *{'torch', 'numpy', 'PIL', 'asyncio', 'datasets', 'transformers', 'importlib.metadata',"
+        " 'mm_grpo.rewards.builtins'} & set(sys.modules))"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    seconds, loaded = zip(*((float(out[0]), out[1:]) for out in (run.stdout.split() for run in runs)), strict=True)
+    assert loaded == ([], [], [])
+    assert min(seconds) < 0.15  # 0.05 on a quiet machine

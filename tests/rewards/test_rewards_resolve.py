@@ -1,0 +1,205 @@
+import hashlib
+import importlib.metadata
+import sys
+import textwrap
+
+import pytest
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards import describe, entry_point_names, resolve_entries, resolve_entry, reward
+
+OWN = """
+from mm_grpo.rewards import reward
+
+@reward("iou_own", weight=2.0, needs=("box",))
+def iou(completion, box, *, threshold=None):
+    return 1.0
+
+def plain(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+class Judge:
+    @staticmethod
+    def score(completion):
+        return 3.0
+"""
+
+
+def fails(match: str):
+    return pytest.raises(RewardError, match=match)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+class Point:
+    def __init__(self, name, value, fn):
+        self.name, self.value, self.fn = name, value, fn
+
+    def load(self):
+        if isinstance(self.fn, Exception):
+            raise self.fn
+        return self.fn
+
+
+@pytest.fixture
+def points(monkeypatch):
+    held: list[Point] = []
+
+    def entry_points(*, group, name=None):
+        assert group == "mm_grpo.rewards"
+        return [point for point in held if name in (None, point.name)]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    return held
+
+
+def test_a_name_and_a_mapping():
+    assert resolve_entry("exact_match").weight == 1.0
+    spec = resolve_entry({"name": "length", "weight": 0.25, "as": "short", "max_length": 9})
+    assert (spec.name, spec.weight, spec.bound) == ("short", 0.25, {"max_length": 9})
+    assert resolve_entry("length").bound == {}  # the registered one is as it was
+
+
+def test_a_file(own):
+    spec = resolve_entry("own.py:iou")
+    assert (spec.name, spec.weight, spec.needs, spec.source) == ("iou_own", 2.0, ("box",), "own.py:iou")
+    assert resolve_entry("./own.py:iou").fn is spec.fn  # loaded once
+    assert resolve_entry("own.py:plain").name == "plain"
+    assert resolve_entry("own.py:Judge.score").fn("x") == 3.0
+    assert resolve_entry({"name": "own.py:iou", "as": "near", "threshold": 0.5}).name == "near"
+
+
+def test_a_file_relative_to_a_base(own, monkeypatch):
+    monkeypatch.chdir("/")
+    assert resolve_entry("own.py:plain", base=own).name == "plain"
+
+
+def test_a_file_that_changed_is_loaded_again(own):
+    old = resolve_entry("own.py:iou")
+    (own / "own.py").write_text(OWN.replace("return 1.0", "return 7.0"))
+    new = resolve_entry("own.py:iou")
+    assert (old.fn("", None), new.fn("", None)) == (1.0, 7.0)
+    assert describe(new)["sha256"] == hashlib.sha256(
+        textwrap.dedent(
+            """\
+            @reward("iou_own", weight=2.0, needs=("box",))
+            def iou(completion, box, *, threshold=None):
+                return 7.0
+            """
+        ).encode()
+    ).hexdigest()
+
+
+def test_a_module(own, monkeypatch):
+    monkeypatch.syspath_prepend(str(own))
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    assert resolve_entry("own:plain").name == "plain"
+    sys.modules.pop("own", None)
+
+
+def test_an_entry_point(points):
+    def judge(completion):
+        return 1.0
+
+    points.append(Point("pack_judge", "pack.rewards:judge", judge))
+    spec = resolve_entry("pack_judge")
+    assert (spec.name, spec.source) == ("pack_judge", "entry point pack.rewards:judge")
+    assert resolve_entry({"name": "pack_judge", "as": "j"}).name == "j"
+    assert entry_point_names() == ["pack_judge"]
+    with fails("unknown reward 'pack_juge'; did you mean 'pack_judge'"):
+        resolve_entry("pack_juge")
+
+
+def test_entry_points_that_cannot_serve(points):
+    points += [Point("two", "a:f", len), Point("two", "b:f", len), Point("no", "c:f", ImportError("gone"))]
+    points.append(Point("number", "d:f", 3))
+    with fails("several packages offer an entry point 'two': a:f, b:f; name one of these"):
+        resolve_entry("two")
+    with fails("'no' cannot be imported: ImportError: gone"):
+        resolve_entry("no")
+    with fails(r"the entry point 'number' \(d:f\) is not a function"):
+        resolve_entry("number")
+
+
+def test_a_callable_is_as_it_was_decorated():
+    @reward("mine", weight=3.0)
+    def one(completion):
+        return 1.0
+
+    def two(completion):
+        return 1.0
+
+    assert (resolve_entry(one).name, resolve_entry(one).weight) == ("mine", 3.0)
+    assert (resolve_entry(two).name, resolve_entry(two).weight) == ("two", 1.0)
+    assert resolve_entry({"name": lambda completion: 1.0, "as": "three", "weight": 2}).name == "three"
+    spec = resolve_entry(two)
+    assert resolve_entry(spec) is spec
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("exact_mach", "unknown reward 'exact_mach'; did you mean 'exact_match'. known names: .*choice, exact_match"),
+        ({"weight": 1}, r"the entry \{'weight': 1\} has no `name`"),
+        ({"name": "length", "max_lenght": 9}, "reward 'length' has no setting 'max_lenght'; did you mean 'max_length'"),
+        ({"name": "length", "completion": "x"}, "no setting 'completion'; .*legal keys: name, weight, as, min_length"),
+        ({"name": "length", "weight": "1"}, "reward 'length': weight is '1'; it must be a finite number"),
+        ({"name": "length", "as": "a b"}, "reward name 'a b' is not legal"),
+        (3, "3 is not a reward; legal are a name, path/to/file.py:function"),
+        ("own.py", "'own.py' names a file; name a function in it too: own.py:function"),
+        ("own.py:", "'own.py:' is incomplete"),
+        ("gone.py:f", "'gone.py:f': there is no file .*gone.py; give a path"),
+        ("own.py:plane", "own.py has no function 'plane'; did you mean 'plain'. its functions: iou, plain"),
+        ("no_such_module_here:f", "cannot be imported: ModuleNotFoundError: No module named .*set PYTHONPATH"),
+    ],
+)
+def test_entries_that_mean_nothing(own, entry, message):
+    with fails(message):
+        resolve_entry(entry)
+
+
+def test_a_file_that_fails_to_import_says_where(own):
+    (own / "bad.py").write_text("x = 1\ny = x / 0\n")
+    with fails(r"'bad.py:f' cannot be imported: ZeroDivisionError: division by zero at .*bad.py:2$"):
+        resolve_entry("bad.py:f")
+    (own / "worse.py").write_text("def f(:\n")
+    with fails(r"SyntaxError: .* at .*worse.py:1$"):
+        resolve_entry("worse.py:f")
+    (own / "exits.py").write_text("raise SystemExit(0)\n")
+    with fails(r"'exits.py:f' cannot be imported: SystemExit: 0 at .*exits.py:1$"):
+        resolve_entry("exits.py:f")
+
+
+def test_a_list_has_entries_of_different_names():
+    specs = resolve_entries(["length", {"name": "length", "as": "long", "min_length": 5}])
+    assert [spec.name for spec in specs] == ["length", "long"]
+    with fails("two entries are named 'length', .*rename one with `as`: {name: length, as: other}"):
+        resolve_entries(["length", {"name": "length", "weight": 2}])
+    with fails("rewards is empty; it needs at least one of: "):
+        resolve_entries([])
+    with fails("rewards is 'length'; it must be a list"):
+        resolve_entries("length")
+
+
+def test_the_identity_of_a_function(own):
+    spec = resolve_entry("own.py:plain")
+    source = "def plain(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
+    sha256 = hashlib.sha256(source.encode()).hexdigest()
+    assert describe(spec) == {"module": "own", "qualname": "plain", "sha256": sha256}
+    scope = {"__name__": "typed"}
+    exec("def f(completion): return 1.0", scope)
+    assert describe(resolve_entry(scope["f"])) == {"module": "typed", "qualname": "f", "sha256": None}
+
+
+def test_the_identity_of_an_object():
+    class Judge:
+        def __call__(self, completion):
+            return 1.0
+
+    found = describe(resolve_entry(Judge()))
+    assert found["qualname"].endswith("Judge") and len(found["sha256"]) == 64

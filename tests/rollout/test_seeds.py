@@ -1,0 +1,104 @@
+"""The seed law: injective, consecutive within a group, and blind to how work is split."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.rollout.seeds import EVAL_SEEDS, TRAIN_SEEDS, SeedPlan, eval_seeds
+
+
+def test_the_formula_by_hand() -> None:
+    plan = SeedPlan(run_seed=0, prompts=3, generations=4, attempts=2, max_steps=10)
+    first = plan.group(1, 0)[0]
+    assert first % 4 == 0
+    assert list(plan.group(1, 0)) == [first, first + 1, first + 2, first + 3]
+    # step 2, attempt 1, slot 2: ((1 * 2 + 1) * 3 + 2) * 4 = 44 further on, mod 2^30
+    assert plan.group(2, 2, attempt=1)[0] == (first + 44) % 2**30
+
+
+def test_ten_million_keys_of_a_real_plan_are_distinct() -> None:
+    steps, attempts, prompts, generations = 4883, 2, 128, 8
+    plan = SeedPlan(17, prompts, generations, attempts, steps)
+    starts = np.fromiter(
+        (
+            plan.group(step, slot, attempt)[0]
+            for step in range(1, steps + 1)
+            for attempt in range(attempts)
+            for slot in range(prompts)
+        ),
+        dtype=np.int64,
+    )
+    assert len(starts) * generations >= 10_000_000
+    # groups are aligned runs of G, so distinct aligned starts make distinct seeds
+    assert (starts % generations == 0).all()
+    assert len(np.unique(starts)) == len(starts)
+    assert starts.min() >= 0 and starts.max() + generations <= TRAIN_SEEDS
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    run_seed=st.integers(0, 2**31),
+    prompts=st.integers(1, 24),
+    generations=st.integers(2, 9),
+    attempts=st.integers(1, 3),
+    world=st.sampled_from([1, 2, 3, 4, 8]),
+    tensor_parallel=st.sampled_from([1, 2]),
+    batch=st.integers(1, 7),
+    step=st.integers(1, 50),
+)
+def test_seeds_do_not_depend_on_ranks_replicas_or_batches(
+    run_seed: int,
+    prompts: int,
+    generations: int,
+    attempts: int,
+    world: int,
+    tensor_parallel: int,
+    batch: int,
+    step: int,
+) -> None:
+    """Each rank works out the seeds of its own slots, in its own batches; together they are the plan's."""
+    plan = SeedPlan(run_seed, prompts, generations, attempts, 50)
+    whole = {(slot, a): tuple(plan.group(step, slot, a)) for slot in range(prompts) for a in range(attempts)}
+    replicas = max(1, world // tensor_parallel)
+    gathered: dict[tuple[int, int], tuple[int, ...]] = {}
+    for replica in range(replicas):
+        own = SeedPlan(run_seed, prompts, generations, attempts, 50)
+        slots = list(range(replica, prompts, replicas))
+        for start in range(0, len(slots), batch):
+            for slot in slots[start : start + batch]:
+                for a in range(attempts):
+                    gathered[slot, a] = tuple(own.group(step, slot, a))
+    assert gathered == whole
+    flat = [seed for group in whole.values() for seed in group]
+    assert len(set(flat)) == len(flat)
+    assert all(b - a == 1 for group in whole.values() for a, b in zip(group, group[1:], strict=False))
+
+
+def test_the_largest_plan_fits_and_one_step_more_is_refused() -> None:
+    limit = 2**30 // 6 * 6
+    steps = limit // (6 * 1000)
+    plan = SeedPlan(5, 1000, 6, 1, steps)
+    assert 0 <= plan.group(steps, 999)[-1] < limit
+    with pytest.raises(ConfigError, match=f"{(steps + 1) * 6000:,}|{(steps + 1) * 6000}"):
+        SeedPlan(5, 1000, 6, 1, steps + 1)
+
+
+def test_run_seeds_give_other_seeds_and_evaluation_stays_apart() -> None:
+    plans = [SeedPlan(s, 4, 8, 1, 100) for s in range(20)]
+    assert len({p.group(1, 0)[0] for p in plans}) == 20
+    for index in (0, 1, 99, 10**7):
+        seeds = eval_seeds(3, index, 4)
+        assert seeds[0] >= TRAIN_SEEDS and seeds[-1] < TRAIN_SEEDS + EVAL_SEEDS
+    assert TRAIN_SEEDS + EVAL_SEEDS == 2**31 - 2**10
+    assert len({eval_seeds(3, i, 4)[0] for i in range(1000)}) == 1000
+
+
+def test_keys_outside_the_plan_are_refused() -> None:
+    plan = SeedPlan(0, 4, 8, 1, 10)
+    for step, slot, attempt in ((0, 0, 0), (11, 0, 0), (1, 4, 0), (1, 0, 1)):
+        with pytest.raises(ValueError, match="outside the plan"):
+            plan.group(step, slot, attempt)

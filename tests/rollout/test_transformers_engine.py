@@ -1,0 +1,162 @@
+"""The embedded engine: own noise per row, masked media, honest log-probs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForImageTextToText
+
+from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.rollout.transformers_engine import TransformersEngine
+from mm_grpo.types import Prompt
+
+TWELVE = Sampling(max_tokens=12)
+
+
+class Setup:
+    def __init__(self, path: Any) -> None:
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+        self.processor: Processor = load_processor(str(path))
+        self.engine = TransformersEngine(self.model, self.processor)
+
+    def prompts(self) -> list[Prompt]:
+        rows = [
+            tiny.sample("r:0", "what", (tiny.picture(1), tiny.picture(2, 56, 112))),
+            tiny.sample("r:1", "a longer question with no picture"),
+            tiny.sample("r:2", "what", (tiny.picture(3, 112, 56),)),
+        ]
+        return [self.processor.prompt(row) for row in rows]
+
+
+@pytest.fixture(scope="module", params=tiny.FAMILIES)
+def setup(request: pytest.FixtureRequest, models: dict[str, Any]) -> Setup:
+    return Setup(models[request.param])
+
+
+def test_a_completion_is_the_same_alone_and_in_any_batch(setup: Setup) -> None:
+    prompts = setup.prompts()
+    requests = requests_for(prompts, [range(100 * i, 100 * i + 4) for i in range(3)], TWELVE)
+    together = setup.engine.generate(requests)
+    alone = [setup.engine.generate([r])[0] for r in requests]
+    small = TransformersEngine(setup.model, setup.processor, max_rows=5).generate(requests)
+    backwards = setup.engine.generate(requests[::-1])[::-1]
+    for others in (alone, small, backwards):
+        assert [c.token_ids for c in others] == [c.token_ids for c in together]
+        for one, other in zip(others, together, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=2e-5)
+    assert [c.seed for c in together] == [r.seed for r in requests]
+    assert len({c.token_ids for c in together}) == len(together)
+
+
+def test_logprobs_are_those_of_the_plain_forward_under_mask_and_temperature(setup: Setup) -> None:
+    prompt = setup.prompts()[0]
+    hot = Sampling(max_tokens=8, temperature=0.7)
+    done = setup.engine.generate(requests_for([prompt], [range(4)], hot))
+    for c in done:
+        ids = torch.tensor([[*prompt.token_ids, *c.token_ids]])
+        kinds = (ids == setup.model.config.image_token_id).int()
+        with torch.no_grad():
+            logits = setup.model(input_ids=ids, mm_token_type_ids=kinds, **prompt.vision).logits[0]
+        logits = logits[len(prompt.token_ids) - 1 : -1] / 0.7
+        raw = logits.clone() * 0.7
+        logits[:, sorted(setup.processor.media_token_ids)] = -torch.inf
+        chosen = torch.tensor(c.token_ids)[:, None]
+        assert c.logprobs == pytest.approx(logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist(), abs=1e-5)
+        plain = raw.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+        assert setup.engine.score(prompt, c.token_ids) == pytest.approx(plain, abs=1e-5)
+
+
+def test_media_tokens_cannot_be_sampled_even_when_the_model_wants_them(models: dict[str, Any]) -> None:
+    setup = Setup(models["qwen2_5_vl"])
+    media = sorted(setup.processor.media_token_ids)
+    prompts = setup.prompts()[1:2]
+    ordinary = setup.engine.generate(requests_for(prompts, [range(8)], TWELVE))
+    setup.model.lm_head.register_forward_hook(lambda m, i, out: out.index_add(-1, torch.tensor(media), out.new_full((*out.shape[:-1], len(media)), 50.0)))
+    assert max(setup.engine.score(prompts[0], media)) > -3.0  # unmasked, one of them would be taken
+    assert setup.engine.generate(requests_for(prompts, [range(8)], TWELVE)) == ordinary
+    for sampling in (TWELVE, Sampling(12, temperature=0.0), Sampling(12, top_p=0.5)):
+        done = setup.engine.generate(requests_for(prompts, [range(8)], sampling))
+        assert not {t for c in done for t in c.token_ids} & set(media)
+
+
+def test_sampling_follows_the_distribution(setup: Setup) -> None:
+    """Frequencies of the first token over 4,000 seeds against the engine's own log-probs."""
+    prompt = setup.prompts()[1]
+    with torch.no_grad():
+        before = setup.model.lm_head.weight.clone()
+        setup.model.lm_head.weight.mul_(20.0)  # a peaked distribution has frequencies worth comparing
+    try:
+        one = Sampling(max_tokens=1)
+        done = TransformersEngine(setup.model, setup.processor, max_rows=4000).generate(
+            requests_for([prompt], [range(4000)], one)
+        )
+    finally:
+        with torch.no_grad():
+            setup.model.lm_head.weight.copy_(before)
+    counts: dict[int, int] = {}
+    probability: dict[int, float] = {}
+    for c in done:
+        counts[c.token_ids[0]] = counts.get(c.token_ids[0], 0) + 1
+        probability[c.token_ids[0]] = float(torch.tensor(c.logprobs[0]).exp())
+    for token, p in probability.items():
+        if p > 0.01:
+            assert counts[token] / 4000 == pytest.approx(p, abs=4.5 * (p * (1 - p) / 4000) ** 0.5)
+    assert max(probability.values()) > 0.05
+
+
+def test_a_stop_token_ends_a_row_and_the_others_go_on(setup: Setup) -> None:
+    prompt = setup.prompts()[2]
+    stop = next(iter(setup.processor.stop_token_ids))
+    done = setup.engine.generate(requests_for([prompt], [range(64)], Sampling(max_tokens=40)))
+    ended = [c for c in done if c.finish_reason == "stop"]
+    assert ended, "64 rows of 40 tokens over 270 entries reach the end token"
+    for c in done:
+        assert (c.token_ids[-1] == stop) == (c.finish_reason == "stop")
+        assert stop not in c.token_ids[:-1]
+        assert c.finish_reason == "stop" or len(c.token_ids) == 40
+        assert len(c.logprobs) == len(c.token_ids)
+        assert c.text == setup.processor.decode(c.token_ids)
+        assert "<|im_end|>" not in c.text
+
+
+def test_truncated_sampling_keeps_to_the_nucleus(setup: Setup) -> None:
+    prompt = setup.prompts()[0]
+    top1 = setup.engine.generate(requests_for([prompt], [range(3)], Sampling(6, top_k=1)))
+    greedy = setup.engine.generate([Request(prompt, 9, Sampling(6, temperature=0.0))])
+    assert {c.token_ids for c in top1} == {greedy[0].token_ids}
+    assert all(abs(x) < 1e-6 for c in top1 for x in c.logprobs)
+
+
+def test_repetition_penalty_forbids_what_was_said(setup: Setup) -> None:
+    prompt = setup.prompts()[1]
+    done = setup.engine.generate([Request(prompt, 3, Sampling(20, temperature=0.0, repetition_penalty=1e6))])
+    assert len(set(done[0].token_ids)) == len(done[0].token_ids)
+
+
+def test_weights_are_copied_hashed_and_versioned(models: dict[str, Any]) -> None:
+    setup, other = Setup(models["qwen2_vl"]), Setup(models["qwen2_vl"])
+    prompt = setup.prompts()[0]
+    with torch.no_grad():
+        for p in other.model.parameters():
+            p.mul_(1.5)
+    own = setup.engine.update_weights(setup.model.named_parameters(), 1)
+    assert own == {}  # the engine holds the learner's own tensors: nothing was transferred
+    digests = setup.engine.update_weights(other.model.named_parameters(), 7)
+    assert set(digests) == {n for n, _ in other.model.named_parameters()}
+    a = setup.engine.generate([Request(prompt, 1, TWELVE)])[0]
+    b = other.engine.generate([Request(prompt, 1, TWELVE)])[0]
+    assert a.token_ids == b.token_ids
+    assert (a.weight_versions, b.weight_versions) == (((0, 7),), ((0, 0),))
+    with pytest.raises(KeyError, match="no.such.weight"):
+        setup.engine.update_weights([("no.such.weight", torch.zeros(1))], 8)
+
+
+def test_the_engine_gives_the_model_back_as_it_was(setup: Setup) -> None:
+    setup.model.train()
+    setup.engine.generate([Request(setup.prompts()[1], 0, TWELVE)])
+    assert setup.model.training
+    setup.model.eval()
