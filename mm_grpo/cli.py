@@ -30,7 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-Config = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.", show_default=False)]
+Config = Annotated[
+    str, typer.Argument(help="A YAML file, or the name of a shipped recipe.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Fields to change: section.field=value.", show_default=False)
 ]
@@ -45,14 +47,16 @@ def train(config: Config, overrides: Overrides = None) -> None:
     summary = GRPOTrainer(loaded).train()
     typer.echo(f"done: {summary['steps']} steps in {summary['seconds']:.0f} s, results in {loaded.run.dir}")
     for name, result in summary["eval"].items():
-        typer.echo(f"  {name}: accuracy {result['before']:.3f} -> {result['after']:.3f} ({result['rows']} rows)")
+        typer.echo(
+            f"  {name}: accuracy {result['before']:.3f} -> {result['after']:.3f} ({result['rows']} rows)"
+        )
 
 
 @app.command()
 def check(config: Config, overrides: Overrides = None) -> None:
     """Load every row, make every prompt and look at every reward of a config; train nothing."""
     loaded = load_config(config, overrides or [])
-    from mm_grpo.checking import check_config
+    from mm_grpo.run.checking import check_config
 
     if not check_config(loaded):
         raise typer.Exit(2)

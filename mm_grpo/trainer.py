@@ -16,6 +16,7 @@ from typing import Any
 from mm_grpo.algorithm.advantages import group_advantages
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.order import PromptOrder
+from mm_grpo.data.sets import Source, load_eval, load_train
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.action import act
 from mm_grpo.health.duplicate_completions import duplicate_completions
@@ -23,18 +24,17 @@ from mm_grpo.health.update_happens import update_happens
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.policy import load_policy
 from mm_grpo.processors.base import Processor, load_processor
-from mm_grpo.prompting import Prompter, StepPrompts
 from mm_grpo.rewards.resolve import describe
 from mm_grpo.rewards.scoring import Scorer, Scores
 from mm_grpo.rollout.engine import RolloutEngine, Sampling, requests_for
+from mm_grpo.rollout.prompting import Prompter, StepPrompts
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.run.evaluation import Evaluation, as_metrics, evaluate
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.progress import Progress
+from mm_grpo.run.step_metrics import step_metrics
 from mm_grpo.run.trackers import Trackers
-from mm_grpo.sets import Source, load_eval, load_train
-from mm_grpo.step_metrics import step_metrics
 from mm_grpo.types import Completion, Group
 
 
@@ -107,7 +107,10 @@ class GRPOTrainer:
         run = self.folder.start(self.config.to_yaml(), rewards=[describe(spec) for spec in self.scorer.specs])
         self._call("on_train_begin")
         headline = self.config.batch_sentence(processes=1)
-        with Progress(self.max_steps, headline=headline) as progress, self.trackers.open(self.config) as trackers:
+        with (
+            Progress(self.max_steps, headline=headline) as progress,
+            self.trackers.open(self.config) as trackers,
+        ):
             try:
                 before = after = self.evaluate()
                 for step in range(1, self.max_steps + 1):
@@ -170,8 +173,14 @@ class GRPOTrainer:
                 act("update_happens", update_happens(record), actions)
             with _timed(times, "time/sync"):
                 self.engine.update_weights(self.learner.named_tensors(), step)
-        self.tokens_seen += sum(len(p.token_ids) for p in repeated) + sum(len(c.token_ids) for c in completions)
-        counts = {"num_tokens": self.tokens_seen, "epoch": self.order.epoch(step), "prompts/dropped": asked.dropped}
+        self.tokens_seen += sum(len(p.token_ids) for p in repeated) + sum(
+            len(c.token_ids) for c in completions
+        )
+        counts = {
+            "num_tokens": self.tokens_seen,
+            "epoch": self.order.epoch(step),
+            "prompts/dropped": asked.dropped,
+        }
         return {**step_metrics(groups), **scores.metrics, **report.metrics, **counts, **times}
 
     def _groups(self, asked: StepPrompts, completions: Sequence[Completion], scores: Scores) -> list[Group]:
@@ -222,5 +231,8 @@ def _summary(
         "accuracy_after": after[headline].accuracy if headline else None,
         "seconds": round(seconds, 3),
         "steps": steps,
-        "eval": {n: {"before": before[n].accuracy, "after": after[n].accuracy, "rows": before[n].rows} for n in before},
+        "eval": {
+            n: {"before": before[n].accuracy, "after": after[n].accuracy, "rows": before[n].rows}
+            for n in before
+        },
     }

@@ -48,7 +48,9 @@ _CLASSES: Mapping[str, tuple[Any, Any, Any]] = {
 }
 
 
-def build(family: str, path: Path, *, seed: int = 0, tie: bool = True, max_pixels: int = 28 * 28 * 64) -> Path:
+def build(
+    family: str, path: Path, *, seed: int = 0, tie: bool = True, max_pixels: int = 28 * 28 * 64
+) -> Path:
     """Write a tiny model of the family to `path` and return it."""
     config_class, processor_class, video_class = _CLASSES[family]
     patch = 16 if family == "qwen3_vl" else 14
@@ -82,7 +84,9 @@ def build(family: str, path: Path, *, seed: int = 0, tie: bool = True, max_pixel
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "embed_tokens" not in name:
                 parameter.mul_(4.0)
-    model.generation_config = GenerationConfig(eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"])
+    model.generation_config = GenerationConfig(
+        eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"]
+    )
     model.save_pretrained(path)
     processor.save_pretrained(path)
     return path
@@ -111,7 +115,13 @@ def _text(family: str, vocab: int, ids: Mapping[str, int], tie: bool) -> dict[st
 
 
 def _vision(family: str, patch: int) -> dict[str, Any]:
-    common = {"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    common = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     if family == "qwen2_vl":
         return {**common, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2}
     if family == "qwen2_5_vl":
@@ -131,7 +141,9 @@ def picture(seed: int, width: int = 84, height: int = 84) -> Image.Image:
     return image
 
 
-def sample(uid: str, text: str = "what is it", images: tuple[Image.Image, ...] = (), **columns: Any) -> Sample:
+def sample(
+    uid: str, text: str = "what is it", images: tuple[Image.Image, ...] = (), **columns: Any
+) -> Sample:
     """A sample whose images stand before its text."""
     parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
     return Sample(uid=uid, messages=[{"role": "user", "content": parts}], images=images, columns=columns)

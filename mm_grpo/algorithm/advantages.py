@@ -30,7 +30,9 @@ def group_advantages(
     for p, row in enumerate(rewards):
         for g, r in enumerate(row):
             if r is not None and not math.isfinite(r):
-                raise ValueError(f"reward of generation {g} in group {p} is {r}; rewards must be finite or None")
+                raise ValueError(
+                    f"reward of generation {g} in group {p} is {r}; rewards must be finite or None"
+                )
     known = [r for row in rewards for r in row if r is not None]
     batch_std = stdev(known) if len(known) > 1 else 0.0
     return [_one_group(row, scale, batch_std) for row in rewards]

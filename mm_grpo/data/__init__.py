@@ -5,6 +5,7 @@
     layouts   one row → messages, image sources and columns
     images    one image source → an upright RGB picture within the limits
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
+    sets      which rows a config trains on and is evaluated on
     shapes    a task whose images are drawn, without any download
 
 Not here: what a sample becomes for a model (processors/). Importing this loads neither torch nor the

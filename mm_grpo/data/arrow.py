@@ -69,8 +69,8 @@ def as_rows(dataset: Any, columns: Mapping[str, str], what: str) -> Rows:
         dataset = next(iter(dataset.values()))
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"{what}: is a {type(dataset).__name__}, without length or index, and every epoch is a permutation "
-            "of all rows; load it with streaming=False"
+            f"{what}: is a {type(dataset).__name__}, without length or index; an epoch is a permutation "
+            "of all rows, so load it with streaming=False"
         )
     if not hasattr(dataset, "features") or dataset.format["type"] == "custom":
         rows: Rows = dataset  # not of the library, or with_transform makes its rows: they are as they are

@@ -164,8 +164,8 @@ class Dataset:
         for count, members in sorted(by_count.items()):
             if len(members) == 1:
                 raise DataError(
-                    f"{self.row_name(members[0])}: no other row has as many images ({count}), so shuffle_images "
-                    "cannot exchange them; leave the row out"
+                    f"{self.row_name(members[0])}: no other row has as many images ({count}), so "
+                    "shuffle_images cannot exchange them; leave the row out"
                 )
             cycle = rng.sample(members, len(members))
             for here, there in zip(cycle, [*cycle[1:], cycle[0]], strict=True):

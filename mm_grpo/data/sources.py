@@ -19,7 +19,7 @@ import difflib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def _load_task(source: Mapping[str, Any], settings: DataSettings, name: str, ver
         )
     options = {key: value for key, value in source.items() if key not in ("task", "shuffle_images")}
     task, shuffle = source["task"], source.get("shuffle_images", False)
-    if task not in TASKS:
+    if not isinstance(task, str) or task not in TASKS:
         raise DataError(f"{name}: the task is {task!r}; known tasks: {quoted(TASKS)}")
     if not isinstance(shuffle, bool):
         raise DataError(f"{name}: shuffle_images is {shuffle!r}; legal is true or false")
@@ -101,10 +101,14 @@ def _load_path(path: Path, settings: DataSettings, name: str, verify: bool) -> D
         raise _missing(path, name)
     kind = "a folder" if path.is_dir() else path.suffix.lower()
     folder = path if path.is_dir() else path.parent
-    row_name: Callable[[int], str] = lambda index: f"{path} row {index}"  # noqa: E731
+
+    def row_name(index: int) -> str:
+        return f"{path}:{lines[index]}" if lines else f"{path} row {index}"
+
     rows: Any
+    lines: list[int] = []
     if kind == ".jsonl":
-        rows, row_name = _read_jsonl(path)
+        rows, lines = _read_jsonl(path)
     elif kind == ".json":
         rows = _read_json(path)
     elif kind in (".parquet", "a folder"):
@@ -125,8 +129,8 @@ def _missing(path: Path, name: str) -> DataError:
     return DataError(f"{name}: {path} does not exist in {folder}; {hint} ({_LEGAL})")
 
 
-def _read_jsonl(path: Path) -> tuple[list[Any], Callable[[int], str]]:
-    """One row per line; blank lines are skipped. A row is called file:line, lines counting from 1."""
+def _read_jsonl(path: Path) -> tuple[list[Any], list[int]]:
+    """One row per line, and the number of each row's line, from 1; blank lines are skipped."""
     rows, lines = [], []
     with path.open("rb") as file:  # bytes: in text, a U+2028 inside a string would end the line
         for number, line in enumerate(file, start=1):
@@ -135,7 +139,7 @@ def _read_jsonl(path: Path) -> tuple[list[Any], Callable[[int], str]]:
                 rows.append(row)
                 lines.append(number)
     _refuse_empty(rows, path)
-    return rows, lambda index: f"{path}:{lines[index]}"
+    return rows, lines
 
 
 def _read_json(path: Path) -> list[Any]:
@@ -143,7 +147,7 @@ def _read_json(path: Path) -> list[Any]:
     rows = [] if rows is _BLANK else rows
     if not isinstance(rows, list):
         raise DataError(
-            f"{path}: holds one {type(rows).__name__}; legal is a list of rows, or a row a line in a .jsonl file"
+            f"{path}: holds one {type(rows).__name__}; legal is a list of rows, or a .jsonl file of them"
         )
     _refuse_empty(rows, path)
     return rows
@@ -163,6 +167,6 @@ def _parse(data: bytes, where: str) -> Any:
         raise DataError(f"{where}: is not valid JSON ({error.msg} at {place}); {remedy}") from error
 
 
-def _refuse_empty(rows: Iterable[Any], path: Path) -> None:
+def _refuse_empty(rows: list[Any], path: Path) -> None:
     if not rows:
         raise DataError(f"{path}: is empty; it needs at least 1 row")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from mm_grpo.errors import GuardStop
 
 logger = logging.getLogger("mm_grpo")
 
 
-def act(guard: str, message: str | None, actions: Mapping[str, str]) -> bool:
+def act(guard: str, message: str | None, actions: Mapping[Any, str]) -> bool:
     """Stop the run, warn, or stay silent, as `actions[guard]` says (`stop` when it says nothing).
 
     Returns whether the guard had something to say. Raises GuardStop on `stop`.

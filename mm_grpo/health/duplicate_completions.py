@@ -47,8 +47,8 @@ def _message(group: Group, completion: Completion, copies: int, chance: float) -
     seeds = [c.seed for c in group.completions if c.token_ids == completion.token_ids]
     probability = math.exp(math.fsum(completion.logprobs))
     return (
-        f"{group.prompt.uid}: {copies} of {len(group.completions)} completions are the same {len(completion.token_ids)} "
-        f"tokens ({completion.text[:60]!r}), though the policy gives them probability {probability:.2g}; independent "
+        f"{group.prompt.uid}: {copies} of {len(group.completions)} completions are the same "
+        f"{len(completion.token_ids)} tokens ({completion.text[:60]!r}), though the policy gives them probability {probability:.2g}; independent "
         f"samples do this with chance {chance:.1g}. Seeds of the copies: {seeds}. Likely the engine shared one "
         "generator or ignored its seeds; compare the seeds above with those of the other groups in the rollout log"
     )

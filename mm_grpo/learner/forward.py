@@ -43,7 +43,9 @@ class PackForward(nn.Module):
         mask = attention_mask(pack.segments)
         if self.model.config._attn_implementation == "eager":  # eager adds its mask, sdpa selects by it
             floor = torch.finfo(self.model.dtype).min
-            mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(~mask, floor)
+            mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device).masked_fill_(
+                ~mask, floor
+            )
         inputs: dict[str, Any] = {"input_ids": pack.input_ids, **pack.vision}
         if not pack.vision and any(p.requires_grad for p in self.model.model.visual.parameters()):
             inputs = {"inputs_embeds": self._embeds_touched_by_blank(pack.input_ids)}

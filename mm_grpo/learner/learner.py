@@ -109,7 +109,14 @@ class Learner:
             old_logp = _gather(old, owned, logp) if old else logp.detach()
             ref_logp = _gather(reference, owned, logp) if reference is not None else None
             loss = pack_loss(
-                self.config.algorithm, terms, pack.owners.to(logp.device), logp, entropy, old_logp, ref_logp, tally
+                self.config.algorithm,
+                terms,
+                pack.owners.to(logp.device),
+                logp,
+                entropy,
+                old_logp,
+                ref_logp,
+                tally,
             )
             loss.backward()
         return self.optimizer.step(tally.live_tokens - before)
@@ -175,7 +182,9 @@ class Learner:
             self._counts["padded"] += pack.segments.numel()
             self._counts["images"] += pack.images
             self._counts["packs"] += 1
-            self._counts["plain"] += sum(len(i.prompt.token_ids) + len(i.token_ids) for row in rows for i in row)
+            self._counts["plain"] += sum(
+                len(i.prompt.token_ids) + len(i.token_ids) for row in rows for i in row
+            )
             yield pack
 
     # metrics ---------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ def token_logprobs(
     """
     rows = max(1, chunk_bytes // (4 * head.shape[0]))
     mask = torch.tensor(sorted(banned), dtype=torch.long, device=head.device)
-    logp, entropy = _Chunked.apply(hidden, head, targets, mask, 1.0 / temperature, rows)
-    return logp, entropy
+    results: tuple[Tensor, Tensor] = _Chunked.apply(hidden, head, targets, mask, 1.0 / temperature, rows)  # type: ignore[no-untyped-call]
+    return results
 
 
 def _logits(hidden: Tensor, head: Tensor, banned: Tensor, scale: float) -> Tensor:

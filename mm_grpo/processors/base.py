@@ -83,7 +83,9 @@ def load_processor(path: str, *, min_pixels: int | None = None, max_pixels: int 
             f"model.path = '{path}': no processor for model type '{config.model_type}'; known types are {known}; "
             "mm_grpo.processors.base.register adds one"
         )
-    loaded: Processor = _REGISTRY[config.model_type](path, config, min_pixels=min_pixels, max_pixels=max_pixels)
+    loaded: Processor = _REGISTRY[config.model_type](
+        path, config, min_pixels=min_pixels, max_pixels=max_pixels
+    )
     return loaded
 
 

@@ -44,7 +44,9 @@ class QwenVLProcessor:
                 "preprocessor_config.json and chat template beside the weights"
             ) from error
         if not self.hf.chat_template and not self.hf.tokenizer.chat_template:
-            raise ConfigError(f"model.path = '{path}': the processor has no chat template; add chat_template.jinja")
+            raise ConfigError(
+                f"model.path = '{path}': the processor has no chat template; add chat_template.jinja"
+            )
         self.tokenizer: Any = self.hf.tokenizer
         image_processor = self.hf.image_processor
         self.min_pixels = int(min_pixels or image_processor.size["shortest_edge"])
@@ -69,7 +71,9 @@ class QwenVLProcessor:
         naming the row for videos, an image without a fixed size, or media tokens typed into the text.
         """
         if sample.videos:
-            raise DataError(f"{sample.uid}: the row has {len(sample.videos)} video(s); only images are supported")
+            raise DataError(
+                f"{sample.uid}: the row has {len(sample.videos)} video(s); only images are supported"
+            )
         images = tuple(self._resize(sample.uid, i, image) for i, image in enumerate(sample.images))
         text = self.hf.apply_chat_template(
             [dict(m) for m in sample.messages], tokenize=False, add_generation_prompt=True
@@ -145,7 +149,7 @@ class QwenVLProcessor:
     def _positions(self, token_ids: Sequence[int], grid: Tensor | None) -> Tensor:
         ids = torch.tensor([token_ids])
         kinds = (ids == self.image_token_id).int()
-        positions, _ = self._rope.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
+        positions: Tensor = self._rope.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0]
         return positions[:, 0].contiguous()
 
     def _media_ids(self) -> frozenset[int]:

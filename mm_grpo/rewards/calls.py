@@ -7,6 +7,7 @@ totals, metrics and the order of calls (`scoring.py`). Axis letters: n = P·G ro
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import traceback
@@ -248,6 +249,9 @@ def _score(value: Any) -> float | None:
         return None
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy and torch scalars
         value = value.item()
+    if inspect.iscoroutine(value):
+        value.close()
+        raise ValueError("a coroutine that nobody awaits; write the function with `async def`")
     if not isinstance(value, numbers.Real):  # bool counts as 0 or 1
         raise ValueError(f"a {type(value).__name__}")
     try:

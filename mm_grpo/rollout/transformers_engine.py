@@ -110,7 +110,9 @@ class TransformersEngine:
         for step in range(sampling.max_tokens):
             logits = self.model.lm_head(hidden).float()
             context = [rows[i].prompt.token_ids for i in alive.tolist()] if sampling.truncated else None
-            chosen, chosen_logp = _sample(logits, uniforms[alive, step], sampling, self._banned, context, tokens)
+            chosen, chosen_logp = _sample(
+                logits, uniforms[alive, step], sampling, self._banned, context, tokens
+            )
             tokens = torch.cat([tokens, chosen[:, None]], 1)
             logprobs = torch.cat([logprobs, chosen_logp[:, None]], 1)
             ended = torch.isin(chosen, stops)

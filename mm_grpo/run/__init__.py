@@ -7,6 +7,9 @@
     rollout_log  rollouts/step-000001.jsonl and rollouts/images/
     summary      summary.json: the run in a few numbers
     report       report.html, made from the folder alone; charts draws its curves
+    step_metrics what a step's completions and rewards look like in numbers
+    evaluation   how often the model answers a set of rows right
+    checking     `mm-grpo check`: what a run would stumble over
     progress     the bar on the terminal
     trackers     tensorboard, wandb, trackio
     atomic       the one way in which whole files and folders are written

@@ -39,14 +39,17 @@ class Series:
 
 
 def line_chart(
-    title: str, unit: str, series: Sequence[Series], limits: tuple[float, float] | None = None
+    title: str, unit: str, series: Sequence[Series], limits: tuple[float, float | None] | None = None
 ) -> str:
-    """An <svg> of the series over the steps; `limits` fix the y axis, else the values do."""
+    """An <svg> of the series over the steps.
+
+    `limits` fix the ends of the y axis, where None is as high as the values; without, the values do.
+    """
     known = [(x, y) for line in series for x, y in line.points if y is not None]
     if not known:
         raise ValueError(f"chart '{title}' has no values")
+    low, high = _ends(min(y for _, y in known), max(y for _, y in known), limits)
     x_ticks = nice_ticks(min(x for x, _ in known), max(x for x, _ in known), 6, whole=True)
-    low, high = limits or _padded(min(y for _, y in known), max(y for _, y in known))
     y_ticks = nice_ticks(low, high, 5)
     x_low, x_high = min(x for x, _ in known), max(x for x, _ in known)
     if x_low == x_high:
@@ -144,14 +147,15 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) >= 1e-4 else f"{value:.1e}"
 
 
-def _padded(low: float, high: float) -> tuple[float, float]:
-    """Room for the values: from 0 when they are positive and 0 is not far, else a little around them."""
+def _ends(low: float, high: float, limits: tuple[float, float | None] | None) -> tuple[float, float]:
+    """The ends of the y axis for values from `low` to `high`: never equal, and with all values between."""
+    if limits is not None:
+        low, high = min(low, limits[0]), max(high, high if limits[1] is None else limits[1])
+        return low, high if high > low else low + 1
     if low == high:
         pad = abs(low) * 0.1 or 0.5
         return low - pad, high + pad
-    if 0 <= low <= (high - low) * 2:
-        return 0.0, high
-    return low, high
+    return (0.0, high) if 0 <= low <= (high - low) * 2 else (low, high)
 
 
 def _unbroken(points: Sequence[Point]) -> list[list[tuple[float, float]]]:

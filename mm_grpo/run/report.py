@@ -36,14 +36,15 @@ GOLD = ("answer", "solution", "gold", "target", "label", "ground_truth")
 class Curve:
     """One chart: the metrics whose whole name matches `pattern`; its group, if any, names the line.
 
-    `smooth` adds the running mean. `from_summary` puts the accuracy before the first step in front.
-    `least` is the number of lines from which the chart says something.
+    `limits` fix the ends of the y axis; a None is as high as the values. `smooth` adds the running
+    mean. `from_summary` puts the accuracy before the first step in front. `least` is the number of
+    lines from which the chart says something.
     """
 
     title: str
     unit: str
     pattern: str
-    limits: tuple[float, float] | None = None
+    limits: tuple[float, float | None] | None = None
     smooth: bool = False
     from_summary: bool = False
     least: int = 1
@@ -60,11 +61,11 @@ CURVES = (
     ),
     Curve("Reward parts", "mean score", r"rewards/(.+)/mean", least=2),
     Curve("Groups without a signal", "share of groups", r"frac_reward_zero_std", limits=(0, 1)),
-    Curve("KL to the reference", "nats", r"kl"),
-    Curve("Entropy", "nats per token", r"entropy"),
-    Curve("Completion length", "tokens", r"completions/(mean|min|max)_length"),
-    Curve("Gradient norm", "norm", r"grad_norm"),
-    Curve("Step time", "seconds", r"step_time"),
+    Curve("KL to the reference", "nats", r"kl", limits=(0, None)),
+    Curve("Entropy", "nats per token", r"entropy", limits=(0, None)),
+    Curve("Completion length", "tokens", r"completions/(mean|min|max)_length", limits=(0, None)),
+    Curve("Gradient norm", "norm", r"grad_norm", limits=(0, None)),
+    Curve("Step time", "seconds", r"step_time", limits=(0, None)),
 )
 
 
@@ -76,6 +77,7 @@ def write_report(paths: RunPaths) -> Path:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["number"] = lambda value: "–" if value is None else number(value)
+    environment.filters["percent"] = lambda value: "–" if value is None else f"{value:.1%}"
     template = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
     atomic_write(paths.report, template.render(gather(paths)))
     return paths.report
@@ -114,11 +116,11 @@ def tiles(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None) 
     rewards = [row["reward"] for row in rows if row.get("reward") is not None]
     if rewards:
         last = rewards[-10:]
-        note = f"mean of the last {len(last)} steps, from {number(rewards[0])}" if len(last) > 1 else ""
-        found.append({"word": "reward", "value": number(sum(last) / len(last)), "note": note})
+        note = f"mean of the last {len(last)} steps, from {rewards[0]:.3f}" if len(last) > 1 else ""
+        found.append({"word": "reward", "value": f"{sum(last) / len(last):.3f}", "note": note})
     if rows:
         times = [row["step_time"] for row in rows if row.get("step_time") is not None]
-        note = f"{number(sum(times) / len(times))} s each" if times else ""
+        note = f"{sum(times) / len(times):.1f} s each" if times else ""
         found.append({"word": "steps", "value": str(rows[-1]["step"]), "note": note})
     if summary:
         found.append({"word": "time", "value": duration(summary["seconds"]), "note": "from start to end"})

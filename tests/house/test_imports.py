@@ -25,7 +25,8 @@ ROOT = Path(mm_grpo.__file__).parent
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"version", "types", "errors", "config"}),
     frozenset({"data", "processors", "rewards", "algorithm"}),
-    frozenset({"rollout", "learner", "health", "run"}),
+    frozenset({"rollout", "learner", "health"}),
+    frozenset({"run"}),
     frozenset({"trainer"}),
     frozenset({"cli"}),
 )

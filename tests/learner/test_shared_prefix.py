@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 import tiny
+import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -62,7 +62,11 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
     loss.backward()
 
     module = PackForward(
-        model, media_token_ids=processor.media_token_ids, blank=processor.blank(), temperature=1.0, chunk_bytes=5000
+        model,
+        media_token_ids=processor.media_token_ids,
+        blank=processor.blank(),
+        temperature=1.0,
+        chunk_bytes=5000,
     )
     packs = plan(items, max_tokens=130)
     assert len(packs) > 1  # the budget makes several packs, so their sums are tested too

@@ -31,7 +31,9 @@ def test_a_prompt_equals_transformers_own(family: str, models: dict[str, Any]) -
 
     model = AutoModelForImageTextToText.from_pretrained(models[family])
     positions, _ = model.model.get_rope_index(
-        theirs["input_ids"], mm_token_type_ids=theirs["mm_token_type_ids"], image_grid_thw=theirs["image_grid_thw"]
+        theirs["input_ids"],
+        mm_token_type_ids=theirs["mm_token_type_ids"],
+        image_grid_thw=theirs["image_grid_thw"],
     )
     assert prompt.position_ids.tolist() == positions[:, 0].tolist()
 
@@ -42,7 +44,9 @@ def test_collapsed_ids_hold_one_placeholder_per_image(models: dict[str, Any]) ->
     pad = processor.hf.image_token_id  # type: ignore[attr-defined]
     assert prompt.engine_prompt.token_ids.count(pad) == 2
     assert prompt.token_ids.count(pad) == 6 + 4
-    assert [t for t in prompt.token_ids if t != pad] == [t for t in prompt.engine_prompt.token_ids if t != pad]
+    assert [t for t in prompt.token_ids if t != pad] == [
+        t for t in prompt.engine_prompt.token_ids if t != pad
+    ]
     assert [i.size for i in prompt.engine_prompt.images] == [(84, 56), (56, 56)]
 
 

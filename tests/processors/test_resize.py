@@ -75,7 +75,9 @@ def test_a_picture_at_its_size_is_the_same_object() -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @settings(max_examples=25, deadline=None)
-@given(height=st.integers(8, 700), width=st.integers(8, 700), low=st.integers(1, 20), extra=st.integers(4, 300))
+@given(
+    height=st.integers(8, 700), width=st.integers(8, 700), low=st.integers(1, 20), extra=st.integers(4, 300)
+)
 def test_neither_transformers_nor_vllm_changes_a_fixed_size(
     family: str, height: int, width: int, low: int, extra: int
 ) -> None:

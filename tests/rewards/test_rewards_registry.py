@@ -44,7 +44,9 @@ def test_a_name_is_held_by_one_function():
     def one(completion):
         return 1.0
 
-    with fails(r"reward 'mine' is already registered by .*\.one, so .*\.two cannot take the name; give one of"):
+    with fails(
+        r"reward 'mine' is already registered by .*\.one, so .*\.two cannot take the name; give one of"
+    ):
 
         @reward("mine")
         def two(completion):
@@ -147,7 +149,12 @@ def test_the_import_is_light():
         "print(s, *{'torch', 'numpy', 'PIL', 'asyncio', 'datasets', 'transformers', 'importlib.metadata',"
         " 'mm_grpo.rewards.builtins'} & set(sys.modules))"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    seconds, loaded = zip(*((float(out[0]), out[1:]) for out in (run.stdout.split() for run in runs)), strict=True)
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(3)
+    ]
+    seconds, loaded = zip(
+        *((float(out[0]), out[1:]) for out in (run.stdout.split() for run in runs)), strict=True
+    )
     assert loaded == ([], [], [])
     assert min(seconds) < 0.15  # 0.05 on a quiet machine

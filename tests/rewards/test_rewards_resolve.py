@@ -84,15 +84,18 @@ def test_a_file_that_changed_is_loaded_again(own):
     (own / "own.py").write_text(OWN.replace("return 1.0", "return 7.0"))
     new = resolve_entry("own.py:iou")
     assert (old.fn("", None), new.fn("", None)) == (1.0, 7.0)
-    assert describe(new)["sha256"] == hashlib.sha256(
-        textwrap.dedent(
-            """\
+    assert (
+        describe(new)["sha256"]
+        == hashlib.sha256(
+            textwrap.dedent(
+                """\
             @reward("iou_own", weight=2.0, needs=("box",))
             def iou(completion, box, *, threshold=None):
                 return 7.0
             """
-        ).encode()
-    ).hexdigest()
+            ).encode()
+        ).hexdigest()
+    )
 
 
 def test_a_module(own, monkeypatch):
@@ -144,10 +147,19 @@ def test_a_callable_is_as_it_was_decorated():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("exact_mach", "unknown reward 'exact_mach'; did you mean 'exact_match'. known names: .*choice, exact_match"),
+        (
+            "exact_mach",
+            "unknown reward 'exact_mach'; did you mean 'exact_match'. known names: .*choice, exact_match",
+        ),
         ({"weight": 1}, r"the entry \{'weight': 1\} has no `name`"),
-        ({"name": "length", "max_lenght": 9}, "reward 'length' has no setting 'max_lenght'; did you mean 'max_length'"),
-        ({"name": "length", "completion": "x"}, "no setting 'completion'; .*legal keys: name, weight, as, min_length"),
+        (
+            {"name": "length", "max_lenght": 9},
+            "reward 'length' has no setting 'max_lenght'; did you mean 'max_length'",
+        ),
+        (
+            {"name": "length", "completion": "x"},
+            "no setting 'completion'; .*legal keys: name, weight, as, min_length",
+        ),
         ({"name": "length", "weight": "1"}, "reward 'length': weight is '1'; it must be a finite number"),
         ({"name": "length", "as": "a b"}, "reward name 'a b' is not legal"),
         (3, "3 is not a reward; legal are a name, path/to/file.py:function"),
@@ -155,7 +167,10 @@ def test_a_callable_is_as_it_was_decorated():
         ("own.py:", "'own.py:' is incomplete"),
         ("gone.py:f", "'gone.py:f': there is no file .*gone.py; give a path"),
         ("own.py:plane", "own.py has no function 'plane'; did you mean 'plain'. its functions: iou, plain"),
-        ("no_such_module_here:f", "cannot be imported: ModuleNotFoundError: No module named .*set PYTHONPATH"),
+        (
+            "no_such_module_here:f",
+            "cannot be imported: ModuleNotFoundError: No module named .*set PYTHONPATH",
+        ),
     ],
 )
 def test_entries_that_mean_nothing(own, entry, message):

@@ -22,7 +22,9 @@ def format_reward(completions, **kwargs):  # open-r1, R1-V
     return [1.0 if re.fullmatch(pattern, c[0]["content"], re.DOTALL) else 0.0 for c in completions]
 
 
-def whole_signature(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, solution, **kwargs):
+def whole_signature(
+    prompts, completions, completion_ids, trainer_state, log_extra, log_metric, solution, **kwargs
+):
     assert [p[-1]["role"] for p in prompts] == ["user", "user"]
     assert completion_ids == [[0], [0, 1]]
     assert [len(images) for images in kwargs["images"]] == [1, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -75,7 +77,7 @@ def test_seeds_do_not_depend_on_ranks_replicas_or_batches(
     assert gathered == whole
     flat = [seed for group in whole.values() for seed in group]
     assert len(set(flat)) == len(flat)
-    assert all(b - a == 1 for group in whole.values() for a, b in zip(group, group[1:], strict=False))
+    assert all(b - a == 1 for group in whole.values() for a, b in pairwise(group))
 
 
 def test_the_largest_plan_fits_and_one_step_more_is_refused() -> None:

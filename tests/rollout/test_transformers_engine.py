@@ -75,7 +75,11 @@ def test_media_tokens_cannot_be_sampled_even_when_the_model_wants_them(models: d
     media = sorted(setup.processor.media_token_ids)
     prompts = setup.prompts()[1:2]
     ordinary = setup.engine.generate(requests_for(prompts, [range(8)], TWELVE))
-    setup.model.lm_head.register_forward_hook(lambda m, i, out: out.index_add(-1, torch.tensor(media), out.new_full((*out.shape[:-1], len(media)), 50.0)))
+    setup.model.lm_head.register_forward_hook(
+        lambda m, i, out: out.index_add(
+            -1, torch.tensor(media), out.new_full((*out.shape[:-1], len(media)), 50.0)
+        )
+    )
     assert max(setup.engine.score(prompts[0], media)) > -3.0  # unmasked, one of them would be taken
     assert setup.engine.generate(requests_for(prompts, [range(8)], TWELVE)) == ordinary
     for sampling in (TWELVE, Sampling(12, temperature=0.0), Sampling(12, top_p=0.5)):
@@ -151,7 +155,7 @@ def test_weights_are_copied_hashed_and_versioned(models: dict[str, Any]) -> None
     b = other.engine.generate([Request(prompt, 1, TWELVE)])[0]
     assert a.token_ids == b.token_ids
     assert (a.weight_versions, b.weight_versions) == (((0, 7),), ((0, 0),))
-    with pytest.raises(KeyError, match="no.such.weight"):
+    with pytest.raises(KeyError, match=r"no\.such\.weight"):
         setup.engine.update_weights([("no.such.weight", torch.zeros(1))], 8)
 
 

@@ -108,7 +108,7 @@ def _forms(letters: str) -> _Forms:
         rf"{noun}{link}{option}{_AROUND}(?:{boxed})?{_AROUND}(?P<said>(?:{big}|{lone}){more})",
         rf"{boxed}(?P<box>{either}{several})(?:[).:][^{{}}\n]{{0,80}})?[ \t]{{0,3}}\}}",
         rf"(?<![\w'’])(?P<verdict>[{letters}])[*_)`\"'$\]]{{0,4}} {verdict}",
-        rf"^{_AROUND}(?P<line>{either}{more})[ \t*_`\"'“”‘’$)}}\].]{{0,8}}$",
+        rf"^{_AROUND}(?P<line>{either}{more})[ \t*_`\"'“”‘’$)}}\].!]{{0,8}}$",
     )
     marker = rf"(?:\({either}\)|{either}\)|{either}[.:](?=[ \t*])|[{letters}],(?=[ \t]))"
     mention = rf"\([{letters}]\)|\*\*\(?[{letters}][).:]{{0,2}}\*\*|(?i:\b(?:{_BEFORE})) {big}"

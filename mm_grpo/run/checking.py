@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from mm_grpo.data.sets import load_eval, load_train
 from mm_grpo.errors import UserError
 from mm_grpo.processors.base import load_processor
-from mm_grpo.prompting import Prompter
 from mm_grpo.rewards.scoring import Scorer
+from mm_grpo.rollout.prompting import Prompter
 from mm_grpo.rollout.seeds import SeedPlan
-from mm_grpo.sets import load_eval, load_train
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -59,7 +59,9 @@ def check_config(config: GRPOConfig) -> bool:
         if len(failed) > SHOWN:
             failures.append(f"{name}: {len(failed) - SHOWN} more rows fail")
     console.print(table)
-    console.print("rewards: " + ", ".join(f"{s.name} (weight {s.weight:g})" for s in scorer.specs), highlight=False)
+    console.print(
+        "rewards: " + ", ".join(f"{s.name} (weight {s.weight:g})" for s in scorer.specs), highlight=False
+    )
     console.print(config.batch_sentence(processes=1) + f", {steps} steps", highlight=False)
     for failure in failures:
         console.print(failure, style="red", highlight=False, markup=False)

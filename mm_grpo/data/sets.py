@@ -26,9 +26,10 @@ def load_train(config: GRPOConfig, given: Source | None = None) -> Dataset:
 
 def load_eval(config: GRPOConfig, given: Source | Mapping[str, Source] | None = None) -> dict[str, Dataset]:
     """The evaluation sets by name, the headline first; a single source is named "eval"."""
-    source = config.data.eval if given is None else given
-    if source is None:
-        return {}
-    if isinstance(source, Mapping) and "task" not in source:
-        return {name: load(one, config.data, name) for name, one in source.items()}
-    return {"eval": load(source, config.data, "eval")}
+    if given is None:
+        sources: Mapping[str, Source] = config.data.eval_sets()
+    elif isinstance(given, Mapping) and "task" not in given:
+        sources = given
+    else:
+        sources = {"eval": given}
+    return {name: load(source, config.data, name) for name, source in sources.items()}

@@ -1,0 +1,289 @@
+"""Image loading: every source, every mode with known pixels, and every refusal on its message."""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mm_grpo.data.images import FORMATS, open_image
+from mm_grpo.errors import DataError
+
+RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
+
+
+def opened(source: Any, **options: Any) -> Image.Image:
+    return open_image(source, **{"row": "train.jsonl:12", "max_bytes": 10**6, "max_pixels": 10**4} | options)
+
+
+def refusal(source: Any, **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        opened(source, **options)
+    return str(caught.value)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def pixels(image: Image.Image) -> list[list[tuple[int, ...]]]:
+    assert image.mode == "RGB"
+    return [[tuple(p) for p in row] for row in np.asarray(image).tolist()]
+
+
+def png(width: int, height: int, depth: int, colour: int, rows: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG written by hand, for headers and depths that Pillow does not write."""
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    body = b"\x89PNG\r\n\x1a\n"
+    for name, data in ((b"IHDR", header), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
+        body += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    return body
+
+
+@pytest.fixture
+def red_blue() -> Image.Image:
+    """Two pixels: red on the left, blue on the right."""
+    image = Image.new("RGB", (2, 1), RED)
+    image.putpixel((1, 0), BLUE)
+    return image
+
+
+def test_every_kind_of_source(red_blue: Image.Image, tmp_path: Path) -> None:
+    data = encoded(red_blue)
+    path = tmp_path / "a b.png"
+    path.write_bytes(data)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    sources = [
+        path,
+        str(path),
+        path.as_uri(),
+        data,
+        bytearray(data),
+        {"bytes": data, "path": "gone.png"},
+        {"bytes": None, "path": str(path)},
+        {"path": str(path)},
+        url,
+        red_blue,
+    ]
+    for source in sources:
+        assert pixels(opened(source)) == [[RED, BLUE]], source
+    assert pixels(opened("a b.png", image_dir=tmp_path)) == [[RED, BLUE]]
+    assert pixels(opened(str(path), image_dir="/elsewhere")) == [[RED, BLUE]]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format(kind: str) -> None:
+    image = opened(encoded(Image.new("RGB", (8, 6), BLUE), kind))
+    assert image.size == (8, 6)
+    assert np.abs(np.asarray(image).astype(int) - BLUE).max() <= 2  # JPEG and WebP lose a little
+
+
+def test_no_file_stays_open_and_nothing_is_shared(red_blue: Image.Image, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    red_blue.save(path)
+    image = opened(path)
+    path.unlink()
+    assert pixels(image) == [[RED, BLUE]]
+    copied = opened(red_blue)
+    copied.putpixel((0, 0), WHITE)
+    assert red_blue.getpixel((0, 0)) == RED
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_exif_orientation_is_applied(kind: str, red_blue: Image.Image) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: show it a quarter turn clockwise
+    options = {"lossless": True} if kind == "WEBP" else {}
+    image = opened(encoded(red_blue, kind, exif=exif, **options))
+    assert pixels(image) == [[RED], [BLUE]]
+    assert image.getexif().get(0x0112) is None
+    lazily_opened = Image.open(BytesIO(encoded(red_blue, kind, exif=exif, **options)))
+    assert pixels(opened(lazily_opened)) == [[RED], [BLUE]]
+
+
+def test_transparency_is_laid_over_white(red_blue: Image.Image) -> None:
+    rgba = Image.new("RGBA", (3, 1))
+    for x, alpha in enumerate((255, 51, 0)):
+        rgba.putpixel((x, 0), (255, 0, 0, alpha))
+    assert pixels(opened(rgba)) == [[RED, (255, 204, 204), WHITE]]  # 51/255 = 0.2 of red over white
+    assert pixels(opened(encoded(rgba))) == [[RED, (255, 204, 204), WHITE]]
+
+    grey = Image.new("LA", (2, 1), (0, 255))
+    grey.putpixel((1, 0), (0, 0))
+    assert pixels(opened(encoded(grey))) == [[(0, 0, 0), WHITE]]
+
+    palette = red_blue.quantize(2)
+    clear = palette.getpixel((1, 0))
+    assert pixels(opened(encoded(palette, transparency=clear))) == [[RED, WHITE]]
+    assert pixels(opened(encoded(red_blue, transparency=BLUE))) == [[RED, WHITE]]
+
+
+def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
+    levels = np.array([[0, 128, 129, 257, 32896, 65535]], dtype=np.uint16)
+    grey = [0, 0, 1, 1, 128, 255]  # levels / 257, to the nearest
+    expected = [[(g, g, g) for g in grey]]
+    image = Image.fromarray(levels)
+    assert image.mode == "I;16"
+    assert pixels(opened(image)) == expected
+    assert pixels(opened(encoded(image))) == expected
+    assert pixels(opened(encoded(image, "TIFF"))) == expected
+    rows = b"\0" + struct.pack(">3H", 65535, 0x1234, 0)
+    assert pixels(opened(png(3, 1, 16, 0, rows, (b"tRNS", struct.pack(">H", 0x1234))))) == [
+        [WHITE, WHITE, (0, 0, 0)]
+    ]
+
+
+def test_other_modes() -> None:
+    assert pixels(opened(Image.new("1", (1, 1), 1))) == [[WHITE]]
+    assert pixels(opened(Image.new("L", (1, 1), 90))) == [[(90, 90, 90)]]
+    assert pixels(opened(Image.new("CMYK", (1, 1), (0, 255, 255, 0)))) == [[RED]]
+    assert pixels(opened(encoded(Image.new("CMYK", (1, 1), (0, 255, 255, 0)), "TIFF"))) == [[RED]]
+    assert pixels(opened(Image.new("HSV", (1, 1), (0, 255, 255)))) == [[RED]]
+    assert pixels(opened(Image.new("YCbCr", (1, 1), (128, 128, 128)))) == [[(128, 128, 128)]]
+
+
+@pytest.mark.parametrize("mode", ["I", "F", "LAB"])
+def test_modes_without_a_known_range_are_refused(mode: str) -> None:
+    assert refusal(Image.new(mode, (1, 1))) == (
+        f"train.jsonl:12: image (a PIL image) has pixels of mode '{mode}', whose range is not known; "
+        "save it with 8 bits per channel"
+    )
+
+
+def test_bytes_are_limited_before_anything_is_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "big.png"
+    path.write_bytes(b"x" * 101)  # not even an image: the size is looked at first
+    told = "has 101 bytes; data.max_image_bytes allows 100: shrink the image or raise the limit"
+    assert refusal(path, max_bytes=100) == f"train.jsonl:12: image {str(path)!r} {told}"
+    assert refusal(b"x" * 101, max_bytes=100) == f"train.jsonl:12: image (bytes in the row) {told}"
+    assert refusal({"bytes": b"x" * 101, "path": "a.png"}, max_bytes=100).endswith(f"'a.png' {told}")
+    assert "data.max_image_bytes allows 100" in refusal("data:image/png;base64," + "A" * 400, max_bytes=100)
+    data = encoded(Image.new("RGB", (2, 2)))
+    assert opened(data, max_bytes=len(data)).size == (2, 2)
+
+
+def test_pixels_are_limited_by_the_header_alone() -> None:
+    bomb = png(300, 200, 8, 2, b"")  # no pixel data at all: decoding would fail otherwise
+    assert refusal(bomb) == (
+        "train.jsonl:12: image (bytes in the row) is 300 × 200 = 60000 pixels; data.max_image_pixels allows 10000: "
+        "shrink the image or raise the limit"
+    )
+    message = refusal(png(60000, 60000, 8, 2, b""), max_pixels=10**5)
+    assert "has too many pixels to open" in message
+    assert "3600000000 pixels" in message
+    assert "data.max_image_pixels is 100000" in message
+    assert "is 200 × 100 = 20000 pixels" in refusal(Image.new("RGB", (200, 100)))
+    assert opened(encoded(Image.new("RGB", (100, 100)))).size == (100, 100)
+
+
+def test_truncated_and_damaged_files(tmp_path: Path) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8))
+    path = tmp_path / "cut.jpg"
+    path.write_bytes(encoded(noise, "JPEG")[:900])
+    message = refusal("cut.jpg", image_dir=tmp_path)
+    assert message.startswith("train.jsonl:12: image 'cut.jpg' is damaged or truncated (")
+    assert message.endswith("); write or download it again, or leave the row out")
+    for kind in ("PNG", "WEBP", "GIF", "BMP", "TIFF"):
+        data = encoded(noise, kind)
+        assert re.search(r"is damaged or truncated|is not an image", refusal(data[: len(data) // 2])), kind
+
+
+@pytest.mark.parametrize(
+    ("data", "looks"),
+    [
+        (b"hello there", ""),
+        (b"version https://git-lfs.github.com/spec/v1\noid", " (it looks like a Git LFS pointer: run `git lfs pull`)"),
+        (b"\n<!DOCTYPE html><html>", " (it looks like an HTML page, as a failed download leaves behind)"),
+        (b"<svg xmlns=''/>", " (it looks like an SVG drawing)"),
+        (b"%PDF-1.7", " (it looks like a PDF)"),
+        (b"\0\0\0\x20ftypheic\0\0", " (it looks like a HEIC image)"),
+        (b"\0\0\0\x20ftypisom\0\0", " (it looks like a video)"),
+    ],
+)
+def test_what_is_not_an_image(data: bytes, looks: str) -> None:
+    assert refusal(data) == (
+        f"train.jsonl:12: image (bytes in the row) is not an image that can be read{looks}; "
+        "legal formats are PNG, JPEG, WEBP, GIF, BMP, TIFF"
+    )
+
+
+def test_formats_outside_the_list_are_refused(red_blue: Image.Image) -> None:
+    assert "legal formats are PNG" in refusal(encoded(red_blue, "PPM"))
+
+
+def test_missing_empty_and_wrong_paths(tmp_path: Path) -> None:
+    assert refusal("gone.png", image_dir=tmp_path) == (
+        f"train.jsonl:12: image 'gone.png' does not exist at {tmp_path}/gone.png (the folder exists); relative "
+        "paths start at data.image_dir, or at the dataset file's folder where that is not set"
+    )
+    assert "(nor does its folder)" in refusal("a/gone.png", image_dir=tmp_path)
+    (tmp_path / "empty.png").touch()
+    assert refusal("empty.png", image_dir=tmp_path) == (
+        "train.jsonl:12: image 'empty.png' is empty (0 bytes); write the image again or leave the row out"
+    )
+    assert "(bytes in the row) is empty" in refusal(b"")
+    assert f"is a folder ({tmp_path})" in refusal(tmp_path)
+    assert "is not a regular file (/dev/null)" in refusal("/dev/null")
+    assert "'' is not a path" in refusal("")
+    assert "is not a path; legal is a path, bytes" in refusal("iVBORw0KGgo" * 1000)
+    assert "cannot be read from" in refusal("x" * 300)
+    assert "image (a PIL image) is 0 × 5 pixels; an image needs at least 1 × 1" in refusal(Image.new("RGB", (0, 5)))
+
+
+def test_urls_are_not_fetched() -> None:
+    assert refusal("https://example.com/a.png") == (
+        "train.jsonl:12: image 'https://example.com/a.png' is a URL, and nothing is fetched; "
+        "download it and give the file's path"
+    )
+    assert "nothing is fetched" in refusal("s3://bucket/a.png")
+
+
+def test_broken_data_urls() -> None:
+    assert refusal("data:image/png,abc") == (
+        "train.jsonl:12: image 'data:image/png,...' is a data URL without base64; "
+        "write it as data:image/png;base64,..."
+    )
+    assert "is not valid base64" in refusal("data:image/png;base64,@@@@")
+    assert "is empty (0 bytes)" in refusal("data:image/png;base64,")
+
+
+def test_animations_are_refused_and_phone_photos_are_not(red_blue: Image.Image) -> None:
+    other = Image.new("RGB", (2, 1), WHITE)
+    for kind in ("GIF", "TIFF", "PNG", "WEBP"):
+        moving = encoded(red_blue, kind, save_all=True, append_images=[other])
+        assert refusal(moving).endswith(
+            "has more than one frame or page, and would lose all but the first; "
+            "save the one that is meant as PNG or JPEG"
+        ), kind
+    photo = encoded(Image.new("RGB", (8, 8), BLUE), "MPO", save_all=True, append_images=[Image.new("RGB", (4, 4))])
+    assert opened(photo).size == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (7, "an image is a int; legal is a path"),
+        (np.zeros((2, 2, 3)), "an image is a ndarray; legal is a path"),
+        ({"bytes": None, "path": None}, "an image has neither 'bytes' nor 'path'; legal is a path"),
+    ],
+)
+def test_what_is_no_source(source: Any, told: str) -> None:
+    assert refusal(source).startswith(f"train.jsonl:12: {told}")
+
+
+def test_tiff_with_an_odd_depth_is_refused() -> None:
+    data = encoded(Image.fromarray(np.zeros((2, 2), dtype=np.uint16)), "TIFF")
+    entry = struct.pack("<HHI", 258, 3, 1)  # BitsPerSample, one SHORT
+    assert data.count(entry + struct.pack("<H", 16)) == 1
+    twelve = data.replace(entry + struct.pack("<H", 16), entry + struct.pack("<H", 12))
+    assert "has 12 bits per sample; save it with 8 or 16" in refusal(twelve)

@@ -1,0 +1,83 @@
+"""The prompt order: every row once an epoch, and the same in every process."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from itertools import chain
+
+import pytest
+
+from mm_grpo.data.order import PromptOrder
+
+
+def positions(order: PromptOrder, steps: int) -> list[int]:
+    return list(chain.from_iterable(order.rows(step) for step in range(1, steps + 1)))
+
+
+def test_without_shuffling_the_rows_go_round() -> None:
+    order = PromptOrder(5, 2, seed=7, shuffle=False)
+    assert [order.rows(step) for step in (1, 2, 3, 4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
+
+
+def test_every_row_comes_once_an_epoch() -> None:
+    order = PromptOrder(7, 3, seed=1)
+    used = positions(order, 7)  # 21 slots, 3 epochs
+    epochs = [used[0:7], used[7:14], used[14:21]]
+    assert [sorted(epoch) for epoch in epochs] == [[0, 1, 2, 3, 4, 5, 6]] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_order_is_pinned() -> None:
+    # A change of these numbers changes every run that resumes.
+    assert PromptOrder(8, 8, seed=0).rows(1) == PINNED_FIRST
+    assert PromptOrder(8, 8, seed=0).rows(2) == PINNED_SECOND
+    assert PromptOrder(8, 8, seed=1).rows(1) != PINNED_FIRST
+
+
+PINNED_FIRST = [0]
+PINNED_SECOND = [0]
+
+
+def test_any_step_can_be_asked_for_first() -> None:
+    assert PromptOrder(10, 4, seed=3).rows(9) == positions(PromptOrder(10, 4, seed=3), 9)[-4:]
+
+
+def test_the_slots_of_a_step_do_not_depend_on_how_they_are_cut() -> None:
+    assert positions(PromptOrder(6, 2, seed=5), 9) == positions(PromptOrder(6, 3, seed=5), 6)
+
+
+def test_nothing_outside_counts() -> None:
+    random.seed(1)
+    first = PromptOrder(50, 50, seed=2).rows(1)
+    random.seed(2)
+    code = "from mm_grpo.data.order import PromptOrder; print(PromptOrder(50, 50, seed=2).rows(1))"
+    for hash_seed in ("1", "2"):
+        env = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(first)
+
+
+def test_more_slots_than_rows() -> None:
+    order = PromptOrder(3, 8, seed=0)
+    used = order.rows(1)
+    assert sorted(used[:3]) == sorted(used[3:6]) == [0, 1, 2]
+    assert (used + order.rows(2))[6:9] == [*used[6:8], order.rows(2)[0]]
+    assert sorted((used + order.rows(2))[6:9]) == [0, 1, 2]
+    assert order.steps_per_epoch == 1
+
+
+def test_epochs_and_steps() -> None:
+    order = PromptOrder(10, 4, seed=0)
+    assert [order.epoch(step) for step in (0, 1, 5)] == [0.0, 0.4, 2.0]
+    assert order.steps_per_epoch == 3
+    assert PromptOrder(8, 4, seed=0).steps_per_epoch == 2
+
+
+def test_what_is_out_of_range() -> None:
+    with pytest.raises(ValueError, match="step=0; steps count from 1"):
+        PromptOrder(3, 1, seed=0).rows(0)
+    with pytest.raises(ValueError, match="n_rows=0 and prompts_per_step=1 must be at least 1"):
+        PromptOrder(0, 1, seed=0)

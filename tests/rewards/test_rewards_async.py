@@ -1,0 +1,109 @@
+import asyncio
+import math
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards import Scorer
+
+HERE = Path(__file__).name
+
+
+def fails(match: str):
+    return pytest.raises(RewardError, match=match)
+
+
+def named(name, fn, **settings):
+    return {"name": fn, "as": name, **settings}
+
+
+async def slow(completion):
+    await asyncio.sleep(0.05)
+    return float(len(completion))
+
+
+async def slow_batch(completions, **kwargs):
+    await asyncio.sleep(0.05)
+    return [1.0 for _ in completions]
+
+
+def test_async_rewards_run_together(rows):
+    scorer = Scorer([slow, slow_batch, named("b", lambda completion: 1.0)])
+    start = time.perf_counter()
+    scores = scorer.score(*rows(["x"] * 20), step=1)
+    assert time.perf_counter() - start < 0.5  # 21 calls of 0.05 s
+    assert scores.totals == [3.0] * 20
+    assert scores.metrics["time/reward/slow"] >= 0.04
+    scorer.close()
+
+
+def test_async_rewards_work_in_a_running_loop(rows):
+    async def notebook():
+        return Scorer([slow]).score(*rows(["xy"]), step=1)
+
+    assert asyncio.run(notebook()).totals == [2.0]
+
+
+def test_one_loop_serves_all_steps_and_closes(rows):
+    loops, threads = [], []
+
+    async def f(completion):
+        loops.append(asyncio.get_running_loop())
+        threads.append(threading.current_thread())
+        return 1.0
+
+    scorer = Scorer([named("f", f)])
+    for step in (1, 2):
+        scorer.score(*rows("x"), step=step)
+    scorer.close()
+    scorer.close()
+    assert loops[0] is loops[1] and loops[0].is_closed()
+    assert threads[0] is threads[1] is not threading.main_thread() and not threads[0].is_alive()
+    assert scorer.score(*rows("x"), step=3).totals == [1.0]
+    scorer.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(1)])
+def test_the_first_async_failure_stops_the_others(rows, error):
+    ended = []
+
+    async def f(completion):
+        if completion == "bad":
+            raise error
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(completion)
+
+    line = f.__code__.co_firstlineno + 2
+    start = time.perf_counter()
+    with fails(
+        rf"on row 'row:1' with the completion 'bad', raised {type(error).__name__}: .* at .*{HERE}:{line}"
+    ) as e:
+        Scorer([named("f", f)]).score(*rows(["a", "bad", "b"]), step=1)
+    assert e.value.__cause__ is error
+    assert time.perf_counter() - start < 5 and ended == ["a", "b"]
+
+
+def test_async_masking(rows):
+    async def f(completion):
+        return {"x": 1.0, "y": math.inf}[completion]
+
+    scores = Scorer([named("f", f)], on_error="mask").score(*rows("xyz"), step=1)
+    assert scores.totals == [1.0, None, None]
+
+
+def test_a_coroutine_out_of_a_plain_function_is_no_score(rows):
+    async def inner():
+        return 1.0
+
+    def f(completion):
+        return inner()
+
+    with fails(
+        "returned <coroutine .*, a coroutine that nobody awaits; write the function with `async def`; legal"
+    ):
+        Scorer([named("f", f)]).score(*rows("x"), step=1)

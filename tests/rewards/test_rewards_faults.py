@@ -1,0 +1,169 @@
+"""Law 9: nothing that a reward does wrong turns into a score."""
+
+import math
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards import Scorer
+
+HERE = Path(__file__).name
+
+
+def fails(match: str):
+    return pytest.raises(RewardError, match=match)
+
+
+def named(name, fn, **settings):
+    return {"name": fn, "as": name, **settings}
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (float("nan"), "nan, which is not finite"),
+        (float("-inf"), "-inf, which is not finite"),
+        ("0.5", "'0.5', a str"),
+        ([1.0], r"\[1.0\], a list"),
+        (10**400, "1000.*, which no float can hold"),
+        (Decimal("1"), r"Decimal\('1'\), a Decimal"),
+        (1j, "1j, a complex"),
+        (np.float32("nan"), ".*nan.*, which is not finite"),
+        ({}, "{}, a dict"),
+    ],
+)
+def test_what_is_no_score_stops_the_run(rows, value, message):
+    scorer = Scorer([named("a", lambda completion: value)])
+    expected = (
+        rf"reward 'a', on row 'row:0' with the completion 'some text', returned {message}; legal is a finite "
+    )
+    with fails(expected + "number, or None where the reward does not apply"):
+        scorer.score(*rows(["some text"]), step=1)
+
+
+def test_an_exception_stops_the_run_and_says_where(rows):
+    def inner(box):
+        return 1 / box
+
+    def f(completion, box):
+        return inner(box)
+
+    prompts, completions = rows(["x" * 100, "y"], box=[0, 1])
+    line = inner.__code__.co_firstlineno + 1
+    with fails(
+        rf"^reward 'f', on row 'row:0' with the completion '{'x' * 80}'... \(100 characters\), raised "
+        rf"ZeroDivisionError: division by zero at .*{HERE}:{line}. The function must answer; legal is"
+    ) as caught:
+        Scorer([named("f", f)]).score(prompts, completions, step=1)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_the_place_is_in_the_users_file_when_a_library_raised(rows):
+    def f(completion):
+        return Path(completion).relative_to("/nowhere")
+
+    with fails(rf"raised ValueError: .* at .*{HERE}:{f.__code__.co_firstlineno + 1}\."):
+        Scorer([named("f", f)]).score(*rows("x"), step=1)
+
+
+def test_a_failure_on_an_absent_column_names_the_remedy(rows):
+    def f(completion, box):
+        return box[0]
+
+    with fails(
+        r"raised TypeError: .*\(here 'box' is None; @reward\(\.\.\., needs=\('box',\)\) skips such rows\)"
+    ):
+        Scorer([named("f", f)]).score(*rows("xy", box=[None, (1,)]), step=1)
+
+
+def test_a_reward_that_exits_has_failed(rows):
+    def f(completion):
+        raise SystemExit(0)
+
+    with fails("raised SystemExit: 0"):
+        Scorer([named("f", f)]).score(*rows("x"), step=1)
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        ([1.0], "returned 1 scores; legal is a list of 2, one number or None for each completion"),
+        ([], "returned 0"),
+        (None, "returned None; legal is a list of 2 numbers or None"),
+        (1.0, "returned 1.0; legal is a list"),
+        ("ab", "returned 'ab'; legal"),
+        ({1.0: 1, 2.0: 2}, "legal is a list"),
+        ((1.0 for _ in "ab"), "generator"),
+        (np.zeros((2, 1)), "legal is a list"),
+    ],
+)
+def test_a_batch_answers_with_one_score_per_completion(rows, answer, message):
+    where = (
+        r"reward 'f', on a batch of 2 completions \(rows 'row:0', 'row:1'; the first completion is 'x'\), .*"
+    )
+    with fails(where + message):
+        Scorer([named("f", lambda completions, **kwargs: answer)]).score(*rows("xy"), step=1)
+
+
+def test_a_bad_score_in_a_batch_names_its_row(rows):
+    with fails("reward 'f', on row 'row:1' with the completion 'y', returned nan"):
+        Scorer([named("f", lambda completions, **kwargs: [1.0, math.nan])]).score(*rows("xy"), step=1)
+
+
+def test_masking_leaves_that_completion_without_a_total(rows, caplog):
+    def f(completion):
+        return {"x": 1.0, "y": math.nan, "n": None}[completion]
+
+    scorer = Scorer([named("f", f), named("b", lambda completions, **kwargs: [0.5] * 4)], on_error="mask")
+    scores = scorer.score(*rows("xyzn"), step=3)
+    assert scores.totals == [1.5, None, None, 0.5]
+    assert scores.parts == {"f": [1.0, None, None, None], "b": [0.5] * 4}
+    assert (scores.metrics["rewards/f/masked"], scores.metrics["rewards/f/none"]) == (2, 1)
+    assert scores.metrics["rewards/b/masked"] == 0
+    assert "2 completions masked at step 3: reward 'f', on row 'row:1'" in caplog.text
+
+
+def test_masking_stops_where_no_completion_is_to_blame(rows):
+    def raises(completions, **kwargs):
+        raise ValueError("no server")
+
+    with fails("on a batch of 2 completions .* raised ValueError: no server"):
+        Scorer([named("f", raises)], on_error="mask").score(*rows("xy"), step=1)
+    with fails("returned 1 scores"):
+        Scorer([named("f", lambda completions, **kwargs: [1.0])], on_error="mask").score(*rows("xy"), step=1)
+    nan = Scorer([named("f", lambda completions, **kwargs: [1.0, math.nan])], on_error="mask")
+    assert nan.score(*rows("xy"), step=1).totals == [1.0, None]
+    with fails("on_error is 'skip'; legal are 'stop' and 'mask'"):
+        Scorer(["length"], on_error="skip")
+
+
+@pytest.mark.parametrize(
+    "log, message",
+    [
+        (lambda metric, extra: metric("m", math.nan), r"log_metric\('m'\) got nan; legal is a finite number"),
+        (lambda metric, extra: metric("m", None), r"log_metric\('m'\) got None"),
+        (
+            lambda metric, extra: metric("rewards/f/mean", 1),
+            "names under rewards/ and time/ are the trainer's",
+        ),
+        (lambda metric, extra: extra("e", [1, 2, 3]), r"log_extra\('e'\) got 3 values for 2 completions"),
+    ],
+)
+def test_what_is_logged_is_checked(rows, log, message):
+    def f(completions, log_metric, log_extra):
+        log(log_metric, log_extra)
+        return [1.0, 1.0]
+
+    with fails(message):
+        Scorer([named("f", f)]).score(*rows("xy"), step=1)
+
+
+def test_two_rewards_do_not_log_one_column(rows):
+    def f(completion, log_extra):
+        log_extra("parsed", 1)
+
+    with fails(r"log_extra\('parsed'\): reward 'f' logs that column too"):
+        Scorer([named("f", f), named("g", f)]).score(*rows("x"), step=1)
