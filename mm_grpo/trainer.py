@@ -65,6 +65,7 @@ class GRPOTrainer:
     ) -> None:
         self.config, self.callbacks = config, tuple(callbacks)
         rollout = config.rollout
+        config.check()
         config.require_eval(given=eval is not None)
         self.train_set = load_train(config, train)
         self.eval_sets = load_eval(config, eval)
@@ -76,6 +77,12 @@ class GRPOTrainer:
             attempts=rollout.max_attempts,
             max_steps=self.max_steps,
         )
+        updates = self.max_steps * config.optim.updates_per_step * config.algorithm.num_iterations
+        if config.optim.warmup_steps > updates:
+            raise ConfigError(
+                f"optim.warmup_steps = {config.optim.warmup_steps}: the run makes {updates} updates, so the learning "
+                "rate would never be reached; lower it, or raise run.max_steps"
+            )
         self.order = PromptOrder(
             len(self.train_set), rollout.prompts_per_step, config.run.seed, shuffle=config.data.shuffle
         )
@@ -92,7 +99,6 @@ class GRPOTrainer:
         self.model = load_policy(config.model) if model is None else model
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.prompter = Prompter(self.processor, config, context)
-        updates = self.max_steps * config.optim.updates_per_step * config.algorithm.num_iterations
         self.learner = Learner(self.model, self.processor, config, updates)
         self.engine: RolloutEngine = TransformersEngine(self.model, self.processor)
         self.sampling = Sampling(rollout.max_completion_length, rollout.temperature)
@@ -104,7 +110,9 @@ class GRPOTrainer:
         Raises GuardStop when a guard stops the run; the run folder then holds every finished step.
         """
         started = time.perf_counter()
-        run = self.folder.start(self.config.to_yaml(), rewards=[describe(spec) for spec in self.scorer.specs])
+        run = self.folder.start(
+            self.config.to_yaml(), rewards=[{"name": s.name, **describe(s)} for s in self.scorer.specs]
+        )
         self._call("on_train_begin")
         headline = self.config.batch_sentence(processes=1)
         with (
@@ -181,7 +189,8 @@ class GRPOTrainer:
             "epoch": self.order.epoch(step),
             "prompts/dropped": asked.dropped,
         }
-        return {**step_metrics(groups), **scores.metrics, **report.metrics, **counts, **times}
+        # a reward may log any name it likes; ours win
+        return {**scores.metrics, **step_metrics(groups), **report.metrics, **counts, **times}
 
     def _groups(self, asked: StepPrompts, completions: Sequence[Completion], scores: Scores) -> list[Group]:
         """Group completions by slot and give them advantages."""

@@ -48,7 +48,7 @@ def _message(group: Group, completion: Completion, copies: int, chance: float) -
     probability = math.exp(math.fsum(completion.logprobs))
     return (
         f"{group.prompt.uid}: {copies} of {len(group.completions)} completions are the same "
-        f"{len(completion.token_ids)} tokens ({completion.text[:60]!r}), though the policy gives them probability {probability:.2g}; independent "
-        f"samples do this with chance {chance:.1g}. Seeds of the copies: {seeds}. Likely the engine shared one "
-        "generator or ignored its seeds; compare the seeds above with those of the other groups in the rollout log"
+        f"{len(completion.token_ids)} tokens ({completion.text[:60]!r}), though the policy gives them probability "
+        f"{probability:.2g}; independent samples do this with chance {chance:.1g}. Seeds of the copies: {seeds}. "
+        "Likely the engine shared one generator or ignored its seeds; compare the seeds above with those of the other groups in the rollout log"
     )

@@ -10,6 +10,7 @@ groups without advantage when neither penalty nor bonus needs them.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,11 @@ class Learner:
                 f"model.path = '{config.model.path}': its processor asks for the '{processor.layout}' layout, "
                 "which this version does not have; only 'shared_prefix' families can be trained"
             )
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ConfigError(
+                f"model.path = '{config.model.path}': every parameter is frozen, so no update can happen; unfreeze "
+                "some (model.freeze_vision, or requires_grad of the model that you passed in)"
+            )
         self.model, self.processor, self.config = model, processor, config
         if config.optim.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -64,12 +70,12 @@ class Learner:
         reference = self._run(items, self.reference) if self.reference is not None else None
         # the first part meets the policy that sampled it; later parts need its log-probs kept from before
         old: dict[int, Tensor] = {}
-        for _, part_items in parts[1:]:
-            old |= self._run(part_items, self.module)
+        for part in parts[1:]:
+            old |= self._run(part, self.module)
         first_pass: dict[int, Tensor] = {}
         for _ in range(self.config.algorithm.num_iterations):
-            for _, part_items in parts:
-                updates.append(self._update(groups, part_items, old, reference, tally, first_pass))
+            for part in parts:
+                updates.append(self._update(groups, part, old, reference, tally, first_pass))
             old = {**first_pass, **old}
         metrics = dict(tally.metrics()) | self._work_metrics(updates)
         metrics |= self._sampling_metrics(groups, items, old)
@@ -166,13 +172,11 @@ class Learner:
                 items.append(Item(len(items), number, group.prompt, c.token_ids, counts))
         return items
 
-    def _parts(self, groups: Sequence[Group], items: Sequence[Item]) -> Iterator[tuple[int, list[Item]]]:
-        """The items of each update: slots in `updates_per_step` equal runs, by slot and not by what is left."""
+    def _parts(self, groups: Sequence[Group], items: Sequence[Item]) -> Iterator[list[Item]]:
+        """The items of each update: slots in `updates_per_step` equal runs, whichever of them are filled."""
         count, slots = self.config.optim.updates_per_step, self.config.rollout.prompts_per_step
         for part in range(count):
-            mine = [i for i in items if groups[i.group].slot * count // slots == part]
-            if mine:
-                yield part, mine
+            yield [i for i in items if groups[i.group].slot * count // slots == part]
 
     def _packs(self, items: Sequence[Item]) -> Iterator[Pack]:
         for rows in plan(items, self.config.optim.max_tokens_per_pack):
@@ -191,8 +195,10 @@ class Learner:
 
     def _work_metrics(self, updates: Sequence[UpdateRecord]) -> dict[str, float]:
         counts = self._counts
+        norms = [u.grad_norm for u in updates if math.isfinite(u.grad_norm)]
         return {
-            "grad_norm": max(u.grad_norm for u in updates),
+            "grad_norm": max(norms, default=0.0),
+            "learner/overflows": len(updates) - len(norms),
             "learning_rate": updates[-1].learning_rate,
             "learner/update_norm": max(u.update_norm for u in updates),
             "learner/updates": sum(u.stepped for u in updates),

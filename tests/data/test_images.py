@@ -202,7 +202,10 @@ def test_truncated_and_damaged_files(tmp_path: Path) -> None:
     ("data", "looks"),
     [
         (b"hello there", ""),
-        (b"version https://git-lfs.github.com/spec/v1\noid", " (it looks like a Git LFS pointer: run `git lfs pull`)"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid",
+            " (it looks like a Git LFS pointer: run `git lfs pull`)",
+        ),
         (b"\n<!DOCTYPE html><html>", " (it looks like an HTML page, as a failed download leaves behind)"),
         (b"<svg xmlns=''/>", " (it looks like an SVG drawing)"),
         (b"%PDF-1.7", " (it looks like a PDF)"),
@@ -237,7 +240,9 @@ def test_missing_empty_and_wrong_paths(tmp_path: Path) -> None:
     assert "'' is not a path" in refusal("")
     assert "is not a path; legal is a path, bytes" in refusal("iVBORw0KGgo" * 1000)
     assert "cannot be read from" in refusal("x" * 300)
-    assert "image (a PIL image) is 0 × 5 pixels; an image needs at least 1 × 1" in refusal(Image.new("RGB", (0, 5)))
+    assert "image (a PIL image) is 0 × 5 pixels; an image needs at least 1 × 1" in refusal(
+        Image.new("RGB", (0, 5))
+    )
 
 
 def test_urls_are_not_fetched() -> None:
@@ -265,7 +270,9 @@ def test_animations_are_refused_and_phone_photos_are_not(red_blue: Image.Image) 
             "has more than one frame or page, and would lose all but the first; "
             "save the one that is meant as PNG or JPEG"
         ), kind
-    photo = encoded(Image.new("RGB", (8, 8), BLUE), "MPO", save_all=True, append_images=[Image.new("RGB", (4, 4))])
+    photo = encoded(
+        Image.new("RGB", (8, 8), BLUE), "MPO", save_all=True, append_images=[Image.new("RGB", (4, 4))]
+    )
     assert opened(photo).size == (8, 8)
 
 

@@ -1,13 +1,10 @@
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer, TrainerState, reward
-
-HERE = Path(__file__).name
 
 
 def fails(match: str):
@@ -215,8 +212,8 @@ def test_a_parameter_that_nothing_supplies_is_told_at_the_start(rows):
 
     with fails(
         r"reward 'f' asks for 'box', which has no default and which no column supplies; the dataset's "
-        r"columns: answer, label; always there: completion, .*, trainer_state. Name the column to use in data.columns "
-        r"\(\{box: its_name\}\), or set the value in the entry \(\{name: f, box: \.\.\.\}\)"
+        r"columns: answer, label; always there: completion, .*, trainer_state. Name the column to use in "
+        r"data.columns \(\{box: its_name\}\), or set the value in the entry \(\{name: f, box: \.\.\.\}\)"
     ):
         Scorer([named("f", f)]).check(["answer", "label"])
     with fails("asks for 'box'"):

@@ -1,0 +1,273 @@
+"""A learner's step against a plain loop: transformers' own forward, one completion at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.health.update_happens import update_happens
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.optimizer import Optimizer, schedule
+from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.types import Completion, Group
+
+ADVANTAGES = ((1.0, -0.5, -0.5), (0.0, 0.0, 0.0), (-1.2, 0.2, 1.0), (0.7, -0.7, 0.0))
+LENGTHS = ((3, 6, 2), (4, 4, 4), (1, 8, 5), (2, 2, 7))
+
+
+def config_for(path: Any, **changes: Any) -> GRPOConfig:
+    values: dict[str, Any] = {
+        "model": {"path": str(path)},
+        "rollout": {
+            "prompts_per_step": 4,
+            "num_generations": 3,
+            "max_completion_length": 8,
+            "temperature": 0.8,
+        },
+        "optim": {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "max_grad_norm": 0.5},
+        "run": {"max_steps": 10},
+    }
+    for section, fields in changes.items():
+        values.setdefault(section, {}).update(fields)
+    return GRPOConfig.from_dict(values)
+
+
+def load(path: Any, **options: Any) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, **options).train()
+
+
+def make_groups(processor: Processor) -> list[Group]:
+    """Four groups: two images, no image, one image, the first row again with another image."""
+    samples = [
+        tiny.sample("r:0", "what", (tiny.picture(1), tiny.picture(2, 56, 112))),
+        tiny.sample("r:1", "just words"),
+        tiny.sample("r:2", "what is that", (tiny.picture(3),)),
+        tiny.sample("r:3", "what", (tiny.picture(4), tiny.picture(5, 56, 112))),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    groups = []
+    for slot, (sample, lengths, advantages) in enumerate(zip(samples, LENGTHS, ADVANTAGES, strict=True)):
+        completions = []
+        for g, n in enumerate(lengths):
+            ids = tuple((torch.randint(10, 270, (n,), generator=generator)).tolist())
+            reason = "length" if n == 8 else "stop"
+            completions.append(Completion(ids, (-5.0,) * n, "", reason, seed=slot * 3 + g))  # type: ignore[arg-type]
+        groups.append(
+            Group(slot, processor.prompt(sample), tuple(completions), (0.0,) * len(lengths), advantages)
+        )
+    return groups
+
+
+def plain_logp(model: Any, config: GRPOConfig, media: Sequence[int], group: Group, c: Completion) -> Tensor:
+    """(log-probs, entropies) [2, T] by transformers' forward."""
+    ids = torch.tensor([[*group.prompt.token_ids, *c.token_ids]])
+    kinds = (ids == model.config.image_token_id).int()
+    out = model(input_ids=ids, mm_token_type_ids=kinds, **group.prompt.vision, use_cache=False)
+    logits = out.logits[0, len(group.prompt.token_ids) - 1 : -1] / config.rollout.temperature
+    keep = torch.ones(logits.shape[1], dtype=torch.bool)
+    keep[list(media)] = False
+    logp = logits.masked_fill(~keep, -1e9).log_softmax(-1)
+    entropy = -(logp.exp() * logp)[:, keep].sum(-1)
+    return torch.stack([logp.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0], entropy])
+
+
+def plain_step(model: Any, config: GRPOConfig, media: Sequence[int], groups: list[Group]) -> None:
+    """The same updates by the book: every completion alone, losses written out, torch's AdamW."""
+    algorithm, optim = config.algorithm, config.optim
+    adam = torch.optim.AdamW(
+        model.parameters(), lr=optim.learning_rate, eps=optim.adam_epsilon, weight_decay=0.0
+    )
+    rows = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
+    with torch.no_grad():
+        old = {c.seed: plain_logp(model, config, media, g, c)[0] for g, c, _ in rows}
+    size = len(groups) // optim.updates_per_step
+    for _ in range(algorithm.num_iterations):
+        for part in range(optim.updates_per_step):
+            mine = [(g, c, a) for g, c, a in rows if g.slot // size == part]
+            masked = {
+                c.seed
+                for _, c, _ in mine
+                if algorithm.mask_truncated_completions and c.finish_reason == "length"
+            }
+            tokens = sum(len(c.token_ids) for _, c, _ in mine if c.seed not in masked)
+            loss = torch.zeros(())
+            for g, c, a in mine:
+                if c.seed in masked:
+                    continue
+                logp, entropy = plain_logp(model, config, media, g, c)
+                ratio = (logp - old[c.seed]).exp()
+                term = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+                d = old[c.seed] - logp
+                term = term + algorithm.beta * (d.exp() - d - 1) - algorithm.entropy_coef * entropy
+                if algorithm.loss_type == "grpo":
+                    loss = loss + term.mean() / len(mine)
+                elif algorithm.loss_type == "dr_grpo":
+                    loss = loss + term.sum() / (len(mine) * config.rollout.max_completion_length)
+                else:
+                    loss = loss + term.sum() / tokens
+            adam.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+            adam.step()
+
+
+CASES: list[dict[str, Any]] = [
+    {"algorithm": {"loss_type": "grpo"}},
+    {"algorithm": {"loss_type": "dapo"}},
+    {"algorithm": {"loss_type": "dr_grpo", "mask_truncated_completions": True}},
+    {"algorithm": {"loss_type": "bnpo", "entropy_coef": 0.02}},
+    {"algorithm": {"beta": 0.3, "num_iterations": 2}, "optim": {"updates_per_step": 2}},
+]
+
+
+@pytest.mark.parametrize("max_tokens", [16384, 60], ids=["one-pack", "many-packs"])
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: "-".join(f"{k}={v}" for s in c.values() for k, v in s.items())
+)
+def test_the_update_equals_that_of_a_plain_loop(
+    case: dict[str, Any], max_tokens: int, models: dict[str, Any]
+) -> None:
+    path = models["qwen2_5_vl"]
+    optim = {**case.get("optim", {}), "max_tokens_per_pack": max_tokens}
+    config = config_for(path, **{**case, "optim": optim})
+    processor = load_processor(str(path))
+    groups = make_groups(processor)
+    ours, theirs = load(path), load(path)
+    before = {n: p.detach().clone() for n, p in ours.named_parameters()}
+
+    report = Learner(ours, processor, config, total_updates=10).step(groups)
+    plain_step(theirs, config, sorted(processor.media_token_ids), groups)
+
+    for name, parameter in theirs.named_parameters():
+        want = parameter.detach() - before[name]
+        got = dict(ours.named_parameters())[name].detach() - before[name]
+        assert want.norm() > 0, name
+        assert (got - want).norm() <= 1e-4 * want.norm(), name
+    assert all(update_happens(u) is None for u in report.updates)
+    assert report.metrics["learner/packs"] > 1 or max_tokens > 60
+
+
+def test_groups_without_advantage_are_left_out_and_change_nothing(models: dict[str, Any]) -> None:
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    config, groups = config_for(path), make_groups(processor)
+    learner = Learner(load(path), processor, config, 10)
+    report = learner.step(groups)
+    # prompts of three groups, and of their nine completions the eight with advantage
+    kept = [len(g.prompt.token_ids) for g in groups if g.slot != 1]
+    completions = sum(n for slot in (0, 2, 3) for n in LENGTHS[slot]) - LENGTHS[3][2]
+    assert report.metrics["learner/tokens"] == sum(kept) + completions
+    assert report.metrics["learner/images_encoded"] == 5
+    zero = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0, 0.0, 0.0)) for g in groups]
+    state = copy.deepcopy(learner.model.state_dict())
+    record = learner.step(zero).updates[0]
+    assert not record.stepped and update_happens(record) is None
+    assert all(torch.equal(state[n], t) for n, t in learner.model.state_dict().items())
+
+
+def test_metrics_by_hand(models: dict[str, Any]) -> None:
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    config, groups = config_for(path, algorithm={"entropy_coef": 1e-9}), make_groups(processor)
+    report = Learner(load(path), processor, config, 10).step(groups)
+    model = load(path)
+    with torch.no_grad():
+        pieces = [
+            plain_logp(model, config, sorted(processor.media_token_ids), g, c)
+            for g in groups
+            for c in g.completions
+        ]
+    logp, entropy = torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces])
+    assert report.metrics["entropy"] == pytest.approx(float(entropy.mean()), rel=1e-5)
+    gap = (logp + 5.0).abs()  # the "engine" said -5 for every token
+    assert report.metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(
+        float(gap.mean()), rel=1e-5
+    )
+    assert report.metrics["sampling/sampling_logp_difference/max"] == pytest.approx(
+        float(gap.max()), rel=1e-5
+    )
+    assert report.metrics["clip_ratio/region_mean"] == 0.0
+    assert report.metrics["learning_rate"] == 1e-3
+    plain_tokens = sum(len(g.prompt.token_ids) * 3 + sum(n) for g, n in zip(groups, LENGTHS, strict=True))
+    assert report.metrics["learner/tokens_saved"] == plain_tokens - report.metrics["learner/tokens"]
+
+
+def test_a_frozen_vision_tower_stays_and_the_rest_moves(models: dict[str, Any]) -> None:
+    path = models["qwen3_vl"]
+    processor = load_processor(str(path))
+    model = load(path)
+    model.model.visual.requires_grad_(False)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    Learner(model, processor, config_for(path), 10).step(make_groups(processor))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (".visual." in name), name
+
+
+def test_a_model_without_trainable_parameters_is_caught(models: dict[str, Any]) -> None:
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    model = load(path).requires_grad_(False)
+    with pytest.raises(ConfigError, match="every parameter is frozen"):
+        Learner(model, processor, config_for(path), 10)
+
+
+def test_bfloat16_keeps_updates_that_its_weights_cannot_show() -> None:
+    """100 updates of 1e-5 on a weight of 1: bfloat16 alone would stay at 1 for ever."""
+    config = config_for("x", optim={"learning_rate": 1e-5, "max_grad_norm": 0.0, "adam_epsilon": 1e-8}).optim
+    module = torch.nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    optimizer = Optimizer(module, config, 500)
+    for _ in range(500):
+        module.weight.grad = torch.ones_like(module.weight)
+        record = optimizer.step(live_tokens=1)
+        assert record.update_norm == pytest.approx(1e-5, rel=0.02)
+    assert float(optimizer.masters[0]) == pytest.approx(1 - 500e-5, abs=2e-5)
+    assert module.weight.item() == pytest.approx(0.9949, abs=4e-3) and module.weight.item() < 1.0
+
+
+def test_a_gradient_that_is_not_finite_is_held_back() -> None:
+    module = torch.nn.Linear(2, 1, bias=False)
+    before = module.weight.detach().clone()
+    optimizer = Optimizer(module, config_for("x").optim, 10)
+    module.weight.grad = torch.tensor([[float("inf"), 1.0]])
+    record = optimizer.step(live_tokens=3)
+    assert not record.stepped and record.grad_norm == float("inf")
+    assert torch.equal(module.weight, before) and module.weight.grad is None
+    message = update_happens(record)
+    assert message is not None and "overflow" in message
+
+
+def test_clipping_by_norm_by_hand() -> None:
+    module = torch.nn.Linear(2, 1, bias=False)
+    optimizer = Optimizer(
+        module, config_for("x", optim={"max_grad_norm": 1.0, "adam_epsilon": 1e-4}).optim, 10
+    )
+    before = module.weight.detach().clone()
+    module.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert optimizer.step(1).grad_norm == pytest.approx(5.0)
+    # clipped to 0.6, 0.8; Adam's first step is g / (|g| + eps)
+    moved = (before - module.weight.detach())[0].tolist()
+    assert moved == pytest.approx([1e-3 * 0.6 / 0.6001, 1e-3 * 0.8 / 0.8001], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rates"),
+    [
+        ("constant", [0.0, 0.5, 1.0, 1.0, 1.0]),
+        ("linear", [0.0, 0.5, 1.0, 0.75, 0.5]),
+        ("cosine", [0.0, 0.5, 1.0, 0.5 + 0.5 * 0.70710678, 0.5]),
+    ],
+)
+def test_schedules_by_hand(kind: str, rates: list[float]) -> None:
+    optim = config_for("x", optim={"learning_rate": 1.0, "warmup_steps": 2, "lr_scheduler_type": kind}).optim
+    assert [schedule(optim, u, 6) for u in range(5)] == pytest.approx(rates)

@@ -1,0 +1,68 @@
+"""What a run says on the terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mm_grpo.run.progress import Progress, describe
+
+
+def console(terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=120, highlight=False, color_system=None), out
+
+
+def test_a_step_in_words() -> None:
+    metrics = {"reward": 0.41249, "loss": -0.00312, "kl": 0.1, "rewards/accuracy/mean": 0.5}
+    assert describe(metrics, 1.94) == "reward 0.412  accuracy 0.500  loss -0.0031  1.9 s/step"
+    assert describe({"reward": None}, 0.04) == "0.0 s/step"
+
+
+def test_without_a_terminal_each_step_is_a_line() -> None:
+    where, out = console(terminal=False)
+    with Progress(3, headline="8 prompts × 8 [generations]", console=where) as progress:
+        progress.step(1, {"reward": 0.25, "step_time": 2.0})
+        progress.say("[red]a guard warns[/red]")
+        progress.step(2, {"reward": 0.5, "step_time": 1.5})
+    assert out.getvalue().splitlines() == [
+        "8 prompts × 8 [generations]",
+        "step 1/3  reward 0.250  2.0 s/step",
+        "[red]a guard warns[/red]",
+        "step 2/3  reward 0.500  1.5 s/step",
+    ]
+
+
+def test_without_a_step_time_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 101.0, 103.5])
+    monkeypatch.setattr("mm_grpo.run.progress.time.monotonic", lambda: next(times))
+    where, out = console(terminal=False)
+    with Progress(1, console=where) as progress:
+        progress.step(1, {})
+    assert out.getvalue() == "step 1/1  2.5 s/step\n"
+
+
+def test_a_long_line_is_not_broken() -> None:
+    where, out = console(terminal=False)
+    Progress(1, console=where).say("x" * 300)
+    assert out.getvalue() == "x" * 300 + "\n"
+
+
+def test_on_a_terminal_it_is_a_bar() -> None:
+    where, out = console(terminal=True)
+    with Progress(4, first=1, console=where) as progress:
+        progress.step(2, {"reward": 0.25, "step_time": 2.0})
+    shown = out.getvalue()
+    assert "2/4" in shown and "reward 0.250  2.0 s/step" in shown
+    assert "step 2/4  " not in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_quiet_says_nothing(terminal: bool) -> None:
+    where, out = console(terminal)
+    with Progress(2, headline="hello", quiet=True, console=where) as progress:
+        progress.step(1, {"reward": 1.0})
+        progress.say("anything")
+    assert out.getvalue() == ""

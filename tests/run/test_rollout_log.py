@@ -1,0 +1,137 @@
+"""The rollout log: one object per completion, each image once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.rollout_log import logged_steps, read_rollouts, write_rollouts
+from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample
+
+RED, BLUE = Image.new("RGB", (4, 4), "red"), Image.new("RGB", (4, 4), "blue")
+QUESTION = [{"type": "image"}, {"type": "text", "text": "What colour?"}]
+
+
+def group(
+    slot: int,
+    image: Image.Image | None = RED,
+    columns: dict[str, Any] | None = None,
+    content: list[dict[str, Any]] = QUESTION,
+) -> Group:
+    """A group of two: the first right, the second cut off."""
+    images = () if image is None else (image,)
+    sample = Sample(f"rows:{slot}", [{"role": "user", "content": content}], images, (), columns or {})
+    prompt = Prompt(sample, (1, 2, 3), EnginePrompt((1, 3), images), None, {})  # type: ignore[arg-type]
+    completions = (
+        Completion((7, 8), (-0.5, -0.25), "red", "stop", 41, ((0, 3),)),
+        Completion((7, 9, 9), (-0.5, -1.0, -1.0), "blue 🙂", "length", 42, ((0, 3), (2, 4))),
+    )
+    return Group(slot, prompt, completions, (1.0, None), (0.75, 0.0))
+
+
+def test_a_row_tells_the_whole_story_of_a_completion(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    parts = {"exact": [1.0, 0.0], "iou": [None, None]}
+    file = write_rollouts(paths, 12, [group(5, columns={"answer": "red"})], parts, {"parsed": ["red", None]})
+    assert file == tmp_path / "rollouts" / "step-000012.jsonl"
+    first, second = read_rollouts(paths, 12)
+    (name,) = first.pop("images")
+    assert first == {
+        "step": 12,
+        "slot": 5,
+        "uid": "rows:5",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "generation": 0,
+        "completion": "red",
+        "tokens": 2,
+        "finish_reason": "stop",
+        "seed": 41,
+        "weight_versions": [[0, 3]],
+        "reward": 1.0,
+        "parts": {"exact": 1.0, "iou": None},
+        "advantage": 0.75,
+        "columns": {"answer": "red"},
+        "extra": {"parsed": "red"},
+    }
+    with Image.open(tmp_path / "rollouts" / "images" / name) as saved:
+        assert saved.convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+    assert (second["generation"], second["seed"], second["reward"]) == (1, 42, None)
+    assert (second["completion"], second["weight_versions"]) == ("blue 🙂", [[0, 3], [2, 4]])
+    assert second["parts"] == {"exact": 0.0, "iou": None}
+
+
+def test_parts_are_read_group_after_group(tmp_path: Path) -> None:
+    write_rollouts(RunPaths(tmp_path), 1, [group(0), group(3)], {"exact": [0.1, 0.2, 0.3, 0.4]})
+    rows = read_rollouts(RunPaths(tmp_path), 1)
+    assert [(r["slot"], r["generation"], r["parts"]["exact"]) for r in rows] == [
+        (0, 0, 0.1),
+        (0, 1, 0.2),
+        (3, 0, 0.3),
+        (3, 1, 0.4),
+    ]
+    assert "extra" not in rows[0]
+
+
+def test_an_image_is_saved_once_and_told_apart_by_content(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    write_rollouts(paths, 1, [group(0), group(1), group(2, BLUE), group(3, None)], {})
+    write_rollouts(paths, 2, [group(0, RED.copy())], {})
+    images = [row["images"] for row in read_rollouts(paths, 1)]
+    assert images[0] == images[2] != images[4]
+    assert images[6] == []
+    assert read_rollouts(paths, 2)[0]["images"] == images[0]
+    assert len(list(paths.images.iterdir())) == 2
+    assert logged_steps(paths) == [1, 2]
+
+
+def test_equal_bytes_of_another_shape_are_another_image(tmp_path: Path) -> None:
+    wide, tall = Image.new("RGB", (8, 2)), Image.new("RGB", (2, 8))
+    write_rollouts(RunPaths(tmp_path), 1, [group(0, wide), group(1, tall)], {})
+    assert len(list((tmp_path / "rollouts" / "images").iterdir())) == 2
+
+
+def test_columns_keep_what_can_be_read(tmp_path: Path) -> None:
+    columns = {
+        "answer": "x" * 2001,
+        "box": (0, 0, 10, 20),
+        "nested": [[1]],
+        "picture": RED,
+        "long": list(range(65)),
+        "ratio": float("inf"),
+        "nothing": None,
+        "right": True,
+    }
+    write_rollouts(RunPaths(tmp_path), 1, [group(0, columns=columns)], {})
+    assert read_rollouts(RunPaths(tmp_path), 1)[0]["columns"] == {
+        "answer": "x" * 2000 + "…",
+        "box": [0, 0, 10, 20],
+        "ratio": "inf",
+        "right": True,
+    }
+
+
+def test_media_in_messages_is_left_to_the_images(tmp_path: Path) -> None:
+    odd = group(0, content=[{"type": "image", "image": RED}, {"type": "text", "text": "?", "cache": {}}])
+    write_rollouts(RunPaths(tmp_path), 1, [odd], {})
+    (message,) = read_rollouts(RunPaths(tmp_path), 1)[0]["messages"]
+    assert message["content"] == [{"type": "image"}, {"type": "text", "text": "?"}]
+
+
+def test_a_column_of_another_length_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'exact' has 3 values for the 2 completions of step 1"):
+        write_rollouts(RunPaths(tmp_path), 1, [group(0)], {"exact": [1.0, 1.0, 1.0]})
+
+
+def test_a_line_separator_in_a_text_breaks_no_line(tmp_path: Path) -> None:
+    odd = group(0, columns={"answer": "one\u2028two\n\x85three"})
+    write_rollouts(RunPaths(tmp_path), 1, [odd], {})
+    assert [row["columns"]["answer"] for row in read_rollouts(RunPaths(tmp_path), 1)] == [
+        "one\u2028two\n\x85three"
+    ] * 2
+    raw = (tmp_path / "rollouts" / "step-000001.jsonl").read_bytes()
+    assert [json.loads(line)["generation"] for line in raw.strip().split(b"\n")] == [0, 1]

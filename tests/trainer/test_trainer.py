@@ -1,0 +1,263 @@
+"""The loop on tiny models: what it does, what it leaves behind, and that it repeats itself exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.errors import ConfigError, DataError, GuardStop, RewardError
+from mm_grpo.rollout.seeds import SeedPlan
+
+ROWS = shapes_rows(split="train", size=6, seed=1, image_size=56)
+HELDOUT = shapes_rows(split="heldout", size=3, seed=2, image_size=56)
+
+
+def config_for(path: Any, folder: Path, **changes: Any) -> GRPOConfig:
+    values: dict[str, Any] = {
+        "model": {"path": str(path)},
+        "rollout": {"prompts_per_step": 4, "num_generations": 3, "max_completion_length": 6},
+        "optim": {"learning_rate": 1e-3},
+        "run": {"dir": str(folder), "max_steps": 3, "seed": 5},
+    }
+    for section, fields in changes.items():
+        if isinstance(fields, dict):
+            values.setdefault(section, {}).update(fields)
+        else:
+            values[section] = fields
+    return GRPOConfig.from_dict(values)
+
+
+def vowels(completion: str) -> float:
+    return sum(c in "aeiou" for c in completion) + len(completion) / 100
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rollouts_of(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(x) for x in (folder / f"rollouts/step-{step:06d}.jsonl").read_text().splitlines()]
+
+
+def is_a_time(key: str) -> bool:
+    return key.startswith("time/") or key == "step_time"
+
+
+@pytest.fixture(scope="module")
+def finished(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    trainer = GRPOTrainer(
+        config_for(models["qwen2_5_vl"], folder), train=ROWS, eval=HELDOUT, rewards=[vowels]
+    )
+    trainer.train()
+    return folder
+
+
+def test_a_run_leaves_everything_that_is_promised(finished: Path) -> None:
+    names = {p.name for p in finished.iterdir()}
+    expected = {"config.yaml", "environment.json", "metrics.jsonl", "rollouts", "model"}
+    assert names == expected | {"summary.json", "report.html"}
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["seconds"] > 0
+    assert 0 <= summary["accuracy_before"] <= 1 and summary["eval"]["eval"]["rows"] == 3
+    assert GRPOConfig.from_yaml(finished / "config.yaml").run.seed == 5
+    described = json.loads((finished / "environment.json").read_text())["rewards"]
+    assert described[0]["name"] == "vowels" and len(described[0]["sha256"]) == 64
+
+
+def test_metrics_have_trls_names_and_honest_values(finished: Path) -> None:
+    rows = rows_of(finished)
+    assert [r["step"] for r in rows] == [1, 2, 3]
+    for row in rows:
+        for key in (
+            "reward", "reward_std", "frac_reward_zero_std", "rewards/vowels/mean", "rewards/vowels/std",
+            "completions/mean_length", "completions/min_length", "completions/max_length",
+            "completions/clipped_ratio", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean",
+            "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean", "num_tokens", "step_time",
+            "time/rollout", "time/learner", "time/rewards", "time/data", "grad_norm", "learning_rate", "loss",
+        ):  # fmt: skip
+            assert key in row, key
+        assert row["sampling/sampling_logp_difference/max"] < 1e-5
+        assert row["learner/update_norm"] > 0
+        logged = rollouts_of(finished, row["step"])
+        assert len(logged) == 12
+        assert row["reward"] == pytest.approx(sum(x["reward"] for x in logged) / 12)
+        assert row["completions/mean_length"] == pytest.approx(sum(x["tokens"] for x in logged) / 12)
+    assert rows[0]["num_tokens"] < rows[1]["num_tokens"] < rows[2]["num_tokens"]
+
+
+def test_seeds_in_the_log_are_those_of_the_law(finished: Path) -> None:
+    plan = SeedPlan(5, 4, 3, 1, 3)
+    seen = set()
+    for step in (1, 2, 3):
+        for row in rollouts_of(finished, step):
+            assert row["seed"] == plan.group(step, row["slot"])[row["generation"]]
+            assert row["weight_versions"] == [[0, step - 1]]
+            seen.add(row["seed"])
+    assert len(seen) == 36
+
+
+def test_rewards_and_advantages_in_the_log_belong_together(finished: Path) -> None:
+    for row in rollouts_of(finished, 2):
+        assert row["reward"] == pytest.approx(vowels(row["completion"]))
+    for slot in range(4):
+        group = [r for r in rollouts_of(finished, 2) if r["slot"] == slot]
+        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-9)
+        assert len({r["uid"] for r in group}) == 1
+
+
+def test_the_saved_model_loads_without_us_and_has_moved(finished: Path, models: dict[str, Path]) -> None:
+    saved = AutoModelForImageTextToText.from_pretrained(finished / "model")
+    base = AutoModelForImageTextToText.from_pretrained(models["qwen2_5_vl"])
+    assert any(not torch.equal(a, b) for a, b in zip(saved.parameters(), base.parameters(), strict=True))
+    assert AutoProcessor.from_pretrained(finished / "model").chat_template
+
+
+def test_the_same_run_again_is_equal_in_everything_but_time(
+    finished: Path, models: dict[str, Path], tmp_path: Path
+) -> None:
+    again = GRPOTrainer(
+        config_for(models["qwen2_5_vl"], tmp_path / "two"), train=ROWS, eval=HELDOUT, rewards=[vowels]
+    )
+    again.train()
+    for one, two in zip(rows_of(finished), rows_of(tmp_path / "two"), strict=True):
+        assert {k: v for k, v in one.items() if not is_a_time(k)} == {
+            k: v for k, v in two.items() if not is_a_time(k)
+        }
+    assert rollouts_of(finished, 3) == rollouts_of(tmp_path / "two", 3)
+
+
+def test_identical_rows_are_two_groups(models: dict[str, Path], tmp_path: Path) -> None:
+    twice = [ROWS[0], ROWS[0], {**ROWS[0], "images": ROWS[1]["images"]}]
+    config = config_for(
+        models["qwen2_vl"], tmp_path / "r", rollout={"prompts_per_step": 3}, run={"max_steps": 1}
+    )
+    GRPOTrainer(config, train=twice, rewards=[vowels]).train()
+    logged = rollouts_of(tmp_path / "r", 1)
+    assert {r["uid"] for r in logged} == {"train:0", "train:1", "train:2"}
+    assert len({r["seed"] for r in logged}) == 9
+    assert len({tuple(r["images"]) for r in logged}) == 2
+
+
+def test_rows_with_and_without_images_train_together(models: dict[str, Path], tmp_path: Path) -> None:
+    mixed = [*ROWS[:2], {"prompt": "no picture", "answer": "x"}, {"prompt": "none here", "answer": "y"}]
+    config = config_for(models["qwen3_vl"], tmp_path / "r", optim={"max_tokens_per_pack": 150})
+    summary = GRPOTrainer(config, train=mixed, rewards=[vowels]).train()
+    assert summary["steps"] == 3
+
+
+def test_long_prompts_are_refused_or_dropped_and_never_cut(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "short"},
+        {"prompt": "a much longer question " * 9},
+        {"prompt": "tiny"},
+        {"prompt": "s"},
+    ]
+    limits = {"max_prompt_length": 120}
+    config = config_for(models["qwen2_vl"], tmp_path / "a", data=limits)
+    with pytest.raises(
+        DataError, match=r"train:1: the prompt has 2\d\d tokens, and data.max_prompt_length allows 120"
+    ):
+        GRPOTrainer(config, train=rows, rewards=[vowels]).train()
+    dropping = config_for(
+        models["qwen2_vl"], tmp_path / "b", data={**limits, "on_overlong": "drop"}, run={"max_steps": 1}
+    )
+    GRPOTrainer(dropping, train=rows, rewards=[vowels]).train()
+    assert rows_of(tmp_path / "b")[0]["prompts/dropped"] == 1
+    logged = rollouts_of(tmp_path / "b", 1)
+    plan = SeedPlan(5, 4, 3, 1, 1)
+    assert len(logged) == 9 and "train:1" not in {r["uid"] for r in logged}
+    assert all(r["seed"] == plan.group(1, r["slot"])[r["generation"]] for r in logged)
+
+
+def test_callbacks_hear_of_every_step(models: dict[str, Path], tmp_path: Path) -> None:
+    heard: list[Any] = []
+
+    class Callback:
+        def on_train_begin(self, trainer: GRPOTrainer) -> None:
+            heard.append("begin")
+
+        def on_step_end(self, trainer: GRPOTrainer, metrics: dict[str, float]) -> None:
+            heard.append(metrics["learner/updates"])
+
+    config = config_for(models["qwen2_vl"], tmp_path / "r", optim={"updates_per_step": 2})
+    GRPOTrainer(config, train=ROWS, rewards=[vowels], callbacks=[Callback()]).train()
+    assert heard == ["begin", 2, 2, 2]
+
+
+def test_a_reward_that_raises_stops_with_its_line_and_leaves_whole_files(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    calls = 0
+
+    def fragile(completion: str) -> float:
+        nonlocal calls
+        calls += 1
+        if calls > 20:
+            raise KeyError("answer")
+        return float(calls)
+
+    with pytest.raises(RewardError, match=r"fragile.*KeyError.*test_trainer\.py:\d+"):
+        GRPOTrainer(config_for(models["qwen2_vl"], tmp_path / "r"), train=ROWS, rewards=[fragile]).train()
+    assert [r["step"] for r in rows_of(tmp_path / "r")] == [1]
+    assert {p.name for p in (tmp_path / "r" / "rollouts").glob("*.jsonl")} == {"step-000001.jsonl"}
+    assert not list((tmp_path / "r").rglob("*.tmp*"))
+
+
+def test_an_engine_that_repeats_one_seed_is_stopped(models: dict[str, Path], tmp_path: Path) -> None:
+    config = config_for(models["qwen2_vl"], tmp_path / "r")
+    trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
+    generate = trainer.engine.generate
+
+    def broken(requests: Any) -> Any:
+        from dataclasses import replace
+
+        done = generate([replace(r, seed=7) for r in requests])
+        return [replace(c, seed=r.seed) for c, r in zip(done, requests, strict=True)]
+
+    trainer.engine.generate = broken  # type: ignore[method-assign]
+    with pytest.raises(GuardStop, match="guard duplicate_completions: train:"):
+        trainer.train()
+    assert (tmp_path / "r" / "rollouts" / "step-000001.jsonl").exists()  # the evidence is there
+
+
+def test_an_optimizer_that_holds_other_tensors_is_stopped(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = GRPOTrainer(config_for(models["qwen2_vl"], tmp_path / "r"), train=ROWS, rewards=[vowels])
+    trainer.learner.optimizer.adamw.step = lambda: None  # type: ignore[method-assign,assignment]
+    with pytest.raises(GuardStop, match="guard update_happens: the weights did not change"):
+        trainer.train()
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(finished: Path, models: dict[str, Path]) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"already holds a run \(3 rows in metrics.jsonl"):
+        GRPOTrainer(config_for(models["qwen2_5_vl"], finished), train=ROWS, rewards=[vowels])
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_one_pass_over_the_data_is_the_default_length(models: dict[str, Path], tmp_path: Path) -> None:
+    config = config_for(models["qwen2_vl"], tmp_path / "r", run={"max_steps": None})
+    assert GRPOTrainer(config, train=ROWS, rewards=[vowels]).max_steps == 2  # 6 rows, 4 a step
+    late = config_for(models["qwen2_vl"], tmp_path / "r", run={"max_steps": None}, optim={"warmup_steps": 3})
+    with pytest.raises(ConfigError, match=r"optim.warmup_steps = 3: the run makes 2 updates"):
+        GRPOTrainer(late, train=ROWS, rewards=[vowels])
+
+
+def test_datasets_are_rows_too(models: dict[str, Path], tmp_path: Path) -> None:
+    import datasets
+
+    rows = [
+        {"prompt": r["prompt"][0]["content"][1]["text"], "image": r["images"][0], "answer": r["answer"]}
+        for r in ROWS
+    ]
+    dataset = datasets.Dataset.from_list(rows)
+    config = config_for(models["qwen2_5_vl"], tmp_path / "r", rewards=["exact_match"], run={"max_steps": 1})
+    GRPOTrainer(config, train=dataset).train()
+    assert len(rollouts_of(tmp_path / "r", 1)[0]["images"]) == 1
