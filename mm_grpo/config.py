@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import model_validator
@@ -31,6 +32,7 @@ from mm_grpo.config_fields import (
     RunConfig,
 )
 from mm_grpo.config_load import apply_overrides, read_yaml, save_text, write_yaml
+from mm_grpo.config_paths import beside
 from mm_grpo.config_section import Legal, Section, help_text, leaves, legal, line, setting, written
 from mm_grpo.config_values import RewardEntry
 from mm_grpo.errors import ConfigError
@@ -91,8 +93,12 @@ class GRPOConfig(Section):
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Self:
-        """The config in a YAML file, with `a.b=value` overrides laid over it."""
-        return cls.from_dict(apply_overrides(read_yaml(path), overrides))
+        """The config in a YAML file, with `a.b=value` overrides laid over it.
+
+        Relative paths in the file are looked for beside it first, then from the working folder.
+        """
+        values = beside(read_yaml(path), Path(path).parent)
+        return cls.from_dict(apply_overrides(values, overrides))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

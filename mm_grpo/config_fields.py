@@ -58,7 +58,8 @@ class DataConfig(Section):
 
     train: Source | None = setting(
         None,
-        "Training rows: a path, a dataset name, or a mapping such as {task: shapes, size: 2000}",
+        "Training rows: a path to .jsonl, .json, .parquet or a saved dataset, or a mapping such as"
+        " {task: shapes, size: 2000}",
         "null when the rows are passed in Python",
     )
     eval: EvalSource | None = setting(
@@ -68,7 +69,7 @@ class DataConfig(Section):
     )
     columns: dict[str, str] = setting(dict, "The dataset's name for each of our columns, as {ours: theirs}")
     image_dir: PathText | None = setting(
-        None, "Folder that relative image paths start from", "null is the working folder"
+        None, "Folder that relative image paths start from", "null is the dataset file's own folder"
     )
     min_pixels: int | None = setting(
         None, "Fewest pixels of an image after resizing", "null is the model processor's own limit", ge=1

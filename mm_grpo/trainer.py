@@ -86,7 +86,11 @@ class GRPOTrainer:
         self.order = PromptOrder(
             len(self.train_set), rollout.prompts_per_step, config.run.seed, shuffle=config.data.shuffle
         )
-        self.scorer = Scorer(_reward_entries(config, rewards), max_steps=self.max_steps)
+        self.scorer = Scorer(
+            _reward_entries(config, rewards),
+            conversational=self.train_set.conversational,
+            max_steps=self.max_steps,
+        )
         for dataset in (self.train_set, *self.eval_sets.values()):
             self.scorer.check(dataset.columns)
         reads = [p for p in (config.model.path, config.data.train) if isinstance(p, str)]

@@ -1,0 +1,34 @@
+"""Writes docs/config.md from the fields' own descriptions: `python docs/make_config.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mm_grpo.config import GRPOConfig
+
+HEAD = """# Every field of the configuration
+
+Written by `python docs/make_config.py` from the fields' own descriptions. A config is a YAML file with
+these sections, the same object in Python (`GRPOConfig(model={...}, ...)`), and any field can be changed on
+the command line as `section.field=value`. Relative paths in a file are looked for beside it first.
+
+`rewards` is a list: names (`exact_match`), places (`path/to/file.py:function`, `package.module:function`) or
+mappings (`{name: length, weight: 0.5, max_length: 200}`), whose further keys are the reward's arguments.
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown, a table per section."""
+    lines, section = [HEAD], ""
+    for field in GRPOConfig.field_help():
+        head, _, _ = field.path.rpartition(".")
+        if head != section:
+            section = head
+            lines.append(f"\n## {section}\n\n| field | legal | default | meaning |\n|---|---|---|---|")
+        cells = (f"`{field.path}`", field.type, f"`{field.default}`", field.description)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    (Path(__file__).parent / "config.md").write_text(page(), encoding="utf-8")

@@ -1,0 +1,208 @@
+"""The command line: every mistake is one message with exit code 2, and leaves nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+
+from mm_grpo import cli
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs one command in this process, as the console script does."""
+
+    def call(*arguments: Any) -> Result:
+        monkeypatch.setattr(sys, "argv", ["mm-grpo", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 1
+        got = capsys.readouterr()
+        return Result(code, got.out, got.err)
+
+    return call
+
+
+@pytest.fixture
+def job(tmp_path: Path, models: dict[str, Path]) -> Path:
+    """A config with four rows in a JSONL file and images beside it, and a reward in a Python file."""
+    for i in range(4):
+        tiny.picture(i).save(tmp_path / f"{i}.png")
+    rows = [{"prompt": "what is it", "image": f"{i}.png", "answer": "x"} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "mine.py").write_text("def mine(completion):\n    return len(set(completion))\n")
+    config = {
+        "model": {"path": str(models["qwen2_5_vl"])},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4},
+        "rewards": [f"{tmp_path}/mine.py:mine"],
+        "run": {"dir": str(tmp_path / "run"), "max_steps": 2},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def refused(result: Result, *words: str) -> None:
+    assert result.code == 2, result.err
+    assert "Traceback" not in result.err
+    for word in words:
+        assert word in result.err, result.err
+
+
+def test_train_and_check_do_what_they_say(run: Any, job: Path) -> None:
+    checked = run("check", job)
+    assert checked.code == 0 and "train" in checked.out and "ok" in checked.out
+    assert not (job.parent / "run").exists()
+    done = run("train", job, "run.max_steps=1")
+    assert done.code == 0, done.err
+    assert "done: 1 steps" in done.out and "2 prompts x 2 generations = 4 completions" in done.out
+    assert (job.parent / "run" / "report.html").stat().st_size > 2000
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "rollout.num_generations=1",
+            ["num_generations counts completions per prompt; GRPO compares them, so it needs"],
+        ),
+        ("rollout.temperatur=1", ["rollout.temperatur", "rollout.temperature"]),
+        (
+            "rollout.per_device_train_batch_size=4",
+            ["per_device_train_batch_size", "rollout.prompts_per_step"],
+        ),
+        ("rollout.top_p=0.9", ["rollout.top_p", "rollout.eval.top_p"]),
+        ("run.seed=abc", ["run.seed", "abc", "integer"]),
+        ("run.max_steps=1000000000", ["seeds"]),
+        ("model.path=/no/such/model", ["model.path", "/no/such/model"]),
+        ("data.train=/no/such/rows.jsonl", ["/no/such/rows.jsonl"]),
+        ("rewards=[exact_mach]", ["exact_mach", "exact_match"]),
+        ("optim.max_tokens_per_pack=8", ["optim.max_tokens_per_pack", "train:"]),
+        ("run.trackers=[wandb]", ["wandb"]),
+    ],
+)
+def test_mistakes_in_the_config(override: str, words: list[str], run: Any, job: Path) -> None:
+    refused(run("train", job, override), *words)
+    if "max_tokens" not in override:  # that one is found when the first step is packed
+        assert not (job.parent / "run").exists()
+
+
+def test_a_missing_config_and_an_unknown_recipe(run: Any, tmp_path: Path) -> None:
+    refused(run("train", tmp_path / "none.yaml"), "none.yaml")
+    refused(run("train", "no_recipe"), "neither a file nor a recipe")
+    refused(run("rewards", "exact_mach"), "exact_match")
+
+
+def rows(job: Path, *lines: Any) -> None:
+    (job.parent / "rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+
+
+GOOD = {"prompt": "what is it", "image": "0.png"}
+
+
+def test_a_missing_image(run: Any, job: Path) -> None:
+    rows(job, GOOD, {**GOOD, "image": "gone.png"})
+    for command in ("train", "check"):
+        result = run(command, job)
+        refused(Result(result.code, "", result.err + result.out), "rows.jsonl:2", "gone.png")
+
+
+def test_check_lists_every_failing_row(run: Any, job: Path) -> None:
+    rows(
+        job, {"image": "0.png"}, GOOD, {**GOOD, "image": "gone.png"}, {"prompt": "x", "images": ["1.png", 5]}
+    )
+    result = run("check", job)
+    assert result.code == 2
+    for words in ("rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:4", "3 problem(s)"):
+        assert words in result.out, result.out
+    assert "rows.jsonl:2" not in result.out
+
+
+def test_a_truncated_jpeg(run: Any, job: Path) -> None:
+    tiny.picture(1, 200, 200).save(job.parent / "cut.jpg", quality=95)
+    whole = (job.parent / "cut.jpg").read_bytes()
+    (job.parent / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    rows(job, {**GOOD, "image": "cut.jpg"})
+    refused(run("train", job), "rows.jsonl:1", "cut.jpg", "truncated")
+
+
+def test_no_rows(run: Any, job: Path) -> None:
+    rows(job)
+    refused(run("train", job), "rows.jsonl")
+    assert not (job.parent / "run").exists()
+
+
+def test_a_broken_line(run: Any, job: Path) -> None:
+    (job.parent / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    refused(run("train", job), "rows.jsonl:2")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "def mine(completion):\n    raise RuntimeError('judge is down')\n",
+            ["mine", "judge is down", "mine.py:2", "train:"],
+        ),
+        ("def mine(completion):\n    return float('nan')\n", ["mine", "nan", "train:"]),
+        ("def mine(completions, **kwargs):\n    return [1.0]\n", ["mine", "returned 1", "4"]),
+        ("def mine(completion, label):\n    return 1\n", ["mine", "label", "answer"]),
+        ("def other(completion):\n    return 1\n", ["mine", "mine.py"]),
+        ("import nonsense_module\n", ["nonsense_module"]),
+    ],
+)
+def test_rewards_that_fail(source: str, words: list[str], run: Any, job: Path) -> None:
+    (job.parent / "mine.py").write_text(source)
+    refused(run("train", job), *words)
+    left = job.parent / "run"
+    assert not list(left.rglob("*.tmp*")) and not (left / "summary.json").exists()
+    assert (
+        not (left / "metrics.jsonl").exists()
+        or (left / "metrics.jsonl").read_bytes().endswith(b"\n")
+        or not (left / "metrics.jsonl").read_bytes()
+    )
+
+
+def test_a_guard_stops_with_3(run: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mm_grpo.learner import optimizer
+
+    monkeypatch.setattr(optimizer.Optimizer, "_clear", lambda self: None)
+    monkeypatch.setattr(optimizer.torch.optim.AdamW, "step", lambda self: None)
+    result = run("train", job)
+    assert result.code == 3, result.err
+    assert "stopped: guard update_happens" in result.err and "Traceback" not in result.err
+
+
+def test_lists(run: Any) -> None:
+    listed = run("rewards")
+    assert listed.code == 0 and [line.split()[0] for line in listed.out.splitlines()] == sorted(
+        line.split()[0] for line in listed.out.splitlines()
+    )
+    assert {"exact_match", "format", "choice", "length"} <= {x.split()[0] for x in listed.out.splitlines()}
+    assert "answer" in run("rewards", "exact_match").out
+    recipes = run("recipes")
+    assert recipes.code == 0 and "shapes" in recipes.out
+
+
+def test_the_console_script_itself_refuses_without_a_traceback(job: Path) -> None:
+    command = [sys.executable, "-m", "mm_grpo.cli", "train", str(job), "rollout.num_generations=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines() == [
+        "error: num_generations counts completions per prompt; GRPO compares them, so it needs at least 2 (8 is common)"
+    ]
