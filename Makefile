@@ -18,8 +18,9 @@ help:  ## list the targets
 
 setup: .venv/.ready  ## make .venv with the pinned packages and this one
 
+# So small a model is fastest on one thread, and many threads stall when another program wants a core.
 demo: setup  ## train a small VLM on rendered shapes, on the CPU; ends in runs/demo/report.html
-	$(BIN)/mm-grpo train examples/shapes/config.yaml run.dir=runs/demo run.overwrite=true
+	OMP_NUM_THREADS=1 $(BIN)/mm-grpo train examples/shapes/config.yaml run.dir=runs/demo run.overwrite=true
 
 test: setup  ## run the tests that take seconds
 	$(BIN)/python -m pytest -m "not long"

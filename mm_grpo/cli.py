@@ -42,8 +42,12 @@ Overrides = Annotated[
 def train(config: Config, overrides: Overrides = None) -> None:
     """Train a model by a config or a recipe; fields can be changed with a.b=value."""
     loaded = load_config(config, overrides or [])
+    from transformers.utils import logging as transformers_logging
+
     from mm_grpo.trainer import GRPOTrainer
 
+    transformers_logging.disable_progress_bar()  # theirs would break ours
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     summary = GRPOTrainer(loaded).train()
     typer.echo(f"done: {summary['steps']} steps in {summary['seconds']:.0f} s, results in {loaded.run.dir}")
     for name, result in summary["eval"].items():

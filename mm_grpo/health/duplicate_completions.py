@@ -50,5 +50,6 @@ def _message(group: Group, completion: Completion, copies: int, chance: float) -
         f"{group.prompt.uid}: {copies} of {len(group.completions)} completions are the same "
         f"{len(completion.token_ids)} tokens ({completion.text[:60]!r}), though the policy gives them probability "
         f"{probability:.2g}; independent samples do this with chance {chance:.1g}. Seeds of the copies: {seeds}. "
-        "Likely the engine shared one generator or ignored its seeds; compare the seeds above with those of the other groups in the rollout log"
+        "Likely the engine shared one generator or ignored its "
+        "seeds; compare the seeds above with those of the other groups in the rollout log"
     )
