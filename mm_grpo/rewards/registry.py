@@ -232,9 +232,9 @@ def check_name(name: Any, fn: Callable[..., Any] | None = None) -> None:
 
 
 def function_name(fn: Callable[..., Any]) -> str:
-    """A function's own name; that of the class for a callable object."""
+    """A function's own name; that of the class for a callable object, and `lambda` for a lambda."""
     inner = innermost(fn)
-    return str(getattr(inner, "__name__", None) or type(inner).__name__)
+    return str(getattr(inner, "__name__", None) or type(inner).__name__).replace("<lambda>", "lambda")
 
 
 def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:

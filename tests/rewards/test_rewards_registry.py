@@ -7,6 +7,7 @@ import pytest
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import get, names, registry, reward
 from mm_grpo.rewards.registry import make_spec
+from mm_grpo.rewards.resolve import resolve_entries
 
 
 def fails(match: str):
@@ -108,9 +109,10 @@ def test_a_name_fits_in_configs_and_metric_keys(name):
         reward(name)(lambda completion: 1.0)
 
 
-def test_a_lambda_has_no_name():
-    with fails(r"reward name '<lambda>' .* \{name: \.\.\., as: my_name\}"):
-        make_spec(lambda completion: 1.0)
+def test_a_lambda_is_called_lambda():
+    assert make_spec(lambda completion: 1.0).name == "lambda"
+    with fails("lambda"):  # two of them would share their metrics
+        resolve_entries([lambda completion: 1.0, lambda completion: 2.0])
 
 
 def test_objects_methods_partials_and_wrapped_functions():
