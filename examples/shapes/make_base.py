@@ -1,11 +1,12 @@
 """Makes the small Qwen2.5-VL that the shapes demo starts from.
 
-    python examples/shapes/make_base.py --out examples/shapes/base     # 1 CPU core, about 15 minutes
+    python examples/shapes/make_base.py --out examples/shapes/base     # 1 CPU core, about 10 minutes
 
 The base must see, and must answer in the right form, but must not know the answers. So it is trained
 on two things, both drawn from the train split of the shapes task:
 
-(a) captions, in random order of the objects: "red circle and blue square", "circle in red and ...";
+(a) captions, first of single objects, then of whole scenes with the objects in random order:
+    "red circle and blue square", "circle in red and square in blue";
 (b) the task's questions with an answer drawn at random, uniformly, among the right class of answers:
     "What colour is the circle?" gets each of the five colours equally often, whatever the image shows.
 
@@ -30,12 +31,12 @@ from PIL.Image import Image
 from transformers import (
     GenerationConfig,
     Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
     Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
 )
+from transformers import Qwen2_5_VLForConditionalGeneration as Model
+from transformers import Qwen2_5_VLProcessor as Processor
 
 from mm_grpo.data.shapes import (
     BACKGROUND,
@@ -78,7 +79,7 @@ QUESTION_SHARE = 0.4  # of the lessons after that
 MIN_PIXELS, MAX_PIXELS = (PATCH * MERGE) ** 2, 224 * 224
 
 
-def make_processor() -> Qwen2_5_VLProcessor:
+def make_processor() -> Processor:
     """A byte-level BPE tokenizer trained on the task's own words, and Qwen2.5-VL's image processing."""
     # Each word twice: at the start of an answer, and after a space.
     words = [*COLOURS, *SHAPES, *NUMBERS, *SIDES, "and", "in", "user", "assistant", "system", "\n"]
@@ -95,7 +96,7 @@ def make_processor() -> Qwen2_5_VLProcessor:
         "image_mean": [level / 255 for level in BACKGROUND],  # empty patches are 0: shapes are learned sooner
         "image_std": [0.3] * 3,
     }
-    return Qwen2_5_VLProcessor(
+    return Processor(
         image_processor=Qwen2VLImageProcessor(**picture),
         video_processor=Qwen2VLVideoProcessor(**picture),
         tokenizer=tokenizer,
@@ -103,9 +104,7 @@ def make_processor() -> Qwen2_5_VLProcessor:
     )
 
 
-def make_model(
-    tokenizer: Qwen2Tokenizer, seed: int, size: dict[str, int]
-) -> Qwen2_5_VLForConditionalGeneration:
+def make_model(tokenizer: Qwen2Tokenizer, seed: int, size: dict[str, int]) -> Model:
     """A Qwen2.5-VL of 1 to 2 million parameters, at random."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     heads = size["hidden"] // HEAD_DIM
@@ -146,7 +145,7 @@ def make_model(
         tie_word_embeddings=True,
     )
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    model = Model(config)
     model.generation_config = GenerationConfig(
         bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"]
     )
@@ -178,7 +177,7 @@ def lesson(index: int, seed: int, progress: float, options: dict[str, int]) -> t
 
 
 def encode(
-    processor: Qwen2_5_VLProcessor, prompts: list[str], images: list[Image], replies: list[str] | None = None
+    processor: Processor, prompts: list[str], images: list[Image], replies: list[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Model inputs for a batch; with replies also `labels`, -100 outside the reply and its end token."""
     texts = [
@@ -205,19 +204,13 @@ def encode(
     return batch
 
 
-def train(
-    model: Qwen2_5_VLForConditionalGeneration,
-    processor: Qwen2_5_VLProcessor,
-    *,
-    steps: int,
-    batch: int,
-    seed: int,
-    learning_rate: float,
-    options: dict[str, int],
-) -> None:
+def train(model: Model, processor: Processor, args: argparse.Namespace, options: dict[str, int]) -> None:
     """Supervised steps in fp32: short warm-up, then a cosine to a twentieth of the rate."""
+    steps, batch = args.steps, args.batch
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
+    )
     warmup = min(100, max(1, steps // 10))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -227,7 +220,7 @@ def train(
     )
     started = time.perf_counter()
     for step in range(steps):
-        lessons = [lesson(step * batch + row, seed, step / steps, options) for row in range(batch)]
+        lessons = [lesson(step * batch + row, args.seed, step / steps, options) for row in range(batch)]
         prompts, replies, images = (list(column) for column in zip(*lessons, strict=True))
         loss = model(**encode(processor, prompts, images, replies), use_cache=False).loss
         loss.backward()
@@ -242,13 +235,7 @@ def train(
 
 
 @torch.inference_mode()
-def eyes(
-    model: Qwen2_5_VLForConditionalGeneration,
-    processor: Qwen2_5_VLProcessor,
-    *,
-    rows: int,
-    options: dict[str, int],
-) -> float:
+def eyes(model: Model, processor: Processor, *, rows: int, options: dict[str, int]) -> float:
     """The share of the objects of held-out scenes that greedy captions name right; extra ones are misses."""
     right = wrong = 0
     for prompt in CAPTIONS:
@@ -268,12 +255,7 @@ def eyes(
 
 @torch.inference_mode()
 def guesses(
-    model: Qwen2_5_VLForConditionalGeneration,
-    processor: Qwen2_5_VLProcessor,
-    kind: Kind,
-    *,
-    rows: int,
-    options: dict[str, int],
+    model: Model, processor: Processor, kind: Kind, *, rows: int, options: dict[str, int]
 ) -> dict[str, float]:
     """How the base answers held-out questions of a kind.
 
@@ -313,7 +295,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the lessons")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--image-size", type=int, default=84, help="side of the images in pixels")
-    parser.add_argument("--max-objects", type=int, default=2, help="most objects in a scene")
+    parser.add_argument("--max-objects", type=int, default=2, choices=(2, 3, 4), help="most in a scene")
     parser.add_argument("--check-rows", type=int, default=300, help="held-out rows for the closing figures")
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of torch; another number, other rounding"
@@ -326,19 +308,12 @@ def main(argv: list[str] | None = None) -> None:
     processor = make_processor()
     model = make_model(processor.tokenizer, args.seed, {name: getattr(args, name) for name in SIZE})
     print(f"{model.num_parameters() / 1e6:.2f} million parameters, {len(processor.tokenizer)} tokens")
-    train(
-        model,
-        processor,
-        steps=args.steps,
-        batch=args.batch,
-        seed=args.seed,
-        learning_rate=args.learning_rate,
-        options=options,
-    )
+    train(model, processor, args, options)
     model.save_pretrained(args.out)
     processor.save_pretrained(args.out)
-    seen = eyes(model, processor, rows=args.check_rows, options=options)
-    print(f"eyes: {seen:.3f} of held-out objects captioned right")
+    for most in sorted({1, args.max_objects}):
+        seen = eyes(model, processor, rows=args.check_rows, options={**options, "max_objects": most})
+        print(f"eyes: {seen:.3f} of held-out objects captioned right, at most {most} in a scene")
     for kind in QUESTIONS:
         measured = guesses(model, processor, kind, rows=args.check_rows, options=options)
         print(f"{kind}: " + "  ".join(f"{name} {value:.3f}" for name, value in measured.items()))
