@@ -96,6 +96,18 @@ class DataConfig(Section):
     system_prompt: str | None = setting(
         None, "System message put before rows that have none", "null is no such message"
     )
+    gold_template: Annotated[str | None, Legal("text that holds {gold}, or null")] = setting(
+        None,
+        "How a right answer is written, for `mm-grpo check`: {gold} in it stands for the text of the answer's column",
+        "null is that text alone",
+    )
+
+    @field_validator("gold_template")
+    @classmethod
+    def _has_gold(cls, value: str | None) -> str | None:
+        if value is not None and "{gold}" not in value:
+            raise mistake("must hold {gold}, where the right answer goes, as in <answer>{gold}</answer>")
+        return value
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -206,13 +218,51 @@ class AlgorithmConfig(Section):
 
     where: ClassVar[str] = "algorithm"
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = setting(
-        "dapo", "How the losses of tokens are averaged: grpo, bnpo, dr_grpo or dapo"
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = setting(
+        "dapo",
+        "What a token contributes to the loss, and how tokens are averaged (docs/algorithms.md)",
+        "grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo or vespo",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = setting(
+        "token",
+        "Whose probability ratio weighs a token: token (its own) or sequence (its completion's, GSPO)",
     )
     beta: Number = setting(0.0, "Weight of the KL term", "0 is none, and no reference model", ge=0)
     epsilon: Number = setting(0.2, "Lower clip: the probability ratio counts from 1 - epsilon", ge=0)
     epsilon_high: Number | None = setting(
         None, "Upper clip: the probability ratio counts up to 1 + epsilon_high", "null is epsilon", ge=0
+    )
+    delta: Number | None = setting(
+        None,
+        "Bound on the ratio of tokens with a negative advantage, above 1 + epsilon_high",
+        "null is none",
+        gt=1,
+    )
+    sapo_temperature_pos: Number = setting(1.0, "Steepness of sapo's gate at positive advantages", gt=0)
+    sapo_temperature_neg: Number = setting(1.05, "Steepness of sapo's gate at other advantages", gt=0)
+    vespo_k_pos: Number = setting(2.0, "Power of the ratio in vespo at advantages >= 0", ge=0)
+    vespo_lambda_pos: Number = setting(3.0, "Decay of the ratio in vespo at advantages >= 0", ge=0)
+    vespo_k_neg: Number = setting(3.0, "Power of the ratio in vespo at negative advantages", ge=0)
+    vespo_lambda_neg: Number = setting(2.0, "Decay of the ratio in vespo at negative advantages", ge=0)
+    kl_estimator: Literal["k2", "k3"] = setting("k3", "How the KL term is estimated from a sample: k2 or k3")
+    importance_sampling_mode: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = setting(
+        "none",
+        "How tokens are weighed by learner over engine probability, where the two differ",
+        "none, token_truncate, token_mask, sequence_truncate or sequence_mask",
+    )
+    importance_sampling_clip_max: Number | None = setting(
+        3.0, "Upper bound of those weights", "null is none", gt=0
+    )
+    importance_sampling_clip_min: Number | None = setting(
+        None, "Lower bound of those weights", "null is none", ge=0
+    )
+    off_policy_mask_threshold: Number | None = setting(
+        None,
+        "Drop a completion of negative advantage whose mean log-probability fell by more than this, in nats",
+        "null drops none",
+        gt=0,
     )
     scale_rewards: ScaleRewards = setting(
         "group",

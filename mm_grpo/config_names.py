@@ -97,8 +97,6 @@ ADVICE: Mapping[str, str] = {
     "custom_reward_function.name": "write rewards: [path/to/file.py:function]",
     "use_liger_kernel": _LATER,
     "use_liger_loss": _LATER,
-    "delta": _LATER,
-    "importance_sampling_level": _LATER,
     "top_entropy_quantile": _LATER,
     "sync_ref_model": _LATER,
     "use_vllm": _VLLM,

@@ -23,11 +23,11 @@ from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.forward import PackForward
-from mm_grpo.learner.objective import Tally, Terms, pack_loss, terms_of
+from mm_grpo.learner.objective import PackTokens, Tally, Terms, pack_loss
 from mm_grpo.learner.optimizer import Optimizer
 from mm_grpo.learner.pack import Item, Pack, layout, plan
 from mm_grpo.processors.base import Processor
-from mm_grpo.types import Group, UpdateRecord
+from mm_grpo.types import Group, Prompt, UpdateRecord
 
 
 @dataclass
@@ -81,6 +81,25 @@ class Learner:
         metrics |= self._sampling_metrics(groups, items, old)
         return LearnerReport(metrics, updates)
 
+    def score(
+        self, prompt: Prompt, completions: Sequence[Sequence[int]], *, as_sampled: bool = False
+    ) -> list[list[float]]:
+        """Log-probabilities [T] of each completion of `prompt` under the present weights.
+
+        Over the whole vocabulary at temperature 1, as an engine's `score`; with `as_sampled`, over the
+        distribution that training samples from (media tokens masked, at the training temperature).
+        """
+        items = [Item(i, 0, prompt, tuple(ids)) for i, ids in enumerate(completions)]
+        module = self._wrap(self.model)
+        if not as_sampled:
+            module.media_token_ids, module.temperature = [], 1.0
+        found: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for rows in plan(items, self.config.optim.max_tokens_per_pack):
+                pack = layout(rows, self.processor.media_token_ids)
+                found |= _split_by_owner(module(pack)[0], pack.owners.tolist())
+        return [found[i].tolist() for i in range(len(items))]
+
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its in-memory name, tied ones under each name, for a rollout engine."""
         for name, tensor in self.model.named_parameters(remove_duplicate=False):
@@ -107,23 +126,22 @@ class Learner:
         if not kept:
             return self.optimizer.skip()
         before = tally.live_tokens
+        engine = [c.logprobs for g in groups for c in g.completions]
+        sampled = {i.index: torch.tensor(engine[i.index], device=self.model.device) for i in kept}
         for pack in self._packs(kept):
             logp, entropy = self.module(pack)
             owned = pack.owners.tolist()
             for index, values in _split_by_owner(logp.detach(), owned).items():
                 first_pass.setdefault(index, values)
-            old_logp = _gather(old, owned, logp) if old else logp.detach()
-            ref_logp = _gather(reference, owned, logp) if reference is not None else None
-            loss = pack_loss(
-                self.config.algorithm,
-                terms,
-                pack.owners.to(logp.device),
-                logp,
-                entropy,
-                old_logp,
-                ref_logp,
-                tally,
+            tokens = PackTokens(
+                owners=pack.owners.to(logp.device),
+                logp=logp,
+                entropy=entropy,
+                old_logp=_gather(old, owned, logp) if old else logp.detach(),
+                sampling_logp=_gather(sampled, owned, logp),
+                ref_logp=_gather(reference, owned, logp) if reference is not None else None,
             )
+            loss = pack_loss(self.config.algorithm, terms, tokens, tally)
             loss.backward()
         return self.optimizer.step(tally.live_tokens - before)
 
@@ -135,8 +153,9 @@ class Learner:
         weights[[item.index for item in items]] = token_weights(
             self.config.algorithm.loss_type, lengths, self.config.rollout.max_completion_length
         ) * (lengths > 0)
-        advantages = [a for g in groups for a in g.advantages]
-        return terms_of(advantages, weights, self.model.device)
+        advantages = torch.tensor([a for g in groups for a in g.advantages], dtype=torch.float64)
+        device = self.model.device
+        return Terms(advantages.to(device), weights.to(device), int(lengths.sum()))
 
     def _with_effect(self, items: Sequence[Item], terms: Terms) -> list[Item]:
         """Items that can change the update: those of weight, and of a group with advantages if only these act."""

@@ -1,9 +1,11 @@
 """The loss of one pack, put together from the pure functions of `algorithm`.
 
-    loss = sum over tokens of  w[c] * (surrogate_t + beta * k3_t - entropy_coef * entropy_t)
+    loss = sum over tokens of  w[c] * (m_t * term_t + beta * kl_t) - entropy_coef * entropy_t / tokens
 
-with w[c] the weight of completion c's tokens (see `algorithm/losses`), whose denominators count the
-whole update. A pack's loss is a partial sum, so packs, accumulation and processes add up to one update.
+with w[c] the weight of completion c's tokens and term_t that of the loss type (see `algorithm/losses`), m_t
+the corrections for a policy that is not the one that sampled, and entropy averaged over all tokens whatever
+the loss type, as in TRL. Denominators count the whole update. A pack's loss is a partial sum, so packs,
+accumulation and processes add up to one update.
 """
 
 from __future__ import annotations
@@ -14,17 +16,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mm_grpo.algorithm.kl import k3
-from mm_grpo.algorithm.surrogate import clipped_surrogate
+from mm_grpo.algorithm.correction import mismatch_weights, off_policy_keep
+from mm_grpo.algorithm.kl import ESTIMATORS
+from mm_grpo.algorithm.losses import LOSSES
+from mm_grpo.algorithm.losses.tokens import Tokens
 from mm_grpo.config import AlgorithmConfig
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What the loss needs to know of each completion of the update: advantage [R] and token weight [R]."""
+    """What the loss needs to know of each completion of the update: advantage [R] and token weight [R].
+
+    `tokens` counts the tokens of the whole update that carry weight.
+    """
 
     advantages: Tensor
     weights: Tensor
+    tokens: int
 
 
 class Tally:
@@ -51,45 +59,83 @@ class Tally:
         }
         if "kl" in self.sums:
             metrics["kl"] = self.sums["kl"] / tokens
+        if "importance" in self.sums:
+            metrics["sampling/importance_sampling_ratio/mean"] = self.sums["importance"] / tokens
+            metrics["sampling/masked_ratio"] = self.sums["masked"] / tokens
         return metrics
 
 
-def pack_loss(
-    config: AlgorithmConfig,
-    terms: Terms,
-    owners: Tensor,
-    logp: Tensor,
-    entropy: Tensor,
-    old_logp: Tensor,
-    ref_logp: Tensor | None,
-    tally: Tally,
-) -> Tensor:
-    """The pack's share of the loss, from values [M] of its tokens; `owners` [M] name their completions.
+@dataclass(frozen=True)
+class PackTokens:
+    """The M tokens of a pack: who owns them, and their values under each policy that the loss asks for.
 
-    Sums for the metrics go to `tally`. Tokens of weight 0 (masked completions) leave no trace.
+    `logp` and `entropy` carry gradients; `sampling_logp` is the engine's, `ref_logp` None at beta 0.
     """
-    advantages = terms.advantages[owners].to(logp)
-    weights = terms.weights[owners].to(logp)
+
+    owners: Tensor
+    logp: Tensor
+    entropy: Tensor
+    old_logp: Tensor
+    sampling_logp: Tensor
+    ref_logp: Tensor | None
+
+
+def pack_loss(config: AlgorithmConfig, terms: Terms, pack: PackTokens, tally: Tally) -> Tensor:
+    """The pack's share of the loss. Sums for the metrics go to `tally`.
+
+    Tokens of weight 0 (masked completions) leave no trace.
+    """
+    logp = pack.logp
+    advantages = terms.advantages[pack.owners].to(logp)
+    weights = terms.weights[pack.owners].to(logp)
     active = weights > 0
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    surrogate = clipped_surrogate(logp, old_logp, advantages, config.epsilon, high)
-    token_loss = surrogate.loss - config.entropy_coef * entropy
-    if ref_logp is not None:
-        penalty = k3(logp, ref_logp)
+    correction = _correction(config, pack)
+    tokens = Tokens(logp, pack.old_logp, advantages, pack.owners, correction)
+    term = LOSSES[config.loss_type].token_loss(tokens, config)
+    keep = _keep(config, pack, advantages)
+    token_loss = term.loss * keep
+    if correction is not None:
+        tally.add(importance=correction[active], masked=(correction == 0)[active])
+        if config.loss_type != "vespo":  # which has it inside
+            token_loss = token_loss * correction
+    if pack.ref_logp is not None:
+        penalty = ESTIMATORS[config.kl_estimator](logp, pack.ref_logp)
         token_loss = token_loss + config.beta * penalty
         tally.add(kl=penalty[active])
     loss = (weights * token_loss).sum()
-    clipped = surrogate.clipped_low | surrogate.clipped_high
-    tally.live_tokens += int((active & ~clipped & (advantages != 0)).sum())
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * (pack.entropy * active).sum() / max(terms.tokens, 1)
+    silent = term.clipped_low | term.clipped_high | (keep == 0)
+    if correction is not None:
+        silent = silent | (correction == 0)
+    tally.live_tokens += int((active & ~silent & (advantages != 0)).sum())
     tally.add(
         loss=loss,
         tokens=active,
-        entropy=entropy[active],
-        low=surrogate.clipped_low[active],
-        high=surrogate.clipped_high[active],
+        entropy=pack.entropy[active],
+        low=term.clipped_low[active],
+        high=term.clipped_high[active],
     )
     return loss
 
 
-def terms_of(advantages: list[float], weights: Tensor, device: torch.device) -> Terms:
-    return Terms(torch.tensor(advantages, dtype=torch.float64, device=device), weights.to(device))
+def _correction(config: AlgorithmConfig, pack: PackTokens) -> Tensor | None:
+    """Mismatch weights [M], None when the config asks for none."""
+    if config.importance_sampling_mode == "none":
+        return None
+    return mismatch_weights(
+        pack.old_logp,
+        pack.sampling_logp,
+        pack.owners,
+        config.importance_sampling_mode,
+        config.importance_sampling_clip_min,
+        config.importance_sampling_clip_max,
+    )
+
+
+def _keep(config: AlgorithmConfig, pack: PackTokens, advantages: Tensor) -> Tensor:
+    """1 for tokens [M] that stay, 0 for those of completions that are too far off the policy."""
+    if config.off_policy_mask_threshold is None:
+        return torch.ones_like(pack.logp)
+    threshold = config.off_policy_mask_threshold
+    return off_policy_keep(pack.logp, pack.sampling_logp, advantages, pack.owners, threshold).to(pack.logp)

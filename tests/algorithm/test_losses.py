@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from mm_grpo.algorithm.correction import mismatch_weights, off_policy_keep
 from mm_grpo.algorithm.losses import LOSSES, token_weights
+from mm_grpo.algorithm.losses.tokens import Tokens
+from mm_grpo.config import AlgorithmConfig
 
 LENGTHS = torch.tensor([2, 4, 0, 10])  # the third is masked
 TERMS = torch.tensor([1.0, -1.0, 9.0, 0.5])  # the same term for every token of a completion
@@ -19,6 +24,8 @@ TERMS = torch.tensor([1.0, -1.0, 9.0, 0.5])  # the same term for every token of 
         # 16 tokens: (2 * 1 - 4 * 1 + 10 * 0.5) / 16
         ("dapo", [0.0625, 0.0625, None, 0.0625], 0.1875),
         ("bnpo", [0.0625, 0.0625, None, 0.0625], 0.1875),
+        # 4 completions: (2 * 1 - 4 * 1 + 10 * 0.5) / 4
+        ("luspo", [0.25, 0.25, None, 0.25], 0.75),
         # 4 completions of at most 20: 3 / 80
         ("dr_grpo", [0.0125, 0.0125, None, 0.0125], 0.0375),
     ],
@@ -34,6 +41,69 @@ def test_weights_and_loss_by_hand(loss_type: str, weights: list[float | None], l
 def test_every_loss_type_of_the_config_is_there() -> None:
     from typing import get_args
 
-    from mm_grpo.config import AlgorithmConfig
-
     assert set(LOSSES) == set(get_args(AlgorithmConfig.model_fields["loss_type"].annotation))
+
+
+TOKENS = Tokens(
+    logp=torch.tensor([-1.0, -2.0, -0.5]),
+    old_logp=torch.tensor([-1.0, -2.0, -0.5]) - torch.tensor([0.5, 2.0, 1.5]).log(),
+    advantages=torch.tensor([1.0, 1.0, -2.0]),
+    owners=torch.tensor([3, 3, 7]),
+)
+
+
+def config(**fields: float | str) -> AlgorithmConfig:
+    return AlgorithmConfig(**fields)
+
+
+def test_cispo_by_hand() -> None:
+    # ratios 0.5, 2, 1.5 cut at 1.4: -(0.5 * 1 * -1), -(1.4 * 1 * -2), -(1.4 * -2 * -0.5)
+    got = LOSSES["cispo"].token_loss(TOKENS, config(epsilon_high=1.4))
+    assert got.loss.tolist() == pytest.approx([0.5, 2.8, -1.4], abs=1e-6)
+
+
+def test_sapo_by_hand() -> None:
+    # -sigmoid(tau (r - 1)) * 4 / tau * A, tau 1 for A > 0 and 2 for the last
+    got = LOSSES["sapo"].token_loss(TOKENS, config(sapo_temperature_pos=1.0, sapo_temperature_neg=2.0))
+    sigmoid = [1 / (1 + math.exp(-x)) for x in (-0.5, 1.0, 1.0)]
+    assert got.loss.tolist() == pytest.approx([-4 * sigmoid[0], -4 * sigmoid[1], 4 * sigmoid[2]], abs=1e-6)
+
+
+def test_vespo_by_hand() -> None:
+    # w = 0.5 * 2 = 1 for the first two, so phi = 1; 1.5 for the last: e^(2 - 3) * 1.5^3 with k 3 and lambda 2
+    got = LOSSES["vespo"].token_loss(TOKENS, config())
+    assert got.loss.tolist() == pytest.approx([1.0, 2.0, -(math.exp(-1.0) * 3.375)], abs=1e-5)
+
+
+def test_the_sequence_level_by_hand() -> None:
+    # geometric mean of 0.5 and 2 is 1: nothing is clipped, where at token level 2 is cut to 1.2
+    token = LOSSES["dapo"].token_loss(TOKENS, config())
+    sequence = LOSSES["dapo"].token_loss(TOKENS, config(importance_sampling_level="sequence"))
+    assert token.loss.tolist() == pytest.approx([-0.5, -1.2, 3.0], abs=1e-6)
+    assert sequence.loss.tolist() == pytest.approx([-1.0, -1.0, 3.0], abs=1e-6)
+
+
+def test_mismatch_weights_by_hand() -> None:
+    # learner over engine: 2, 0.5 in one completion (product 1), 4 in the other
+    old = torch.tensor([2.0, 0.5, 4.0]).log()
+    sampled, owners = torch.zeros(3), torch.tensor([3, 3, 7])
+    for mode, want in {
+        "token_truncate": [2.0, 0.6, 3.0],
+        "token_mask": [2.0, 0.0, 0.0],
+        "sequence_truncate": [1.0, 1.0, 3.0],
+        "sequence_mask": [1.0, 1.0, 0.0],
+    }.items():
+        got = mismatch_weights(old, sampled, owners, mode, 0.6, 3.0)  # type: ignore[arg-type]
+        assert got.tolist() == pytest.approx(want, abs=1e-6), mode
+    assert mismatch_weights(old, sampled, owners, "token_mask", None, None).tolist() == pytest.approx(
+        [2.0, 0.5, 4.0]
+    )
+
+
+def test_off_policy_keep_by_hand() -> None:
+    # mean drift 0.75 and 0.2; only the first is too far, and only where its advantage is negative
+    logp, sampled = torch.tensor([-2.0, -1.5, -1.0]), torch.tensor([-1.0, -1.0, -0.8])
+    owners = torch.tensor([0, 0, 1])
+    negative = off_policy_keep(logp, sampled, torch.tensor([-1.0, -1.0, -1.0]), owners, 0.5)
+    positive = off_policy_keep(logp, sampled, torch.tensor([1.0, 1.0, -1.0]), owners, 0.5)
+    assert (negative.tolist(), positive.tolist()) == ([False, False, True], [True, True, True])

@@ -62,8 +62,8 @@ def told(values: dict[str, Any]) -> list[str]:
         ("model_name_or_path", "write model.path"),
         ("max_prompt_length", "write data.max_prompt_length (expanded tokens; a longer prompt is never cut)"),
         ("warmup_ratio", "write optim.warmup_steps (= warmup_ratio x run.max_steps)"),
-        ("delta", LATER),
-        ("importance_sampling_level", LATER),
+        ("delta", "write algorithm.delta"),
+        ("importance_sampling_level", "write algorithm.importance_sampling_level"),
         ("save_steps", LATER),
         ("lora_rank", "LoRA is not in this version of mm_grpo yet; leave it out, every weight is trained"),
         # verl, EasyR1

@@ -81,7 +81,9 @@ def test_help_names_path_type_default_and_description() -> None:
     assert by_path["model.path"][1:3] == ("a path", "required")
     assert by_path["optim.adam_beta1"].type == "a number >= 0 and < 1"
     assert by_path["run.max_steps"][1:3] == ("an integer >= 1 or null", "null")
-    assert by_path["algorithm.loss_type"].type == "one of grpo, bnpo, dr_grpo, dapo"
+    assert (
+        by_path["algorithm.loss_type"].type == "one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"
+    )
     assert by_path["data.shuffle"][1:3] == ("true or false", "true")
     assert by_path["run.trackers"][1:3] == ("a list of tensorboard, wandb, trackio", "[]")
     assert by_path["data.columns"].type == "a mapping of names to text"
@@ -141,7 +143,7 @@ def choices(annotation: Any) -> list[str]:
         (
             "algorithm.loss_type",
             "drgrpo",
-            "algorithm.loss_type = 'drgrpo': must be one of grpo, bnpo, dr_grpo, dapo (the nearest"
+            "algorithm.loss_type = 'drgrpo': must be one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo (the nearest"
             " is dr_grpo)",
         ),
         ("optim.adam_beta2", 1, "optim.adam_beta2 = 1: must be a number >= 0 and < 1"),

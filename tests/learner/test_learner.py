@@ -107,7 +107,8 @@ def plain_step(model: Any, config: GRPOConfig, media: Sequence[int], groups: lis
                 ratio = (logp - old[c.seed]).exp()
                 term = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
                 d = old[c.seed] - logp
-                term = term + algorithm.beta * (d.exp() - d - 1) - algorithm.entropy_coef * entropy
+                term = term + algorithm.beta * (d.exp() - d - 1)
+                loss = loss - algorithm.entropy_coef * entropy.sum() / tokens  # whatever the loss type
                 if algorithm.loss_type == "grpo":
                     loss = loss + term.mean() / len(mine)
                 elif algorithm.loss_type == "dr_grpo":
@@ -122,6 +123,7 @@ def plain_step(model: Any, config: GRPOConfig, media: Sequence[int], groups: lis
 
 CASES: list[dict[str, Any]] = [
     {"algorithm": {"loss_type": "grpo"}},
+    {"algorithm": {"loss_type": "grpo", "entropy_coef": 0.05}},
     {"algorithm": {"loss_type": "dapo"}},
     {"algorithm": {"loss_type": "dr_grpo", "mask_truncated_completions": True}},
     {"algorithm": {"loss_type": "bnpo", "entropy_coef": 0.02}},

@@ -1,0 +1,170 @@
+"""Every loss that TRL defines too equals TRL's own `_compute_loss`, value and gradient, on random inputs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mm_grpo.algorithm.correction import mismatch_weights
+from mm_grpo.algorithm.losses import LOSSES, token_weights
+from mm_grpo.config import AlgorithmConfig
+from mm_grpo.learner.objective import PackTokens, Tally, Terms, pack_loss
+
+trl = pytest.importorskip("trl", reason="trl is not installed; it is among requirements/cpu.txt")
+
+ROWS, WIDTH, LIMIT = 6, 9, 12
+MASK = (torch.arange(WIDTH) < torch.tensor([9, 4, 1, 6, 7, 3])[:, None]).int()
+
+
+def inputs(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    logp = -2 + 0.7 * noise(ROWS, WIDTH)
+    return {
+        "logp": logp,
+        "old": logp + 0.4 * noise(ROWS, WIDTH),
+        "sampling": logp + 0.4 * noise(ROWS, WIDTH),
+        "ref": logp + 0.4 * noise(ROWS, WIDTH),
+        "entropy": noise(ROWS, WIDTH).abs(),
+        "advantages": noise(ROWS),
+    }
+
+
+def theirs(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """TRL's loss and its gradients to log-probs and entropies."""
+    from trl import GRPOTrainer
+
+    logp, entropy = (given[k].clone().requires_grad_() for k in ("logp", "entropy"))
+    corrected = config.importance_sampling_mode != "none"
+    batch = {
+        "prompt_ids": torch.zeros(ROWS, 1, dtype=torch.long),
+        "prompt_mask": torch.ones(ROWS, 1, dtype=torch.long),
+        "completion_ids": torch.zeros(ROWS, WIDTH, dtype=torch.long),
+        "completion_mask": MASK,
+        "advantages": given["advantages"],
+        "old_per_token_logps": given["old"],
+        "sampling_per_token_logps": given["sampling"],
+        "ref_per_token_logps": given["ref"],
+        "num_items_in_batch": MASK.sum(),
+    }
+    if corrected:
+        batch["importance_sampling_ratio"] = weights_as_trl(config, given)
+    trainer: Any = SimpleNamespace(
+        **{k: getattr(config, k) for k in ("importance_sampling_level", "beta", "loss_type", "entropy_coef")},
+        args=SimpleNamespace(
+            **{
+                k: v
+                for k, v in config.model_dump().items()
+                if k == "delta" or k.startswith(("sapo", "vespo"))
+            },
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+        ),
+        epsilon_low=config.epsilon,
+        epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+        off_policy_mask_threshold=config.off_policy_mask_threshold,
+        top_entropy_quantile=1.0,
+        max_completion_length=LIMIT,
+        current_gradient_accumulation_steps=1,
+        use_vllm=corrected,
+        vllm_importance_sampling_correction=corrected,
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+        ),
+        model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        use_adaptive_entropy=False,
+        _entropy_bonus_enabled=config.entropy_coef > 0,
+        _metrics={"train": defaultdict(list)},
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        _get_per_token_logps_and_entropies=lambda *a, **k: (logp, entropy, None),
+    )
+    loss = GRPOTrainer._compute_loss(trainer, None, batch)
+    loss.backward()
+    return loss.detach(), filled(logp.grad), filled(entropy.grad)
+
+
+def filled(grad: Tensor | None) -> Tensor:
+    return torch.zeros(ROWS, WIDTH) if grad is None else grad * MASK
+
+
+def weights_as_trl(config: AlgorithmConfig, given: dict[str, Tensor]) -> Tensor:
+    """TRL's mismatch ratios, written out from its formula: [rows, width] or [rows, 1]."""
+    gap = (given["old"] - given["sampling"]) * MASK
+    ratio = (gap.sum(-1, keepdim=True) if "sequence" in config.importance_sampling_mode else gap).exp()
+    low, high = config.importance_sampling_clip_min or 0.0, config.importance_sampling_clip_max or torch.inf
+    if config.importance_sampling_mode.endswith("truncate"):
+        return ratio.clamp(low, high)
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+def ours(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Our loss over the same tokens, flat and in two packs, and its gradients."""
+    logp, entropy = (given[k].clone().requires_grad_() for k in ("logp", "entropy"))
+    lengths = MASK.sum(1)
+    terms = Terms(
+        given["advantages"].double(), token_weights(config.loss_type, lengths, LIMIT), int(lengths.sum())
+    )
+    tally, total = Tally(), torch.zeros(())
+    for rows in ([3, 1, 5], [0, 4, 2]):
+        keep = MASK[rows].bool()
+        owners = torch.tensor(rows)[:, None].expand(-1, WIDTH)[keep]
+
+        def picked(values: Tensor, rows: list[int] = rows, keep: Tensor = keep) -> Tensor:
+            return values[rows][keep]
+
+        tokens = PackTokens(
+            owners,
+            picked(logp),
+            picked(entropy),
+            picked(given["old"]),
+            picked(given["sampling"]),
+            picked(given["ref"]) if config.beta else None,
+        )
+        total = total + pack_loss(config, terms, tokens, tally)
+    total.backward()
+    assert float(total) == pytest.approx(tally.metrics()["loss"], abs=1e-6)
+    return total.detach(), filled(logp.grad), filled(entropy.grad)
+
+
+CASES: list[dict[str, Any]] = [
+    *({"loss_type": name} for name in LOSSES),
+    *({"loss_type": name, "importance_sampling_level": "sequence"} for name in LOSSES),
+    {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 1.5},
+    {"loss_type": "cispo", "epsilon_high": 1.2, "beta": 0.1},
+    {"loss_type": "grpo", "beta": 0.2, "entropy_coef": 0.03},
+    {"loss_type": "dr_grpo", "off_policy_mask_threshold": 0.05},
+    {"loss_type": "vespo", "importance_sampling_mode": "token_truncate"},
+    *(
+        {"loss_type": "dapo", "importance_sampling_mode": mode, "importance_sampling_clip_max": 1.6}
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(v) for v in c.values()))
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_loss_and_its_gradients_are_trls(case: dict[str, Any], seed: int) -> None:
+    config, given = AlgorithmConfig(**case), inputs(seed)
+    for got, want in zip(ours(config, given), theirs(config, given), strict=True):
+        assert (got - want).abs().max() <= 1e-5
+    assert theirs(config, given)[1].abs().max() > 1e-3  # there was something to compare
+
+
+def test_mismatch_weights_are_trls() -> None:
+    given, owners = inputs(3), torch.arange(ROWS)[:, None].expand(-1, WIDTH)[MASK.bool()]
+    for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+        config = AlgorithmConfig(importance_sampling_mode=mode, importance_sampling_clip_min=0.7)
+        want = weights_as_trl(config, given).expand(ROWS, WIDTH)[MASK.bool()]
+        flat = (given["old"][MASK.bool()], given["sampling"][MASK.bool()])
+        got = mismatch_weights(*flat, owners, mode, 0.7, 3.0)  # type: ignore[arg-type]
+        assert torch.allclose(got, want, atol=1e-5), mode
