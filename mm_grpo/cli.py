@@ -1,9 +1,10 @@
 """The command line: thin commands over the Python API.
 
     mm-grpo train CONFIG [a.b=value ...]     run a config or a shipped recipe
-    mm-grpo check CONFIG [a.b=value ...]     load every row and reward, train nothing
+    mm-grpo check CONFIG [a.b=value ...]     load every row, try every reward, train nothing
+    mm-grpo doctor CONFIG [a.b=value ...]    compare engine and learner on the config's first prompts
     mm-grpo recipes                          what ships in examples/
-    mm-grpo rewards [NAME]                   what can score, and how
+    mm-grpo rewards [NAME | try NAME ...]    what can score, and how (cli_rewards.py)
 
 Exit codes: 0 done; 2 the config, the data or the command is wrong (one message); 3 a guard stopped the
 run; 1 anything else. Nothing heavy is imported before a command needs it.
@@ -11,14 +12,18 @@ run; 1 anything else. Nothing heavy is imported before a command needs it.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mm_grpo.errors import ConfigError, GuardStop, UserError
+from mm_grpo.cli_rewards import app as rewards_app
+from mm_grpo.errors import ConfigError, EngineError, GuardStop, UserError
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -30,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(rewards_app, name="rewards")
 Config = Annotated[
     str, typer.Argument(help="A YAML file, or the name of a shipped recipe.", show_default=False)
 ]
@@ -38,8 +44,13 @@ Overrides = Annotated[
 ]
 
 
+Smoke = Annotated[
+    bool, typer.Option("--smoke", help="A tiny random model and the fixture's rows, on the CPU, in seconds.")
+]
+
+
 @app.command()
-def train(config: Config, overrides: Overrides = None) -> None:
+def train(config: Config, overrides: Overrides = None, smoke: Smoke = False) -> None:
     """Train a model by a config or a recipe; fields can be changed with a.b=value."""
     loaded = load_config(config, overrides or [])
     from transformers.utils import logging as transformers_logging
@@ -48,7 +59,17 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     transformers_logging.disable_progress_bar()  # theirs would break ours
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    summary = GRPOTrainer(loaded).train()
+    if smoke:
+        from mm_grpo.run.smoke import smoke_sets
+
+        with tempfile.TemporaryDirectory(prefix="mm_grpo_") as work:
+            given = any(override.startswith("run.dir=") for override in overrides or [])
+            run_dir = loaded.run.dir if given else tempfile.mkdtemp(prefix="mm_grpo_smoke_")
+            loaded = to_smoke(loaded, config, overrides or [], Path(work), run_dir)
+            rows, evaluations = smoke_sets(loaded)
+            summary = GRPOTrainer(loaded, train=rows, eval=evaluations or None).train()
+    else:
+        summary = GRPOTrainer(loaded).train()
     typer.echo(f"done: {summary['steps']} steps in {summary['seconds']:.0f} s, results in {loaded.run.dir}")
     for name, result in summary["eval"].items():
         typer.echo(
@@ -57,13 +78,52 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def check(config: Config, overrides: Overrides = None) -> None:
-    """Load every row, make every prompt and look at every reward of a config; train nothing."""
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    smoke: Smoke = False,
+    call_judges: Annotated[
+        bool, typer.Option("--call-judges", help="Also call rewards that may use a network.")
+    ] = False,
+    rows: Annotated[int | None, typer.Option(min=1, help="Look at this many rows of each set.")] = None,
+) -> None:
+    """Load every row, make every prompt and try every reward on right and wrong answers; train nothing."""
     loaded = load_config(config, overrides or [])
     from mm_grpo.run.checking import check_config
 
-    if not check_config(loaded):
+    with tempfile.TemporaryDirectory(prefix="mm_grpo_") as work:
+        if smoke:
+            loaded = to_smoke(loaded, config, overrides or [], Path(work), loaded.run.dir)
+        passed = check_config(loaded, call_judges=call_judges, rows=rows)
+    if not passed:
         raise typer.Exit(2)
+
+
+@app.command()
+def doctor(
+    config: Config,
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to compare on.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Compare engine and learner of a config on its first prompts, before and after a weight update."""
+    from mm_grpo.run.quiet import stdout_to_stderr
+
+    loaded = load_config(config, overrides or [])
+    with stdout_to_stderr() if as_json else nullcontext():
+        from transformers.utils import logging as transformers_logging
+
+        from mm_grpo.run.doctor import examine
+        from mm_grpo.run.doctor_table import show
+
+        transformers_logging.disable_progress_bar()
+        report = examine(loaded, prompts)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), allow_nan=False))
+    else:
+        show(report)
+    if not report.ok:
+        raise typer.Exit(3)
 
 
 @app.command()
@@ -74,35 +134,42 @@ def recipes() -> None:
         typer.echo(f"{name:<16} {lines[0] if lines else ''}\n{'':<16} {path}")
 
 
-@app.command()
-def rewards(name: Annotated[str | None, typer.Argument(help="Show this reward.")] = None) -> None:
-    """List the rewards by name, or show one's documentation."""
-    import inspect
+def to_smoke(loaded: GRPOConfig, config: str, overrides: list[str], work: Path, run_dir: str) -> GRPOConfig:
+    """The smoke version of a config, with a line that says what it stands for."""
+    from transformers.utils import logging as transformers_logging
 
-    import mm_grpo.rewards as registry
+    from mm_grpo.run.smoke import smoke_config
 
-    if name is not None:
-        typer.echo(inspect.getdoc(registry.get(name).fn) or f"{name} has no docstring")
-        return
-    for known in registry.names():
-        doc = inspect.getdoc(registry.get(known).fn) or ""
-        typer.echo(f"{known:<16} {doc.splitlines()[0] if doc else ''}")
+    transformers_logging.disable_progress_bar()
+    kept = {override.partition("=")[0] for override in overrides}
+    made = smoke_config(loaded, work, run_dir, beside=find_config(config).parent, kept=kept)
+    rows = made.data.train if isinstance(made.data.train, str) else "the same task"
+    typer.echo(
+        f"smoke: a tiny random model in place of {loaded.model.path}, rows of {rows}, on the CPU; this shows "
+        "that the config works, not that it learns"
+    )
+    return made
 
 
 def load_config(config: str, overrides: list[str]) -> GRPOConfig:
     """The config at a path, or that of a recipe by name, with overrides applied."""
     from mm_grpo.config import GRPOConfig
 
+    return GRPOConfig.from_yaml(find_config(config), overrides)
+
+
+def find_config(config: str) -> Path:
+    """The file of a config, or of a recipe by name."""
     path = Path(config)
-    if not path.exists() and path.suffix == "":
-        known = find_recipes()
-        if config not in known:
-            raise ConfigError(
-                f"'{config}' is neither a file nor a recipe; recipes are {', '.join(known) or 'none'}; "
-                "give the path of a YAML file or one of these names"
-            )
-        path = known[config]
-    return GRPOConfig.from_yaml(path, overrides)
+    if path.exists() or path.suffix != "":
+        return path
+    known = find_recipes()
+    if config not in known:
+        raise ConfigError(
+            f"'{config}' is neither a file nor a recipe; recipes are {', '.join(known) or 'none'}; "
+            "give the path of a YAML file or one of these names"
+        )
+    return known[config]
 
 
 def find_recipes() -> dict[str, Path]:
@@ -123,6 +190,8 @@ def main() -> None:
         _leave(f"error: {error}", 2)
     except GuardStop as stop:
         _leave(f"stopped: {stop}", 3)
+    except EngineError as error:
+        _leave(f"the rollout engine failed: {error}", 1)
     except KeyboardInterrupt:
         _leave("interrupted", 130)
 

@@ -144,12 +144,34 @@ class EvalSampling(Section):
     num_generations: int = setting(1, "Completions per evaluation prompt", ge=1)
 
 
+class VLLMConfig(Section):
+    """The vLLM engine in the trainer's process (`rollout.engine: vllm`)."""
+
+    where: ClassVar[str] = "rollout.vllm"
+
+    max_model_len: int | None = setting(
+        None,
+        "Longest prompt and completion together, in tokens",
+        "null is the longest prompt + completion",
+        ge=2,
+    )
+    max_images: int = setting(1, "Most images in one prompt", ge=1)
+    gpu_memory_utilization: Number = setting(0.3, "Share of a GPU's memory that vLLM may hold", gt=0, le=1)
+    tensor_parallel_size: int = setting(1, "Processes that one engine is spread over", ge=1)
+    sleep_level: Literal[0, 1, 2] = setting(
+        0, "What a GPU engine frees while the learner works: 0 nothing, 1 its caches, 2 its weights too"
+    )
+    engine_kwargs: dict[str, Any] = setting(dict, "Further arguments of vllm.LLM, as {name: value}")
+
+
 class RolloutConfig(Section):
     """How many completions a step samples, and how."""
 
     where: ClassVar[str] = "rollout"
 
-    engine: Literal["transformers"] = setting("transformers", "Rollout engine: transformers")
+    engine: Literal["transformers", "vllm"] = setting(
+        "transformers", "Rollout engine: transformers (embedded) or vllm (in the trainer's process)"
+    )
     prompts_per_step: int = setting(8, "P: prompts in a step, over all processes", ge=1)
     num_generations: int = setting(8, "G: completions per prompt", ge=2)
     max_completion_length: int = setting(512, "Longest completion, in tokens", ge=1)
@@ -174,13 +196,16 @@ class RolloutConfig(Section):
     max_staleness: Annotated[int, Legal("0 in this version")] = setting(
         0, "Updates that generation may run ahead of the weights", "0 is synchronous", ge=0
     )
+    vllm: VLLMConfig = setting(VLLMConfig, "The vLLM engine")
     eval: EvalSampling = setting(EvalSampling, "Sampling of evaluation")
 
     @field_validator("engine", mode="before")
     @classmethod
-    def _only_transformers(cls, value: Any) -> Any:
-        if value in ("vllm", "vllm_server"):
-            raise mistake("the vLLM engines are not in this version of mm_grpo yet; must be transformers")
+    def _not_served(cls, value: Any) -> Any:
+        if value == "vllm_server":
+            raise mistake(
+                "served vLLM is not in this version of mm_grpo yet; must be one of transformers, vllm"
+            )
         return value
 
     @field_validator("num_generations", mode="before")
@@ -302,6 +327,34 @@ class OptimConfig(Section):
         16384, "Tokens in one forward and backward pass", "bounds the memory; changes no update", ge=1
     )
     gradient_checkpointing: bool = setting(False, "Compute activations twice, to hold fewer of them")
+    zero_stage: Annotated[int, Legal("0, 1 or 2")] = setting(
+        2,
+        "What several processes share out (DeepSpeed ZeRO)",
+        "0 is nothing, 1 the optimizer's state, 2 the gradients too; changes no update",
+        ge=0,
+    )
+    offload_optimizer: bool = setting(
+        False, "Keep fp32 weights and the optimizer's state in the host's memory", "needs zero_stage 1 or 2"
+    )
+
+    @field_validator("zero_stage")
+    @classmethod
+    def _weights_stay_whole(cls, value: int) -> int:
+        if value == 3:
+            raise mistake(
+                "must be 0, 1 or 2; stage 3 shares out the weights themselves, and a rollout engine in the trainer's"
+                " processes needs them whole at every step. Where memory is short, set optim.offload_optimizer=true,"
+                " optim.gradient_checkpointing=true or a lower optim.max_tokens_per_pack"
+            )
+        if value > 3:
+            raise mistake("must be 0, 1 or 2")
+        return value
+
+    @model_validator(mode="after")
+    def _offloads_what_is_shared(self) -> Self:
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise line("optim.offload_optimizer = true: needs optim.zero_stage 1 or 2, and that is 0")
+        return self
 
 
 class RunConfig(Section):
@@ -318,14 +371,33 @@ class RunConfig(Section):
     )
     report: bool = setting(True, "Write report.html")
     save_model: bool = setting(True, "Save the trained model at the end")
+    save_every: int = setting(
+        0,
+        "Steps from one checkpoint to the next",
+        "0 is none; a killed run redoes at most so many steps",
+        ge=0,
+    )
+    keep_checkpoints: int = setting(2, "Newest checkpoints that are kept", ge=1)
+    process_timeout: Number = setting(
+        1800.0, "Seconds that a process waits for the others before the run stops", gt=0
+    )
     overwrite: bool = setting(False, "Replace what the run folder already holds")
     guards: Annotated[
         dict[GuardName, GuardAction],
-        Legal("a mapping of duplicate_completions and update_happens to stop, warn or off"),
+        Legal("a mapping of duplicate_completions, logp_gap and update_happens to stop, warn or off"),
     ] = setting(
         dict,
-        "What duplicate_completions and update_happens do when they fire: stop, warn or off",
+        "What duplicate_completions, logp_gap and update_happens do when they fire: stop, warn or off",
         "a guard that is not named keeps its own choice",
+    )
+    parity_check: bool = setting(
+        True, "Compare engine and learner on one prompt before the first step", "ids, log-probs and seeds"
+    )
+    max_logp_gap: Number | None = setting(
+        None,
+        "Largest mean gap between the engine's and the learner's log-probs, in nats per token",
+        "null is 1e-3 for float32 weights and 0.1 for bfloat16 ones",
+        gt=0,
     )
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = setting(
         list, "Where the metrics go besides metrics.jsonl: tensorboard, wandb, trackio"

@@ -16,9 +16,15 @@ _BATCH = "write rollout.prompts_per_step x rollout.num_generations; accumulation
 _ONE_BATCH = f"{_BATCH} (optim.updates_per_step = prompts a step / prompts an update)"
 _PACK = "memory is bounded by optim.max_tokens_per_pack; accumulation is derived"
 _LATER = "not in this version of mm_grpo yet; leave it out"
-_VLLM = "the vLLM engines are not in this version of mm_grpo yet; leave it out (rollout.engine: transformers)"
+_VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
+_SERVED = "served vLLM is not in this version of mm_grpo yet; leave it out (rollout.engine: vllm)"
 _LORA = "LoRA is not in this version of mm_grpo yet; leave it out, every weight is trained"
-_SHARDED = "sharded learners are not in this version of mm_grpo yet; leave it out"
+_ZERO = (
+    "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer; the rest of DeepSpeed's config is ours"
+)
+_FSDP = "FSDP is not in this version of mm_grpo; write optim.zero_stage (0, 1 or 2)"
+_SAVE = "write run.save_every (steps; 0 is no checkpoint)"
+_KEEP = "write run.keep_checkpoints (the newest that are kept)"
 _COLUMNS = "map it in data.columns (our name: the dataset's column)"
 _DTYPE = "write model.dtype: auto, float32 or bfloat16"
 _EPOCHS = "write run.max_steps (steps, not epochs; null is one pass over the data)"
@@ -47,10 +53,9 @@ ADVICE: Mapping[str, str] = {
     "logging_steps": "every step is logged; leave it out",
     "log_completions": "write run.log_rollouts_every (steps)",
     "data_seed": "write run.seed (one seed orders the data and seeds the sampling)",
-    "save_steps": _LATER,
-    "save_every": _LATER,
-    "save_strategy": _LATER,
-    "save_total_limit": _LATER,
+    "save_steps": _SAVE,
+    "save_strategy": _SAVE,
+    "save_total_limit": _KEEP,
     "resume_from_checkpoint": _LATER,
     # TRL and ms-swift: model
     "model_name_or_path": "write model.path",
@@ -68,8 +73,7 @@ ADVICE: Mapping[str, str] = {
     "tuner_type": _LORA,
     "model.lora": _LORA,
     "lora": _LORA,
-    "deepspeed": _SHARDED,
-    "zero_stage": _SHARDED,
+    "deepspeed": _ZERO,
     # TRL and ms-swift: data
     "dataset": "write data.train",
     "dataset_name": "write data.train",
@@ -99,10 +103,19 @@ ADVICE: Mapping[str, str] = {
     "use_liger_loss": _LATER,
     "top_entropy_quantile": _LATER,
     "sync_ref_model": _LATER,
-    "use_vllm": _VLLM,
-    "gpu_memory_utilization": _VLLM,
-    "tensor_parallel_size": _VLLM,
-    "tensor_model_parallel_size": _VLLM,
+    "use_vllm": "write rollout.engine: vllm",
+    "vllm_mode": "write rollout.engine: vllm (it runs in the trainer's process)",
+    "vllm_gpu_memory_utilization": "write rollout.vllm.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "write rollout.vllm.tensor_parallel_size",
+    "tensor_model_parallel_size": "write rollout.vllm.tensor_parallel_size",
+    "vllm_max_model_length": "write rollout.vllm.max_model_len",
+    "vllm_max_model_len": "write rollout.vllm.max_model_len",
+    "vllm_enable_sleep_mode": "write rollout.vllm.sleep_level (0, 1 or 2)",
+    "vllm_limit_mm_per_prompt": "write rollout.vllm.max_images",
+    "vllm_importance_sampling_correction": "write algorithm.importance_sampling_mode (none is no correction)",
+    "vllm_importance_sampling_mode": "write algorithm.importance_sampling_mode",
+    "vllm_importance_sampling_clip_max": "write algorithm.importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min": "write algorithm.importance_sampling_clip_min",
     "enforce_eager": _VLLM,
     "enable_chunked_prefill": _VLLM,
     "max_num_batched_tokens": _VLLM,
@@ -165,8 +178,8 @@ ADVICE: Mapping[str, str] = {
     "total_training_steps": "write run.max_steps",
     "test_freq": "write run.eval_every (steps)",
     "val_freq": "write run.eval_every (steps)",
-    "save_freq": _LATER,
-    "save_limit": _LATER,
+    "save_freq": _SAVE,
+    "save_limit": _KEEP,
     "default_local_dir": "write run.dir",
     "save_checkpoint_path": "write run.dir",
     "experiment_name": "write run.dir",
@@ -176,12 +189,13 @@ ADVICE: Mapping[str, str] = {
 }
 
 PREFIXES: Mapping[str, str] = {
+    "vllm_server_": _SERVED,
     "vllm_": _VLLM,
     "sglang_": "the transformers engine is the only one in this version of mm_grpo; leave it out",
     "lora_": _LORA,
-    "fsdp": _SHARDED,
-    "deepspeed_": _SHARDED,
-    "zero_": _SHARDED,
+    "fsdp": _FSDP,
+    "deepspeed_": _ZERO,
+    "zero_": _ZERO,
     "video_": "videos are not in this version of mm_grpo yet; leave it out",
     "fps": "videos are not in this version of mm_grpo yet; leave it out",
     "save_": _LATER,

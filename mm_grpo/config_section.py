@@ -122,7 +122,7 @@ def legal(annotation: Any, metadata: Sequence[object] = ()) -> str:
         return f"a list of {legal(arguments[0]).removeprefix('one of ')}"
     if origin is dict:
         return f"a mapping of names to {legal(arguments[1])}"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", Any: "values"}
     signs: dict[type, Callable[[Any], str]] = {
         Ge: lambda bound: f">= {bound.ge}",
         Gt: lambda bound: f"> {bound.gt}",

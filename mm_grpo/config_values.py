@@ -111,6 +111,6 @@ EvalSource = Annotated[
 ]
 RewardEntry = Annotated[str | dict[str, Any], PlainValidator(_reward)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Legal("auto, cpu, cuda or cuda:N")]
-GuardName = Literal["duplicate_completions", "update_happens"]
+GuardName = Literal["duplicate_completions", "logp_gap", "update_happens"]
 GuardAction = Annotated[Literal["stop", "warn", "off"], BeforeValidator(_action)]
 ScaleRewards = Annotated[Literal["group", "batch", "none"], BeforeValidator(_scale)]

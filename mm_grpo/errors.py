@@ -23,5 +23,9 @@ class RewardError(UserError):
     """A reward is unknown, raised, or answered with something that is not a score."""
 
 
+class EngineError(RuntimeError):
+    """The rollout engine failed where neither config nor row is to blame; the cause is chained. Exit code 1."""
+
+
 class GuardStop(Exception):
     """A guard stopped the run. Exit code 3."""

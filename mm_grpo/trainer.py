@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,19 @@ from mm_grpo.data.sets import Source, load_eval, load_train
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.action import act
 from mm_grpo.health.duplicate_completions import duplicate_completions
+from mm_grpo.health.logp_gap import logp_gap
 from mm_grpo.health.update_happens import update_happens
-from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.policy import load_policy
-from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.resolve import describe
 from mm_grpo.rewards.scoring import Scorer, Scores
-from mm_grpo.rollout.engine import RolloutEngine, Sampling, requests_for
-from mm_grpo.rollout.prompting import Prompter, StepPrompts
+from mm_grpo.rollout.engine import Sampling, requests_for
+from mm_grpo.rollout.prompting import StepPrompts
 from mm_grpo.rollout.seeds import SeedPlan
-from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.run.evaluation import Evaluation, as_metrics, evaluate
 from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.parity import check_start, first_with_image, require_answers
 from mm_grpo.run.progress import Progress
+from mm_grpo.run.setup import load_sides
 from mm_grpo.run.step_metrics import step_metrics
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.types import Completion, Group
@@ -97,14 +98,9 @@ class GRPOTrainer:
         self.folder = RunFolder.prepare(config.run.dir, overwrite=config.run.overwrite, reads=reads)
         self.trackers = Trackers.prepare(config.run.trackers)
 
-        self.processor: Processor = processor or load_processor(
-            config.model.path, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
-        )
-        self.model = load_policy(config.model) if model is None else model
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        self.prompter = Prompter(self.processor, config, context)
-        self.learner = Learner(self.model, self.processor, config, updates)
-        self.engine: RolloutEngine = TransformersEngine(self.model, self.processor)
+        sides = load_sides(config, updates, model=model, processor=processor)
+        self.processor, self.model, self.prompter = sides.processor, sides.model, sides.prompter
+        self.learner, self.engine, self.sync = sides.learner, sides.engine, sides.sync
         self.sampling = Sampling(rollout.max_completion_length, rollout.temperature)
         self.tokens_seen = 0
 
@@ -124,6 +120,8 @@ class GRPOTrainer:
             self.trackers.open(self.config) as trackers,
         ):
             try:
+                if self.config.run.parity_check:
+                    self._check_parity()
                 before = after = self.evaluate()
                 for step in range(1, self.max_steps + 1):
                     metrics = self._step(step, run)
@@ -168,7 +166,9 @@ class GRPOTrainer:
                 asked = self.prompter.step(self.train_set, self.order, step)
             with _timed(times, "time/rollout"):
                 seeds = [self.seeds.group(step, slot) for slot in asked.slots]
-                completions = self.engine.generate(requests_for(asked.prompts, seeds, self.sampling))
+                requests = requests_for(asked.prompts, seeds, self.sampling)
+                completions = self.engine.generate(requests)
+                require_answers(requests, completions, self.sync.version)
             with _timed(times, "time/rewards"):
                 repeated = [p for p in asked.prompts for _ in range(self.config.rollout.num_generations)]
                 scores = self.scorer.score(repeated, completions, step)
@@ -180,11 +180,14 @@ class GRPOTrainer:
             actions = self.config.run.guards
             act("duplicate_completions", duplicate_completions(groups), actions)
             with _timed(times, "time/learner"):
+                witness = self.sync.witness(groups)
                 report = self.learner.step(groups)
+            act("logp_gap", logp_gap(report.mean_gap, report.max_gap, self.sync.limit), actions)
             for record in report.updates:
                 act("update_happens", update_happens(record), actions)
             with _timed(times, "time/sync"):
-                self.engine.update_weights(self.learner.named_tensors(), step)
+                synced = self.sync.update(step, witness, noise=report.max_gap)
+            act("logp_gap", synced.problem, actions)
         self.tokens_seen += sum(len(p.token_ids) for p in repeated) + sum(
             len(c.token_ids) for c in completions
         )
@@ -194,7 +197,8 @@ class GRPOTrainer:
             "prompts/dropped": asked.dropped,
         }
         # a reward may log any name it likes; ours win
-        return {**scores.metrics, **step_metrics(groups), **report.metrics, **counts, **times}
+        ours = {**step_metrics(groups), **report.metrics, **synced.metrics, **counts, **times}
+        return {**scores.metrics, **ours}
 
     def _groups(self, asked: StepPrompts, completions: Sequence[Completion], scores: Scores) -> list[Group]:
         """Group completions by slot and give them advantages."""
@@ -208,6 +212,13 @@ class GRPOTrainer:
                 asked.slots, asked.prompts, cuts, rewards, advantages, strict=True
             )
         ]
+
+    def _check_parity(self) -> None:
+        """Compare engine and learner on the first prompt with an image among the first P, else on the first."""
+        places = islice(self.prompter.first(self.train_set, self.order), self.config.rollout.prompts_per_step)
+        step, slot, prompt = first_with_image(places)
+        seeds = self.seeds.group(step, slot)
+        check_start(self.engine, self.learner, self.config, prompt, seeds, self.sync.version)
 
     # small parts -----------------------------------------------------------------------------
 

@@ -103,7 +103,8 @@ class UpdateRecord:
     `live_tokens` counts the tokens that are unmasked and unclipped and whose completion has a non-zero
     advantage: with one of them the gradient cannot honestly be 0. `update_norm` is the change of the
     weights, `grad_norm` the gradient's norm before clipping. `stepped` is False where the optimizer
-    held the update back (no live work, or a gradient that is not finite).
+    held the update back (no live work, or a gradient that is not finite). `boundaries` counts the backward
+    passes that closed the accumulation: anything but 1 means that gradients were dropped.
     """
 
     learning_rate: float
@@ -112,3 +113,4 @@ class UpdateRecord:
     live_tokens: int
     trainable_parameters: int
     stepped: bool = True
+    boundaries: int = 1

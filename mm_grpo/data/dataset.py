@@ -79,6 +79,7 @@ class Dataset:
         self._row_name = row_name or (lambda index: f"{name} row {index}")
         self._folder = settings.image_dir if settings.image_dir is not None else folder
         self._image_rows: Sequence[int] | None = None
+        self._limit = len(rows)
         if len(rows) == 0:
             raise DataError(f"the dataset {name!r} has 0 rows; training and evaluation need at least 1")
         check_columns(settings.columns, self._dataset_columns, f"the dataset {name!r}")
@@ -87,7 +88,7 @@ class Dataset:
                 self._fields(index)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return min(len(self._rows), self._limit)
 
     def __repr__(self) -> str:
         return f"Dataset({self.name!r}, {len(self)} rows)"
@@ -145,6 +146,12 @@ class Dataset:
                 self.sample(index)
             except DataError as error:
                 yield self.row_name(index), error
+
+    def head(self, count: int) -> Dataset:
+        """The first `count` rows under their own names and uids; all of them when there are fewer."""
+        shorter = copy.copy(self)
+        shorter._limit = min(count, len(self))
+        return shorter
 
     def with_shuffled_images(self, seed: int = 0) -> Dataset:
         """The same rows, each with the images of another row: what a model scores when it cannot see.

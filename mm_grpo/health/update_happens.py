@@ -23,6 +23,12 @@ def update_happens(record: UpdateRecord) -> str | None:
             f"the gradient norm is {record.grad_norm} and the update was skipped (overflow); lower "
             "optim.learning_rate, check the rewards for huge values, or train in float32 (model.dtype)"
         )
+    if record.boundaries != 1:
+        return (
+            f"{record.boundaries} backward passes of this update were marked as the one that closes its accumulation, "
+            "and exactly the last has to be: with none the optimizer does not step, and with more only the packs after "
+            "the last but one count. Mark it by hand (set_gradient_accumulation_boundary) before each backward"
+        )
     if record.live_tokens > 0 and record.grad_norm == 0.0:
         return (
             f"the gradient is exactly 0 although {record.live_tokens} tokens are unmasked and unclipped and have a "
@@ -33,7 +39,7 @@ def update_happens(record: UpdateRecord) -> str | None:
     if moving and record.update_norm == 0.0:
         return (
             f"the weights did not change at learning rate {record.learning_rate:.3g} and gradient norm "
-            f"{record.grad_norm:.3g}; the optimizer did not step at its accumulation boundary, holds other tensors "
+            f"{record.grad_norm:.3g}; the optimizer did not step, holds other tensors "
             "than the model's, or the update is below the resolution of the weights' dtype"
         )
     return None

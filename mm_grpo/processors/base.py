@@ -30,6 +30,9 @@ class Processor(Protocol):
     """Ids of images, videos and vision boundaries: never sampled, never normalised over."""
     stop_token_ids: frozenset[int]
     """Ids that end a completion."""
+    min_pixels: int
+    max_pixels: int
+    """Least and largest area of an image after the resize, which an engine is given too."""
     layout: Literal["shared_prefix", "padded"]
     """`shared_prefix` where a group's prompt can be run once for all completions, exactly."""
 

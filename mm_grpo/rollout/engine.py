@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mm_grpo.types import Completion, Prompt
 
 Digest = Mapping[str, str]
-"""sha256 of every tensor as the engine received it, by name."""
+"""`weight_sync.digest` of every tensor as the engine received it, by name."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ slots stay what they were.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 from mm_grpo.errors import DataError
@@ -60,19 +62,33 @@ class Prompter:
         prompts: list[Prompt] = []
         rows = order.rows(step)
         for slot, row in enumerate(rows):
-            try:
-                prompts.append(self.process(dataset.sample(row)))
-            except TooLong:
-                if self.policy == "stop":
-                    raise
-                continue
-            slots.append(slot)
+            prompt = self._usable(dataset, row)
+            if prompt is not None:
+                slots.append(slot)
+                prompts.append(prompt)
         if not prompts:
             raise DataError(
                 f"step {step}: all {len(rows)} prompts are longer than {self.limit_name} allows ({self.limit} tokens) "
                 "and were dropped; lower data.max_pixels or raise the limit"
             )
         return StepPrompts(slots, prompts, dropped=len(rows) - len(prompts))
+
+    def first(self, dataset: Dataset, order: PromptOrder) -> Iterator[tuple[int, int, Prompt]]:
+        """(step, slot, prompt) in the order of the run, each row once; a prompt is made when it is asked for."""
+        places = ((step, slot, row) for step in count(1) for slot, row in enumerate(order.rows(step)))
+        for step, slot, row in islice(places, len(dataset)):  # one epoch: every row comes once in it
+            prompt = self._usable(dataset, row)
+            if prompt is not None:
+                yield step, slot, prompt
+
+    def _usable(self, dataset: Dataset, row: int) -> Prompt | None:
+        """The prompt of a row; None when it is too long and the policy is to drop it."""
+        try:
+            return self.process(dataset.sample(row))
+        except TooLong:
+            if self.policy == "stop":
+                raise
+            return None
 
 
 class TooLong(DataError):

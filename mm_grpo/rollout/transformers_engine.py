@@ -9,7 +9,6 @@ copy of the weights and nothing to transfer.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import logits_process as lp
 
+from mm_grpo.rollout.weight_sync import digest
 from mm_grpo.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class TransformersEngine:
                     raise KeyError(f"weight sync sent '{name}', which the engine's model does not have")
                 if own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
-                    raw = own[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-                    digests[name] = hashlib.sha256(raw).hexdigest()
+                    digests[name] = digest(own[name])
         self.version = version
         return digests
 

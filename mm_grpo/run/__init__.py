@@ -9,6 +9,11 @@
     report       report.html, made from the folder alone; charts draws its curves
     step_metrics what a step's completions and rewards look like in numbers
     evaluation   how often the model answers a set of rows right
+    setup        both sides of a run, loaded: learner and engine
+    parity       do engine and learner see the same tokens, images and weights
+    sync         the weight sync, verified twice
+    doctor       `mm-grpo doctor`: parity before and after a real update; doctor_table prints it
+    quiet        stdout for an answer alone
     checking     `mm-grpo check`: what a run would stumble over
     progress     the bar on the terminal
     trackers     tensorboard, wandb, trackio

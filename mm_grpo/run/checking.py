@@ -1,16 +1,18 @@
 """`mm-grpo check`: everything a run would stumble over, found before a model is loaded.
 
-Every row of every set is decoded and made into a prompt, every reward is resolved and its arguments
-compared with the columns. All failing rows are listed, not only the first.
+Every row of every set is decoded and made into a prompt, and every reward is called on the row's own right
+answer and on wrong ones (reward_check.py). All failing rows are listed, not only the first.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from mm_grpo.data.sets import load_eval, load_train
@@ -19,26 +21,34 @@ from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards.scoring import Scorer
 from mm_grpo.rollout.prompting import Prompter
 from mm_grpo.rollout.seeds import SeedPlan
+from mm_grpo.run.reward_check import RewardCheck, RewardReport
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.dataset import Dataset
 
 SHOWN = 20
-"""Failing rows listed per set; the others are counted."""
+"""Failing rows listed per set and per reward; the others are counted."""
+WIDTH = 120
+"""Least width of the tables, in characters: a terminal wraps, a table that is cut tells less."""
 
 
-def check_config(config: GRPOConfig) -> bool:
-    """Print what a run would load; True when every row can be used.
+def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | None = None) -> bool:
+    """Print what a run would load; True when every row can be used and every reward tells right from wrong.
 
-    Raises UserError for what is wrong with the config itself, the sources or the rewards.
+    `rows` bounds the rows of each set that are looked at. Raises UserError for what is wrong with the
+    config itself, the sources or the rewards' arguments.
     """
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, WIDTH))
     sets = {"train": load_train(config, verify=False), **load_eval(config, verify=False)}
     config.require_rewards()
     scorer = Scorer(config.rewards)
     for dataset in sets.values():
         scorer.check(dataset.columns)
+    specs = scorer.specs
+    scorer.close()
     steps = config.run.max_steps or math.ceil(len(sets["train"]) / config.rollout.prompts_per_step)
     rollout = config.rollout
     SeedPlan(config.run.seed, rollout.prompts_per_step, rollout.num_generations, rollout.max_attempts, steps)
@@ -47,34 +57,50 @@ def check_config(config: GRPOConfig) -> bool:
     )
     prompter = Prompter(processor, config, context=None)
 
-    table = Table(title="rows")
-    for title in ("set", "rows", "usable", "images", "prompt tokens (min / mean / max)"):
-        table.add_column(title, justify="left" if title == "set" else "right")
+    table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
+    reports: dict[str, list[RewardReport]] = {}
     for name, dataset in sets.items():
-        lengths, images, failed = _walk(dataset, prompter)
+        rewards = RewardCheck(
+            specs,
+            template=config.data.gold_template,
+            conversational=_conversational(dataset),
+            call_judges=call_judges,
+        )
+        looked = dataset if rows is None else dataset.head(rows)
+        lengths, images, failed = _walk(looked, prompter, rewards, console)
+        reports[name] = rewards.finish()
         spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
         table.add_row(name, str(len(dataset)), str(len(lengths)), str(images), spread)
         failures += failed[:SHOWN]
         if len(failed) > SHOWN:
             failures.append(f"{name}: {len(failed) - SHOWN} more rows fail")
     console.print(table)
-    console.print(
-        "rewards: " + ", ".join(f"{s.name} (weight {s.weight:g})" for s in scorer.specs), highlight=False
-    )
-    console.print(config.batch_sentence(processes=1) + f", {steps} steps", highlight=False)
+    _print_rewards(console, reports)
+    console.print(config.batch_sentence(processes=1) + f", {steps} steps", highlight=False, soft_wrap=True)
     for failure in failures:
-        console.print(failure, style="red", highlight=False, markup=False)
-    console.print("ok" if not failures else f"{len(failures)} problem(s)")
-    return not failures
+        console.print(failure, style="red", highlight=False, markup=False, soft_wrap=True)
+    wrong = _print_failures(console, [report for of_set in reports.values() for report in of_set])
+    problems = len(failures) + wrong
+    console.print("ok" if not problems else f"{problems} problem(s)")
+    return not problems
 
 
-def _walk(dataset: Dataset, prompter: Prompter) -> tuple[list[int], int, list[str]]:
+def _walk(
+    dataset: Dataset, prompter: Prompter, rewards: RewardCheck, console: Console
+) -> tuple[list[int], int, list[str]]:
     """Prompt lengths and image count of the rows that can be used, and the messages of those that cannot."""
     lengths: list[int] = []
     images = 0
     failed: list[str] = []
-    for index in range(len(dataset)):
+    indices = track(
+        range(len(dataset)),
+        description=dataset.name,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    for index in indices:
         try:
             prompt = prompter.process(dataset.sample(index))
         except UserError as error:
@@ -82,4 +108,97 @@ def _walk(dataset: Dataset, prompter: Prompter) -> tuple[list[int], int, list[st
             continue
         lengths.append(len(prompt.token_ids))
         images += len(prompt.engine_prompt.images)
+        rewards.add(dataset.row_name(index), prompt)
     return lengths, images, failed
+
+
+def _conversational(dataset: Dataset) -> bool:
+    try:
+        return dataset.conversational
+    except (KeyError, TypeError):  # the first row is wrong, and will be listed
+        return True
+
+
+def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> None:
+    """Of each reward: its scores of right and of wrong answers, the time of a call, and what came out."""
+    titles = ("set", "reward", "weight", "rows", "right answer", "wrong answers", "ms per call", "result")
+    table = _table("rewards: scores (min / mean / max)", *titles, right=("weight", "rows", "ms per call"))
+    for name, of_set in reports.items():
+        for report in of_set:
+            time = f"{1000 * report.seconds / report.calls:.3g}" if report.calls else "-"
+            table.add_row(
+                name,
+                report.name,
+                f"{report.weight:g}",
+                str(len(report.gold)) if report.gold else "-",
+                _spread(report.gold),
+                _spread(report.wrong),
+                time,
+                _result(report),
+            )
+    console.print(table)
+
+
+def _result(report: RewardReport) -> str:
+    if report.failures:
+        return f"{len(report.failures)} row(s) fail"
+    if report.skipped:
+        return report.skipped
+    if not report.gold:
+        return "not judged: no row has a right answer for it"
+    return "ok" + (f", does not apply to {report.none} row(s)" if report.none else "")
+
+
+def _print_failures(console: Console, reports: Sequence[RewardReport]) -> int:
+    """The table of failures by row; the count of all failures."""
+    titles = ("row", "reward", "right answer", "score", "wrong answer", "score", "what is wrong")
+    table = _table("rewards that fail, by row", *titles, right=("score",))
+    raised: list[str] = []
+    count = 0
+    for report in reports:
+        count += len(report.failures)
+        for failure in report.failures[:SHOWN]:
+            row = failure.row.rsplit("/", 1)[-1]
+            if not failure.gold:
+                raised.append(f"{row}: {failure.fault}")
+                continue
+            table.add_row(
+                row,
+                failure.reward,
+                _short(failure.gold),
+                _number(failure.gold_score),
+                _short(failure.wrong),
+                _number(failure.wrong_score) if failure.wrong else "",
+                failure.fault,
+            )
+        if len(report.failures) > SHOWN:
+            raised.append(f"{report.name}: {len(report.failures) - SHOWN} more rows fail")
+    if table.row_count:
+        console.print(table)
+    for line in raised:
+        console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
+    return count
+
+
+def _table(title: str, *columns: str, right: Sequence[str] = ("rows", "usable", "images")) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in right else "left", no_wrap=column in ("row", "reward")
+        )
+    return table
+
+
+def _spread(scores: Sequence[float]) -> str:
+    if not scores:
+        return "-"
+    return " / ".join(_number(value) for value in (min(scores), fmean(scores), max(scores)))
+
+
+def _number(score: float | None) -> str:
+    return "None" if score is None else f"{score:.3g}"
+
+
+def _short(text: str, limit: int = 40) -> str:
+    text = repr(text)[1:-1]
+    return text if len(text) <= limit else text[: limit - 1] + "…"

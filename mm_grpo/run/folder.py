@@ -173,6 +173,7 @@ def remove_run(paths: RunPaths) -> None:
     _remove(f for f in paths.rollouts.glob("step-*.jsonl") if STEP_NAME.fullmatch(f.stem))
     _remove(f for f in paths.images.glob("*.png") if IMAGE_NAME.fullmatch(f.name))
     _remove(f for f in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(f.name))
+    _remove(paths.checkpoints.glob(".step-*.new"))
     _remove(paths.tensorboard.glob("events.out.tfevents.*"))
     _remove([paths.model])
     for left in (paths.images, paths.rollouts, paths.checkpoints, paths.tensorboard):

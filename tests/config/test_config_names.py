@@ -13,7 +13,7 @@ from mm_grpo.config_section import leaves
 from mm_grpo.errors import ConfigError
 
 LEGAL = [path for path, _ in leaves(GRPOConfig)]
-VLLM = "the vLLM engines are not in this version of mm_grpo yet; leave it out (rollout.engine: transformers)"
+VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
 LATER = "not in this version of mm_grpo yet; leave it out"
 BATCH = "write rollout.prompts_per_step x rollout.num_generations; accumulation is derived"
 
@@ -46,10 +46,10 @@ def told(values: dict[str, Any]) -> list[str]:
             "generation_batch_size",
             "write rollout.prompts_per_step (= generation_batch_size / num_generations)",
         ),
-        ("vllm_gpu_memory_utilization", VLLM),
-        ("vllm_max_model_len", VLLM),
-        ("vllm_importance_sampling_mode", VLLM),
-        ("use_vllm", VLLM),
+        ("vllm_gpu_memory_utilization", "write rollout.vllm.gpu_memory_utilization"),
+        ("vllm_max_model_len", "write rollout.vllm.max_model_len"),
+        ("vllm_importance_sampling_mode", "write algorithm.importance_sampling_mode"),
+        ("use_vllm", "write rollout.engine: vllm"),
         ("reward_funcs", "write rewards (a list of names or mappings)"),
         (
             "reward_weights",
@@ -64,7 +64,11 @@ def told(values: dict[str, Any]) -> list[str]:
         ("warmup_ratio", "write optim.warmup_steps (= warmup_ratio x run.max_steps)"),
         ("delta", "write algorithm.delta"),
         ("importance_sampling_level", "write algorithm.importance_sampling_level"),
-        ("save_steps", LATER),
+        ("save_steps", "write run.save_every (steps; 0 is no checkpoint)"),
+        ("save_total_limit", "write run.keep_checkpoints (the newest that are kept)"),
+        ("resume_from_checkpoint", LATER),
+        ("zero_stage", "write optim.zero_stage"),
+        ("fsdp_config", "FSDP is not in this version of mm_grpo; write optim.zero_stage (0, 1 or 2)"),
         ("lora_rank", "LoRA is not in this version of mm_grpo yet; leave it out, every weight is trained"),
         # verl, EasyR1
         (
@@ -95,16 +99,16 @@ def test_a_key_at_the_top(key: str, advice: str) -> None:
         ("rollout", "num_generation", "the nearest is rollout.num_generations"),
         ("rollout", "n", "write rollout.num_generations"),
         ("rollout", "max_prompt_length", "write data.max_prompt_length (expanded tokens; a longer prompt is"),
-        ("rollout", "gpu_memory_utilization", VLLM),
+        ("rollout", "enforce_eager", VLLM),
         ("algorithm", "learning_rate", "write optim.learning_rate"),
         ("optim", "lr", "write optim.learning_rate"),
-        ("optim", "zero_stage", "sharded learners are not in this version of mm_grpo yet; leave it out"),
+        ("optim", "deepspeed_config", "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer;"),
         (
             "model",
             "lora",
             "LoRA is not in this version of mm_grpo yet; leave it out, every weight is trained",
         ),
-        ("run", "save_every", LATER),
+        ("run", "save_steps", "write run.save_every (steps; 0 is no checkpoint)"),
         ("data", "task", "a source is one mapping: write data.train: {task: ...}"),
         ("data", "zzz", "data has train, eval, columns, image_dir, min_pixels, max_pixels, "),
         ("run", "guard", "the nearest is run.guards"),

@@ -102,7 +102,7 @@ def test_every_description_gives_range_and_default() -> None:
                 if hasattr(bound, name):
                     assert f"{sign} {getattr(bound, name)}" in text, (path, text)
         for choice in choices(field.annotation):
-            assert choice in text, (path, choice)
+            assert str(choice) in text, (path, choice)
 
 
 def choices(annotation: Any) -> list[str]:
@@ -143,8 +143,8 @@ def choices(annotation: Any) -> list[str]:
         (
             "algorithm.loss_type",
             "drgrpo",
-            "algorithm.loss_type = 'drgrpo': must be one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo (the nearest"
-            " is dr_grpo)",
+            "algorithm.loss_type = 'drgrpo': must be one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"
+            " (the nearest is dr_grpo)",
         ),
         ("optim.adam_beta2", 1, "optim.adam_beta2 = 1: must be a number >= 0 and < 1"),
         ("optim.learning_rate", float("inf"), "optim.learning_rate = inf: must be a number >= 0"),
@@ -167,7 +167,7 @@ def choices(annotation: Any) -> list[str]:
             "run.guards",
             {"duplicate_completion": "off"},
             "run.guards.duplicate_completion: unknown name; the nearest is duplicate_completions;"
-            " must be one of duplicate_completions, update_happens",
+            " must be one of duplicate_completions, logp_gap, update_happens",
         ),
         ("rewards", "iou", "rewards = 'iou': must be a list of names or mappings with a name, such as [iou]"),
         (
@@ -237,10 +237,10 @@ def choices(annotation: Any) -> list[str]:
         (
             "rollout.engine",
             "vllm_server",
-            "rollout.engine = 'vllm_server': the vLLM engines are not in this version of mm_grpo yet;"
-            " must be transformers",
+            "rollout.engine = 'vllm_server': served vLLM is not in this version of mm_grpo yet;"
+            " must be one of transformers, vllm",
         ),
-        ("rollout.engine", "hf", "rollout.engine = 'hf': must be transformers"),
+        ("rollout.engine", "hf", "rollout.engine = 'hf': must be one of transformers, vllm"),
         (
             "rollout.max_staleness",
             2,

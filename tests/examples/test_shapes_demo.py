@@ -15,12 +15,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("seed", "engine"), [(0, "transformers"), (1, "transformers"), (2, "transformers"), (0, "vllm")]
+)
 def test_accuracy_rises_from_chance_and_falls_back_when_images_are_shuffled(
-    seed: int, tmp_path: Path
+    seed: int, engine: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "mm_grpo.cli", "train", "examples/shapes/config.yaml"]
-    command += [f"run.dir={tmp_path}/run", f"run.seed={seed}"]
+    command += [f"run.dir={tmp_path}/run", f"run.seed={seed}", f"rollout.engine={engine}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=390, check=False

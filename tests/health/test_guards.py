@@ -64,7 +64,9 @@ HEALTHY = UpdateRecord(1e-4, 0.5, 1e-3, live_tokens=10, trainable_parameters=100
         ({"trainable_parameters": 0, "grad_norm": 0.0, "update_norm": 0.0}, "no trainable parameter"),
         ({"grad_norm": math.inf, "update_norm": 0.0, "stepped": False}, "overflow"),
         ({"grad_norm": 0.0, "update_norm": 0.0}, "detached"),
-        ({"update_norm": 0.0}, "accumulation boundary"),
+        ({"update_norm": 0.0}, "holds other tensors"),
+        ({"update_norm": 0.0, "grad_norm": 0.0, "boundaries": 0}, "0 backward passes of this update were marked"),
+        ({"boundaries": 4}, "only the packs after the last but one count"),
     ],
 )
 def test_an_update_that_does_not_happen_is_told_with_its_cause(change: dict[str, float], words: str) -> None:

@@ -1,0 +1,272 @@
+"""checkpoints/step-000010/: everything that a killed run needs to go on.
+
+A checkpoint is a folder with one `state-RANK-of-WORLD.safetensors` per process (see learner/state.py) and
+`manifest.json`, which says what the checkpoint is of and marks each file with its size and SHA-256. It is
+filled beside, under a name that starts with a dot, and renamed when all of it is on the disk: a folder
+with the right name is whole, or was damaged later, which the marks tell.
+
+Any number of processes may resume it. The files have to lie where every process sees them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.optimizer import trainable
+from mm_grpo.learner.state import FileMark, frozen_digest, load_state, mark_of, save_state
+from mm_grpo.run.atomic import atomic_write
+from mm_grpo.run.paths import STEP_NAME, RunPaths
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+logger = logging.getLogger("mm_grpo")
+
+# Fields that may differ on resuming: none of them changes a sample or an update.
+NEUTRAL = (
+    "model.device",
+    "rollout.eval.",
+    "optim.max_tokens_per_pack",
+    "optim.gradient_checkpointing",
+    "optim.zero_stage",
+    "optim.offload_optimizer",
+    "run.",
+)
+NOT_NEUTRAL = ("run.seed",)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest was read and whose files are as they were written."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What the trainer asked to keep: tokens seen, best score."""
+        extra: Mapping[str, Any] = self.manifest["extra"]
+        return extra
+
+
+class Checkpoints:
+    """The checkpoints of one run, written and read by all processes of `learner.ranks` together."""
+
+    def __init__(self, paths: RunPaths, learner: Learner, config: GRPOConfig) -> None:
+        self.folder, self.learner, self.config = paths.checkpoints, learner, config
+        self.ranks = learner.ranks
+
+    def save(self, step: int, extra: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of `step` and remove those that are older than `run.keep_checkpoints` allows.
+
+        Raises ConfigError when it cannot be written; what was there before is then untouched.
+        """
+        identity = self._identity  # every process takes part in it
+        path = self.folder / f"step-{step:06d}"
+        beside = self.folder / f".{path.name}.new"
+        try:
+            with self.ranks.together("a checkpoint"):
+                if self.ranks.first:
+                    self._make_room(beside)
+            with self.ranks.together("a checkpoint"):
+                mark = self._write_share(beside)
+            marks = self.ranks.gather(mark, "a checkpoint")
+            with self.ranks.together("a checkpoint"):
+                if self.ranks.first:
+                    contents = {"step": step, "extra": dict(extra), **identity}
+                    self._finish(beside, path, contents, marks)
+        except BaseException:
+            if self.ranks.first:
+                shutil.rmtree(beside, ignore_errors=True)
+            raise
+        return path
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole; None when there is none at all.
+
+        Damaged ones are passed over with a warning. Raises ConfigError when all are damaged.
+        """
+        faults: list[str] = []
+        for path in reversed(self._listed()):
+            manifest, fault = self._inspected(path)
+            if fault is None:
+                for each in faults:
+                    logger.warning("%s; resuming from %s", each, path.name)
+                return Checkpoint(path, manifest)
+            faults.append(fault)
+        if faults:
+            raise ConfigError(
+                f"no checkpoint in '{self.folder}' is whole: {'; '.join(faults)}; start again with run.overwrite=true"
+            )
+        return None
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Put the learner into the state of a checkpoint. ConfigError when it is another run's or model's."""
+        manifest, identity = checkpoint.manifest, self._identity
+        with self.ranks.together("resuming"):
+            self._refuse_others(checkpoint, identity)
+            files = [checkpoint.path / str(mark["name"]) for mark in manifest["files"]]
+            own = files[self.ranks.rank] if len(files) == self.ranks.world else None
+            load_state(self.learner.optimizer, files, manifest["updates"], manifest["adam_steps"], own)
+
+    # writing ---------------------------------------------------------------------------------
+
+    def _make_room(self, beside: Path) -> None:
+        try:
+            for left in self.folder.glob(".step-*.new"):  # by a process that was killed
+                shutil.rmtree(left)
+            beside.mkdir(parents=True)
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def _write_share(self, beside: Path) -> FileMark:
+        name = f"state-{self.ranks.rank:05d}-of-{self.ranks.world:05d}.safetensors"
+        if not beside.is_dir():
+            raise ConfigError(
+                f"run.dir = '{self.folder.parent}': process {self.ranks.rank} does not see the folder that the first "
+                "process made there; name one that all hosts share"
+            )
+        try:
+            return save_state(self.learner.optimizer, beside / name)
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def _finish(self, beside: Path, path: Path, contents: Mapping[str, Any], marks: list[FileMark]) -> None:
+        missing = [mark.name for mark in marks if not (beside / mark.name).is_file()]
+        if missing:
+            raise ConfigError(
+                f"run.dir = '{self.folder.parent}': {', '.join(missing)} was written by another process and is not "
+                "there; name a folder that all hosts share"
+            )
+        manifest = {
+            "format": FORMAT,
+            **contents,
+            "updates": self.learner.optimizer.updates,
+            "adam_steps": self.learner.optimizer.adam_steps,
+            "files": [mark.as_dict() for mark in marks],
+        }
+        try:
+            atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            _sync(beside)
+            shutil.rmtree(path, ignore_errors=True)  # the step is taken again, so this one was not whole
+            os.replace(beside, path)
+            _sync(self.folder)
+        except OSError as error:
+            raise self._unwritten(error) from error
+        for old in self._listed()[: -self.config.run.keep_checkpoints]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _unwritten(self, error: OSError) -> ConfigError:
+        listed = self._listed()
+        kept = f"the last good one is {listed[-1].name}" if listed else "there is none before it"
+        return ConfigError(
+            f"run.dir = '{self.folder.parent}': a checkpoint cannot be written ({error.strerror or error}); {kept}. "
+            "Make room, or lower run.keep_checkpoints, and resume"
+        )
+
+    # reading ---------------------------------------------------------------------------------
+
+    def _listed(self) -> list[Path]:
+        found = [p for p in self.folder.glob("step-*") if p.is_dir() and STEP_NAME.fullmatch(p.name)]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+    def _inspected(self, path: Path) -> tuple[dict[str, Any], str | None]:
+        """A manifest, and what is wrong with the checkpoint; every process looks at its share of the files."""
+        manifest: dict[str, Any] = {}
+        fault: str | None = None
+        try:
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            if manifest["format"] != FORMAT:
+                fault = f"{path.name} has format {manifest['format']}, and this version reads {FORMAT}"
+            for wanted in self.ranks.mine(manifest["files"]):
+                file = path / wanted["name"]
+                if fault is None and not file.is_file():
+                    fault = f"{path.name} lacks {file.name}"
+                if fault is None and file.stat().st_size != wanted["bytes"]:
+                    fault = (
+                        f"{path.name}/{file.name} has {file.stat().st_size} bytes and was written with "
+                        f"{wanted['bytes']}: it is truncated"
+                    )
+                if fault is None and mark_of(file).sha256 != wanted["sha256"]:
+                    fault = f"{path.name}/{file.name} is not what was written: its SHA-256 differs"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fault = f"{path.name}/{MANIFEST} cannot be read ({error})"
+        told = [f for f in self.ranks.gather(fault, "looking for a checkpoint") if f]
+        return manifest, told[0] if told else None
+
+    def _refuse_others(self, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
+        manifest, where = checkpoint.manifest, f"'{checkpoint.path}'"
+        for field, value in identity["config"].items():
+            known = manifest["config"].get(field, value)
+            if known != value:
+                raise ConfigError(
+                    f"{field} = {json.dumps(value)}: the checkpoint {where} was made with {json.dumps(known)}, and "
+                    "what follows would be another run; put it back, or start a new run"
+                )
+        mine, theirs = identity["parameters"], manifest["parameters"]
+        differing = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+        if differing:
+            name = differing[0]
+            raise ConfigError(
+                f"model.path = '{self.config.model.path}': the checkpoint {where} is of another model: {name} has "
+                f"shape {theirs.get(name, 'none')} there and {mine.get(name, 'none')} here "
+                f"({len(differing)} of {len(mine)} trained tensors differ)"
+            )
+        if manifest["frozen"] != identity["frozen"]:
+            raise ConfigError(
+                f"model.path = '{self.config.model.path}': the weights that are not trained differ from those that "
+                f"the checkpoint {where} was trained with; give the same base model"
+            )
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint is of. Only the first process looks at the frozen weights, and tells the others."""
+        parameters = {n: list(p.shape) for n, p in trainable(self.learner.module).items()}
+        frozen = frozen_digest(self.learner.model) if self.ranks.first else ""
+        return {
+            "config": deciding_fields(self.config),
+            "parameters": parameters,
+            "frozen": self.ranks.share(frozen, "frozen weights"),
+        }
+
+
+def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
+    """The fields that decide what a run computes, flat, as JSON holds them."""
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, Mapping) and path.count(".") < 2 and path != "data.train":
+            for key, inner in value.items():
+                walk(inner, f"{path}.{key}" if path else str(key))
+        elif path in NOT_NEUTRAL or not any(
+            path == n or (n[-1] == "." and path.startswith(n)) for n in NEUTRAL
+        ):
+            flat[path] = json.loads(json.dumps(value, default=str))
+
+    walk(config.model_dump(), "")
+    if config.optim.lr_scheduler_type != "constant":  # the rate of every step goes by the length of the run
+        flat["run.max_steps"] = config.run.max_steps
+    return flat
+
+
+def _sync(folder: Path) -> None:
+    """Put a folder's entries on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,142 @@
+"""The right answer of a row, as a model would write it: what `mm-grpo check` calls rewards on.
+
+Mostly it is the text of the column that the reward reads. Where a built-in's column is not what a model
+writes (a box in other pixels, several texts of which all count), `GOLD` has a function that writes it;
+`UNWRITTEN` are those for which no row says what a right answer is. To add one: a line in either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mm_grpo.rewards.builtins.boxes import Box, Frame, gold_box, scaled
+from mm_grpo.rewards.registry import BUILTINS, RewardSpec, innermost
+from mm_grpo.types import Prompt
+
+Options = Mapping[str, Any]
+"""The row's columns and, over them, what the config sets: the arguments of the reward by name."""
+
+UNWRITTEN = frozenset({"json_schema", "language", "judge", "reward_model"})
+DIGITS = 9
+"""Decimals of a coordinate: so many that the right box overlaps the gold one to 1e-6."""
+
+
+def gold_text(
+    spec: RewardSpec, prompt: Prompt, template: str | None = None, *, always: bool = False
+) -> str | None:
+    """The row's right answer to a reward; None when the row has none.
+
+    It is the text of the first column that the reward reads, `solution` and `answer` before others, put in
+    the place of the template's `{gold}`. With `always`, a reward that reads no column gets the answer that
+    any would.
+    """
+    columns = prompt.sample.columns
+    if any(columns.get(name) is None for name in spec.needs if name not in spec.bound):
+        return None
+    writer = GOLD.get(builtin_name(spec) or "")
+    if writer is not None:
+        gold = writer(prompt, {**columns, **spec.bound})
+    else:
+        names = read_columns(spec, columns) or (tuple(columns) if always or spec.takes_kwargs else ())
+        first = [name for name in ("solution", "answer") if name in names]
+        found = (as_text(columns[name]) for name in (*first, *names) if columns.get(name) is not None)
+        gold = next(found, "answer" if always else None)
+    if gold is None or not gold.strip():
+        return None
+    return gold if template is None else template.replace("{gold}", gold)
+
+
+def read_columns(spec: RewardSpec, columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """The dataset's columns that a reward takes by name."""
+    asked = dict.fromkeys((*spec.needs, *spec.required, *spec.optional))
+    return tuple(
+        name for name in asked if name in columns and name not in spec.supplied and name not in spec.bound
+    )
+
+
+def as_text(value: Any) -> str:
+    """A column's value as an answer: a list of texts gives its first, numbers and boxes are written out.
+
+    >>> as_text(3.0), as_text(["red", "crimson"]), as_text((1, 2.5))
+    ('3', 'red', '[1, 2.5]')
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+        return str(value[0])
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def builtin_name(spec: RewardSpec) -> str | None:
+    """The name in `BUILTINS` of a reward that ships, whatever the config calls it."""
+    module = innermost(spec.fn).__module__
+    return next((name for name, place in BUILTINS.items() if place == module), None)
+
+
+def _box(prompt: Prompt, options: Options) -> str:
+    return _written(options["box"], prompt, options)
+
+
+def _boxes(prompt: Prompt, options: Options) -> str | None:
+    """All boxes, one after the other; None for an empty list, whose right answer is any text without a box."""
+    return " ".join(_written(box, prompt, options) for box in options["boxes"]) or None
+
+
+def _written(box: Any, prompt: Prompt, options: Options) -> str:
+    """A gold box in the space and the layout that the reward expects of the model."""
+    try:
+        corners = scaled(gold_box(box, options.get("gold_layout", "xyxy")), _scale(prompt, options))
+    except (ValueError, TypeError):  # the reward says what is wrong with it
+        return as_text(box)
+    return as_text(_laid_out(corners, options.get("layout", "xyxy")))
+
+
+def _laid_out(box: Box, layout: str) -> list[float]:
+    x0, y0, x1, y1 = box
+    orders = {"xywh": (x0, y0, x1 - x0, y1 - y0), "yxyx": (y0, x0, y1, x1)}
+    return [round(number, DIGITS) for number in orders.get(layout, box)]
+
+
+def _mask(prompt: Prompt, options: Options) -> str:
+    """An RLE as it is, for it covers the image whatever its size; polygons in the model's space."""
+    mask = options["mask"]
+    try:
+        value = json.loads(mask) if isinstance(mask, str) else mask
+        return as_text(_points(value, _scale(prompt, options)))
+    except (ValueError, TypeError):
+        return as_text(mask)
+
+
+def _points(value: Any, factors: tuple[float, float]) -> Any:
+    """Nested lists of x, y, x, y, ... with every number scaled; a mapping as it is."""
+    if not isinstance(value, list | tuple):
+        return value
+    if value and all(isinstance(one, int | float) for one in value):
+        return [round(one * factors[i % 2], DIGITS) for i, one in enumerate(value)]
+    return [_points(one, factors) for one in value]
+
+
+def _scale(prompt: Prompt, options: Options) -> tuple[float, float]:
+    frame = Frame.of(prompt.engine_prompt.images, prompt.sample, options.get("image", 0))
+    return frame.scale(options.get("gold_space", "original"), options.get("space", "pixel"))
+
+
+def _all_texts(prompt: Prompt, options: Options) -> str:
+    answer = options["answer"]
+    several = isinstance(answer, Sequence) and not isinstance(answer, str)
+    return "\n".join(as_text(one) for one in answer) if several else as_text(answer)
+
+
+GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
+    "iou": _box,
+    "giou": _box,
+    "point_in_box": _box,
+    "box_match": _boxes,
+    "mask_iou": _mask,
+    "contains": _all_texts,
+}
+"""Built-in → its right answer, from the prompt and the reward's arguments."""

@@ -1,0 +1,241 @@
+"""What `mm-grpo check` finds out about rewards: each is called on right and on wrong answers.
+
+A row's right answer is what gold.py writes, in the form that `data.gold_template` gives. A reward must score
+it above the right answers of other rows and above garbage; a built-in must give it 1. Rewards that read no
+column have no right answer: they are called, and their scores reported. Those that may use a network are
+called only when asked to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards.registry import RewardSpec
+from mm_grpo.rewards.scoring import Scorer
+from mm_grpo.run.gold import UNWRITTEN, builtin_name, gold_text, read_columns
+from mm_grpo.types import Completion, Prompt
+
+CHUNK = 64
+"""Rows that are scored in one call of a batch function, and among which right answers are exchanged."""
+OTHERS = 3
+"""Right answers of other rows that a row's reward is tried on. One of them may mean the same ("1/2", "0.5")."""
+GARBAGE = "?!"
+MOST_ERRORS = 3
+"""A reward that has raised on so many rows is not called again: each may have waited for its deadline."""
+TOLERANCE = 1e-6
+
+JUDGES = ("judge", "reward_model")
+ANY_BEST = ("cosine_length",)
+"""Built-ins whose best score the config sets; that of the others is 1."""
+FORMS = ("format",)
+"""Built-ins that read no column, but must be content with what `data.gold_template` makes of an answer."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One row on which a reward does not tell right from wrong, or raises (`fault` says which)."""
+
+    row: str
+    reward: str
+    fault: str
+    gold: str = ""
+    gold_score: float | None = None
+    wrong: str = ""
+    wrong_score: float | None = None
+
+
+@dataclass
+class RewardReport:
+    """What one reward did: `gold` and `wrong` are its scores of right and wrong answers, `seconds` the time
+    of all its `calls` (completions). `skipped` says why it was not judged, or not called."""
+
+    name: str
+    weight: float
+    skipped: str = ""
+    gold: list[float] = field(default_factory=list)
+    wrong: list[float] = field(default_factory=list)
+    none: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    errors: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    prompt: Prompt
+    gold: str
+
+
+class RewardCheck:
+    """Scores right and wrong answers of the rows it is given, one reward after the other.
+
+    `specs` are resolved rewards, `template` is `data.gold_template`, `conversational` as in `Scorer`.
+    `call_judges` allows rewards that may use a network. Call `add` for each row and `finish` at the end.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        *,
+        template: str | None = None,
+        conversational: bool = True,
+        call_judges: bool = False,
+    ) -> None:
+        self._template = template
+        self._checks = [_Check(spec, template, conversational, call_judges) for spec in specs]
+        self._rows: list[tuple[str, Prompt]] = []
+
+    @property
+    def reports(self) -> list[RewardReport]:
+        return [check.report for check in self._checks]
+
+    def add(self, row: str, prompt: Prompt) -> None:
+        """Take a row; `row` is what messages call it."""
+        self._rows.append((row, prompt))
+        if len(self._rows) >= CHUNK:
+            self._flush()
+
+    def finish(self) -> list[RewardReport]:
+        """Score what is left, stop all workers, and give a report for each reward."""
+        try:
+            self._flush()
+        finally:
+            for check in self._checks:
+                check.scorer.close()
+        return self.reports
+
+    def _flush(self) -> None:
+        for check in self._checks:
+            check.score(self._rows)
+        self._rows = []
+
+
+class _Check:
+    """One reward, and what is known of it so far."""
+
+    def __init__(
+        self, spec: RewardSpec, template: str | None, conversational: bool, call_judges: bool
+    ) -> None:
+        self.spec, self.template = spec, template
+        self.builtin = builtin_name(spec)
+        self.scorer = Scorer([alone(spec)], conversational=conversational)
+        self.report = RewardReport(spec.name, spec.weight)
+        self.may_call = call_judges or not (spec.is_async or self.builtin in JUDGES)
+        self.form = self.builtin in FORMS and template is not None
+        self.judged = self.form
+        self.pool: dict[str, None] = {}
+        if not self.may_call:
+            self.report.skipped = "not called: it may use a network (--call-judges calls it)"
+
+    def score(self, rows: Sequence[tuple[str, Prompt]]) -> None:
+        if not rows or not self.may_call:
+            return
+        self._settle(rows[0][1])
+        ready = [
+            _Row(name, prompt, gold)
+            for name, prompt in rows
+            if (gold := gold_text(self.spec, prompt, self.template, always=not self.judged or self.form))
+        ]
+        self.report.none += len(rows) - len(ready)
+        self.pool |= dict.fromkeys(row.gold for row in ready)
+        self._score(ready)
+        self.pool = dict.fromkeys(list(self.pool)[-CHUNK:])
+
+    def _settle(self, prompt: Prompt) -> None:
+        """Whether there is anything to judge, seen at the first row."""
+        if self.judged or self.report.skipped:
+            return
+        if self.builtin in UNWRITTEN:
+            self.report.skipped = "not judged: no column says what a right answer is"
+        elif read_columns(self.spec, prompt.sample.columns) or self.spec.takes_kwargs:
+            self.judged = True
+        else:
+            self.report.skipped = "not judged: it reads no column, so no answer is right by the row alone"
+
+    def _score(self, rows: Sequence[_Row]) -> None:
+        if not rows or self.report.errors >= MOST_ERRORS:
+            return
+        tried = [[row.gold, *self._others(row.gold), GARBAGE] for row in rows]
+        try:
+            scores = self._call(rows, tried)
+        except RewardError as error:
+            if len(rows) > 1:  # find the rows that it is about
+                for row in rows:
+                    self._score([row])
+                return
+            self.report.errors += 1
+            end = "; not called again" if self.report.errors == MOST_ERRORS else ""
+            self.report.failures.append(Failure(rows[0].name, self.report.name, f"{error}{end}"))
+            return
+        for row, texts, answers in zip(rows, tried, scores, strict=True):
+            self._judge(row, texts, answers)
+
+    def _others(self, gold: str) -> list[str]:
+        if self.form:
+            return []
+        plain = " ".join(gold.split()).casefold()
+        others = [text for text in self.pool if " ".join(text.split()).casefold() != plain]
+        return others[-OTHERS:]
+
+    def _call(self, rows: Sequence[_Row], tried: Sequence[Sequence[str]]) -> list[list[float | None]]:
+        prompts = [row.prompt for row, texts in zip(rows, tried, strict=True) for _ in texts]
+        completions = [_completion(text) for texts in tried for text in texts]
+        start = time.perf_counter()
+        flat = iter(self.scorer.score(prompts, completions, 1).parts[self.spec.name])
+        self.report.seconds += time.perf_counter() - start
+        self.report.calls += len(completions)
+        return [[next(flat) for _ in texts] for texts in tried]
+
+    def _judge(self, row: _Row, texts: Sequence[str], scores: Sequence[float | None]) -> None:
+        gold, others, garbage = scores[0], scores[1:-1], scores[-1]
+        report = self.report
+        if not self.judged:
+            report.wrong += [score for score in scores if score is not None]
+            return
+        if gold is None:
+            report.none += 1
+            return
+        report.gold.append(gold)
+        report.wrong += [score for score in scores[1:] if score is not None]
+        wrong = next((i for i, s in enumerate(scores[1:-1], start=1) if not _less(s, gold)), None)
+        fault = ""
+        has_top = self.builtin is not None and self.builtin not in ANY_BEST
+        if has_top and not math.isclose(gold, 1.0, abs_tol=TOLERANCE):
+            fault, wrong = "the right answer is not scored 1", None
+        elif not _less(garbage, gold):
+            fault, wrong = "garbage scores no less", len(texts) - 1
+        elif others and all(not _less(score, gold) for score in others):
+            fault = "the right answers of other rows score no less"
+        if fault:
+            report.failures.append(
+                Failure(
+                    row.name,
+                    report.name,
+                    fault,
+                    row.gold,
+                    gold,
+                    "" if wrong is None else texts[wrong],
+                    None if wrong is None else scores[wrong],
+                )
+            )
+
+
+def alone(spec: RewardSpec) -> RewardSpec:
+    """The reward as it is checked: not gated by others, and every error raised, whatever a run would do."""
+    policy = dataclasses.replace(spec.policy, only_if=(), on_error="stop", on_timeout="stop")
+    return dataclasses.replace(spec, policy=policy)
+
+
+def _less(score: float | None, gold: float) -> bool:
+    return score is not None and score < gold - TOLERANCE
+
+
+def _completion(text: str) -> Completion:
+    return Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", seed=0)

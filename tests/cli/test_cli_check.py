@@ -1,0 +1,93 @@
+"""`mm-grpo check`: rows and rewards that fail are listed with the row, and the exit code is 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import yaml
+
+
+@pytest.fixture
+def job(tmp_path: Path, models: dict[str, Path]) -> Path:
+    """A config with four rows, whose answers are two colours, and a reward in a Python file."""
+    for i in range(4):
+        tiny.picture(i).save(tmp_path / f"{i}.png")
+    rows = [
+        {"prompt": "what is it", "image": f"{i}.png", "answer": answer}
+        for i, answer in enumerate(["red", "blue", "red", "green"])
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(
+        "def mine(completion, answer):\n    return float(completion == answer and answer != 'blue')\n"
+        "async def ask(completion, answer):\n    return float(completion == answer)\n"
+        "def broken(completion, answer):\n    raise RuntimeError('judge is down')\n"
+    )
+    config = {
+        "model": {"path": str(models["qwen2_5_vl"])},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4},
+        "rewards": ["exact_match", "format"],
+        "run": {"dir": str(tmp_path / "run"), "max_steps": 2},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def row_of(out: str, *words: str) -> list[str]:
+    """The cells of the one table row that holds all the words."""
+    (line,) = [x for x in out.splitlines() if x.startswith("│") and all(word in x for word in words)]
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_a_sound_config_passes_with_a_table_of_scores(command: Any, job: Path) -> None:
+    result = command("check", job)
+    assert result.code == 0 and result.out.rstrip().endswith("ok")
+    cells = row_of(result.out, "train", "exact_match")
+    assert cells[:6] == ["train", "exact_match", "1", "4", "1 / 1 / 1", "0 / 0 / 0"] and cells[7] == "ok"
+    assert 0 <= float(cells[6]) < 100
+    assert "not judged" in row_of(result.out, "train", "format")[7]
+    assert not (job.parent / "run").exists()
+
+
+def test_a_reward_that_fails_is_listed_by_row(command: Any, job: Path) -> None:
+    result = command("check", job, f"rewards=[{job.parent}/mine.py:mine]")
+    assert result.code == 2 and result.out.rstrip().endswith("1 problem(s)")
+    cells = row_of(result.out, "rows.jsonl:2")
+    assert cells == ["rows.jsonl:2", "mine", "blue", "0", "?!", "0", "garbage scores no less"]
+    assert row_of(result.out, "train", "mine")[7] == "1 row(s) fail"
+
+
+def test_an_exception_names_the_row_and_the_line(command: Any, job: Path) -> None:
+    result = command("check", job, f"rewards=[{job.parent}/mine.py:broken]")
+    assert result.code == 2 and "3 problem(s)" in result.out  # not called again after three
+    assert "judge is down" in result.out and "mine.py:6" in result.out and "rows.jsonl:1: " in result.out
+
+
+def test_the_gold_template(command: Any, job: Path) -> None:
+    judged = command("check", job, "data.gold_template=<think>so</think> <answer>{gold}</answer>")
+    assert judged.code == 0
+    assert row_of(judged.out, "train", "format")[4:6] == ["1 / 1 / 1", "0 / 0 / 0"]
+    wrong = command("check", job, "data.gold_template=<answer>{gold}</answer>")
+    assert wrong.code == 2 and "4 problem(s)" in wrong.out
+    assert row_of(wrong.out, "rows.jsonl:4")[1:4] == ["format", "<answer>green</answer>", "0"]
+    refused = command("check", job, "data.gold_template=gold")
+    assert refused.code == 2 and "data.gold_template = 'gold': must hold {gold}" in refused.err
+
+
+def test_judges_are_called_only_when_asked(command: Any, job: Path) -> None:
+    entry = f"rewards=[{job.parent}/mine.py:ask]"
+    quiet = command("check", job, entry)
+    assert quiet.code == 0 and "not called" in row_of(quiet.out, "train", "ask")[7]
+    called = command("check", job, entry, "--call-judges")
+    assert called.code == 0 and row_of(called.out, "train", "ask")[3:6] == ["4", "1 / 1 / 1", "0 / 0 / 0"]
+
+
+def test_the_first_rows_alone(command: Any, job: Path) -> None:
+    result = command("check", job, "--rows", "2")
+    assert result.code == 0 and row_of(result.out, "train", "exact_match")[3] == "2"
+    assert command("check", job, "--rows", "0").code == 2

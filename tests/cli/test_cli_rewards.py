@@ -1,0 +1,102 @@
+"""`mm-grpo rewards`: the list, a reward's page, and scores by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from mm_grpo.cli_rewards import page
+from mm_grpo.rewards import names, resolve_entry
+
+
+def test_the_list_has_a_line_for_each(command: Any) -> None:
+    result = command("rewards")
+    lines = result.out.splitlines()
+    assert result.code == 0 and [line.split()[0] for line in lines][: len(names())] == names()
+    assert all(len(line.split()) > 3 for line in lines)
+    assert "Whether the completion's final answer is the gold answer." in result.out
+
+
+def test_every_reward_has_a_page_with_an_entry_that_resolves() -> None:
+    import yaml
+
+    for name in names():
+        shown = page(resolve_entry(name))
+        entry = next(line for line in shown.splitlines() if line.startswith("  rewards: "))
+        (made,) = yaml.safe_load(entry)["rewards"]
+        assert resolve_entry(made).name == name
+
+
+def test_a_page(command: Any) -> None:
+    out = command("rewards", "exact_match").out
+    assert out.startswith("exact_match (built-in; called per completion)\n\nWhether the completion's final")
+    assert "  answer           column; rows where it is null get no score\n" in out
+    assert "  ignore_case      argument, default true\n" in out
+    assert "rewards: [{name: exact_match, weight: 1, ignore_case: true, strict: false}]" in out
+    assert "data: {columns: {answer: name_in_the_dataset}}" in out
+
+
+def test_the_page_of_ones_own(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def mine(completions, solution, prompts, **kwargs):\n    return [1.0]\n"
+    )
+    out = command("rewards", f"{tmp_path}/mine.py:mine").out
+    assert "called per batch" in out and "(no docstring)" in out
+    assert "prompts          given by the run" in out and "every other column" in out
+    assert f"rewards: [{{name: {tmp_path}/mine.py:mine, weight: 1}}]" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "score"),
+    [
+        (["exact_match", "--completion", "Red.", "--column", "answer=red"], "1"),
+        (["exact_match", "--completion", "3", "--column", "answer=3"], "1"),
+        (["exact_match", "--completion", "Red", "--column", "answer=red", "--arg", "ignore_case=false"], "0"),
+        (
+            ["exact_match", "--completion", "x", "--column", "answer=null"],
+            "None: the reward does not apply to this row",
+        ),
+        (["format", "--completion", "Answer: 3", "--arg", r"pattern=Answer: \d+"], "1"),
+    ],
+)
+def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
+    result = command("rewards", "try", *arguments)
+    assert (result.code, result.out.strip()) == (0, score)
+
+
+def test_images_reach_the_reward_as_they_are(command: Any, tmp_path: Path) -> None:
+    for i, size in enumerate(((30, 20), (50, 40))):
+        tiny.picture(i, *size).save(tmp_path / f"{i}.png")
+    (tmp_path / "mine.py").write_text(
+        "def area(completion, images, sample, box):\n"
+        "    return images[1].width * images[1].height + len(sample.images) + sum(box)\n"
+    )
+    images = [word for i in range(2) for word in ("--image", tmp_path / f"{i}.png")]
+    result = command(
+        "rewards", "try", f"{tmp_path}/mine.py:area", "--completion", "x", "--column", "box=[1, 2.5]", *images
+    )
+    assert (result.code, result.out.strip()) == (0, "2005.5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["exact_mach"], ["exact_mach", "did you mean 'exact_match'"]),
+        (["try", "exact_match", "--completion", "x"], ["exact_match", "answer"]),
+        (
+            ["try", "exact_match", "--completion", "x", "--column", "answer"],
+            ["--column 'answer'", "name=value"],
+        ),
+        (["try", "format", "--completion", "x", "--arg", "patern=a"], ["patern", "did you mean 'pattern'"]),
+        (["try", "format", "--completion", "x", "--image", "/no/such.png"], ["--image", "/no/such.png"]),
+        (["try", "format"], ["--completion"]),
+    ],
+)
+def test_mistakes(arguments: list[str], words: list[str], command: Any) -> None:
+    result = command("rewards", *arguments)
+    assert result.code == 2 and "Traceback" not in result.err
+    for word in words:
+        assert word in result.err

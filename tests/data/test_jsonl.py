@@ -1,0 +1,69 @@
+"""Rows written to a file read back as the same rows, and their images keep their bytes."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+import tiny
+
+from mm_grpo.config import DataConfig
+from mm_grpo.data import load, write_jsonl
+from mm_grpo.errors import DataError
+
+
+def encoded(kind: str) -> bytes:
+    buffer = BytesIO()
+    tiny.picture(3).save(buffer, format=kind)
+    return buffer.getvalue()
+
+
+def test_every_kind_of_image_is_written_and_read_back(tmp_path: Path) -> None:
+    jpeg = encoded("JPEG")
+    rows = [
+        {"prompt": "é?", "image": tiny.picture(1), "answer": 3},
+        {"prompt": "b", "image": {"bytes": jpeg, "path": "of/the/hub.jpg"}, "answer": None},
+        {"prompt": "c", "images": [tiny.picture(1), jpeg], "answer": [1.5, "x"]},
+        {"prompt": "d", "image": "elsewhere.png", "answer": ""},
+    ]
+    assert write_jsonl(rows, tmp_path / "out" / "rows.jsonl") == 4
+    stored = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert [row["answer"] for row in stored] == [3, None, [1.5, "x"], ""]
+    assert stored[0]["prompt"] == "é?" and stored[3]["image"] == "elsewhere.png"
+    assert stored[0]["image"].startswith("images/") and stored[0]["image"].endswith(".png")
+    assert stored[1]["image"].endswith(".jpg")
+    assert stored[2]["images"] == [stored[0]["image"], stored[1]["image"]]  # equal images share a file
+    assert (tmp_path / "out" / stored[1]["image"]).read_bytes() == jpeg  # not compressed a second time
+    tiny.picture(2).save(tmp_path / "out" / "elsewhere.png")
+    dataset = load(str(tmp_path / "out" / "rows.jsonl"), DataConfig())
+    assert dataset.sample(0).images[0].tobytes() == tiny.picture(1).tobytes()
+    assert dataset.sample(2).columns == {"answer": [1.5, "x"]}
+
+
+def test_what_cannot_be_written_names_the_row_and_leaves_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_jsonl([{"prompt": "a"}], path)
+    for rows, words in (
+        ([{"prompt": "a"}, {"prompt": "b", "answer": {1, 2}}], "row 2 cannot be written"),
+        ([{"prompt": "a", "answer": float("nan")}], "row 1 cannot be written"),
+        ([{"prompt": "a", "image": b"no image"}], "row 1 has an image that cannot be read"),
+        ([{"prompt": "a", "image": 3}], "row 1 has an image that is a int; legal is"),
+        ([], "there are no rows to write"),
+    ):
+        with pytest.raises(DataError, match=words):
+            write_jsonl(rows, path)
+        assert path.read_text() == '{"prompt": "a"}\n'
+
+
+def test_the_head_of_a_dataset_keeps_names_and_uids() -> None:
+    rows = [{"prompt": f"row {i}", "image": tiny.picture(i), "answer": i} for i in range(5)]
+    whole = load(rows, DataConfig())
+    head = whole.head(2)
+    assert (len(head), len(whole), len(whole.head(9))) == (2, 5, 5)
+    assert head.sample(1) == whole.sample(1) and head.sample(1).uid == "train:1"
+    with pytest.raises(IndexError):
+        head.sample(2)
+    shuffled = whole.with_shuffled_images().head(2)
+    assert shuffled.sample(0).images[0].tobytes() != whole.sample(0).images[0].tobytes()

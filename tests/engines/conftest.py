@@ -1,0 +1,71 @@
+"""Real vLLM over tiny random models: one engine per family, all in this process.
+
+The whole folder is what a new vLLM version must pass.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+from vllm_rig import Rig, process_state
+
+from mm_grpo.rollout.vllm_engine import VLLMEngine
+
+
+@pytest.fixture(scope="session")
+def rigs(models: dict[str, Path]) -> Callable[[str], Rig]:
+    built: dict[str, Rig] = {}
+
+    def rig_of(family: str) -> Rig:
+        if family not in built:
+            built[family] = Rig(models[family])
+        return built[family]
+
+    return rig_of
+
+
+@pytest.fixture(params=tiny.FAMILIES)
+def rig(request: pytest.FixtureRequest, rigs: Callable[[str], Rig]) -> Rig:
+    """Each family in turn, engine and learner at the weights on disk."""
+    found = rigs(request.param)
+    found.reset()
+    return found
+
+
+@pytest.fixture
+def one(rigs: Callable[[str], Rig]) -> Rig:
+    """One family, for what does not depend on it."""
+    found = rigs("qwen2_5_vl")
+    found.reset()
+    return found
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, dict[str, Any], dict[str, Any]]:
+    """A second engine of the process, over an untied model; the process's state before and after its start."""
+    path = tiny.build("qwen2_5_vl", tmp_path_factory.mktemp("untied") / "model", seed=5, tie=False)
+    random.seed(11)
+    numpy.random.seed(12)
+    torch.manual_seed(13)
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    original = VLLMEngine.__init__
+
+    def watched(self: VLLMEngine, *args: Any) -> None:
+        before.update(process_state())
+        original(self, *args)
+        after.update(process_state())
+
+    VLLMEngine.__init__ = watched  # type: ignore[method-assign]
+    try:
+        rig = Rig(path, max_num_seqs=16, max_num_batched_tokens=1024)
+    finally:
+        VLLMEngine.__init__ = original  # type: ignore[method-assign]
+    return rig, before, after

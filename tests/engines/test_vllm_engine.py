@@ -1,0 +1,183 @@
+"""The vLLM engine samples what the learner trains on: ids, log-probs, seeds, images, masks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from vllm_rig import Rig
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.health.duplicate_completions import duplicate_completions, unique_ratio
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.types import Completion, Group, Prompt
+
+TWELVE = Sampling(max_tokens=12)
+
+
+def seeds(count: int, each: int, first: int = 0) -> list[range]:
+    return [range(first + 1000 * i, first + 1000 * i + each) for i in range(count)]
+
+
+def groups(prompts: list[Prompt], done: list[Completion]) -> list[Group]:
+    each = len(done) // len(prompts)
+    return [
+        Group(i, p, tuple(done[i * each : (i + 1) * each]), (0.0,) * each, (0.0,) * each)
+        for i, p in enumerate(prompts)
+    ]
+
+
+def test_logprobs_are_the_learners_for_one_image_two_and_none(rig: Rig) -> None:
+    prompts = rig.prompts()
+    done = rig.engine.generate(requests_for(prompts, seeds(3, 4), TWELVE))
+    assert rig.gap(prompts, done) <= 1e-5
+    hot = rig.engine.generate(requests_for(prompts, seeds(3, 4), Sampling(12, temperature=0.7)))
+    assert rig.gap(prompts, hot, temperature=0.7) <= 1e-5
+    assert [c.token_ids for c in hot] != [c.token_ids for c in done]
+    for c in done:
+        assert c.text == rig.processor.decode(c.token_ids)
+        assert c.weight_versions == ((0, 0),)
+        assert c.finish_reason == ("length" if len(c.token_ids) == 12 else "stop")
+
+
+def test_score_is_the_plain_distribution(rig: Rig) -> None:
+    for prompt in rig.prompts():
+        done = rig.engine.generate([Request(prompt, 3, Sampling(12, temperature=0.5))])[0]
+        plain = rig.expected(prompt, done.token_ids, mask=False)
+        assert rig.engine.score(prompt, done.token_ids) == pytest.approx(plain, abs=1e-5)
+        assert rig.engine.verify(prompt, done.token_ids, plain, 1e-5).max <= 1e-5
+        masked = rig.expected(prompt, done.token_ids)
+        assert max(abs(a - b) for a, b in zip(masked, plain, strict=True)) > 1e-4  # the test could tell
+
+
+def test_same_row_twice_and_one_text_with_four_images(rig: Rig) -> None:
+    row = rig.prompt("row", tiny.picture(1))
+    twin = rig.prompt("row-again", tiny.picture(1))
+    others = [rig.prompt(f"image-{i}", tiny.picture(i)) for i in (2, 3, 4, 5)]
+    prompts = [row, twin, *others]
+    requests = requests_for(prompts, seeds(6, 8), TWELVE)
+    done = rig.engine.generate(requests)
+    assert [c.seed for c in done] == [r.seed for r in requests]
+    assert len({c.seed for c in done}) == 48
+    assert rig.gap(prompts, done) <= 1e-5  # each with its own image: another's gives gaps of 0.1 and more
+    assert unique_ratio(groups(prompts, done)) == 1.0
+    assert duplicate_completions(groups(prompts, done)) is None
+    assert {c.token_ids for c in done[:8]}.isdisjoint({c.token_ids for c in done[8:16]})
+    swapped = rig.gap([prompts[1], *prompts[3:], prompts[2], prompts[0]], done)
+    assert swapped > 1e-2
+    alone = [rig.engine.generate([r])[0] for r in requests]
+    assert [c.token_ids for c in alone] == [c.token_ids for c in done]
+
+
+def test_equal_seeds_give_equal_completions_however_they_are_asked_for(rig: Rig) -> None:
+    prompts = rig.prompts()
+    requests = requests_for(prompts, seeds(3, 4), TWELVE)
+    done = rig.engine.generate(requests)
+    backwards = rig.engine.generate(requests[::-1])[::-1]
+    split = rig.engine.generate(requests[:5]) + rig.engine.generate(requests[5:])
+    for other in (backwards, split):
+        assert [c.token_ids for c in other] == [c.token_ids for c in done]
+        for a, b in zip(other, done, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+
+
+def test_media_tokens_cannot_be_sampled_even_when_the_model_wants_them(rig: Rig) -> None:
+    prompt = rig.prompts()[0]
+    media = sorted(rig.processor.media_token_ids)
+    unread = [
+        t for t in media if t not in prompt.engine_prompt.token_ids
+    ]  # as inputs they would change the rest
+    ordinary = rig.engine.generate(requests_for([prompt], [range(8)], TWELVE))
+    states: list[torch.Tensor] = []
+    hook = rig.model.lm_head.register_forward_pre_hook(lambda m, args: states.append(args[0][0, -1]))
+    rig.expected(prompt, [0])
+    hook.remove()
+    with torch.no_grad():
+        rig.model.lm_head.weight[unread] = 20.0 * states[0] / states[0].norm()
+    assert max(rig.expected(prompt, [t], mask=False)[0] for t in unread) > -2.0  # one would surely be drawn
+    rig.engine.update_weights(rig.tensors(), 1)
+    for sampling in (
+        TWELVE,
+        Sampling(12, temperature=0.3),
+        Sampling(12, top_p=0.5),
+        Sampling(12, temperature=0.0),
+    ):
+        done = rig.engine.generate(requests_for([prompt], [range(8)], sampling))
+        assert not {t for c in done for t in c.token_ids} & set(media)
+        if sampling.top_p == 1.0:
+            assert rig.gap([prompt], done, temperature=sampling.temperature or 1.0) <= 1e-5
+    assert [c.token_ids[0] for c in rig.engine.generate(requests_for([prompt], [range(8)], TWELVE))] == [
+        c.token_ids[0] for c in ordinary
+    ]
+
+
+def test_sampling_follows_the_distribution(one: Rig) -> None:
+    """Frequencies of the first token over 2,000 seeds against the learner's own probabilities."""
+    prompt = one.prompts()[0]
+    one.change("lm_head", "embed_tokens", scale=12.0)  # a peaked distribution has frequencies worth comparing
+    one.engine.update_weights(one.tensors(), 1)
+    done = one.engine.generate(requests_for([prompt], [range(2000)], Sampling(1)))
+    counts: dict[int, int] = {}
+    for c in done:
+        counts[c.token_ids[0]] = counts.get(c.token_ids[0], 0) + 1
+    probability = {t: math.exp(one.expected(prompt, [t])[0]) for t in counts}
+    for token, p in probability.items():
+        if p > 0.01:
+            assert counts[token] / 2000 == pytest.approx(p, abs=4.5 * (p * (1 - p) / 2000) ** 0.5)
+    assert max(probability.values()) > 0.05
+
+
+def test_evaluation_sampling(one: Rig) -> None:
+    prompt = one.prompts()[1]
+    greedy = one.engine.generate([Request(prompt, 9, Sampling(8, temperature=0.0))] * 2)
+    narrow = one.engine.generate(requests_for([prompt], [range(3)], Sampling(8, top_k=1)))
+    assert {c.token_ids for c in (*greedy, *narrow)} == {greedy[0].token_ids}
+    assert one.gap([prompt], greedy) <= 1e-5
+    fresh = one.engine.generate([Request(prompt, 3, Sampling(20, temperature=0.0, repetition_penalty=1e6))])
+    assert len(set(fresh[0].token_ids)) == len(fresh[0].token_ids)
+
+
+def test_a_stop_token_ends_a_completion_and_belongs_to_it(one: Rig) -> None:
+    prompt = one.prompts()[2]
+    done = one.engine.generate(requests_for([prompt], [range(64)], Sampling(max_tokens=40)))
+    assert {c.finish_reason for c in done} == {"stop", "length"}
+    for c in done:
+        assert (c.token_ids[-1] in one.processor.stop_token_ids) == (c.finish_reason == "stop")
+        assert not set(c.token_ids[:-1]) & one.processor.stop_token_ids
+        assert len(c.logprobs) == len(c.token_ids)
+
+
+def test_more_prompts_than_one_step_holds(one: Rig) -> None:
+    """Seeded requests that are prefilled in pieces stop the CPU sampler; none may be."""
+    text = "xyzq" * 120
+    prompts = [one.prompt(f"long-{i}", tiny.picture(i), text=text) for i in range(20)]
+    assert sum(len(p.token_ids) for p in prompts) > 8192
+    done = one.engine.generate(requests_for(prompts, seeds(20, 2), Sampling(4)))
+    assert one.gap(prompts[:3], done[:6]) <= 1e-5
+
+
+def test_nothing_asked_nothing_answered(one: Rig) -> None:
+    assert one.engine.generate([]) == []
+    assert one.engine.score(one.prompts()[0], []) == []
+
+
+def test_a_seed_that_would_hang_the_worker_is_refused(one: Rig) -> None:
+    with pytest.raises(ValueError, match=r"one: seed 2147483648 is outside"):
+        one.engine.generate([Request(one.prompts()[0], 1 << 31, TWELVE)])
+
+
+@pytest.mark.parametrize("temperature", [0.001, 2.5])
+def test_a_temperature_that_vllm_would_change_is_refused(one: Rig, temperature: float) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"temperature = {temperature:g}: vLLM samples at 0, or from 0.01 to 2"
+    ):
+        one.engine.generate([Request(one.prompts()[0], 1, Sampling(4, temperature=temperature))])
+
+
+def test_the_process_is_left_as_it_was(untied: tuple[Rig, dict[str, Any], dict[str, Any]]) -> None:
+    _, before, after = untied
+    for key in before:
+        assert after[key] == before[key], f"starting vLLM changed {key}"

@@ -1,0 +1,237 @@
+"""What the vLLM engine refuses, and how it fails: one error that names the row or the cause, and no hang."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from vllm_rig import Rig
+
+from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
+from mm_grpo.health.duplicate_completions import duplicate_completions
+from mm_grpo.rollout import vllm_internals
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.rollout.vllm_launch import launch
+from mm_grpo.types import EnginePrompt, Group
+
+TWELVE = Sampling(max_tokens=12)
+
+
+def still_works(rig: Rig) -> None:
+    prompts = rig.prompts()
+    done = rig.engine.generate(requests_for(prompts, [range(4)] * 3, TWELVE))
+    assert rig.gap(prompts, done) <= 1e-5
+
+
+def test_a_prompt_that_is_too_long(rig: Rig) -> None:
+    long = rig.prompt("row-17", tiny.picture(1), text="word " * 300)
+    with pytest.raises(
+        DataError, match=r"row-17: the prompt has \d+ tokens and 12 more .*max_model_len = 1024"
+    ):
+        rig.engine.generate(requests_for([rig.prompts()[0], long], [range(2)] * 2, TWELVE))
+    still_works(rig)
+
+
+def test_too_many_images(rig: Rig) -> None:
+    crowd = rig.prompt("row-18", *(tiny.picture(i) for i in range(3)))
+    with pytest.raises(DataError, match=r"row-18: the row has 3 images, .* at most 2"):
+        rig.engine.generate(requests_for([rig.prompts()[0], crowd], [range(2)] * 2, TWELVE))
+    still_works(rig)
+
+
+def test_what_vllm_itself_refuses_names_the_row(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.engine, "_check_size", lambda *args: None)
+    good, bad = rig.prompts()[0], rig.prompt("row-19", *(tiny.picture(i) for i in range(3)))
+    with pytest.raises(DataError, match=r"row-19: vLLM refuses the prompt: At most 2 image"):
+        rig.engine.generate(requests_for([good, bad], [range(2)] * 2, TWELVE))
+    monkeypatch.undo()
+    still_works(rig)
+
+
+def test_an_image_that_vllm_rejects_names_the_row(one: Rig) -> None:
+    good = one.prompts()[0]
+    broken = dataclasses.replace(
+        good,
+        sample=dataclasses.replace(good.sample, uid="row-20"),
+        engine_prompt=EnginePrompt(good.engine_prompt.token_ids, (tiny.picture(1).resize((300, 1)),)),
+    )
+    with pytest.raises((DataError, GuardStop), match=r"row-20: .*"):
+        one.engine.generate([Request(good, 1, TWELVE), Request(broken, 2, TWELVE)])
+    still_works(one)
+
+
+def test_expanded_ids_are_caught_by_the_id_contract(rig: Rig) -> None:
+    prompt = rig.prompts()[1]
+    expanded = dataclasses.replace(
+        prompt, engine_prompt=EnginePrompt(prompt.token_ids, prompt.engine_prompt.images)
+    )
+    with pytest.raises(
+        GuardStop, match=rf"two: vLLM ran \d+ prompt tokens .* trains on {len(prompt.token_ids)}"
+    ):
+        rig.engine.generate([Request(expanded, 1, TWELVE)])
+
+
+def test_an_image_of_another_size_is_caught_by_the_id_contract(rig: Rig) -> None:
+    prompt = rig.prompts()[0]
+    other = dataclasses.replace(
+        prompt, engine_prompt=EnginePrompt(prompt.engine_prompt.token_ids, (tiny.picture(1, 168, 168),))
+    )
+    with pytest.raises(GuardStop, match="one: vLLM ran"):
+        rig.engine.generate([Request(other, 1, TWELVE)])
+
+
+def test_shared_seeds_are_caught_by_the_duplicate_guard(rig: Rig) -> None:
+    prompt = rig.prompts()[0]
+    done = rig.engine.generate([Request(prompt, 7, TWELVE)] * 4)
+    assert len({c.token_ids for c in done}) == 1
+    message = duplicate_completions([Group(0, prompt, tuple(done), (0.0,) * 4, (0.0,) * 4)])
+    assert message is not None
+    assert "4 of 4 completions are the same" in message
+    assert "[7, 7, 7, 7]" in message
+
+
+def test_death_in_mid_step_has_one_error_with_its_cause_and_no_hang(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rig.engine._handle.llm.llm_engine
+    steps, step = [0], engine.step
+
+    def failing() -> Any:
+        steps[0] += 1
+        if steps[0] == 4:
+            raise RuntimeError("worker lost\nsecond line")
+        return step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "step", failing)
+        with pytest.raises(
+            EngineError, match=r"sampled 3 request\(s\) \(one, two, none\): RuntimeError: worker lost"
+        ) as e:
+            rig.engine.generate(requests_for(rig.prompts(), [range(4)] * 3, TWELVE))
+    assert isinstance(e.value.__cause__, RuntimeError)
+    assert not engine.has_unfinished_requests()
+    still_works(rig)
+
+
+def test_a_worker_that_fails_in_its_forward(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        core = one.engine._handle.llm.llm_engine.engine_core.engine_core
+        patched.setattr(core.model_executor, "execute_model", fails)
+        with pytest.raises(EngineError, match="MemoryError: no room"):
+            one.engine.generate(requests_for(one.prompts(), [range(4)] * 3, TWELVE))
+    still_works(one)
+
+
+def test_an_interrupt_leaves_nothing_queued(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(one.engine._handle.llm, "wait_for_completion", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.engine.generate(requests_for(one.prompts(), [range(4)] * 3, TWELVE))
+    still_works(one)
+
+
+def test_an_engine_without_enqueue_names_the_rows(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions queue all requests in one call."""
+    monkeypatch.delattr(type(one.engine._handle.llm), "enqueue")
+    still_works(one)
+    monkeypatch.setattr(one.engine, "_check_size", lambda *args: None)
+    bad = one.prompt("row-21", *(tiny.picture(i) for i in range(3)))
+    with pytest.raises(DataError, match=r"one of one, row-21: vLLM refuses"):
+        one.engine.generate(requests_for([one.prompts()[0], bad], [range(2)] * 2, TWELVE))
+    monkeypatch.undo()
+    still_works(one)
+
+
+def test_log_probs_that_are_no_numbers(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = vllm_internals.run
+
+    def damaged(*args: Any) -> Any:
+        answers = run(*args)
+        first = dataclasses.replace(answers[0].sequences[0], logprobs=(float("nan"),) * 12)
+        return [dataclasses.replace(answers[0], sequences=(first,))]
+
+    monkeypatch.setattr(vllm_internals, "run", damaged)
+    with pytest.raises(GuardStop, match=r"none: vLLM returned 12 log-probs .* not numbers below 0"):
+        one.engine.generate([Request(one.prompts()[2], 1, TWELVE)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("logprobs_mode", "raw_logits", r"engine_kwargs.logprobs_mode = 'raw_logits': mm_grpo sets .* the learner"),
+        ("mm_processor_kwargs", {}, r"from data.min_pixels and data.max_pixels; remove it"),
+        ("no_such_thing", 1, r"engine_kwargs.no_such_thing: vLLM has no such argument"),
+        ("max_num_batched_tokens", 512, r"max_num_batched_tokens = 512: on a CPU it must be at least .* 1024"),
+    ],
+)  # fmt: skip
+def test_engine_arguments_that_are_refused(one: Rig, name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch(dataclasses.replace(one.settings, engine_kwargs=((name, value),)))
+
+
+def test_more_context_than_the_model_has(one: Rig) -> None:
+    with pytest.raises(ConfigError, match=r"vLLM refuses to start .*max_model_len"):
+        launch(dataclasses.replace(one.settings, max_model_len=4096))
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_the_processes(one: Rig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size = 2 does not divide the number of processes, 1"
+    ):
+        launch(dataclasses.replace(one.settings, tensor_parallel_size=2))
+
+
+def test_a_rank_of_many_without_a_process_group(tmp_path: Path, models: dict[str, Path]) -> None:
+    code = (
+        "from mm_grpo.rollout.vllm_launch import EngineSettings, launch\n"
+        f"launch(EngineSettings('{models['qwen2_vl']}', 'float32', 256, 784, 7840))"
+    )
+    env = {**os.environ, "WORLD_SIZE": "2", "RANK": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "the vLLM engine must start after the process group" in done.stderr.splitlines()[-1]
+
+
+START = """
+import sys, time
+from mm_grpo.processors.base import load_processor
+from mm_grpo.rollout.engine import Request, Sampling
+from mm_grpo.rollout import vllm_engine
+from mm_grpo.rollout.vllm_launch import EngineSettings
+import tiny
+path = sys.argv[1]
+processor = load_processor(path)
+prompt = processor.prompt(tiny.sample("a", images=(tiny.picture(1),)))
+clock = time.perf_counter()
+settings = EngineSettings(path, "float32", 512, processor.min_pixels, processor.max_pixels)
+engine = vllm_engine.VLLMEngine(settings, processor)
+built = time.perf_counter() - clock
+engine.generate([Request(prompt, 1, Sampling(16))])
+print(built, time.perf_counter() - clock - built)
+"""
+
+
+@pytest.mark.long
+def test_the_engine_starts_in_15_seconds_and_answers_in_2(models: dict[str, Path]) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for attempt in (1, 2):  # the first may write bytecode
+        done = subprocess.run(
+            [sys.executable, "-c", START, str(models["qwen2_5_vl"])],
+            env=env, capture_output=True, text=True, timeout=240, check=True,
+        )  # fmt: skip
+        built, first = map(float, done.stdout.split()[-2:])
+        print(f"attempt {attempt}: engine {built:.1f} s, first generate {first:.2f} s")
+    assert built <= 15
+    assert first <= 2

@@ -1,0 +1,151 @@
+"""The run's own checks over the real vLLM: sound as it is, and each safety that is taken away shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny
+from torch import Tensor
+
+from mm_grpo import GRPOConfig
+from mm_grpo.errors import EngineError, GuardStop
+from mm_grpo.learner.learner import Learner
+from mm_grpo.rollout import build
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.rollout.vllm_engine import VLLMEngine
+from mm_grpo.run.doctor import examine
+from mm_grpo.run.parity import check_start
+from mm_grpo.run.sync import SyncReport, VerifiedSync
+from mm_grpo.types import Completion, Group
+
+SEEDS = range(40, 44)
+LONG = (
+    "tell me at length what there is to be seen in this picture, and where, and how it came to be there. " * 2
+)
+
+
+def config_of(rig: Any, **rollout: Any) -> GRPOConfig:
+    return GRPOConfig.from_dict(
+        {
+            "model": {"path": rig.settings.model, "dtype": "float32"},
+            "data": {"train": {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size": 84}},
+            "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, **rollout},
+            "optim": {"learning_rate": 1e-3},
+        }
+    )
+
+
+class Both:
+    """A learner over the rig's model and an engine of the given class, in step."""
+
+    def __init__(self, rig: Any, kind: type[VLLMEngine] = VLLMEngine) -> None:
+        self.rig, self.config = rig, config_of(rig)
+        rig.model.train().requires_grad_(True)
+        self.learner = Learner(rig.model, rig.processor, self.config, 10)
+        self.engine = kind(rig.settings, rig.processor)
+        self.sync = VerifiedSync(self.engine, self.learner, self.config)
+        self.sync.start()
+        # longer than one block of the prefix cache on a CPU, 128 tokens
+        self.prompt = rig.prompt("r:0", tiny.picture(1), text=LONG)
+
+    def step(self, version: int = 1, rate: float = 1e-3) -> SyncReport:
+        self.config.optim.learning_rate = rate
+        done = tuple(self.engine.generate(requests_for([self.prompt], [SEEDS], Sampling(10))))
+        group = Group(0, self.prompt, done, (1.0, 0.0, 1.0, 0.0), (1.0, -1.0, 1.0, -1.0))
+        witness = self.sync.witness([group])
+        report = self.learner.step([group])
+        assert report.max_gap < 1e-5
+        return self.sync.update(version, witness, noise=report.max_gap)
+
+
+def test_a_sound_engine_follows_every_update(rig: Any) -> None:
+    both = Both(rig)
+    assert len(both.prompt.token_ids) > 140
+    check_start(both.engine, both.learner, both.config, both.prompt, SEEDS, 0)
+    for version, rate in ((1, 1e-3), (2, 1e-6), (3, 1e-4)):
+        report = both.step(version, rate)
+        assert report.problem is None and report.bytes > 0
+        assert report.score is not None and report.score.max < 1e-5
+        assert report.probe is not None and report.probe.max < 1e-5
+
+
+def test_an_update_of_the_vision_tower_alone_is_followed(one: Any) -> None:
+    both = Both(one)
+    one.model.requires_grad_(False)
+    one.model.model.visual.requires_grad_(True)
+    both.learner = both.sync.learner = Learner(one.model, one.processor, both.config, 10)
+    report = both.step(1)
+    assert report.problem is None and report.moved is not None and report.moved > 1e-4
+    assert report.score is not None and report.score.max < 1e-5
+
+
+class NoTransfer(VLLMEngine):
+    def _sent(self, transfer: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        return transfer if not self.version and not self.sync._held else []
+
+
+class NoEncoderReset(VLLMEngine):
+    def _reset_encoder_cache(self) -> None:
+        pass
+
+
+class NoPrefixReset(VLLMEngine):
+    def _reset_prefix_cache(self) -> None:
+        pass
+
+
+class OneSeed(VLLMEngine):
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        done = super().generate([replace(r, seed=7) for r in requests])
+        return [replace(c, seed=r.seed) for c, r in zip(done, requests, strict=True)]
+
+
+class OtherImage(VLLMEngine):
+    def _work(self, group: Sequence[Request]) -> Any:
+        work = super()._work(group)
+        return replace(work, images=tuple(image.transpose(1) for image in work.images))
+
+
+def test_a_skipped_transfer_stops_at_any_learning_rate(one: Any) -> None:
+    both = Both(one, NoTransfer)
+    with pytest.raises(GuardStop, match="changed tensors never reached the engine"):
+        both.step(1, rate=1e-7)
+
+
+def test_a_prefix_cache_that_is_kept_shows(one: Any) -> None:
+    problem = Both(one, NoPrefixReset).step(1).problem
+    assert problem is not None and "new samples for r:0" in problem
+
+
+def test_an_encoder_cache_that_is_kept_shows(one: Any) -> None:
+    # reload clears the worker's half of the cache alone, and vLLM trips over the other half
+    both = Both(one, NoEncoderReset)
+    with pytest.raises(EngineError, match=r"vLLM failed .*\(r:0\): .*Encoder cache miss"):
+        both.step(1)
+    both.engine._handle.llm.llm_engine.reset_encoder_cache()
+
+
+def test_another_image_stops_before_the_first_step(one: Any) -> None:
+    both = Both(one, OtherImage)
+    with pytest.raises(GuardStop, match=r"before the first step, .*the tokens that it sampled for r:0"):
+        check_start(both.engine, both.learner, both.config, both.prompt, SEEDS, 0)
+
+
+def test_the_doctor_finds_the_real_engine_sound(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        build.BUILDERS, "transformers", lambda c, m, p: VLLMEngine(rig.settings, rig.processor)
+    )
+    report = examine(config_of(rig, temperature=0.8), 4)
+    assert report.failures == [] and report.ids_equal is True
+    for parity in (*report.before, *report.after):
+        assert parity.score.max < 1e-5 and parity.sampled.max < 1e-5 and parity.distinct == 4
+    assert report.update is not None and report.update.bytes > 0
+
+
+def test_the_doctor_sees_one_seed_for_all(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(build.BUILDERS, "transformers", lambda c, m, p: OneSeed(one.settings, one.processor))
+    report = examine(config_of(one), 2)
+    assert any("4 of 4 completions are the same" in failure for failure in report.failures)

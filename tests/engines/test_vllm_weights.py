@@ -1,0 +1,292 @@
+"""Weights reach vLLM whole and verified; each skipped safety is caught by the engine's own proofs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from torch import Tensor
+from vllm_rig import Rig
+
+from mm_grpo.errors import EngineError, GuardStop
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.rollout.vllm_engine import VLLMEngine
+from mm_grpo.rollout.weight_sync import unit_of
+from mm_grpo.types import Prompt
+
+TWELVE = Sampling(max_tokens=12)
+LIMIT = 1e-5
+
+
+def sampled_gap(rig: Rig, prompts: list[Prompt]) -> float:
+    requests = requests_for(prompts, [range(100 * i, 100 * i + 4) for i in range(len(prompts))], TWELVE)
+    return rig.gap(prompts, rig.engine.generate(requests))
+
+
+def long_prompt(rig: Rig) -> Prompt:
+    """Past 128 tokens, the block that a CPU's prefix cache keeps."""
+    return rig.prompt("long", tiny.picture(1), text="xyzq" * 60)
+
+
+def proof(rig: Rig, prompt: Prompt) -> None:
+    ids = [40, 41, 42, 50, 60, 70]
+    rig.engine.verify(prompt, ids, rig.expected(prompt, ids, mask=False), LIMIT)
+
+
+def test_every_weight_changed(rig: Rig) -> None:
+    prompts = [*rig.prompts(), long_prompt(rig)]
+    assert sampled_gap(rig, prompts) <= LIMIT
+    rig.change("")
+    assert sampled_gap(rig, prompts) > 1e-2  # the test could tell
+    received = rig.engine.update_weights(rig.tensors(), 1)
+    assert received.keys() == {n for n, _ in rig.tensors()}
+    assert sampled_gap(rig, prompts) <= LIMIT
+    proof(rig, long_prompt(rig))
+    done = rig.engine.generate([Request(prompts[0], 1, TWELVE)])[0]
+    assert done.weight_versions == ((0, 1),)
+
+
+def test_the_vision_tower_alone_with_the_same_images(rig: Rig) -> None:
+    prompts = rig.prompts()
+    assert sampled_gap(rig, prompts) <= LIMIT
+    rig.change("visual")
+    received = rig.engine.update_weights(rig.tensors(), 2)
+    assert all("visual" in name for name in received)
+    assert sampled_gap(rig, prompts) <= LIMIT
+    proof(rig, prompts[0])
+
+
+def test_a_tied_head_that_named_parameters_leaves_out(rig: Rig) -> None:
+    prompts = rig.prompts()
+    rig.change("embed_tokens")
+    received = rig.engine.update_weights(rig.model.named_parameters(), 3)
+    assert set(received) == {
+        "lm_head.weight",
+        "model.language_model.embed_tokens.weight",
+        "model.language_model.norm.weight",  # of the same unit
+    }
+    assert sampled_gap(rig, prompts) <= LIMIT
+    proof(rig, prompts[0])
+
+
+def test_q_and_v_alone_take_their_whole_layer_along(rig: Rig) -> None:
+    prompts = rig.prompts()
+    rig.change("q_proj", "v_proj")
+    received = rig.engine.update_weights(rig.tensors(), 4)
+    attention = {n for n, _ in rig.tensors() if ".self_attn." in n}
+    assert set(received) == attention
+    assert {unit_of(n) for n in received} == {f"model.language_model.layers.{i}.self_attn" for i in range(3)}
+    assert any("k_proj" in n for n in received)
+    assert sampled_gap(rig, prompts) <= LIMIT
+    assert rig.engine.metrics["sync/tensors"] == len(attention)
+    assert rig.engine.metrics["sync/bytes"] == sum(t.nbytes for n, t in rig.tensors() if n in attention)
+    assert rig.engine.metrics["sync/bytes_unchanged"] == sum(
+        t.nbytes for n, t in rig.tensors() if n not in attention
+    )
+    assert 0 < rig.engine.metrics["sync/seconds"] < 30
+
+
+def test_nothing_changed_nothing_sent(rig: Rig) -> None:
+    assert rig.engine.update_weights(rig.tensors(), 5) == {}
+    assert rig.engine.version == 5
+    assert sampled_gap(rig, rig.prompts()) <= LIMIT
+
+
+def test_all_again_after_the_engine_lost_its_weights(rig: Rig) -> None:
+    """What `sleep` at level 2 does on a GPU."""
+    rig.engine.sync.forget()
+    assert set(rig.engine.update_weights(rig.tensors(), 6)) == {n for n, _ in rig.tensors()}
+    assert sampled_gap(rig, rig.prompts()) <= LIMIT
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake(one: Rig, monkeypatch: pytest.MonkeyPatch, level: int) -> None:
+    """The order of calls; a CPU's vLLM takes them and frees nothing, so the engine is made to ask."""
+    engine, prompt = one.engine, one.prompts()[0]
+    monkeypatch.setattr(VLLMEngine, "_can_sleep", True)
+    monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, sleep_level=level))
+    calls: list[Any] = []
+    llm = engine._handle.llm
+    sleep, wake_up = llm.sleep, llm.wake_up
+    monkeypatch.setattr(llm, "sleep", lambda level: (calls.append(level), sleep(level=level)))
+    monkeypatch.setattr(llm, "wake_up", lambda tags: (calls.append(tags), wake_up(tags)))
+    before = engine.generate([Request(prompt, 1, TWELVE)])
+    engine.sleep()
+    engine.sleep()
+    if level == 1:
+        assert engine.generate([Request(prompt, 1, TWELVE)])[0].token_ids == before[0].token_ids
+        assert calls == [1, ["weights", "kv_cache"]]
+        engine.sleep()
+        assert engine.update_weights(one.tensors(), 1) == {}
+        assert calls == [1, ["weights", "kv_cache"], 1, ["weights"], ["kv_cache"]]
+    else:
+        with pytest.raises(EngineError, match="does not hold this trainer's weights"):
+            engine.generate([Request(prompt, 1, TWELVE)])
+        assert len(engine.update_weights(one.tensors(), 1)) == len(list(one.tensors()))
+        assert calls == [2, ["weights"], ["kv_cache"]]
+    assert engine.generate([Request(prompt, 1, TWELVE)])[0].token_ids == before[0].token_ids
+
+
+def test_a_learner_that_fails_half_way(rig: Rig) -> None:
+    def breaking() -> Any:
+        for i, pair in enumerate(rig.tensors()):
+            if i == 7:
+                raise ConnectionError("the learner is gone")
+            yield pair
+
+    rig.engine.sync.forget()
+    with pytest.raises(ConnectionError, match="the learner is gone"):
+        rig.engine.update_weights(breaking(), 1)
+    with pytest.raises(EngineError, match="does not hold this trainer's weights"):
+        rig.engine.generate([Request(rig.prompts()[0], 1, TWELVE)])
+    assert len(rig.engine.update_weights(rig.tensors(), 2)) == len(list(rig.tensors()))
+    assert sampled_gap(rig, rig.prompts()) <= LIMIT
+
+
+MISFIT = """
+import sys
+import pytest, torch
+from pathlib import Path
+from vllm_rig import Rig
+from mm_grpo.rollout.engine import Request, Sampling
+from mm_grpo.rollout.vllm_engine import VLLMEngine
+from mm_grpo.errors import EngineError
+rig = Rig(Path(sys.argv[1]))
+misfit = [(n, t[:-1] if "k_proj.weight" in n else t) for n, t in rig.tensors()]
+with pytest.raises(EngineError, match="could not take the learner's weights: .*check model.path"):
+    rig.engine.update_weights(misfit, 1)
+for use in (
+    lambda: rig.engine.generate([Request(rig.prompts()[0], 1, Sampling(4))]),
+    lambda: VLLMEngine(rig.settings, rig.processor),
+):
+    with pytest.raises(EngineError, match="engine of this process is lost: its worker failed in a weight update"):
+        use()
+print("REFUSED")
+"""
+
+
+@pytest.mark.long
+def test_a_worker_that_fails_in_an_update_ends_the_engine(models: dict[str, Path]) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", MISFIT, str(models["qwen2_5_vl"])]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert "REFUSED" in done.stdout, done.stderr[-3000:]
+
+
+def test_an_untied_model(untied: tuple[Rig, Any, Any]) -> None:
+    rig = untied[0]
+    rig.reset()
+    rig.change("lm_head")
+    assert set(rig.engine.update_weights(rig.tensors(), 1)) == {"lm_head.weight"}
+    assert sampled_gap(rig, rig.prompts()) <= LIMIT
+
+
+def test_a_second_trainer_takes_the_engine_over_and_must_send_its_weights(one: Rig) -> None:
+    prompt = one.prompts()[0]
+    second = VLLMEngine(one.settings, one.processor)
+    assert second._handle is one.engine._handle
+    with pytest.raises(EngineError, match="does not hold this trainer's weights"):
+        second.generate([Request(prompt, 1, TWELVE)])
+    with pytest.raises(EngineError, match="another trainer of this process has taken"):
+        one.engine.generate([Request(prompt, 1, TWELVE)])
+    received = second.update_weights(one.tensors(), 0)
+    assert len(received) == len(list(one.tensors()))  # everything, though it is what was there
+    assert one.gap([prompt], second.generate([Request(prompt, 1, TWELVE)])) <= LIMIT
+    second.close()
+    with pytest.raises(EngineError, match="does not hold this trainer's weights"):
+        second.generate([Request(prompt, 1, TWELVE)])
+
+
+# sabotage: one safety is skipped, and the proofs say so -----------------------------------------
+
+
+def warm(rig: Rig, prompt: Prompt) -> None:
+    """Fill the caches with the weights of before, as a rollout does."""
+    rig.engine.generate(requests_for([prompt], [range(2)], TWELVE))
+
+
+def test_without_the_reset_of_the_encoder_cache(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = rig.prompts()[0]
+    warm(rig, prompt)
+    rig.change("visual")
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.engine, "_reset_encoder_cache", lambda: None)
+        rig.engine.update_weights(rig.tensors(), 1)
+    with pytest.raises((GuardStop, EngineError), match=r"one.*(Encoder cache miss|differ)"):
+        proof(rig, prompt)
+    rig.engine._reset_encoder_cache()
+    proof(rig, prompt)  # and the engine still works
+
+
+def test_without_the_reset_of_the_prefix_cache(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = long_prompt(rig)
+    warm(rig, prompt)
+    rig.change("language_model")
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.engine, "_reset_prefix_cache", lambda: None)
+        rig.engine.update_weights(rig.tensors(), 1)
+    with pytest.raises(GuardStop, match=r"long: the engine's own prefix cache .* was not reset"):
+        proof(rig, prompt)
+
+
+def drop(*names: str) -> Any:
+    def sent(transfer: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        return ((n, t) for n, t in transfer if n not in names)
+
+    return sent
+
+
+def test_without_the_tied_head(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    one.change("embed_tokens")
+    monkeypatch.setattr(one.engine, "_sent", drop("lm_head.weight"))
+    with pytest.raises(GuardStop, match=r"of 3 tensors 1 never arrived: 'lm_head.weight'"):
+        one.engine.update_weights(one.tensors(), 1)
+
+
+def test_without_one_tensor_of_the_transfer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "model.language_model.layers.1.self_attn.k_proj.weight"
+    rig.change("q_proj", "v_proj")
+    monkeypatch.setattr(rig.engine, "_sent", drop(name))
+    with pytest.raises(GuardStop, match=f"1 never arrived: '{name}'"):
+        rig.engine.update_weights(rig.tensors(), 1)
+
+
+def test_without_the_transfer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.change("mlp")
+    monkeypatch.setattr(rig.engine, "_sent", lambda transfer: (list(transfer), [])[1])
+    with pytest.raises(GuardStop, match=r"never arrived: .* and \d+ more"):
+        rig.engine.update_weights(rig.tensors(), 1)
+
+
+def test_without_an_update_at_all(rig: Rig) -> None:
+    rig.change("mlp")
+    with pytest.raises(GuardStop, match=r"one: the engine's log-probs .* differ from the learner's"):
+        proof(rig, rig.prompts()[0])
+
+
+def test_without_the_seeds(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = rig.prompts()[0]
+    rig.engine.verify_seeds(prompt, range(4), TWELVE)
+    params = rig.engine._params
+    monkeypatch.setattr(rig.engine, "_params", lambda *args: params(*args) | {"seed": None})
+    with pytest.raises(
+        GuardStop, match=r"one: vLLM gave other completions for the same seeds \[0, 1, 2, 3\]"
+    ):
+        rig.engine.verify_seeds(prompt, range(4), TWELVE)
+
+
+def test_a_tensor_that_changes_on_its_way(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "model.visual.blocks.0.attn.qkv.weight"
+    rig.change("visual")
+    monkeypatch.setattr(
+        rig.engine, "_sent", lambda transfer: ((n, t.roll(1, 0) if n == name else t) for n, t in transfer)
+    )
+    with pytest.raises(GuardStop, match=f"1 arrived changed: '{name}'"):
+        rig.engine.update_weights(rig.tensors(), 1)

@@ -1,0 +1,56 @@
+"""The log-prob gap guard: its limit by number format, and what it says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mm_grpo.errors import GuardStop
+from mm_grpo.health.action import act
+from mm_grpo.health.logp_gap import limit_for, logp_gap
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dtype", "limit"),
+    [
+        (None, "float32", 1e-3),
+        (None, "torch.float32", 1e-3),
+        (None, "bfloat16", 0.1),
+        (None, "torch.float16", 0.1),
+        (0.02, "bfloat16", 0.02),
+    ],
+)
+def test_the_limit_of_each_number_format(chosen: float | None, dtype: str, limit: float) -> None:
+    assert limit_for(chosen, dtype) == limit
+
+
+def test_rounding_is_no_fault_and_a_gap_at_the_limit_passes() -> None:
+    assert logp_gap(1e-6, 5e-6, 1e-3) is None
+    assert logp_gap(1e-3, 4e-2, 1e-3) is None
+    assert logp_gap(0.0, 0.0, 1e-3) is None
+
+
+def test_the_message_names_values_causes_and_remedy() -> None:
+    message = logp_gap(0.25, 1.5, 1e-3, "given completions of train:3")
+    assert message is not None
+    for words in (
+        "log-probs of given completions of train:3",
+        "by 0.25 per token on average, 1.5 at most; the limit is 0.001",
+        "other weights", "another image", "another temperature", "another mask",
+        "mm-grpo doctor CONFIG", "run.max_logp_gap",
+    ):  # fmt: skip
+        assert words in message
+
+
+def test_not_a_number_is_a_gap() -> None:
+    assert "by nan per token" in str(logp_gap(math.nan, math.nan, 1e-3))
+
+
+def test_the_guard_stops_warns_or_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    message = logp_gap(0.25, 1.5, 1e-3)
+    with pytest.raises(GuardStop, match=r"guard logp_gap: the engine's log-probs .*run.guards.logp_gap=stop"):
+        act("logp_gap", message, {})
+    assert act("logp_gap", message, {"logp_gap": "warn"}) is True
+    assert "the limit is 0.001" in caplog.text
+    assert act("logp_gap", message, {"logp_gap": "off"}) is False

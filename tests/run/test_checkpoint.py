@@ -1,0 +1,263 @@
+"""Checkpoints of one process: exact on resuming, recognised when damaged, refused when another's."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner import state
+from mm_grpo.learner.learner import Learner
+from mm_grpo.processors.base import load_processor
+from mm_grpo.run.checkpoint import Checkpoints, deciding_fields
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.types import Completion, Group
+
+
+def config_for(path: Path, **changes: Any) -> GRPOConfig:
+    values: dict[str, Any] = {
+        "model": {"path": str(path)},
+        "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8},
+        "optim": {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 1},
+        "run": {"max_steps": 6},
+    }
+    for section, fields in changes.items():
+        values.setdefault(section, {}).update(fields)
+    return GRPOConfig.from_dict(values)
+
+
+def build(path: Path, dtype: torch.dtype = torch.float32, frozen: bool = False, **changes: Any) -> Learner:
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).train()
+    model.model.visual.requires_grad_(not frozen)
+    return Learner(model, load_processor(str(path)), config_for(path, **changes), 6)
+
+
+def groups_of(learner: Learner, step: int) -> list[Group]:
+    """Other completions at every step."""
+    prompts = [tiny.sample("a", "what", (tiny.picture(1),)), tiny.sample("b", "just words")]
+    return [
+        Group(
+            slot,
+            learner.processor.prompt(sample),
+            tuple(Completion((20 + step, 30 + g, 40 + slot), (-3.0,) * 3, "", "stop", g) for g in range(2)),
+            (1.0, 0.0),
+            (1.0, -1.0),
+        )
+        for slot, sample in enumerate(prompts)
+    ]
+
+
+def checkpoints_of(learner: Learner, folder: Path) -> Checkpoints:
+    return Checkpoints(RunPaths(folder), learner, learner.config)
+
+
+def saved(folder: Path, path: Path, steps: tuple[int, ...] = (1, 2)) -> Learner:
+    """A learner that made two steps, with a checkpoint after each of `steps`."""
+    learner = build(path)
+    for step in (1, 2):
+        learner.step(groups_of(learner, step))
+        if step in steps:
+            checkpoints_of(learner, folder).save(step, {"tokens_seen": 10 * step})
+    return learner
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_resuming_is_exact_to_the_bit(
+    dtype: torch.dtype, frozen: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    path = models["qwen2_5_vl"]
+    straight = build(path, dtype, frozen)
+    for step in (1, 2, 3):
+        straight.step(groups_of(straight, step))
+    checkpoints_of(straight, tmp_path).save(3, {"tokens_seen": 77})
+    drawn = [random.random(), float(torch.rand(()))]
+    records = [straight.step(groups_of(straight, step)).updates for step in (4, 5)]
+
+    resumed = build(path, dtype, frozen)
+    found = checkpoints_of(resumed, tmp_path).newest()
+    assert found is not None and found.step == 3 and found.extra == {"tokens_seen": 77}
+    checkpoints_of(resumed, tmp_path).load(found)
+    assert [random.random(), float(torch.rand(()))] == drawn
+    assert [resumed.step(groups_of(resumed, step)).updates for step in (4, 5)] == records
+    for (name, one), two in zip(straight.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, two), name
+    kept = straight.optimizer.fragments(), resumed.optimizer.fragments()
+    for mine, theirs in zip(*kept, strict=True):
+        assert all(torch.equal(t, theirs.tensors[k]) for k, t in mine.tensors.items())
+
+
+def test_what_a_checkpoint_holds(models: dict[str, Path], tmp_path: Path) -> None:
+    learner = saved(tmp_path, models["qwen2_vl"])
+    folder = tmp_path / "checkpoints" / "step-000002"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert {k: manifest[k] for k in ("format", "step", "updates", "adam_steps", "extra")} == {
+        "format": 1, "step": 2, "updates": 2, "adam_steps": 2, "extra": {"tokens_seen": 20},
+    }  # fmt: skip
+    assert manifest["parameters"]["model.visual.merger.ln_q.weight"] == [64]
+    tensors = load_file(folder / "state-00000-of-00001.safetensors")
+    assert len(tensors) == 3 * len(manifest["parameters"])
+    weight = learner.model.model.visual.merger.ln_q.weight
+    assert torch.equal(tensors["master/model.visual.merger.ln_q.weight"], weight.detach())
+    (mark,) = manifest["files"]
+    assert mark == state.mark_of(folder / mark["name"]).as_dict()
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_the_newest_are_kept_and_leftovers_removed(models: dict[str, Path], tmp_path: Path) -> None:
+    learner = build(models["qwen2_vl"], run={"keep_checkpoints": 2})
+    kept = checkpoints_of(learner, tmp_path)
+    for step in (1, 2, 3):
+        kept.save(step, {})
+        (kept.folder / ".step-000009.new").mkdir()  # of a process that was killed while it wrote
+    kept.save(10, {})
+    assert sorted(p.name for p in kept.folder.iterdir()) == ["step-000003", "step-000010"]
+
+
+def truncate(folder: Path) -> str:
+    file = next(folder.glob("state-*"))
+    file.write_bytes(file.read_bytes()[:-100])
+    return "it is truncated"
+
+
+def flip(folder: Path) -> str:
+    file = next(folder.glob("state-*"))
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(bytes(data))
+    return "its SHA-256 differs"
+
+
+def lose_manifest(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    return "manifest.json cannot be read"
+
+
+def tear_manifest(folder: Path) -> str:
+    file = folder / "manifest.json"
+    file.write_text(file.read_text()[:50])
+    return "manifest.json cannot be read"
+
+
+def lose_state(folder: Path) -> str:
+    next(folder.glob("state-*")).unlink()
+    return "lacks state-00000-of-00001.safetensors"
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, lose_manifest, tear_manifest, lose_state])
+def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
+    damage: Any, models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = saved(tmp_path, models["qwen2_vl"])
+    kept = checkpoints_of(learner, tmp_path)
+    said = damage(tmp_path / "checkpoints" / "step-000002")
+    with caplog.at_level(logging.WARNING, logger="mm_grpo"):
+        found = kept.newest()
+    assert found is not None and found.step == 1
+    assert "step-000002" in caplog.text and said in caplog.text and "resuming from step-000001" in caplog.text
+    damage(tmp_path / "checkpoints" / "step-000001")
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole: step-000002.*step-000001"):
+        kept.newest()
+
+
+def test_no_checkpoint_is_none(models: dict[str, Path], tmp_path: Path) -> None:
+    assert checkpoints_of(build(models["qwen2_vl"]), tmp_path).newest() is None
+
+
+def test_another_models_checkpoint_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    saved(tmp_path, models["qwen2_vl"], (1,))
+    other = build(models["qwen3_vl"])
+    other.config.model.path = str(models["qwen2_vl"])  # as if the folder had been replaced
+    kept = checkpoints_of(other, tmp_path)
+    found = kept.newest()
+    assert found is not None
+    before = {n: p.clone() for n, p in other.model.named_parameters()}
+    with pytest.raises(ConfigError, match=r"is of another model: .* has shape .* there and .* here"):
+        kept.load(found)
+    assert all(torch.equal(p, before[n]) for n, p in other.model.named_parameters())
+
+
+def test_other_frozen_weights_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    path = models["qwen2_vl"]
+    first = build(path, frozen=True)
+    checkpoints_of(first, tmp_path).save(1, {})
+    second = build(path, frozen=True)
+    with torch.no_grad():
+        second.model.model.visual.merger.ln_q.weight[3] += 1
+    kept = checkpoints_of(second, tmp_path)
+    found = kept.newest()
+    assert found is not None
+    with pytest.raises(ConfigError, match="the weights that are not trained differ"):
+        kept.load(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rollout": {"num_generations": 3}}, "rollout.num_generations = 3: .* was made with 2"),
+        ({"run": {"seed": 1}}, "run.seed = 1: .* was made with 42"),
+        ({"run": {"max_steps": 7}}, "run.max_steps = 7: .* was made with 6"),
+        ({"algorithm": {"beta": 0.5}}, "algorithm.beta = 0.5: .* was made with 0.0"),
+        ({"data": {"train": {"task": "shapes"}}}, r'data.train = {"task": "shapes"}: .* was made with null'),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(
+    change: dict[str, Any], words: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    saved(tmp_path, models["qwen2_vl"], (1,))
+    kept = checkpoints_of(build(models["qwen2_vl"], **change), tmp_path)
+    found = kept.newest()
+    assert found is not None
+    with pytest.raises(ConfigError, match=words):
+        kept.load(found)
+
+
+def test_fields_that_change_no_update_may_change(models: dict[str, Path]) -> None:
+    path = models["qwen2_vl"]
+    neutral = config_for(
+        path,
+        model={"device": "cpu"},
+        optim={"max_tokens_per_pack": 99, "zero_stage": 1, "gradient_checkpointing": True},
+        run={"save_every": 3, "dir": "elsewhere"},
+        rollout={"eval": {"temperature": 1.0}},
+    )
+    assert deciding_fields(neutral) == deciding_fields(config_for(path))
+    constant = {"optim": {"lr_scheduler_type": "constant"}}
+    assert "run.max_steps" not in deciding_fields(config_for(path, **constant))
+
+
+def test_a_full_disk_is_one_message_and_leaves_the_last_good_one(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = saved(tmp_path, models["qwen2_vl"], (1,))
+    kept = checkpoints_of(learner, tmp_path)
+    whole = {p: p.read_bytes() for p in (kept.folder / "step-000001").iterdir()}
+    write = state._write
+
+    def full(path: Path, *rest: Any) -> Any:
+        write(path, *rest)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(state, "_write", full)
+    with pytest.raises(
+        ConfigError, match=r"No space left on device\); the last good one is step-000001\. Make"
+    ):
+        kept.save(2, {})
+    assert [p.name for p in kept.folder.iterdir()] == ["step-000001"]
+    assert {p: p.read_bytes() for p in whole} == whole
+    shutil.rmtree(kept.folder)
+    kept.folder.write_text("a file where the folder should be")
+    with pytest.raises(ConfigError, match="there is none before it"):
+        kept.save(3, {})
