@@ -1,10 +1,15 @@
-"""One step's updates, in one process.
+"""One step's updates, in one process or several.
 
 The groups of a step are cut into `updates_per_step` parts by slot, and each part makes one optimizer
 update, `num_iterations` times over. Within an update the completions are packed, each pack runs
 forward and backward once, and the sums add up to the loss of the whole part. Work that cannot change an
 update is left out: the old-policy pass where the policy has not moved yet, the reference pass at beta 0,
 groups without advantage when neither penalty nor bonus needs them.
+
+Each process is given the groups of its own slots. What an update depends on is settled over all of
+them: denominators, whether there is anything to do, and the number of packs, for every process makes the
+same number of backward passes; one with fewer packs runs packs of weight 0. So the number of processes
+changes the time of an update and not the update.
 """
 
 from __future__ import annotations
@@ -22,12 +27,15 @@ from torch import Tensor
 from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.distributed import Ranks
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.objective import PackTokens, Tally, Terms, pack_loss
-from mm_grpo.learner.optimizer import Optimizer
-from mm_grpo.learner.pack import Item, Pack, layout, plan
+from mm_grpo.learner.optimizer import AnyOptimizer, Optimizer
+from mm_grpo.learner.pack import Item, Pack, layout, plan, weightless
 from mm_grpo.processors.base import Processor
 from mm_grpo.types import Group, Prompt, UpdateRecord
+
+GAP = "sampling/sampling_logp_difference"
 
 
 @dataclass
@@ -37,11 +45,30 @@ class LearnerReport:
     metrics: dict[str, float]
     updates: list[UpdateRecord] = field(default_factory=list)
 
+    @property
+    def mean_gap(self) -> float:
+        """Mean gap per token between the engine's log-probs and ours, in nats; 0 where no token was run."""
+        return self.metrics.get(f"{GAP}/mean", 0.0)
+
+    @property
+    def max_gap(self) -> float:
+        return self.metrics.get(f"{GAP}/max", 0.0)
+
 
 class Learner:
-    """Trains `model` on groups. `total_updates` is the length of the learning-rate schedule."""
+    """Trains `model` on groups. `total_updates` is the length of the learning-rate schedule.
 
-    def __init__(self, model: Any, processor: Processor, config: GRPOConfig, total_updates: int) -> None:
+    `ranks` are the processes that make the updates together; None is this one alone.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Processor,
+        config: GRPOConfig,
+        total_updates: int,
+        ranks: Ranks | None = None,
+    ) -> None:
         if processor.layout != "shared_prefix":
             raise ConfigError(
                 f"model.path = '{config.model.path}': its processor asks for the '{processor.layout}' layout, "
@@ -53,16 +80,20 @@ class Learner:
                 "some (model.freeze_vision, or requires_grad of the model that you passed in)"
             )
         self.model, self.processor, self.config = model, processor, config
+        self.ranks = ranks or Ranks()
         if config.optim.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.module = self._wrap(model)
-        self.optimizer = Optimizer(self.module, config.optim, total_updates)
         self.reference: PackForward | None = None
-        if config.algorithm.beta > 0:
+        if config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
             self.reference = self._wrap(copy.deepcopy(model).requires_grad_(False).eval())
+        self.module = self._wrap(model)
+        self.optimizer = _optimizer(self.module, config, total_updates, self.ranks)
 
     def step(self, groups: Sequence[Group]) -> LearnerReport:
-        """Make the step's updates from its groups; the weights have changed in place on return."""
+        """Make the step's updates from this process's groups; the weights have changed in place on return.
+
+        The report is that of the whole step, equal on every process.
+        """
         items = self._items(groups)
         self._counts = {"tokens": 0, "padded": 0, "images": 0, "packs": 0, "plain": 0}
         tally, updates = Tally(), []
@@ -77,6 +108,8 @@ class Learner:
             for part in parts:
                 updates.append(self._update(groups, part, old, reference, tally, first_pass))
             old = {**first_pass, **old}
+        tally.sums = self.ranks.sum(tally.sums, "loss")
+        self._counts = {name: int(n) for name, n in self.ranks.sum(self._counts, "work").items()}
         metrics = dict(tally.metrics()) | self._work_metrics(updates)
         metrics |= self._sampling_metrics(groups, items, old)
         return LearnerReport(metrics, updates)
@@ -123,13 +156,16 @@ class Learner:
     ) -> UpdateRecord:
         terms = self._terms(groups, items)
         kept = self._with_effect(items, terms)
-        if not kept:
+        with self.ranks.together("planning packs"):
+            rows = plan(kept, self.config.optim.max_tokens_per_pack)
+        count = self.ranks.max(len(rows), "packs")
+        if count == 0:
             return self.optimizer.skip()
         before = tally.live_tokens
         engine = [c.logprobs for g in groups for c in g.completions]
         sampled = {i.index: torch.tensor(engine[i.index], device=self.model.device) for i in kept}
-        for pack in self._packs(kept):
-            logp, entropy = self.module(pack)
+        for number, pack in enumerate(self._laid_out(rows), start=1):
+            logp, entropy = self.optimizer.forward(pack)
             owned = pack.owners.tolist()
             for index, values in _split_by_owner(logp.detach(), owned).items():
                 first_pass.setdefault(index, values)
@@ -142,17 +178,33 @@ class Learner:
                 ref_logp=_gather(reference, owned, logp) if reference is not None else None,
             )
             loss = pack_loss(self.config.algorithm, terms, tokens, tally)
-            loss.backward()
-        return self.optimizer.step(tally.live_tokens - before)
+            self.optimizer.backward(loss, last=number == count)
+        for number in range(len(rows) + 1, count + 1):
+            logp, entropy = self.optimizer.forward(weightless(min(self.processor.stop_token_ids)))
+            self.optimizer.backward((logp + entropy).sum() * 0.0, last=number == count)
+        live = self.ranks.sum({"live": tally.live_tokens - before}, "live tokens")
+        return self.optimizer.step(int(live["live"]))
 
     def _terms(self, groups: Sequence[Group], items: Sequence[Item]) -> Terms:
-        """Advantages and weights by completion index; completions of other parts get weight 0."""
-        total = sum(len(g.completions) for g in groups)
-        lengths = torch.tensor([len(item.token_ids) if item.counts else 0 for item in items])
-        weights = torch.zeros(total, dtype=torch.float64)
-        weights[[item.index for item in items]] = token_weights(
+        """Advantages and weights by completion index; completions of other parts get weight 0.
+
+        The weights come from the lengths of the whole update, in the order of its slots.
+        """
+        own = {(groups[i.group].slot, i.index): len(i.token_ids) if i.counts else 0 for i in items}
+        every = [
+            (slot, rank, index, length)
+            for rank, part in enumerate(self.ranks.gather(own, "lengths of completions"))
+            for (slot, index), length in part.items()
+        ]
+        every.sort()
+        lengths = torch.tensor([length for *_, length in every], dtype=torch.long)
+        scale = token_weights(
             self.config.algorithm.loss_type, lengths, self.config.rollout.max_completion_length
         ) * (lengths > 0)
+        weights = torch.zeros(sum(len(g.completions) for g in groups), dtype=torch.float64)
+        for (_, rank, index, _), weight in zip(every, scale.tolist(), strict=True):
+            if rank == self.ranks.rank:
+                weights[index] = weight
         advantages = torch.tensor([a for g in groups for a in g.advantages], dtype=torch.float64)
         device = self.model.device
         return Terms(advantages.to(device), weights.to(device), int(lengths.sum()))
@@ -168,7 +220,7 @@ class Learner:
         """Log-probabilities [T] of each completion under `module`, without gradients."""
         result: dict[int, Tensor] = {}
         with torch.no_grad():
-            for pack in self._packs(items):
+            for pack in self._laid_out(plan(items, self.config.optim.max_tokens_per_pack)):
                 result |= _split_by_owner(module(pack)[0], pack.owners.tolist())
         return result
 
@@ -197,8 +249,8 @@ class Learner:
         for part in range(count):
             yield [i for i in items if groups[i.group].slot * count // slots == part]
 
-    def _packs(self, items: Sequence[Item]) -> Iterator[Pack]:
-        for rows in plan(items, self.config.optim.max_tokens_per_pack):
+    def _laid_out(self, packs: Sequence[Sequence[Sequence[Item]]]) -> Iterator[Pack]:
+        for rows in packs:
             pack = layout(rows, self.processor.media_token_ids)
             used = int((pack.segments >= 0).sum())
             self._counts["tokens"] += used
@@ -228,9 +280,8 @@ class Learner:
             "learner/images_encoded": counts["images"],
         }
 
-    @staticmethod
     def _sampling_metrics(
-        groups: Sequence[Group], items: Sequence[Item], learned: dict[int, Tensor]
+        self, groups: Sequence[Group], items: Sequence[Item], learned: dict[int, Tensor]
     ) -> dict[str, float]:
         """How far the engine's log-probabilities lie from the learner's, over the tokens that were run."""
         engine = [c.logprobs for g in groups for c in g.completions]
@@ -239,13 +290,24 @@ class Learner:
             for i in items
             if i.index in learned
         ]
-        if not gaps:
+        gap = torch.cat(gaps) if gaps else torch.zeros(0, dtype=torch.float64)
+        own = (float(gap.sum()), len(gap), float(gap.max()) if gaps else 0.0)
+        sums, counts, largest = zip(*self.ranks.gather(own, "log-prob gaps"), strict=True)
+        if not sum(counts):
             return {}
-        gap = torch.cat(gaps)
         return {
-            "sampling/sampling_logp_difference/mean": float(gap.mean()),
-            "sampling/sampling_logp_difference/max": float(gap.max()),
+            f"{GAP}/mean": sum(sums) / sum(counts),
+            f"{GAP}/max": max(largest),
         }
+
+
+def _optimizer(module: PackForward, config: GRPOConfig, total_updates: int, ranks: Ranks) -> AnyOptimizer:
+    optim = config.optim
+    if optim.offload_optimizer or (ranks.world > 1 and optim.zero_stage > 0):
+        from mm_grpo.learner.zero import ZeroOptimizer
+
+        return ZeroOptimizer(module, optim, total_updates, ranks)
+    return Optimizer(module, optim, total_updates, ranks)
 
 
 def _split_by_owner(values: Tensor, owners: Sequence[int]) -> dict[int, Tensor]:

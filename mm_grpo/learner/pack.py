@@ -137,6 +137,19 @@ def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int]) -> P
     )
 
 
+def weightless(token: int) -> Pack:
+    """The smallest pack, of two text tokens: what a process runs while others have packs and it has none."""
+    return Pack(
+        input_ids=torch.full((1, 2), token),
+        position_ids=torch.arange(2).expand(3, 1, 2),
+        segments=torch.tensor([[PROMPT, 1]]),
+        sources=torch.tensor([0]),
+        targets=torch.tensor([token]),
+        owners=torch.tensor([0]),
+        vision={},
+    )
+
+
 def _length(row: Sequence[Item]) -> int:
     return len(row[0].prompt.token_ids) + sum(len(item.token_ids) for item in row)
 

@@ -1,0 +1,158 @@
+"""The learner's state on disk: fp32 weights and AdamW's running means, by parameter name.
+
+Each process writes the parts that it holds, whatever they are, to a safetensors file of its own, and
+reads the parts that it needs from all files. So a state does not depend on how many processes wrote it,
+nor on their ZeRO stage, and no process ever holds more than its share.
+
+A file's tensors are flat: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`. Its metadata has `starts`, the
+place of each part in the flattened parameter, and `random`, the process's random numbers. Parameters
+that are not trained are not stored; `frozen_digest` tells whether they are the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from mm_grpo.learner.optimizer import AnyOptimizer
+
+BLOCK = 16 << 20
+"""Bytes that are copied and hashed at once."""
+
+
+@dataclass(frozen=True)
+class FileMark:
+    """What tells a whole file from a truncated or changed one."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def save_state(optimizer: AnyOptimizer, path: Path) -> FileMark:
+    """Write this process's share of the state; the file is on the disk when this returns."""
+    tensors: dict[str, Tensor] = {}
+    starts: dict[str, int] = {}
+    for fragment in optimizer.fragments():
+        starts[fragment.name] = fragment.start
+        tensors |= {f"{kind}/{fragment.name}": tensor for kind, tensor in fragment.tensors.items()}
+    metadata = {"starts": json.dumps(starts), "random": json.dumps(random_state())}
+    return _write(path, tensors, metadata)
+
+
+def load_state(
+    optimizer: AnyOptimizer, files: Sequence[Path], updates: int, adam_steps: int, own: Path | None
+) -> None:
+    """Read this process's share from all `files`, and the random numbers from its `own` if it has one.
+
+    Raises KeyError naming what no file holds; the caller has compared names and shapes before.
+    """
+    open_files = [safe_open(file, framework="pt") for file in files]
+    starts = [json.loads(file.metadata()["starts"]) for file in open_files]
+    for fragment in optimizer.fragments():
+        for kind, target in fragment.tensors.items():
+            key, found = f"{kind}/{fragment.name}", 0
+            for file, known in zip(open_files, starts, strict=True):
+                if fragment.name not in known:
+                    continue
+                part = file.get_slice(key)
+                first, (count,) = known[fragment.name], part.get_shape()
+                low = max(fragment.start, first)
+                high = min(fragment.start + len(target), first + count)
+                if low < high:
+                    piece = part[low - first : high - first]
+                    target[low - fragment.start : high - fragment.start].copy_(piece)
+                    found += high - low
+            if found != len(target):
+                raise KeyError(f"{key}: {found} of {len(target)} elements are in {len(files)} files")
+    optimizer.restored(updates, adam_steps)
+    if own is not None:
+        with safe_open(own, framework="pt") as file:
+            set_random_state(json.loads(file.metadata()["random"]))
+
+
+def mark_of(path: Path) -> FileMark:
+    """The mark of a file as it lies on the disk."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return FileMark(path.name, path.stat().st_size, digest.hexdigest())
+
+
+def frozen_digest(module: nn.Module) -> str:
+    """sha256 of the parameters that are not trained, in the order of their names; "" when all are."""
+    frozen = sorted((n, p) for n, p in module.named_parameters() if not p.requires_grad)
+    digest = hashlib.sha256()
+    for name, parameter in frozen:
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        for block in parameter.detach().reshape(-1).split(BLOCK // 4):
+            digest.update(block.cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest() if frozen else ""
+
+
+def random_state() -> dict[str, Any]:
+    """The global random numbers of python, numpy and torch, as JSON can hold them."""
+    version, words, gauss = random.getstate()
+    kind, key, *rest = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(kind), np.asarray(key).tolist(), *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, key, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(key, dtype=np.uint32), *rest))
+    torch.set_rng_state(_bytes(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes(state["cuda"]))
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileMark:
+    """A safetensors file of flat fp32 tensors, written block by block: no second copy in memory."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for key, tensor in tensors.items():
+        begin, end = end, end + 4 * tensor.numel()
+        header[key] = {"dtype": "F32", "shape": [tensor.numel()], "data_offsets": [begin, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for block in (len(head).to_bytes(8, "little"), head):
+            digest.update(block)
+            file.write(block)
+        for tensor in tensors.values():
+            for part in tensor.split(BLOCK // 4):
+                data = part.contiguous().cpu().numpy().data
+                digest.update(data)
+                file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return FileMark(path.name, size, digest.hexdigest())

@@ -1,0 +1,57 @@
+"""Run as a script in two processes: what `Ranks` says when all is well, and when one process fails."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from mm_grpo.errors import ConfigError, DataError, GuardStop
+from mm_grpo.learner import distributed
+from mm_grpo.learner.distributed import RankLost, Ranks
+
+
+def fails(ranks: Ranks, error: Exception) -> str:
+    """What each process raises when the second one fails with `error`."""
+    try:
+        with ranks.together("rewards"):
+            if ranks.rank == 1:
+                raise error
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "nothing"
+
+
+def main(folder: str) -> None:
+    ranks = distributed.start("cpu", deadline=5.0)
+    tensors = [torch.full((2, 2), float(ranks.rank + 1)), torch.tensor(3.0)]
+    ranks.sum_tensors(tensors)
+    with ranks.together("all is well"):
+        pass
+    said = [
+        ranks.gather("ab"[ranks.rank], "letters"),
+        ranks.collect(ranks.rank, "numbers"),
+        ranks.sum({"both": 1.5, f"only-{ranks.rank}": 2.0}, "sums"),
+        ranks.max(ranks.rank, "largest") + ranks.share(10 * (1 - ranks.rank), "the first's"),
+        ranks.mine(["s0", "s1", "s2"]),
+        [t.tolist() for t in tensors],
+        fails(ranks, DataError("row 7 is bad")),
+        fails(ranks, GuardStop("guard x: stop")),
+        fails(ranks, ZeroDivisionError("division by zero")),
+        fails(ranks, type("Special", (ConfigError,), {})("a subclass of one of ours")),
+    ]
+    started = time.monotonic()
+    if ranks.rank == 0:
+        try:
+            ranks.gather(1, "lengths")
+        except RankLost as error:
+            said.append([str(error), time.monotonic() - started])
+    else:
+        time.sleep(8)
+    (Path(folder) / f"said-{ranks.rank}.txt").write_text(repr(said))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,59 @@
+"""What processes tell each other, and what one hears when another fails or keeps it waiting."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import several
+import talks
+
+from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.learner.distributed import Ranks, launched, start
+
+LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "9"}
+
+
+def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    assert launched() == (0, 1, 0)
+    ranks = start("cpu", deadline=7.0)
+    assert ranks == Ranks(0, 1, None, 7.0) and ranks.first
+    assert (ranks.gather("x", ""), ranks.collect(5, ""), ranks.max(4, "")) == (["x"], [5], 4)
+    assert ranks.share(7, "") == 7 and ranks.sum({"a": 1.5}, "") == {"a": 1.5} and ranks.mine("abc") == ["a", "b", "c"]
+    with pytest.raises(DataError, match="as it was"), ranks.together("x"):
+        raise DataError("as it was")
+
+
+def test_what_a_launcher_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == (3, 4, 1)
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(
+        ConfigError, match=r"WORLD_SIZE=4 says .* RANK, MASTER_PORT is not set; start them with torchrun"
+    ):
+        launched()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    codes = several.launch(Path(talks.__file__), 2, [tmp_path], tmp_path / "output", deadline=200)
+    assert codes == [0, 0], several.outputs(tmp_path / "output", 2)
+    first, second = (ast.literal_eval((tmp_path / f"said-{rank}.txt").read_text()) for rank in (0, 1))
+    assert first[:6] == [
+        ["a", "b"], [0, 1], {"both": 3.0, "only-0": 2.0, "only-1": 2.0}, 11, ["s0", "s2"],
+        [[[3.0, 3.0], [3.0, 3.0]], 6.0],
+    ]  # fmt: skip
+    assert second[:6] == [first[0], None, first[2], 11, ["s1"], first[5]]
+    assert first[6:8] == second[6:8] == ["DataError: row 7 is bad", "GuardStop: guard x: stop"]
+    lost = "RankLost: process 1 failed in 'rewards': ZeroDivisionError: division by zero"
+    assert (first[8], second[8]) == (lost, "ZeroDivisionError: division by zero")
+    assert (first[9], second[9]) == tuple(
+        f"{n}: a subclass of one of ours" for n in ("ConfigError", "Special")
+    )
+    message, waited = first[10]
+    assert message.startswith("process 0 of 2 lost another one while exchanging 'lengths'")
+    assert "longer than 5 s (run.process_timeout)" in message and 4 < waited < 8

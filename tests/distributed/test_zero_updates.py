@@ -1,0 +1,213 @@
+"""The update of a step is the same on 1, 2 and 4 processes, at every ZeRO stage, in any packs.
+
+Each launch runs all its cases in one start of real DeepSpeed processes. What is compared is the change
+of the weights, tensor by tensor, with that of one process, one pack and no DeepSpeed: equal parameters on
+all processes would prove nothing, since they gather the same wrong values. SGD at rate 1 makes the update
+the gradient itself, so that no constant factor can hide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import several
+import torch
+import updates
+
+from mm_grpo.health.update_happens import update_happens
+from mm_grpo.learner.distributed import Ranks
+from mm_grpo.types import UpdateRecord
+
+LIMIT = 1e-5
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+Case = dict[str, Any]
+Results = dict[str, list[dict[str, Any]]]
+
+
+def case(name: str, **fields: Any) -> Case:
+    sections = {k: fields.pop(k) for k in ("algorithm", "optim", "rollout") if k in fields}
+    return {"name": name, "optimizer": "sgd", "packs": "many", "config": sections, **fields}
+
+
+def matrix() -> list[Case]:
+    """{stage} x {1 pack of 32, 32 packs of 1} x {SGD, AdamW}, and the loss types."""
+    cases = [
+        case(
+            f"{optimizer}-{stage}-{packs}",
+            set="flat",
+            packs=packs,
+            optimizer=optimizer,
+            optim={"zero_stage": stage},
+        )
+        for optimizer in ("sgd", "adamw")
+        for stage in (0, 1, 2)
+        for packs in ("one", "many")
+    ]
+    cases += [case(f"loss-{loss}", algorithm={"loss_type": loss}) for loss in LOSSES]
+    cases += [
+        case(f"clipped-{stage}", optim={"zero_stage": stage, "max_grad_norm": 100.0}) for stage in (0, 1, 2)
+    ]
+    masked = {"loss_type": "grpo", "mask_truncated_completions": True, "entropy_coef": 0.5}
+    cases.append(case("masked", algorithm=masked))
+    cases += [
+        case(
+            f"iterated-{stage}",
+            optimizer="adamw",
+            optim={"zero_stage": stage, "updates_per_step": 2, "learning_rate": 1e-3},
+            algorithm={"beta": 0.3, "num_iterations": 2},
+        )
+        for stage in (0, 2)
+    ]
+    cases.append(case("offloaded", optim={"offload_optimizer": True}))
+    cases.append(case("offloaded-adamw", optimizer="adamw", optim={"offload_optimizer": True}))
+    cases.append(case("frozen", freeze_vision=True))
+    return cases
+
+
+def trouble() -> list[Case]:
+    """What makes processes differ: they must not hang, and must make the one update."""
+    cases = []
+    for stage in (0, 2):
+        optim = {"zero_stage": stage}
+        cases += [
+            case(f"{rows}-{stage}", set=rows, optim=optim) for rows in ("uneven", "apart", "few", "hole")
+        ]
+        # beta makes every completion run; where the policy is the reference, its gradient is 0
+        beta = {"beta": 0.1}
+        cases.append(case(f"first-{stage}", advantages="first", algorithm=beta, optim=optim))
+        cases.append(case(f"odd-{stage}", advantages="odd", optim=optim))
+        cases.append(case(f"odd-run-{stage}", advantages="odd", algorithm=beta, optim=optim))
+        cases.append(case(f"none-{stage}", advantages="none", optim=optim))
+    return cases
+
+
+FAULTS = [
+    case(
+        f"{fault}-{stage}",
+        advantages="first",
+        algorithm={"beta": 0.1},
+        optim={"zero_stage": stage},
+        fault=fault,
+    )
+    for fault in ("unset", "never")
+    for stage in (1, 2)
+]
+
+
+@pytest.fixture(scope="module")
+def launched(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int, tuple[Case, ...]], Results]:
+    """Runs cases on some processes: by name, what came of each on every process."""
+
+    def run(family: str, world: int, cases: tuple[Case, ...]) -> Results:
+        folder = tmp_path_factory.mktemp(f"{family}-{world}")
+        (folder / "cases.json").write_text(json.dumps(cases))
+        arguments = (models[family], folder / "cases.json", folder)
+        codes = several.launch(Path(updates.__file__), world, arguments, folder / "output")
+        assert codes == [0] * world, several.outputs(folder / "output", world)
+        return {
+            c["name"]: [
+                torch.load(folder / f"{c['name']}-{rank}.pt", weights_only=False) for rank in range(world)
+            ]
+            for c in cases
+        }
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path]) -> Callable[[str, Case], dict[str, Any]]:
+    """The same step in this process: one pack, no DeepSpeed."""
+
+    @cache
+    def kept(family: str, key: str) -> dict[str, Any]:
+        return updates.run(models[family], json.loads(key), Ranks())
+
+    def run(family: str, case: Case) -> dict[str, Any]:
+        config = json.loads(json.dumps(case["config"]))
+        config.setdefault("optim", {}).update(zero_stage=2, offload_optimizer=False)
+        plain = {**case, "config": config, "packs": "one", "name": "", "fault": None}
+        return kept(family, json.dumps(plain, sort_keys=True))
+
+    return run
+
+
+def check(case: Case, results: list[dict[str, Any]], want: Mapping[str, Any]) -> None:
+    """Each process's update, norms and metrics are those of one process, and its gradients in one order."""
+    moved = {name: change for name, change in want["update"].items() if change.norm() > 0}
+    still = want["update"].keys() - moved.keys()
+    for got in results:
+        distance, name = updates.far(got["update"], moved)
+        assert distance <= LIMIT, (case["name"], name, distance)
+        assert not any(bool(got["update"][n].any()) for n in still)
+        assert got["metrics"]["loss"] == pytest.approx(want["metrics"]["loss"], rel=1e-4, abs=1e-4)
+        assert got["metrics"]["entropy"] == pytest.approx(want["metrics"]["entropy"], rel=1e-4)
+        for mine, theirs in zip(got["records"], want["records"], strict=True):
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+            assert mine["update_norm"] == pytest.approx(theirs["update_norm"], rel=1e-4)
+            assert mine["live_tokens"] == theirs["live_tokens"] > 0
+            assert update_happens(UpdateRecord(**mine)) is None
+        # as many backward passes everywhere, and in each of them the gradients in one order
+        assert len(got["order"]) == len(results[0]["order"]) > 0
+        assert {tuple(names) for names in got["order"]} == {tuple(results[0]["order"][0])}
+
+
+# A start of processes takes some ten seconds on two cores; the two-process one stands for all in the quick tests.
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
+def test_the_update_does_not_depend_on_the_processes(world: int, launched: Any, alone: Any) -> None:
+    cases = tuple(matrix() + (trouble() if world > 1 else []) + (FAULTS if world == 2 else []))
+    results = launched("qwen2_5_vl", world, cases)
+    for each in matrix():
+        check(each, results[each["name"]], alone("qwen2_5_vl", each))
+    many = results["sgd-2-many"][0]["metrics"]["learner/packs"]
+    assert (many, results["sgd-2-one"][0]["metrics"]["learner/packs"]) == (32, world)
+    for each in trouble() if world > 1 else []:
+        found = results[each["name"]]
+        if each["advantages" if "advantages" in each else "name"] == "none":
+            for got in found:  # all pruned: no process steps, none waits
+                assert not got["order"] and not got["records"][0]["stepped"]
+                assert not any(bool(change.any()) for change in got["update"].values())
+        else:
+            check(each, found, alone("qwen2_5_vl", each))
+    for each in FAULTS if world == 2 else []:
+        for got in results[each["name"]]:
+            message = update_happens(UpdateRecord(**got["records"][0]))
+            count = 0 if each["fault"] == "never" else len(got["order"])
+            assert message is not None and message.startswith(f"{count} backward passes of this update were")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_other_families_on_two_processes(family: str, launched: Any, alone: Any) -> None:
+    cases = tuple(trouble()[-8:-1])
+    results = launched(family, 2, cases)
+    for each in cases:
+        check(each, results[each["name"]], alone(family, each))
+
+
+@pytest.mark.long
+def test_bfloat16_with_fp32_masters_on_two_processes(launched: Any, alone: Any) -> None:
+    """Gradients are bfloat16 and their sums are not: 32 packs give the update of one, within its rounding."""
+    cases = tuple(
+        case(f"bf16-{stage}-{packs}", set="flat", packs=packs, optimizer="adamw", dtype="bfloat16")
+        | {"config": {"optim": {"zero_stage": stage, "learning_rate": 1e-2}}}
+        for stage in (0, 1, 2)
+        for packs in ("one", "many")
+    )
+    results = launched("qwen2_5_vl", 2, cases)
+    for each in cases:
+        want = alone("qwen2_5_vl", each)
+        for got, record in ((r, r["records"][0]) for r in results[each["name"]]):
+            assert record["grad_norm"] == pytest.approx(want["records"][0]["grad_norm"], rel=0.02)
+            assert record["update_norm"] == pytest.approx(want["records"][0]["update_norm"], rel=0.02)
+            total = torch.cat([t.flatten() for t in want["update"].values()])
+            mine = torch.cat([t.flatten() for t in got["update"].values()])
+            assert torch.cosine_similarity(mine, total, 0) > 0.98

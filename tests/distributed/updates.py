@@ -1,0 +1,167 @@
+"""One learner step of a named case, in this process of however many there are.
+
+Run as a script it takes the cases of a JSON file one after the other and writes what came of each to
+FOLDER/CASE-RANK.pt: the change of every weight, the metrics, the records, the order of the gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from transformers import AutoModelForImageTextToText
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.learner import distributed, optimizer, zero
+from mm_grpo.learner.distributed import Ranks
+from mm_grpo.learner.learner import Learner
+from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.types import Completion, Group
+
+# What the rows of a set look at, by slot: t is text alone, i an image, m two images.
+SETS: dict[str, str] = {
+    "flat": "iiii",  # 4 groups of 8 completions of equal length: 1 pack of 32 or 32 packs of 1
+    "even": "mtii",
+    "uneven": "mtiti",  # 5 groups: with 2 processes 3 and 2, with 4 one of them has 2
+    "apart": "itit",  # with 2 processes all images on one and all text on the other
+    "few": "i",  # one group: with 2 processes one of them has nothing
+    "hole": "m-ti",  # a dropped row leaves slot 1 empty
+    "short": "tt",  # two small groups
+}
+GENERATIONS = 8
+
+
+def make_groups(processor: Processor, rows: str, advantages: str, scale: float) -> list[Group]:
+    """The groups of a set; `advantages` is all, first (one completion alone), odd (slots 1, 3, ...) or none.
+
+    `scale` makes SGD's update large beside the rounding of the weights that it is added to; AdamW's is
+    large anyway, and its elements would only become signs.
+    """
+    images = {"t": (), "i": (tiny.picture(3),), "m": (tiny.picture(1), tiny.picture(2, 56, 112))}
+    generator = torch.Generator().manual_seed(7)
+    groups = []
+    for slot, kind in enumerate(rows):
+        lengths = torch.randint(1, 9, (GENERATIONS,), generator=generator).tolist()
+        if rows == SETS["flat"]:
+            lengths = [8] * GENERATIONS
+        tokens = [tuple(torch.randint(10, 270, (n,), generator=generator).tolist()) for n in lengths]
+        spread = (torch.rand(GENERATIONS, generator=generator, dtype=torch.float64) * 2 - 1).tolist()
+        live = {
+            "all": [True] * GENERATIONS,
+            "first": [slot == 0 and g == 0 for g in range(GENERATIONS)],
+            "odd": [slot % 2 == 1] * GENERATIONS,
+            "none": [False] * GENERATIONS,
+        }[advantages]
+        if kind == "-":
+            continue
+        sample = tiny.sample(f"r:{slot}", "what is it"[: 4 + slot], images[kind])
+        completions = tuple(
+            Completion(ids, (-5.0,) * len(ids), "", "length" if len(ids) == 8 else "stop", slot * 8 + g)
+            for g, ids in enumerate(tokens)
+        )
+        weights = tuple(scale * a if on else 0.0 for a, on in zip(spread, live, strict=True))
+        groups.append(Group(slot, processor.prompt(sample), completions, (0.0,) * GENERATIONS, weights))
+    return groups
+
+
+def config_of(path: Path, case: Mapping[str, Any]) -> GRPOConfig:
+    """`optimizer` is sgd (at rate 1) or adamw; `config` are sections laid over what is here."""
+    values: dict[str, Any] = {
+        "model": {"path": str(path)},
+        "rollout": {
+            "prompts_per_step": len(SETS[case.get("set", "even")].ljust(4)),
+            "num_generations": GENERATIONS,
+            "max_completion_length": 8,
+        },
+        "optim": {
+            "learning_rate": 1.0 if case.get("optimizer") == "sgd" else 0.1,
+            "adam_epsilon": 1e-4,
+            "max_grad_norm": 0.0,
+        },
+        "run": {"max_steps": 10},
+    }
+    for section, fields in case.get("config", {}).items():
+        values.setdefault(section, {}).update(fields)
+    return GRPOConfig.from_dict(values)
+
+
+def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, list[Group]]:
+    """The learner of a case, and the groups that are this process's."""
+    dtype = getattr(torch, case.get("dtype", "float32"))
+    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).train()
+    if case.get("freeze_vision"):
+        model.model.visual.requires_grad_(False)
+    processor = load_processor(str(path))
+    scale = 500.0 if case.get("optimizer") == "sgd" else 1.0
+    groups = make_groups(processor, SETS[case.get("set", "even")], case.get("advantages", "all"), scale)
+    config = config_of(path, case)
+    if case.get("packs") == "many":  # as small as they can be
+        config.optim.max_tokens_per_pack = max(len(g.prompt.token_ids) for g in groups) + 8
+    adamw = optimizer.adamw
+    if case.get("optimizer") == "sgd":
+        optimizer.adamw = lambda params, *_, **__: torch.optim.SGD(params, lr=1.0)
+    zero.BUCKET = 30_000  # less than the model, more and less than its tensors
+    try:
+        learner = Learner(model, processor, config, 10, ranks)
+    finally:
+        optimizer.adamw = adamw
+    return learner, [g for g in groups if g.slot % ranks.world == ranks.rank]
+
+
+def run(path: Path, case: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """The step of a case: `update` by parameter, `metrics`, `records`, `order` of gradients by backward."""
+    learner, groups = build(path, case, ranks)
+    before = weights_of(learner)
+    order: list[list[str]] = []
+    for name, parameter in learner.model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order[-1].append(name))
+    learner.optimizer.backward = _noted(learner.optimizer, order, case.get("fault"))  # type: ignore[method-assign]
+    report = learner.step(groups)
+    update = {name: weight - before[name] for name, weight in weights_of(learner).items()}
+    close(learner)
+    records = [r.__dict__ for r in report.updates]
+    return {"update": update, "metrics": report.metrics, "records": records, "order": order}
+
+
+def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {n: p.detach().float().clone() for n, p in learner.model.named_parameters()}
+
+
+def close(learner: Learner) -> None:
+    if isinstance(learner.optimizer, zero.ZeroOptimizer):
+        learner.optimizer.engine.destroy()
+
+
+def _noted(kept: Any, order: list[list[str]], fault: str | None) -> Any:
+    """The optimizer's `backward`, which notes each call; `fault` is a way to get the boundary wrong."""
+    backward = kept.backward
+    if fault == "unset":  # DeepSpeed's accumulation at 1 and a loop that never sets the boundary
+        kept.engine.set_gradient_accumulation_boundary = lambda _: None
+
+    def noted(loss: Any, *, last: bool) -> None:
+        order.append([])
+        backward(loss, last=last and fault != "never")
+
+    return noted
+
+
+def far(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest distance of two updates, per tensor and relative to what is wanted, and whose it is."""
+    return max((float((got[n] - w).norm() / w.norm().clamp(min=1e-30)), n) for n, w in want.items())
+
+
+def main(path: str, cases: str, folder: str) -> None:
+    ranks = distributed.start("cpu", deadline=60.0)
+    listed: Sequence[Mapping[str, Any]] = json.loads(Path(cases).read_text())
+    for case in listed:
+        torch.save(run(Path(path), case, ranks), Path(folder) / f"{case['name']}-{ranks.rank}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

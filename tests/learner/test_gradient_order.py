@@ -1,0 +1,65 @@
+"""Gradients become ready in one order, whatever a pack holds: ZeRO-2 adds them up by their place in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForImageTextToText
+
+from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.pack import Item, Pack, layout, weightless
+from mm_grpo.processors.base import Processor, load_processor
+
+
+def packs_of(processor: Processor) -> dict[str, Pack]:
+    samples = {
+        "image": tiny.sample("a", "x", (tiny.picture(1),)),
+        "images": tiny.sample("b", "x", (tiny.picture(1), tiny.picture(2, 56, 112))),
+        "text": tiny.sample("c", "xyz"),
+    }
+    items = {n: Item(i, i, processor.prompt(s), (20, 21)) for i, (n, s) in enumerate(samples.items())}
+    more = [Item(5 + g, 2, items["text"].prompt, tuple(range(20, 28))) for g in range(6)]
+    rows = {
+        **{name: [[item]] for name, item in items.items()},
+        "mixed": [[items["images"]], [items["text"]]],
+        "long": [[items["text"], *more]],
+    }
+    media = processor.media_token_ids
+    return {name: layout(each, media) for name, each in rows.items()} | {"weightless": weightless(7)}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_pack_gives_every_gradient_in_one_order(
+    family: str, tie: bool, checkpointing: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    path = models[family] if tie else tiny.build(family, tmp_path, tie=False)
+    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    processor = load_processor(str(path))
+    module = PackForward(
+        model, media_token_ids=processor.media_token_ids, blank=processor.blank(), temperature=1.0
+    )
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    orders: dict[str, list[str]] = {}
+    for name, pack in packs_of(processor).items():
+        order.clear()
+        logp, entropy = module(pack)
+        (logp + entropy).sum().backward()
+        orders[name] = list(order)
+    assert sorted(orders["image"]) == sorted(n for n, _ in model.named_parameters())
+    assert orders == dict.fromkeys(orders, orders["image"])
+
+
+def test_the_smallest_pack_has_no_weight() -> None:
+    pack = weightless(7)
+    assert pack.input_ids.tolist() == [[7, 7]] and pack.segments.tolist() == [[0, 1]]
+    assert (pack.sources.tolist(), pack.targets.tolist(), pack.vision) == ([0], [7], {})
