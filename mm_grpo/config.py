@@ -26,6 +26,7 @@ from mm_grpo.config_fields import (
     AlgorithmConfig,
     DataConfig,
     EvalSampling,
+    LoRAConfig,
     ModelConfig,
     OptimConfig,
     RolloutConfig,

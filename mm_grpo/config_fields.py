@@ -31,6 +31,19 @@ FEW_GENERATIONS = (
 )
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters in place of training every weight (`model.lora: {rank: 16}`)."""
+
+    where: ClassVar[str] = "model.lora"
+
+    rank: int = setting(16, "Rank of the factors", ge=1)
+    alpha: Number = setting(32.0, "Scale of the factors' product, times 1 / rank", gt=0)
+    target_modules: list[str] = setting(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "Layers of the language model that get adapters, by the last part of their names",
+    )
+
+
 class ModelConfig(Section):
     """The policy, and how it is held."""
 
@@ -44,6 +57,9 @@ class ModelConfig(Section):
     )
     attn: Literal["auto", "sdpa", "eager"] = setting(
         "auto", "Attention implementation: sdpa or eager", "auto is sdpa"
+    )
+    lora: Annotated[LoRAConfig | None, Legal("null or a mapping of rank, alpha and target_modules")] = (
+        setting(None, "Train low-rank adapters and freeze every weight", "null trains the weights themselves")
     )
     freeze_vision: bool = setting(False, "Leave the weights of the vision tower as they are")
     device: Device = setting(

@@ -18,7 +18,7 @@ _PACK = "memory is bounded by optim.max_tokens_per_pack; accumulation is derived
 _LATER = "not in this version of mm_grpo yet; leave it out"
 _VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
 _SERVED = "served vLLM is not in this version of mm_grpo yet; leave it out (rollout.engine: vllm)"
-_LORA = "LoRA is not in this version of mm_grpo yet; leave it out, every weight is trained"
+_LORA = "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)"
 _ZERO = (
     "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer; the rest of DeepSpeed's config is ours"
 )
@@ -71,7 +71,6 @@ ADVICE: Mapping[str, str] = {
     "use_peft": _LORA,
     "train_type": _LORA,
     "tuner_type": _LORA,
-    "model.lora": _LORA,
     "lora": _LORA,
     "deepspeed": _ZERO,
     # TRL and ms-swift: data

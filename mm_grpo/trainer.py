@@ -94,6 +94,7 @@ class GRPOTrainer:
         )
         for dataset in (self.train_set, *self.eval_sets.values()):
             self.scorer.check(dataset.columns)
+        self.scorer.start()  # workers import their rewards while the model loads
         reads = [p for p in (config.model.path, config.data.train) if isinstance(p, str)]
         self.folder = RunFolder.prepare(config.run.dir, overwrite=config.run.overwrite, reads=reads)
         self.trackers = Trackers.prepare(config.run.trackers)

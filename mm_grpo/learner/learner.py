@@ -29,6 +29,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.distributed import Ranks
 from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.lora import has_adapters, merged_tensors, without_adapters
 from mm_grpo.learner.objective import PackTokens, Tally, Terms, pack_loss
 from mm_grpo.learner.optimizer import AnyOptimizer, Optimizer
 from mm_grpo.learner.pack import Item, Pack, layout, plan, weightless
@@ -84,7 +85,9 @@ class Learner:
         if config.optim.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.reference: PackForward | None = None
-        if config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
+        if config.algorithm.beta > 0 and has_adapters(model):
+            self.reference = self._wrap(model)  # run without its adapters
+        elif config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
             self.reference = self._wrap(copy.deepcopy(model).requires_grad_(False).eval())
         self.module = self._wrap(model)
         self.optimizer = _optimizer(self.module, config, total_updates, self.ranks)
@@ -98,7 +101,10 @@ class Learner:
         self._counts = {"tokens": 0, "padded": 0, "images": 0, "packs": 0, "plain": 0}
         tally, updates = Tally(), []
         parts = list(self._parts(groups, items))
-        reference = self._run(items, self.reference) if self.reference is not None else None
+        reference = None
+        if self.reference is not None:
+            with without_adapters(self.reference.model):
+                reference = self._run(items, self.reference)
         # the first part meets the policy that sampled it; later parts need its log-probs kept from before
         old: dict[int, Tensor] = {}
         for part in parts[1:]:
@@ -134,13 +140,13 @@ class Learner:
         return [found[i].tolist() for i in range(len(items))]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its in-memory name, tied ones under each name, for a rollout engine."""
-        for name, tensor in self.model.named_parameters(remove_duplicate=False):
-            yield name, tensor.detach()
+        """Every weight under its in-memory name, tied ones under each name, adapters merged: for an engine."""
+        return merged_tensors(self.model)
 
     def save(self, path: str | Path) -> None:
-        """Write weights, config, processor and chat template: a folder that loads without us."""
-        self.model.save_pretrained(str(path))
+        """Write weights (adapters merged), config, processor and chat template: a folder that loads without us."""
+        own = {"state_dict": dict(merged_tensors(self.model))} if has_adapters(self.model) else {}
+        self.model.save_pretrained(str(path), **own)
         self.processor.save(path)
 
     # one update ------------------------------------------------------------------------------

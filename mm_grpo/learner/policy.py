@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.lora import add_adapters
 
 
 def load_policy(config: ModelConfig) -> Any:
@@ -32,6 +33,8 @@ def load_policy(config: ModelConfig) -> Any:
     model.to(device)
     if config.freeze_vision:
         model.model.visual.requires_grad_(False)
+    if config.lora is not None:
+        add_adapters(model, config.lora)
     return model.train()
 
 

@@ -65,11 +65,19 @@ class TransformersEngine:
             return [float(x) for x in logits.log_softmax(-1).gather(1, chosen)[:, 0]]
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
-        """Copy tensors that are not already the model's own; the digests name those copied."""
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        """Copy tensors that are not already the model's own; the digests name those copied.
+
+        A layer that holds adapters of its own is the learner's module itself: what is sent for it is their
+        merged weight, and nothing is copied.
+        """
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        adapted = {name.replace(".base_layer.", ".") for name, _ in named if ".base_layer." in name}
+        own = {name: tensor for name, tensor in named if ".base_layer." not in name}
         digests: dict[str, str] = {}
         with torch.no_grad():
             for name, tensor in tensors:
+                if name in adapted:
+                    continue
                 if name not in own:
                     raise KeyError(f"weight sync sent '{name}', which the engine's model does not have")
                 if own[name].data_ptr() != tensor.data_ptr():

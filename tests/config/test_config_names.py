@@ -69,7 +69,7 @@ def told(values: dict[str, Any]) -> list[str]:
         ("resume_from_checkpoint", LATER),
         ("zero_stage", "write optim.zero_stage"),
         ("fsdp_config", "FSDP is not in this version of mm_grpo; write optim.zero_stage (0, 1 or 2)"),
-        ("lora_rank", "LoRA is not in this version of mm_grpo yet; leave it out, every weight is trained"),
+        ("lora_rank", "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)"),
         # verl, EasyR1
         (
             "kl_coef",
@@ -103,11 +103,6 @@ def test_a_key_at_the_top(key: str, advice: str) -> None:
         ("algorithm", "learning_rate", "write optim.learning_rate"),
         ("optim", "lr", "write optim.learning_rate"),
         ("optim", "deepspeed_config", "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer;"),
-        (
-            "model",
-            "lora",
-            "LoRA is not in this version of mm_grpo yet; leave it out, every weight is trained",
-        ),
         ("run", "save_steps", "write run.save_every (steps; 0 is no checkpoint)"),
         ("data", "task", "a source is one mapping: write data.train: {task: ...}"),
         ("data", "zzz", "data has train, eval, columns, image_dir, min_pixels, max_pixels, "),

@@ -331,7 +331,7 @@ def test_a_missing_model(values: dict[str, Any]) -> None:
 def test_a_section_that_is_a_value() -> None:
     assert message(model="a/model") == (
         "model = 'a/model': must be a section; its keys are model.path, model.dtype, model.attn,"
-        " model.freeze_vision, model.device"
+        " model.lora, model.freeze_vision, model.device"
     )
 
 
