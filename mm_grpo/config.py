@@ -44,6 +44,7 @@ __all__ = [
     "EvalSampling",
     "FieldHelp",
     "GRPOConfig",
+    "LoRAConfig",
     "ModelConfig",
     "OptimConfig",
     "RolloutConfig",

@@ -84,7 +84,7 @@ def prefix_attention(
         return result
     batch, heads, width, size = query.shape
     length = prefix.prompt
-    options = {"scale": scaling, "enable_gqa": heads != key.shape[1]}
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": heads != key.shape[1]}
     of_prompts = scaled_dot_product_attention(
         query[:, :, :length], key[:, :, :length], value[:, :, :length], is_causal=True, **options
     )

@@ -28,10 +28,10 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    alpha: Any = config.alpha  # peft divides it by the rank, and asks for an int only in its types
+
     names = "|".join(config.target_modules)
-    wanted = LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=rf".*language_model.*\.({names})"
-    )
+    wanted = LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=rf".*language_model.*\.({names})")
     try:
         inject_adapter_in_model(wanted, model, adapter_name=ADAPTER)
     except ValueError as error:
@@ -74,7 +74,7 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _merged(layer: Any, base: Tensor) -> Tensor:
     down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     with torch.no_grad():
-        delta = up.float() @ down.float() * layer.scaling[ADAPTER]
+        delta: Tensor = up.float() @ down.float() * layer.scaling[ADAPTER]
         return (base.detach().float() + delta).to(base.dtype)
 
 

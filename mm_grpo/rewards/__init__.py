@@ -3,8 +3,13 @@
 - `registry.py`  the `@reward` decorator, the dict of rewards, `RewardSpec`
 - `resolve.py`   from a config entry (name, file, module, mapping, callable) to a spec
 - `scoring.py`   `Scorer`: all rewards over one step's completions; totals, raw parts, metrics
-- `calls.py`     one call of one function: its arguments by name, its answer checked
-- `loop.py`      the event loop of async rewards
+- `compose.py`   sums: `0.8 * get("iou") + 0.2 * get("format")`
+- `places.py`    files and modules imported; where another process finds a function
+- `policy.py`    how a reward is run: isolation, time-out, retries, gates, clipping, errors masked or not
+- `calls.py`     one call of one function: its arguments by name, the messages of what goes wrong
+- `checks.py`    what counts as a score
+- `running.py`   a reward's calls made in the trainer's process or in workers; `loop.py` the async ones
+- `pool.py`      worker processes, with `scheduling.py`, `process.py` and `worker.py` (what runs in them)
 - `builtins/`    the rewards that ship, one file each
 
 To add a reward of your own, decorate a function anywhere and name it in the config:

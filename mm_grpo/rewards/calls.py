@@ -1,27 +1,23 @@
 """How a reward function is called, and what counts as its answer.
 
 Here: `Batch` (the step's rows as rewards see them), `Call` (one call of one function: its arguments,
-its rows, its answer checked), and the messages of everything that can go wrong. Not here: weights,
-totals, metrics and the order of calls (`scoring.py`). Axis letters: n = P·G rows, flat.
+its rows), and the messages of everything that can go wrong. Not here: what is a score (`checks.py`),
+weights, totals, metrics and the order of calls (`scoring.py`), processes (`pool.py`). Axis letters:
+n = P·G rows, flat.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
-import numbers
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.registry import RewardSpec, code_of
+from mm_grpo.rewards.checks import LEGAL, Checked, Fault, fault_of, score_of, scores_of, shown
+from mm_grpo.rewards.registry import RewardSpec
 
 if TYPE_CHECKING:
     from mm_grpo.types import Completion, Prompt, Sample
-
-LEGAL = "legal is a finite number, or None where the reward does not apply"
 
 
 @dataclass(frozen=True)
@@ -61,18 +57,21 @@ class Batch:
         text = self.completions[row].text
         return [{"role": "assistant", "content": text}] if self.conversational else text
 
-    def applies(self, spec: RewardSpec) -> list[int]:
-        """The rows that hold every column the reward needs."""
+    def applies(self, spec: RewardSpec, rows: Iterable[int] | None = None) -> list[int]:
+        """Those of `rows` (all of them by default) that hold every column the reward needs."""
         needs = [column for column in spec.needs if column not in spec.bound]
+        rows = range(len(self.prompts)) if rows is None else rows
+        if not needs:
+            return list(rows)
         return [
             row
-            for row, prompt in enumerate(self.prompts)
-            if all(prompt.sample.columns.get(column) is not None for column in needs)
+            for row in rows
+            if all(self.prompts[row].sample.columns.get(column) is not None for column in needs)
         ]
 
-    def calls(self, spec: RewardSpec) -> list[Call]:
+    def calls(self, spec: RewardSpec, rows: Iterable[int] | None = None) -> list[Call]:
         """One call per row that the reward applies to, or one for all of them; none when there are none."""
-        rows = self.applies(spec)
+        rows = self.applies(spec, rows)
         if spec.kind == "completion":
             return [Call(self, spec, (row,)) for row in rows]
         return [Call(self, spec, tuple(rows))] if rows else []
@@ -114,27 +113,32 @@ class Call:
             given.update({name: columns.get(name) for name in free})
         return given | dict(spec.bound)
 
-    def scores(self, answer: Any, on_bad: Callable[[int, RewardError], None]) -> list[float | None]:
-        """The answer as one score per row. A bad score goes to `on_bad(row, error)` and reads None;
-        a batch's answer that is no list of the right length raises RewardError."""
-        values = [answer] if self.spec.kind == "completion" else self._list(answer)
-        scores: list[float | None] = []
-        for row, value in zip(self.rows, values, strict=True):
-            try:
-                scores.append(_score(value))
-            except ValueError as error:
-                on_bad(row, RewardError(f"{self.blame(row)} returned {_short(value)}, {error}; {LEGAL}"))
-                scores.append(None)
-        return scores
+    def checked(self, answer: Any) -> list[Checked]:
+        """The answer as one checked score per row; RewardError when a batch's is no list of them."""
+        try:
+            return scores_of(answer, self.spec.kind, len(self.rows))
+        except ValueError as error:
+            raise self.refused(str(error)) from None
 
-    def raised(self, error: BaseException) -> RewardError:
+    def refused(self, words: str, row: int | None = None) -> RewardError:
+        """The error for an answer that is no score, in the words of `checks.py`."""
+        return RewardError(f"{self.blame(row)} {words}")
+
+    def raised(self, error: BaseException | Fault) -> RewardError:
         """The message for an exception out of the function; the caller chains it with `from`."""
-        file, line = _raised_at(error, self.spec.fn)
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        at = f" at {file}:{line}" if file else ""
+        fault = error if isinstance(error, Fault) else fault_of(error, self.spec.fn, __file__)
+        at = f" at {fault.file}:{fault.line}" if fault.file else ""
         return RewardError(
-            f"{self.blame()} raised {what}{at}{self._absent()}. The function must answer; {LEGAL}"
+            f"{self.blame()} raised {fault.what}{at}{self._absent()}. The function must answer; {LEGAL}"
         )
+
+    def log(self, logged: Iterable[tuple[str, str, Any]]) -> None:
+        """Do what a worker process noted: ("extra" or "metric", name, values) each."""
+        for what, name, values in logged:
+            if what == "extra":
+                self._log_extra(name, values)
+            else:
+                self._log_metric(name, values)
 
     def blame(self, row: int | None = None) -> str:
         """Which reward, row and completion a message is about."""
@@ -143,10 +147,10 @@ class Call:
             listed = ", ".join(repr(uid) for uid in uids[:3]) + (", ..." if len(uids) > 3 else "")
             return (
                 f"reward {self.spec.name!r}, on a batch of {len(self.rows)} completions (rows {listed}; the "
-                f"first completion is {_short(self.batch.completions[self.rows[0]].text)}),"
+                f"first completion is {shown(self.batch.completions[self.rows[0]].text)}),"
             )
         row = self.rows[0] if row is None else row
-        text = _short(self.batch.completions[row].text)
+        text = shown(self.batch.completions[row].text)
         return (
             f"reward {self.spec.name!r}, on row {self.batch.prompts[row].uid!r} with the completion {text},"
         )
@@ -169,7 +173,9 @@ class Call:
         batch, rows = self.batch, self.rows
         return {
             "prompts": [batch.prompt(row) for row in rows],
-            "completions": [batch.completion(row) for row in rows],
+            "completions": [batch.completions[row].text for row in rows]
+            if self.spec.takes_texts
+            else [batch.completion(row) for row in rows],
             "completion_ids": [list(batch.completions[row].token_ids) for row in rows],
             "images": [list(batch.prompts[row].engine_prompt.images) for row in rows],
             "samples": self._samples(),
@@ -184,21 +190,6 @@ class Call:
     def _columns_of_batch(self) -> Mapping[str, list[Any]]:
         samples = self._samples()
         return {name: [sample.columns.get(name) for sample in samples] for name in self.batch.columns}
-
-    def _list(self, answer: Any) -> list[Any]:
-        if getattr(answer, "ndim", None) == 1 and hasattr(answer, "tolist"):  # a numpy array, a torch tensor
-            answer = answer.tolist()
-        n = len(self.rows)
-        if not isinstance(answer, list | tuple):
-            raise RewardError(
-                f"{self.blame()} returned {_short(answer)}; legal is a list of {n} numbers or None"
-            )
-        if len(answer) != n:
-            raise RewardError(
-                f"{self.blame()} returned {len(answer)} scores; legal is a list of {n}, one number or None "
-                f"for each completion, in their order"
-            )
-        return list(answer)
 
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
         values = list(values)
@@ -218,11 +209,11 @@ class Call:
 
     def _log_metric(self, name: str, value: Any) -> None:
         try:
-            number = _score(value)
+            number = score_of(value)
         except ValueError:
             number = None
         if number is None:
-            raise RewardError(f"log_metric({name!r}) got {_short(value)}; legal is a finite number")
+            raise RewardError(f"log_metric({name!r}) got {shown(value)}; legal is a finite number")
         if name.startswith(("rewards/", "time/")):
             raise RewardError(
                 f"log_metric({name!r}): names under rewards/ and time/ are the trainer's; choose another"
@@ -243,46 +234,7 @@ class Call:
         return f" (here {listed} is None; @reward(..., needs=({listed},)) skips such rows)"
 
 
-def _score(value: Any) -> float | None:
-    """A score as float or None; ValueError says what is wrong with it."""
-    if value is None:
-        return None
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy and torch scalars
-        value = value.item()
-    if inspect.iscoroutine(value):
-        value.close()
-        raise ValueError("a coroutine that nobody awaits; write the function with `async def`")
-    if not isinstance(value, numbers.Real):  # bool counts as 0 or 1
-        raise ValueError(f"a {type(value).__name__}")
-    try:
-        score = float(value)
-    except OverflowError:
-        raise ValueError("which no float can hold") from None
-    if not math.isfinite(score):
-        raise ValueError("which is not finite")
-    return score
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    """A value's repr on one line, cut at `limit`; of a cut text the full length is told."""
-    if isinstance(value, str):
-        return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value)} characters)"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= limit else f"{text[:limit]}..."
-
-
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content or () if part.get("type") == "text")
-
-
-def _raised_at(error: BaseException, fn: Callable[..., Any]) -> tuple[str | None, int | None]:
-    """File and line of the innermost frame in the function's own file, else of the innermost frame."""
-    code = code_of(fn)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    own = [f for f in frames if code is not None and f.filename == code.co_filename]
-    if not frames:
-        return None, None
-    frame = (own or frames)[-1]
-    return frame.filename, frame.lineno

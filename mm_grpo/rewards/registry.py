@@ -16,20 +16,46 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from mm_grpo.errors import RewardError
+from mm_grpo.rewards.policy import KEYS as POLICY_KEYS
+from mm_grpo.rewards.policy import Policy, PolicySettings, check_fit
+from mm_grpo.rewards.policy import read as read_policy
+
+if TYPE_CHECKING:
+    from mm_grpo.rewards.compose import RewardSum
 
 Kind = Literal["completion", "batch"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 BUILTINS = {
+    "anls": "mm_grpo.rewards.builtins.anls",
+    "box_match": "mm_grpo.rewards.builtins.box_match",
+    "chart_relaxed": "mm_grpo.rewards.builtins.chart_relaxed",
     "choice": "mm_grpo.rewards.builtins.choice",
+    "contains": "mm_grpo.rewards.builtins.contains",
+    "cosine_length": "mm_grpo.rewards.builtins.cosine_length",
+    "count": "mm_grpo.rewards.builtins.count",
+    "edit_similarity": "mm_grpo.rewards.builtins.edit_similarity",
     "exact_match": "mm_grpo.rewards.builtins.exact_match",
     "format": "mm_grpo.rewards.builtins.format",
+    "giou": "mm_grpo.rewards.builtins.giou",
+    "iou": "mm_grpo.rewards.builtins.iou",
+    "json_schema": "mm_grpo.rewards.builtins.json_schema",
+    "judge": "mm_grpo.rewards.builtins.judge",
+    "language": "mm_grpo.rewards.builtins.language",
     "length": "mm_grpo.rewards.builtins.length",
+    "mask_iou": "mm_grpo.rewards.builtins.mask_iou",
+    "math": "mm_grpo.rewards.builtins.maths",
+    "numeric": "mm_grpo.rewards.builtins.numeric",
+    "point_in_box": "mm_grpo.rewards.builtins.point_in_box",
+    "repetition_penalty": "mm_grpo.rewards.builtins.repetition_penalty",
+    "reward_model": "mm_grpo.rewards.builtins.reward_model",
+    "soft_overlong": "mm_grpo.rewards.builtins.soft_overlong",
+    "table_f1": "mm_grpo.rewards.builtins.table_f1",
 }
 
 # What we supply by name, whatever the dataset holds; every other parameter is a column or an option.
@@ -59,7 +85,11 @@ class RewardSpec:
     not apply: a row where one is missing or None gets None and `fn` is not called for it. `required`
     parameters have no default, `optional` ones do; both are filled from columns. `options` are the
     keyword-only parameters with a default of a per-completion function, and whatever a partial sets: a
-    config may bind them, a column never does. `bound` holds what the config or the partial sets.
+    config may bind them, a column never does. `bound` holds what the config or the partial sets, `policy`
+    how the reward is run. `address` is where a worker process finds the function (see `places.py`); of an
+    object that an entry had a class make, `constructor` are the arguments that the class takes and
+    `made_with` those that it was given. `takes_texts` says that a batch function gets completions as
+    texts even where prompts are messages.
     """
 
     name: str
@@ -74,6 +104,42 @@ class RewardSpec:
     options: tuple[str, ...] = ()
     takes_kwargs: bool = False
     bound: Mapping[str, Any] = field(default_factory=dict)
+    policy: Policy = field(default_factory=Policy)
+    address: str | None = None
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    constructor: tuple[str, ...] = ()
+
+    @property
+    def on_loop(self) -> bool:
+        """Whether it runs on the event loop of the trainer's process."""
+        return self.is_async and not self.policy.isolated
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether a batch function gets texts: the policy says so, or the function is of ms-swift's kind."""
+        if self.policy.completions is not None:
+            return self.policy.completions == "text"
+        return any(base.__name__ in ("ORM", "AsyncORM") for base in type(innermost(self.fn)).__mro__)
+
+    def __mul__(self, factor: float) -> RewardSpec:
+        """The same reward with its weight times `factor`. For sums of rewards see `compose.py`."""
+        return replace(self, weight=self.weight * check_weight(self.name, factor))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> RewardSpec:
+        return self * -1
+
+    def __add__(self, other: RewardSpec | RewardSum | Literal[0]) -> RewardSum:
+        from mm_grpo.rewards.compose import RewardSum
+
+        return RewardSum((self,)) + other
+
+    def __radd__(self, other: Literal[0]) -> RewardSum:  # sum() starts with 0
+        return self + other
+
+    def __sub__(self, other: RewardSpec | RewardSum) -> RewardSum:
+        return self + -other
 
     @property
     def supplied(self) -> frozenset[str]:
@@ -95,28 +161,34 @@ def reward(name: F) -> F: ...
 
 @overload
 def reward(
-    name: str | None = None, *, weight: float = 1.0, needs: Sequence[str] = ()
+    name: str | None = None,
+    *,
+    weight: float = 1.0,
+    needs: Sequence[str] = (),
+    **policy: Unpack[PolicySettings],
 ) -> Callable[[F], F]: ...
 
 
-def reward(name: Any = None, *, weight: float = 1.0, needs: Sequence[str] = ()) -> Any:
+def reward(
+    name: Any = None, *, weight: float = 1.0, needs: Sequence[str] = (), **policy: Unpack[PolicySettings]
+) -> Any:
     """Register a plain function as a reward and return it unchanged.
 
     `@reward`, `@reward("name")` and `@reward("name", weight=0.5, needs=("box",))` are all legal;
-    without a name the function's own is used. Raises RewardError when another function holds the
-    name; the same function (same module or file, same qualified name) may register again, as when a
-    notebook cell runs twice.
+    without a name the function's own is used. `policy` says how it is run: isolated, timeout, retries,
+    max_concurrency, memory_limit, on_error, on_timeout, only_if, clip and completions, as `Policy` in
+    `policy.py` describes them. Raises RewardError when another function holds the name; the same function
+    (same module or file, same qualified name) may register again, as when a notebook cell runs twice.
     """
     if callable(name):
-        return _register(name, None, 1.0, ())
-    return lambda fn: _register(fn, name, weight, needs)
+        return _register(name, None, 1.0, (), {})
+    return lambda fn: _register(fn, name, weight, needs, policy)
 
 
-def _register(fn: F, name: str | None, weight: float, needs: Sequence[str]) -> F:
+def _register(fn: F, name: str | None, weight: float, needs: Sequence[str], policy: Mapping[str, Any]) -> F:
     builtin = innermost(fn).__module__ in BUILTINS.values()
-    spec = make_spec(
-        fn, name=name, weight=weight, needs=needs, source="built-in" if builtin else "registered"
-    )
+    source = "built-in" if builtin else "registered"
+    spec = make_spec(fn, name=name, weight=weight, needs=needs, source=source, policy=policy)
     held = _REGISTRY.get(spec.name)
     if held is None and spec.name in BUILTINS and not builtin:
         held = _load_builtin(spec.name)
@@ -166,6 +238,7 @@ def make_spec(
     weight: float = 1.0,
     needs: Sequence[str] = (),
     source: str = "callable",
+    policy: Mapping[str, Any] | None = None,
 ) -> RewardSpec:
     """Read a function's parameters into a `RewardSpec`; RewardError says what it cannot be."""
     name = function_name(fn) if name is None else name
@@ -184,7 +257,8 @@ def make_spec(
             f"positional-only; remove the '/' from its parameters"
         )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    kind = _kind(name, [p.name for p in named])
+    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    kind = _kind(name, [p.name for p in named], takes_kwargs)
     bound = dict(fn.keywords) if isinstance(fn, functools.partial) else {}
     keyword_only = set(bound)
     if kind == "completion":  # asked of the inner function: a partial makes all that follows keyword-only
@@ -195,19 +269,22 @@ def make_spec(
         for p in named
         if p.name in keyword_only and p.default is not p.empty and p.name not in COMPLETION_ARGUMENTS
     ]
+    how = _read_policy(name, policy or {})
+    check_fit(name, how, is_async=is_async(fn), kind=kind)
     return RewardSpec(
         name=name,
         fn=fn,
         weight=check_weight(name, weight),
         needs=tuple(needs),
         kind=kind,
-        is_async=_is_async(fn),
+        is_async=is_async(fn),
         source=source,
         required=tuple(p.name for p in named if p.default is p.empty),
         optional=tuple(p.name for p in named if p.default is not p.empty and p.name not in options),
         options=tuple(options),
-        takes_kwargs=any(p.kind is p.VAR_KEYWORD for p in parameters),
+        takes_kwargs=takes_kwargs,
         bound=bound,
+        policy=how,
     )
 
 
@@ -260,8 +337,20 @@ def _load_builtin(name: str) -> RewardSpec:
     return _REGISTRY[name]
 
 
-def _kind(name: str, parameters: Sequence[str]) -> Kind:
+def _read_policy(name: str, said: Mapping[str, Any]) -> Policy:
+    if strange := [key for key in said if key not in POLICY_KEYS]:
+        raise RewardError(
+            f"reward {name!r}: @reward has no setting {strange[0]!r}; legal are name, weight, needs, "
+            f"{', '.join(POLICY_KEYS)}"
+        )
+    return read_policy(name, said)
+
+
+def _kind(name: str, parameters: Sequence[str], takes_kwargs: bool) -> Kind:
     per_completion, per_batch = "completion" in parameters, "completions" in parameters
+    # TRL's functions that look at nothing but the tokens leave the completions in their **kwargs.
+    if not per_completion and takes_kwargs and not {"completion_ids", "prompts"}.isdisjoint(parameters):
+        return "batch"
     if per_completion == per_batch:
         fault = "takes both `completion` and `completions`" if per_batch else "takes neither"
         raise RewardError(
@@ -271,7 +360,7 @@ def _kind(name: str, parameters: Sequence[str]) -> Kind:
     return "completion" if per_completion else "batch"
 
 
-def _is_async(fn: Callable[..., Any]) -> bool:
+def is_async(fn: Callable[..., Any]) -> bool:
     inner = innermost(fn)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 

@@ -2,8 +2,13 @@
 
 An entry is a registered or built-in name, `path/to/file.py:function`, `package.module:function`, the
 name of an entry point in the group `mm_grpo.rewards`, a callable, or a mapping
-`{name: <any of those>, weight: 0.5, as: other_name, threshold: 0.5}` whose other keys are bound to
-the function's parameters. To add another form, add a branch in `_find`.
+`{name: <any of those>, weight: 0.5, as: other_name, threshold: 0.5}`. To add another form, add a branch
+in `_find`.
+
+The keys of a mapping: `name`, `weight`, `as` and those of `policy.py` (isolated, timeout, retries,
+max_concurrency, memory_limit, on_error, on_timeout, only_if, clip, completions) are reserved; every other
+key is bound to the function's parameter of that name, or where a class is named, to the parameter of its
+constructor. A class is called once, and the object it makes is the reward.
 """
 
 from __future__ import annotations
@@ -11,36 +16,30 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import importlib
-import importlib.util
 import inspect
-import linecache
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards import registry
+from mm_grpo.rewards import policy, registry
+from mm_grpo.rewards.compose import RewardSum, parts_of
+from mm_grpo.rewards.places import FILE_MODULE, import_failed, importable, load_file, load_module
 from mm_grpo.rewards.registry import RewardSpec
 
 GROUP = "mm_grpo.rewards"
-RESERVED_KEYS = ("name", "weight", "as")
-_FILE_MODULE = "mm_grpo_reward_file_"
+RESERVED_KEYS = ("name", "weight", "as", *policy.KEYS)
 
-Entry = str | Mapping[str, Any] | Callable[..., Any] | RewardSpec
-
-_LOADED: dict[Path, tuple[str, ModuleType]] = {}
+Entry = str | Mapping[str, Any] | Callable[..., Any] | RewardSpec | RewardSum
 
 
 def resolve_entries(entries: Iterable[Entry], *, base: Path | None = None) -> list[RewardSpec]:
     """Resolve a whole list; RewardError when it is empty or when two entries have one name."""
     if isinstance(entries, str | Mapping):
         raise RewardError(f"rewards is {entries!r}; it must be a list, such as [exact_match, format]")
-    specs = [resolve_entry(entry, base=base) for entry in entries]
+    specs = [spec for entry in entries for spec in _specs_of(entry, base)]
     if not specs:
         raise RewardError(f"rewards is empty; it needs at least one of: {', '.join(registry.names())}")
     seen: set[str] = set()
@@ -54,6 +53,13 @@ def resolve_entries(entries: Iterable[Entry], *, base: Path | None = None) -> li
     return specs
 
 
+def _specs_of(entry: Any, base: Path | None) -> list[RewardSpec]:
+    """The specs that an entry of the list stands for: one, or the parts of a sum."""
+    if isinstance(entry, Mapping) and isinstance(entry.get("name"), RewardSum):
+        return parts_of(entry)
+    return list(entry.parts) if isinstance(entry, RewardSum) else [resolve_entry(entry, base=base)]
+
+
 def resolve_entry(entry: Entry, *, base: Path | None = None) -> RewardSpec:
     """One entry as a spec. `base` is the folder of relative paths: the current one by default."""
     if not isinstance(entry, Mapping):
@@ -62,15 +68,20 @@ def resolve_entry(entry: Entry, *, base: Path | None = None) -> RewardSpec:
         raise RewardError(
             f"rewards: the entry {dict(entry)!r} has no `name`; write {{name: exact_match, weight: 0.5}}"
         )
-    spec = _find(entry["name"], base, alias=entry.get("as"))
     bound = {key: value for key, value in entry.items() if key not in RESERVED_KEYS}
+    spec = _find(entry["name"], base, alias=entry.get("as"), settings=bound)
+    bound = {key: value for key, value in bound.items() if key not in spec.made_with}
     for key in bound:
         if key not in spec.settable:
             raise RewardError(_unknown_key(spec, str(key)))
+    said = {key: value for key, value in entry.items() if key in policy.KEYS}
+    how = policy.read(spec.name, said, spec.policy)
+    policy.check_fit(spec.name, how, is_async=spec.is_async, kind=spec.kind)
     return dataclasses.replace(
         spec,
         weight=registry.check_weight(spec.name, entry.get("weight", spec.weight)),
         bound={**spec.bound, **bound},
+        policy=how,
     )
 
 
@@ -90,7 +101,7 @@ def describe(spec: RewardSpec) -> dict[str, str | None]:
     else:
         digest = hashlib.sha256(source.encode()).hexdigest()
     module = inner.__module__
-    if module.startswith(_FILE_MODULE):  # the rest of that name depends on where the file lies
+    if module.startswith(FILE_MODULE):  # the rest of that name depends on where the file lies
         module = Path(sys.modules[module].__file__ or module).stem
     return {"module": module, "qualname": inner.__qualname__, "sha256": digest}
 
@@ -102,25 +113,36 @@ def entry_point_names() -> list[str]:
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
-def _find(what: Any, base: Path | None, alias: str | None = None) -> RewardSpec:
+def _find(
+    what: Any, base: Path | None, alias: str | None = None, settings: Mapping[str, Any] | None = None
+) -> RewardSpec:
     if isinstance(what, RewardSpec):
         spec = what
     elif callable(what):
-        return _of_function(what, "callable", alias)
+        return _of_function(what, "callable", alias, settings=settings)
     elif not isinstance(what, str):
         raise RewardError(
             f"rewards: {what!r} is not a reward; legal are a name, path/to/file.py:function, "
             f"package.module:function, a function, or a mapping with `name`"
         )
     elif ":" in what:
-        return _from_place(what, base, alias)
+        return _from_place(what, base, alias, settings)
     elif what.endswith(".py"):
         raise RewardError(f"rewards: {what!r} names a file; name a function in it too: {what}:function")
     elif what in registry.names():
         spec = registry.get(what)
+        _require_library(spec)
     else:
-        return _from_entry_point(what, alias)
+        return _from_entry_point(what, alias, settings)
     return _renamed(spec, alias)
+
+
+def _require_library(spec: RewardSpec) -> None:
+    """RewardError when a built-in needs a package that is not installed: now, and not after a rollout."""
+    if spec.source == "built-in":
+        from mm_grpo.rewards.builtins.libraries import require
+
+        require(spec.name)
 
 
 def _renamed(spec: RewardSpec, alias: str | None) -> RewardSpec:
@@ -130,22 +152,62 @@ def _renamed(spec: RewardSpec, alias: str | None) -> RewardSpec:
     return dataclasses.replace(spec, name=alias)
 
 
-def _of_function(fn: Callable[..., Any], source: str, alias: str | None) -> RewardSpec:
-    """The spec of a function: as it was decorated, if it was."""
+def _of_function(
+    fn: Callable[..., Any],
+    source: str,
+    alias: str | None,
+    address: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> RewardSpec:
+    """The spec of a function: as it was decorated, if it was. Of a class, that of the object it makes."""
     held = registry.registered_as(fn)
-    if held is None:
-        return registry.make_spec(fn, name=alias, source=source)
-    return _renamed(dataclasses.replace(held, source=source), alias)
+    made_with: dict[str, Any] = {}
+    constructor: tuple[str, ...] = ()
+    if held is None and inspect.isclass(fn):
+        address = address or importable(fn)
+        constructor = _constructor(fn)
+        fn, made_with = _made(fn, source, settings or {})
+    spec = held or registry.make_spec(fn, name=alias, source=source)
+    spec = dataclasses.replace(
+        spec, source=source, address=address, made_with=made_with, constructor=constructor
+    )
+    return _renamed(spec, alias)
 
 
-def _from_place(what: str, base: Path | None, alias: str | None) -> RewardSpec:
+def _made(of: type, source: str, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The object that a class makes with those settings that its constructor takes, and these settings."""
+    what = repr(of.__qualname__ if source == "callable" else source)
+    if not any("__call__" in vars(base) for base in of.__mro__):
+        raise RewardError(f"rewards: {what} is a class whose objects cannot be called; give it __call__")
+    made_with = {key: value for key, value in settings.items() if key in _constructor(of)}
+    try:
+        return of(**made_with), made_with
+    except (Exception, SystemExit) as error:
+        raise RewardError(
+            f"rewards: the class {what} cannot be called with ({', '.join(made_with)}): "
+            f"{type(error).__name__}: {error}; its constructor's arguments go into the entry: "
+            f"{{name: ..., argument: value}}"
+        ) from error
+
+
+def _constructor(of: type) -> tuple[str, ...]:
+    """The arguments that a class takes by name."""
+    if of.__init__ is object.__init__:  # type: ignore[misc]
+        return ()
+    parameters = inspect.signature(of).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+def _from_place(
+    what: str, base: Path | None, alias: str | None, settings: Mapping[str, Any] | None = None
+) -> RewardSpec:
     place, _, attribute = what.rpartition(":")
     if not place or not attribute:
         raise RewardError(
             f"rewards: {what!r} is incomplete; write path/to/file.py:function or package.module:function"
         )
     is_file = place.endswith(".py") or os.sep in place
-    module = _load_file(what, place, base) if is_file else _load_module(what, place)
+    module = load_file(what, place, base) if is_file else load_module(what, place)
     fn: Any = module
     for part in attribute.split("."):
         fn = getattr(fn, part, None)
@@ -158,64 +220,11 @@ def _from_place(what: str, base: Path | None, alias: str | None) -> RewardSpec:
             f"rewards: {what!r}: {place} has no function {attribute!r}; {hint}its functions: "
             f"{', '.join(functions) or 'none'}"
         )
-    return _of_function(fn, what, alias)
+    address = f"{module.__file__ if is_file else place}:{attribute}"
+    return _of_function(fn, what, alias, address, settings)
 
 
-def _load_file(what: str, place: str, base: Path | None) -> ModuleType:
-    path = ((base or Path.cwd()) / Path(place).expanduser()).resolve()
-    if not path.is_file():
-        raise RewardError(
-            f"rewards: {what!r}: there is no file {path}; give a path from the folder you start in"
-        )
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if path in _LOADED and _LOADED[path][0] == digest:
-        return _LOADED[path][1]
-    name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    linecache.checkcache(str(path))
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"rewards: {what!r}: {path} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up here
-    try:
-        # Not loader.exec_module: its bytecode cache goes by the file's second and size, and would run
-        # the old code of a file that was edited within one second.
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise RewardError(_import_failed(what, error)) from error
-    _LOADED[path] = (digest, module)
-    return module
-
-
-def _load_module(what: str, place: str) -> ModuleType:
-    try:
-        return importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        raise RewardError(_import_failed(what, error)) from error
-
-
-def _import_failed(what: str, error: BaseException) -> str:
-    if isinstance(error, RewardError):
-        return f"rewards: {what!r} cannot be imported: {error}"
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if f.filename != __file__ and "importlib" not in f.filename
-    ]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    if isinstance(error, SyntaxError):
-        where = f" at {error.filename}:{error.lineno}"
-    hint = (
-        "; install the package, or set PYTHONPATH to its folder (a reward file is imported without its "
-        "neighbours)"
-        if isinstance(error, ModuleNotFoundError)
-        else ""
-    )
-    return f"rewards: {what!r} cannot be imported: {type(error).__name__}: {error}{where}{hint}"
-
-
-def _from_entry_point(what: str, alias: str | None) -> RewardSpec:
+def _from_entry_point(what: str, alias: str | None, settings: Mapping[str, Any] | None = None) -> RewardSpec:
     from importlib.metadata import entry_points
 
     points = list(entry_points(group=GROUP, name=what))
@@ -229,14 +238,20 @@ def _from_entry_point(what: str, alias: str | None) -> RewardSpec:
     try:
         fn = points[0].load()
     except (Exception, SystemExit) as error:
-        raise RewardError(_import_failed(what, error)) from error
+        raise RewardError(import_failed(what, error)) from error
     if not callable(fn):
         raise RewardError(f"rewards: the entry point {what!r} ({points[0].value}) is not a function")
-    return _of_function(fn, f"entry point {points[0].value}", alias or what)
+    value = points[0].value
+    return _of_function(fn, f"entry point {value}", alias or what, value.partition("[")[0].strip(), settings)
 
 
 def _unknown_key(spec: RewardSpec, key: str) -> str:
-    legal = [*RESERVED_KEYS, *spec.settable]
-    near = difflib.get_close_matches(key, legal, n=1)
+    own = [*spec.constructor, *spec.settable]
+    near = difflib.get_close_matches(key, [*RESERVED_KEYS, *own], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"rewards: reward {spec.name!r} has no setting {key!r}; {hint}legal keys: {', '.join(legal)}"
+    if key in spec.supplied:
+        hint = "it is given to the function at every call. "
+    return (
+        f"rewards: reward {spec.name!r} has no setting {key!r}; {hint}legal keys: "
+        f"{', '.join(own) or 'none'} of its own; of every reward {', '.join(RESERVED_KEYS)}"
+    )

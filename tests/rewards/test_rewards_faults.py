@@ -121,19 +121,20 @@ def test_masking_leaves_that_completion_without_a_total(rows, caplog):
     scores = scorer.score(*rows("xyzn"), step=3)
     assert scores.totals == [1.5, None, None, 0.5]
     assert scores.parts == {"f": [1.0, None, None, None], "b": [0.5] * 4}
-    assert (scores.metrics["rewards/f/masked"], scores.metrics["rewards/f/none"]) == (2, 1)
-    assert scores.metrics["rewards/b/masked"] == 0
+    assert [scores.metrics[f"rewards/f/{what}"] for what in ("errors", "timeouts", "none")] == [2, 0, 1]
+    assert scores.metrics["rewards/b/errors"] == 0
     assert "2 completions masked at step 3: reward 'f', on row 'row:1'" in caplog.text
 
 
-def test_masking_stops_where_no_completion_is_to_blame(rows):
+def test_masking_a_batch_masks_all_of_its_completions(rows):
     def raises(completions, **kwargs):
         raise ValueError("no server")
 
-    with fails("on a batch of 2 completions .* raised ValueError: no server"):
-        Scorer([named("f", raises)], on_error="mask").score(*rows("xy"), step=1)
-    with fails("returned 1 scores"):
-        Scorer([named("f", lambda completions, **kwargs: [1.0])], on_error="mask").score(*rows("xy"), step=1)
+    for fn in (raises, lambda completions, **kwargs: [1.0]):
+        scorer = Scorer([named("f", fn), named("b", lambda completion: 0.5)], on_error="mask")
+        scores = scorer.score(*rows("xy"), step=1)
+        assert scores.totals == [None, None] and scores.parts == {"f": [None, None], "b": [0.5, 0.5]}
+        assert (scores.metrics["rewards/f/errors"], scores.metrics["rewards/f/none"]) == (2, 0)
     nan = Scorer([named("f", lambda completions, **kwargs: [1.0, math.nan])], on_error="mask")
     assert nan.score(*rows("xy"), step=1).totals == [1.0, None]
     with fails("on_error is 'skip'; legal are 'stop' and 'mask'"):

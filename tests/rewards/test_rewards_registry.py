@@ -28,11 +28,11 @@ def test_the_decorator_returns_the_function_unchanged_and_registers_it():
 
 def test_the_bare_decorator_takes_the_functions_name():
     @reward
-    async def judge(completions, **kwargs):
+    async def arbiter(completions, **kwargs):
         return [1.0 for _ in completions]
 
-    spec = get("judge")
-    assert (spec.name, spec.kind, spec.is_async, spec.weight) == ("judge", "batch", True, 1.0)
+    spec = get("arbiter")
+    assert (spec.name, spec.kind, spec.is_async, spec.weight) == ("arbiter", "batch", True, 1.0)
 
 
 def test_names_hold_built_ins_before_they_are_imported():
@@ -73,7 +73,7 @@ def test_one_file_under_two_module_names_is_one_function(tmp_path):
 
 
 def test_an_unknown_name_is_told_with_the_nearest():
-    with fails("unknown reward 'exact_mach'; did you mean 'exact_match'. known names: choice, exact_match"):
+    with fails("unknown reward 'exact_mach'; did you mean 'exact_match'. known names: anls, box_match,"):
         get("exact_mach")
 
 
@@ -81,7 +81,8 @@ def test_an_unknown_name_is_told_with_the_nearest():
     ("parameters", "message"),
     [
         ("completion, completions", "takes both `completion` and `completions`"),
-        ("prompts, **kwargs", r"takes neither; its parameters are \(prompts\)"),
+        ("answer, **kwargs", r"takes neither; its parameters are \(answer\)"),
+        ("prompts", r"takes neither; its parameters are \(prompts\)"),
         ("completion, /", "completion cannot be positional-only; remove the '/'"),
     ],
 )

@@ -149,7 +149,7 @@ def test_a_callable_is_as_it_was_decorated():
     [
         (
             "exact_mach",
-            "unknown reward 'exact_mach'; did you mean 'exact_match'. known names: .*choice, exact_match",
+            "unknown reward 'exact_mach'; did you mean 'exact_match'. known names: .*choice, .*exact_match",
         ),
         ({"weight": 1}, r"the entry \{'weight': 1\} has no `name`"),
         (
@@ -158,7 +158,7 @@ def test_a_callable_is_as_it_was_decorated():
         ),
         (
             {"name": "length", "completion": "x"},
-            "no setting 'completion'; .*legal keys: name, weight, as, min_length",
+            "no setting 'completion'; it is given .*: min_length, .* of its own; of every reward name, weight, as,",
         ),
         ({"name": "length", "weight": "1"}, "reward 'length': weight is '1'; it must be a finite number"),
         ({"name": "length", "as": "a b"}, "reward name 'a b' is not legal"),

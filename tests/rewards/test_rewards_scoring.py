@@ -48,7 +48,12 @@ def test_metrics_are_over_the_completions_that_a_reward_applies_to(rows):
 def test_a_reward_that_applies_nowhere_has_no_mean(rows):
     scores = Scorer([named("a", lambda completion: None)]).score(*rows("xy"), step=1)
     assert scores.totals == [None, None]
-    assert set(scores.metrics) == {"rewards/a/none", "time/reward/a"}
+    assert set(scores.metrics) == {
+        "rewards/a/none",
+        "rewards/a/errors",
+        "rewards/a/timeouts",
+        "time/reward/a",
+    }
 
 
 def test_a_reward_of_weight_0_is_watched_and_makes_no_total(rows):

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
+
+Gold = str | int | float
+Answer = Gold | Sequence[Gold | None] | None
 
 _OPEN = re.compile(r"<answer>", re.IGNORECASE)
 _CLOSE = re.compile(r"</answer>", re.IGNORECASE)
@@ -74,6 +78,22 @@ def normalise(text: str, *, ignore_case: bool = True) -> str:
         else:
             return text[low:high]
     return text
+
+
+def gold_texts(answer: Answer) -> list[str]:
+    """The gold answers of a row as texts that are not blank: one, or one of several. A whole float is
+    written as an integer, for a column of integers with gaps arrives as floats.
+
+    >>> gold_texts(3.0), gold_texts(["a", None, " "]), gold_texts(None)
+    (['3'], ['a'], [])
+    """
+    golds = [answer] if answer is None or isinstance(answer, str | int | float) else list(answer)
+    texts = [
+        str(int(gold)) if isinstance(gold, float) and gold.is_integer() else str(gold)
+        for gold in golds
+        if gold is not None
+    ]
+    return [text for text in texts if text.strip()]
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

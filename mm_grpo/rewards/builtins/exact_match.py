@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from mm_grpo.rewards.builtins.answers import boxed, final_part, normalise
+from mm_grpo.rewards.builtins.answers import Answer, boxed, final_part, gold_texts, normalise
 from mm_grpo.rewards.registry import reward
-
-Gold = str | int | float
 
 
 @reward("exact_match", needs=("answer",))
 def exact_match(
-    completion: str, answer: Gold | Sequence[Gold] | None, *, ignore_case: bool = True, strict: bool = False
+    completion: str, answer: Answer, *, ignore_case: bool = True, strict: bool = False
 ) -> float | None:
     r"""Whether the completion's final answer is the gold answer.
 
@@ -26,6 +22,7 @@ def exact_match(
     `strict=True` compares the raw completion with the raw gold text, character for character.
 
     Returns 1.0 or 0.0; None when the row has no gold answer (None, an empty or blank text, an empty list).
+    For short answers of one spelling: the recipe shapes, VQA.
     The column is `answer`; another one is named in data.columns ({answer: solution}).
 
     >>> exact_match("<think>two and one</think> <answer>Three.</answer>", answer="three")
@@ -35,22 +32,13 @@ def exact_match(
     >>> exact_match(r"So it is \boxed{12}.", answer=["12", "twelve"])
     1.0
     """
-    golds = [] if answer is None else [answer] if isinstance(answer, str | int | float) else list(answer)
-    texts = [text for gold in golds if (text := _text(gold)).strip()]
+    texts = gold_texts(answer)
     if not texts:
         return None
     if strict:
         return float(completion in texts)
     given = _final(completion, ignore_case)
     return float(bool(given) and any(given == _final(text, ignore_case) for text in texts))
-
-
-def _text(gold: Gold | None) -> str:
-    if gold is None:
-        return ""
-    if isinstance(gold, float) and gold.is_integer():  # a column of integers with gaps arrives as floats
-        return str(int(gold))
-    return str(gold)
 
 
 def _final(text: str, ignore_case: bool) -> str:

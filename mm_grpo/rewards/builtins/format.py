@@ -25,6 +25,7 @@ def follows_format(completion: str, *, template: str | None = None, pattern: str
     matches newlines. A pattern can be slow on long texts (nested repeats); a template is never.
 
     Returns 1.0 or 0.0, never None. ValueError when both are given or the template is empty.
+    For recipes that ask for a reasoning block before the answer.
 
     >>> follows_format("<think>2 + 1</think>\n<answer>3</answer>")
     1.0

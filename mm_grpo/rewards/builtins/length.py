@@ -27,6 +27,7 @@ def length(
 
     Returns a score in [0, 1], never None. ValueError when no bound is set, when they are not
     0 <= min_length <= max_length, when decay is not above 0 or `unit` is another word.
+    For any recipe, beside a reward for the answer.
 
     >>> length("abc", max_length=4), length("abcdef", max_length=4), length("abcdefgh", max_length=4)
     (1.0, 0.5, 0.0)

@@ -1,0 +1,79 @@
+"""The reward `json_schema`: the answer is JSON of the asked form."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from mm_grpo.rewards.builtins.answers import final_part
+from mm_grpo.rewards.builtins.libraries import library
+from mm_grpo.rewards.registry import reward
+
+_FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL | re.IGNORECASE)
+
+
+@reward("json_schema")
+def json_schema(completion: str, schema: Mapping[str, Any] | str | None = None) -> float:
+    """Whether the completion's final part is JSON, and valid against a JSON schema.
+
+    The final part is the inside of the last `<answer>` block, else what follows `</think>`, else
+    everything; one Markdown fence around the whole of it is taken off. Nothing else may stand beside
+    the JSON. NaN and Infinity are not JSON. `schema` is a mapping or JSON text, from the config or from
+    a column of that name (a column had better hold text: a table of mappings fills missing keys with
+    None); null asks for any JSON. The draft is that of its `$schema`, else 2020-12; references to
+    other documents are not fetched.
+
+    Returns 1.0 or 0.0, never None. ValueError when the schema is no schema. For structured
+    extraction: receipts and forms, such as CORD and SROIE. Needs the package jsonschema.
+
+    >>> json_schema('{"total": 12.5}', schema={"type": "object", "required": ["total"]})
+    1.0
+    >>> json_schema('Sure: {"total": 12.5}'), json_schema("[NaN]")
+    (0.0, 0.0)
+    """
+    validator = None if schema is None else _validator(_canonical(schema))
+    part = final_part(completion)
+    fenced = _FENCE.fullmatch(part)
+    try:
+        value = json.loads(fenced[1] if fenced else part, parse_constant=_no_constant)
+    except (ValueError, RecursionError):  # RecursionError: 100,000 opening brackets
+        return 0.0
+    if validator is None:
+        return 1.0
+    try:
+        return float(validator.is_valid(value))
+    except RecursionError:  # nested deeper than the schema's own recursion can follow
+        return 0.0
+
+
+def _canonical(schema: Mapping[str, Any] | str) -> str:
+    if isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(schema, sort_keys=True)
+    except TypeError as error:
+        raise ValueError(f"the schema cannot be written as JSON: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _validator(schema: str) -> Any:
+    jsonschema = library("json_schema")
+    try:
+        parsed = json.loads(schema)
+    except ValueError as error:
+        raise ValueError(f"the schema is not JSON ({error}); it is a mapping or JSON text") from error
+    kind = jsonschema.validators.validator_for(parsed, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(parsed)
+    except jsonschema.exceptions.SchemaError as error:
+        raise ValueError(f"the schema is not a JSON schema: {error.message}") from error
+    # With a registry of our own nothing is fetched; the default one opens the address of a "$ref".
+    return kind(parsed, registry=importlib.import_module("referencing").Registry())
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

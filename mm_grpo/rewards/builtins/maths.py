@@ -1,0 +1,131 @@
+"""The reward `math`: the answer equals the gold one as mathematics (math-verify)."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from mm_grpo.rewards.builtins.answers import Answer, boxed, final_part, gold_texts
+from mm_grpo.rewards.builtins.libraries import library
+from mm_grpo.rewards.registry import reward
+
+LONGEST = 500  # characters of an answer; of other text the last 1,000 are read
+_WORDS = re.compile(r"(?<!\\)\b[A-Za-z]{2,} [a-z]{2,}")
+_LARGEST_POWER = 10_000  # beyond it sympy would write out numbers for minutes
+
+for _name in ("parser", "grader"):  # they warn that their time-out is off; ours is the scorer's
+    logging.getLogger(f"math_verify.{_name}").addFilter(
+        lambda record: "Timeout is disabled" not in record.getMessage()
+    )
+
+
+@reward("math", needs=("answer",), isolated=True, on_timeout="mask")
+def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
+    r"""Whether the completion's answer equals the gold answer as mathematics, judged by math-verify.
+
+    The answer is the inside of the last `\boxed{...}` of the final part (the last `<answer>` block,
+    else what follows `</think>`, else everything); without one, a whole `<answer>` block is read as
+    LaTeX, and of other text the last formula or number. 0.5, 1/2 and \frac{1}{2} are equal, and so are
+    (x+1)^2 and x^2+2x+1; sets, intervals, matrices, units and percent are read too. Plain words do not
+    equal anything but themselves. `digits` are the decimals to which floats are compared. Several gold
+    answers mean any of them. An answer of more than 500 characters is wrong, and so is one with a power
+    or factorial beyond 10,000 that the gold answer does not spell alike.
+
+    Returns 1.0 or 0.0 (0.0 when nothing can be parsed); None when the row has no gold answer.
+    ValueError when the gold answer cannot be parsed. For GEOQA, geometry3k, MathVista and MATH.
+
+    math-verify's own time-outs are off: they work by signals, and so in a main thread alone. Ours is the
+    deadline of the isolated reward: a call that hangs is killed, and by default its completion is masked
+    and counted, for it is the completion's doing. Needs the package math-verify.
+
+    >>> maths(r"Half of it, so \boxed{\frac{1}{2}}.", answer="0.5")
+    1.0
+    >>> maths("<answer>x^2 + 2x + 1</answer>", answer="$(x+1)^2$"), maths("I do not know", answer="3")
+    (1.0, 0.0)
+    """
+    golds = gold_texts(answer)
+    if not golds:
+        return None
+    parsed = [_gold(gold) for gold in golds]
+    given = _parse(*_candidates(completion))
+    verify = library("math").verify
+    return float(
+        bool(given)
+        and any(
+            _same_text(gold, given)
+            or (not _is_huge(given) and verify(gold, given, float_rounding=digits, timeout_seconds=None))
+            for gold in parsed
+        )
+    )
+
+
+@lru_cache(maxsize=4096)
+def _gold(text: str) -> list[Any]:
+    parsed = _parse(*_candidates(text, whole=True))
+    if not parsed:
+        raise ValueError(
+            f"the gold answer {text[:80]!r} is no mathematics; see the rewards exact_match and choice"
+        )
+    return parsed
+
+
+def _candidates(text: str, whole: bool = False) -> tuple[str, ...]:
+    """The readings of a text, the best first. `whole` says that all of it is the answer."""
+    part = final_part(text)
+    inner = boxed(part)
+    if inner is not None:
+        return (f"\\boxed{{{inner}}}",) if len(inner) <= LONGEST else ()
+    tail = part[-2 * LONGEST :].strip()
+    marked = any(sign in tail for sign in ("$", "\\(", "\\["))
+    bare = whole or len(part) < len(text) or ("\\" in tail and not _WORDS.search(tail))
+    # A bare "2\sqrt{2}" would be read as the number 2: what is an answer as a whole is LaTeX as a whole.
+    if bare and not marked and "\n" not in tail and 0 < len(tail) <= LONGEST:
+        return (f"\\boxed{{{tail}}}", tail)
+    return (tail,)
+
+
+def _parse(*candidates: str) -> list[Any]:
+    """The first reading that gives an expression; else the text that math-verify falls back to."""
+    parse = library("math").parse
+    fallback: list[Any] = []
+    for candidate in candidates:
+        found: list[Any] = parse(candidate, parsing_timeout=None)
+        if any(not isinstance(item, str) for item in found):
+            return found
+        fallback = fallback or found
+    return fallback
+
+
+def _same_text(gold: list[Any], given: list[Any]) -> bool:
+    texts = {item for item in gold if isinstance(item, str) and item.strip()}
+    return any(item in texts for item in given if isinstance(item, str))
+
+
+def _is_huge(given: list[Any]) -> bool:
+    """Whether an expression holds a power or a factorial that would take minutes to write out."""
+    sympy = importlib.import_module("sympy")
+
+    def large(number: Any) -> bool:
+        return not number.free_symbols and (not number.is_number or not abs(_float(number)) <= _LARGEST_POWER)
+
+    return any(
+        large(node.args[1] if isinstance(node, sympy.Pow) else node.args[0])
+        for item in given
+        if hasattr(item, "atoms")
+        for node in item.atoms(sympy.Pow, sympy.factorial)
+    )
+
+
+def _float(number: Any) -> float:
+    """The value of an exponent; infinite when it is a tower of powers itself."""
+    sympy = importlib.import_module("sympy")
+    towers = (node for node in number.atoms(sympy.Pow) if isinstance(node.args[1], sympy.Pow))
+    if number.atoms(sympy.factorial) or any(towers):
+        return float("inf")
+    try:
+        return float(abs(number.evalf(8)))
+    except (TypeError, OverflowError, ValueError):
+        return float("inf")

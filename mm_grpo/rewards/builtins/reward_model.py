@@ -1,0 +1,157 @@
+"""The reward `reward_model`: a transformers sequence classifier scores the conversation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards.registry import reward
+
+_LOADING = threading.Lock()
+
+
+@reward("reward_model")
+def reward_model(
+    completions: Sequence[Any],
+    prompts: Sequence[Any],
+    model: str,
+    output: int | None = None,
+    activation: Literal["none", "sigmoid", "softmax"] | None = None,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> list[float]:
+    """The score that a reward model (AutoModelForSequenceClassification) gives to prompt and completion.
+
+    `model` is a folder or a hub name; it is loaded at the first call and kept. With a chat template in its
+    tokenizer the messages are laid out by it, otherwise prompt and completion are joined by a line
+    break. The model reads text alone: images are left out. A model of one output gives that number; of
+    several, `output` says which. `activation` is "none" (the raw logit), "sigmoid", or "softmax" (that
+    output's share); by default none for one output, softmax for several.
+
+    `batch_size` completions go through the model at once, similar lengths together; the batch does
+    not change a score beyond rounding. `max_length` is in tokens, by default what the model can hold; a
+    longer text raises, for a cut one would be scored as another. `device` is cpu, cuda, cuda:N or auto (a
+    GPU if there is one), `dtype` float32, bfloat16, float16 or auto (as saved).
+
+    Returns one score a completion, unbounded with activation none, else in [0, 1]; never None. RewardError
+    when the model, output or a setting does not fit. For recipes with a preference model: Skywork-Reward,
+    ArmoRM. Needs torch and transformers, which mm_grpo has anyway. There is no example that runs without a
+    model: {name: reward_model, model: path/to/model}.
+    """
+    import torch
+
+    if not isinstance(model, str) or not isinstance(batch_size, int) or batch_size < 1:
+        raise RewardError(
+            f"reward_model: model={model!r}, batch_size={batch_size!r}; set a folder or hub name and a number from "
+            f"1 in the entry (a column of the dataset with the option's name is taken for it)"
+        )
+    network, tokenizer = _load(model, device, dtype)
+    column, how = _head(network.config.num_labels, output, activation)
+    limit = max_length or _longest(network, tokenizer)
+    ids = [_tokens(tokenizer, prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
+    for i, row in enumerate(ids):
+        if len(row) > limit:
+            raise RewardError(
+                f"reward_model: prompt and completion {i} have {len(row)} tokens, and {model} takes {limit}; "
+                f"raise max_length, or lower rollout.max_completion_length"
+            )
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    scores = [0.0] * len(ids)
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        batch = tokenizer.pad(
+            {"input_ids": [ids[i] for i in chosen]}, padding_side="right", return_tensors="pt"
+        )
+        with torch.inference_mode():
+            logits = network(
+                **{name: tensor.to(network.device) for name, tensor in batch.items()}
+            ).logits.float()
+        if how == "softmax":
+            logits = logits.softmax(-1)
+        elif how == "sigmoid":
+            logits = logits.sigmoid()
+        for i, value in zip(chosen, logits[:, column].tolist(), strict=True):
+            scores[i] = value
+    return scores
+
+
+def _load(model: str, device: str, dtype: str) -> tuple[Any, Any]:
+    with _LOADING:  # lru_cache alone would let two threads load it twice
+        return _loaded(model, device, dtype)
+
+
+@lru_cache(maxsize=2)
+def _loaded(model: str, device: str, dtype: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        network, info = AutoModelForSequenceClassification.from_pretrained(
+            model, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise RewardError(
+            f"reward_model: {model!r} cannot be loaded as a sequence classifier: {error}"
+        ) from error
+    if absent := sorted(info["missing_keys"]):
+        # transformers fills them with random numbers: a base model would score at random
+        raise RewardError(
+            f"reward_model: {model!r} is no trained sequence classifier; it lacks {', '.join(absent[:5])}"
+        )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise RewardError(f"reward_model: the tokenizer of {model!r} has neither a pad nor an end token")
+        tokenizer.pad_token = tokenizer.eos_token
+    if network.config.pad_token_id is None:  # decoders find the last real token by it
+        network.config.pad_token_id = tokenizer.pad_token_id
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    return network.to(where).eval(), tokenizer
+
+
+def _head(outputs: int, output: int | None, activation: str | None) -> tuple[int, str]:
+    """Which output is read, and what is applied to the outputs before."""
+    if activation not in (None, "none", "sigmoid", "softmax"):
+        raise RewardError(
+            f"reward_model: activation={activation!r}; legal are 'none', 'sigmoid' and 'softmax'"
+        )
+    if outputs > 1 and output is None:
+        raise RewardError(
+            f"reward_model: the model has {outputs} outputs; set output to the one that counts, from 0"
+        )
+    if output is not None and not 0 <= output < outputs:
+        raise RewardError(f"reward_model: output={output}; the model has {outputs} output(s), counted from 0")
+    if outputs == 1 and activation == "softmax":
+        raise RewardError(
+            "reward_model: activation='softmax' is 1 for a single output; use 'sigmoid' or 'none'"
+        )
+    return output or 0, activation or ("none" if outputs == 1 else "softmax")
+
+
+def _longest(network: Any, tokenizer: Any) -> int:
+    held = getattr(network.config, "max_position_embeddings", None) or 10**9
+    return int(min(held, tokenizer.model_max_length))
+
+
+def _tokens(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
+    if tokenizer.chat_template and isinstance(prompt, list) and isinstance(completion, list):
+        messages = [{"role": m["role"], "content": _text(m.get("content"))} for m in [*prompt, *completion]]
+        laid_out = tokenizer.apply_chat_template(messages, tokenize=False)
+        return list(tokenizer(laid_out, add_special_tokens=False)["input_ids"])
+    texts = [value if isinstance(value, str) else _joined(value) for value in (prompt, completion)]
+    return list(tokenizer("\n".join(texts))["input_ids"])
+
+
+def _joined(messages: Sequence[Any]) -> str:
+    return "\n".join(_text(message.get("content")) for message in messages)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content or () if part.get("type") == "text")

@@ -1,0 +1,122 @@
+"""Rewards that worker processes import in the tests. What the completion says decides what they do."""
+
+import asyncio
+import ctypes
+import os
+import re
+import sys
+import threading
+import time
+
+
+class Opaque(Exception):
+    """An exception that no other process can be given: a lock and a closure are in it."""
+
+    def __init__(self):
+        super().__init__("opaque", threading.Lock(), lambda: None)
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def behave(completion, label="none"):
+    """The length of the label, unless the completion asks for trouble."""
+    if completion == "loop":
+        while True:
+            pass
+    if completion == "sleep in C":
+        ctypes.PyDLL(None).sleep(1000)  # PyDLL keeps the interpreter's lock: no thread, no signal gets in
+    if completion == "regex":
+        re.match(r"(a+)+b", "a" * 50)
+    if completion == "exit":
+        os._exit(3)
+    if completion == "sys.exit":
+        sys.exit(0)
+    if completion == "segfault":
+        ctypes.string_at(0)
+    if completion == "memory":
+        return float(len(bytearray(2 * 10**9)))
+    if completion == "opaque":
+        raise Opaque
+    if completion == "mute":
+        raise Mute
+    if completion == "interrupt":
+        raise KeyboardInterrupt
+    if completion == "print":
+        print("a line on standard output")
+        os.write(1, b"another\n")
+    if completion == "read":
+        return float(len(sys.stdin.read()))
+    if completion == "nan":
+        return float("nan")
+    if completion == "none":
+        return None
+    if completion.startswith("wait"):
+        time.sleep(float(completion.split()[1]))
+    return float(len(label))
+
+
+def behave_batch(completions, label=None, **kwargs):
+    """The same for a whole batch, as TRL calls it: messages."""
+    return [behave(completion[0]["content"]) for completion in completions]
+
+
+async def behave_async(completion):
+    await asyncio.sleep(0.01)
+    return behave(completion)
+
+
+def echo(completion, completion_ids, prompt, images, sample, trainer_state, log_extra, log_metric, box, extra=None):
+    """1 when every argument is as it would be in the trainer's process."""
+    assert completion == "abc" and completion_ids == [0, 1, 2]
+    assert prompt[0]["content"][1]["text"].startswith("question")
+    assert images[0].size == (2, 2) and sample.images[0].width >= 4
+    assert (trainer_state.global_step, trainer_state.max_steps) == (7, 9)
+    assert box == (1, {2: "two"}) and type(box) is tuple and extra == [(3,)]
+    log_extra("seen", {"box": box})
+    log_metric("area", 2.5)
+    return 1.0
+
+
+def echo_batch(completions, box, log_extra, log_metric, **kwargs):
+    assert [c[0]["content"] for c in completions] == ["abc", "de"]
+    assert len(kwargs["images"]) == len(kwargs["completion_ids"]) == 2 and "samples" not in kwargs
+    log_extra("first", [b[0] for b in box])
+    log_metric("count", len(completions))
+    return [0.5, None]
+
+
+def process(completion):
+    return float(os.getpid())
+
+
+def wrong_count(completions, **kwargs):
+    return [1.0]
+
+
+def bad_log(completion, log_metric):
+    log_metric("m", float("nan"))
+    return 1.0
+
+
+def length_of(completion):
+    return float(len(completion))
+
+
+def lengths_of(completions, **kwargs):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+class Judge:
+    """A reward that is an object, with an argument of its own."""
+
+    def __init__(self, mark=1.0):
+        self.mark = mark
+
+    def __call__(self, completion):
+        return self.mark
+
+
+judge = Judge(0.25)

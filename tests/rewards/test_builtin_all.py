@@ -1,0 +1,183 @@
+"""What holds for every built-in: its docstring, rows without gold, hostile texts, and lightness."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import math
+import pkgutil
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards import builtins, get, names, resolve_entry
+from mm_grpo.rewards.builtins import libraries
+from mm_grpo.rewards.registry import BUILTINS
+
+HUGE = 100_000
+MODULES = [module.name for module in pkgutil.iter_modules(builtins.__path__)]
+
+# One way to call each that is a plain function, and the scores it may give to garbage.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "anls": {"answer": "boeing"},
+    "box_match": {"boxes": [[0, 0, 10, 10], [20, 20, 30, 30]]},
+    "chart_relaxed": {"answer": "42"},
+    "choice": {"answer": "B"},
+    "contains": {"answer": "tabby"},
+    "cosine_length": {"answer": "B", "completion_ids": [1, 2, 3], "max_length": 10},
+    "count": {"answer": 77},
+    "edit_similarity": {"answer": "the quick brown fox"},
+    "exact_match": {"answer": "gold"},
+    "format": {},
+    "giou": {"box": [0, 0, 10, 20]},
+    "iou": {"box": [0, 0, 10, 20]},
+    "json_schema": {"schema": {"type": "object"}},
+    "language": {"code": "en"},
+    "length": {"max_length": 10},
+    "mask_iou": {"mask": {"size": [4, 4], "counts": [0, 8, 8]}},
+    "math": {"answer": "77"},
+    "numeric": {"answer": 77},
+    "point_in_box": {"box": [1000, 1000, 1001, 1001]},
+    "repetition_penalty": {},
+    "soft_overlong": {"completion_ids": [1, 2, 3], "max_length": 10, "buffer": 5},
+    "table_f1": {"table": "a,b\n1,2\n3,4"},
+}
+RANGES = {"giou": (-1, 1), "cosine_length": (-1, 1), "repetition_penalty": (-1, 0), "soft_overlong": (-1, 0)}
+PIECES = [
+    *"([{}])<>|\"'*$\\,.;:-+/%^_#`=\n\t 0129Aeé猫\u0301\u200b\x00\U0001f600",
+    *("[[", "[0,", "[0,0,", "(1,2),", "1 ", "1,", "1,111,", "1.", "-1", "1e", "1/", "1/2 ", "½", "٣", "３"),
+    *(
+        "[1e400,",
+        "NaN,",
+        "[NaN, NaN, NaN, NaN] ",
+        "[0,0,1,1]",
+        "[0, 0, 10, 10] ",
+        "(5, 5) ",
+        "x=1, y=1 ",
+        "x=",
+    ),
+    *(
+        "<answer>",
+        "</answer>",
+        "<think>",
+        "</think>",
+        "\\boxed{",
+        "\\frac{",
+        "\\frac{1}{2}",
+        "\\sqrt",
+        "^{",
+        "\\(",
+    ),
+    *(
+        "twenty ",
+        "one hundred ",
+        "twenty-",
+        "Score: ",
+        "Answer: A, ",
+        "a b c ",
+        "|",
+        "| a | b |\n",
+        "|---|---|\n",
+    ),
+    *(
+        "<td>",
+        "<table><tr>",
+        "<td rowspan=100 colspan=100>x",
+        "a,b\n",
+        '"',
+        '{"counts": [',
+        '{"a":',
+        "a\tb\n",
+    ),
+]
+
+
+def call(name: str, completion: str, **changed: Any) -> float | None:
+    score = get(name).fn(completion, **{**ARGUMENTS[name], **changed})
+    assert score is None or isinstance(score, float)
+    return score
+
+
+def test_at_least_22_are_registered() -> None:
+    assert len(BUILTINS) == 24 and set(BUILTINS) <= set(names())
+    assert {*ARGUMENTS, "judge", "reward_model"} == set(BUILTINS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_in_the_docstrings_run(module: str) -> None:
+    found = doctest.testmod(importlib.import_module(f"{builtins.__name__}.{module}"))
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize("name", sorted(BUILTINS))
+def test_a_docstring_says_what_comes_out_and_what_it_is_for(name: str) -> None:
+    doc = inspect.getdoc(get(name).fn) or ""
+    assert re.search(r"^Returns .*", doc, re.MULTILINE), "the range, and when it is None"
+    assert "None" in doc.split("Returns", 1)[1]
+    assert re.search(r"\bFor \w|\bfor \w", doc)
+    if name != "reward_model":
+        assert ">>> " in doc
+
+
+@pytest.mark.parametrize("name", sorted(name for name in BUILTINS if get(name).needs))
+def test_a_row_without_gold_gives_none(name: str) -> None:
+    (column,) = get(name).needs
+    assert call(name, "<answer>[0, 0, 1, 1]</answer>", **{column: None}) is None
+    if column == "answer" and name != "edit_similarity":  # there an empty text is an empty page
+        for blank in ("", " \n") if name == "choice" else ("", " \n", [], [None, ""]):
+            assert call(name, "3", answer=blank) is None
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_garbage_scores_within_the_range(name: str) -> None:
+    low, high = RANGES.get(name, (0, 1))
+    texts = ["", " ", "\x00", "\ud800", "é猫", "nan", "inf", "-inf", "1e999", "9" * 400, "None", "{}", "[]", "[[]]",
+             "<answer></answer>", "<answer>", "\\boxed{}", "[NaN, 0, 1, 1]", "[0, 0, 1e400, 1]", "[1e308, 0, 1, 1]",
+             "[5, 5, 1, 1]", "[-1e6, -1e6, 1e6, 1e6]", "[0, 0, 0, 0]", '{"size": [1], "counts": 5}',
+             '{"size": [99999, 99999], "counts": [9999800001]}', "[" + "9" * 5000 + "]"]  # fmt: skip
+    for text in texts:
+        for whole in (text, f"<answer>{text}</answer>", f"<think>{text}</think>{text}"):
+            score = call(name, whole)
+            assert score is not None and low <= score <= high and math.isfinite(score), whole
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_huge_texts_are_scored_fast(name: str) -> None:
+    slowest: tuple[float, str] = (0.0, "")
+    for piece in PIECES:
+        text = (piece * (HUGE // len(piece) + 1))[:HUGE]
+        start = time.process_time()
+        call(name, text if len(piece) > 1 else f"<answer>{text}</answer>")
+        slowest = max(slowest, (time.process_time() - start, piece))
+    assert slowest[0] < 1.0, slowest
+
+
+def test_loading_all_of_them_imports_no_heavy_library() -> None:
+    code = (
+        "import sys; from mm_grpo.rewards import registry; [registry.get(n) for n in registry.BUILTINS];"
+        "print(*{'torch', 'numpy', 'PIL', 'transformers', 'rapidfuzz', 'jsonschema', 'httpx', 'math_verify',"
+        " 'sympy'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", sorted(libraries.LIBRARIES))
+def test_a_missing_library_is_told_when_the_reward_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, package, extra = libraries.LIBRARIES[name]
+    monkeypatch.setitem(libraries.LIBRARIES, name, (f"no_{module}", package, extra))
+    libraries.library.cache_clear()
+    message = rf"reward '{name}' needs the package {package}, .* pip install 'mm_grpo\[{extra}\]'"
+    with pytest.raises(RewardError, match=message):
+        resolve_entry(name)
+    with pytest.raises(RewardError, match=message):
+        libraries.library(name)
+    libraries.library.cache_clear()

@@ -1,0 +1,159 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mm_grpo.rewards import Scorer
+from mm_grpo.rewards.builtins.cosine_length import cosine_length
+from mm_grpo.rewards.builtins.language import SCRIPTS, language
+from mm_grpo.rewards.builtins.repetition_penalty import repetition_penalty
+from mm_grpo.rewards.builtins.soft_overlong import soft_overlong
+
+# soft_overlong ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "score"),
+    [
+        (0, 0.0),
+        (16384, 0.0),
+        (16385, -1 / 4096),
+        (18432, -0.5),
+        (20480, -1.0),
+        (20481, -1.0),
+        (100_000, -1.0),
+    ],
+)
+def test_soft_overlong_with_the_numbers_of_its_paper(tokens, score):
+    assert soft_overlong("", range(tokens), max_length=20480, buffer=4096) == score
+
+
+@pytest.mark.parametrize(("max_length", "buffer"), [(10, 0), (10, 11), (0, 0), (-5, 5)])
+def test_soft_overlong_refuses_bounds_that_mean_nothing(max_length, buffer):
+    with pytest.raises(ValueError, match=f"buffer={buffer}, max_length={max_length}; legal is 0 < buffer <="):
+        soft_overlong("", [], max_length=max_length, buffer=buffer)
+
+
+def test_soft_overlong_must_be_told_its_bounds(rows):
+    with pytest.raises(Exception, match="reward 'soft_overlong' asks for 'max_length', which has no default"):
+        Scorer(["soft_overlong"]).score(*rows(["a"]), step=1)
+    entry = {"name": "soft_overlong", "max_length": 4, "buffer": 2}
+    scores = Scorer([entry]).score(*rows(["a", "abc", "abcdefg"]), step=1)  # a token each
+    assert scores.parts == {"soft_overlong": [0.0, -0.5, -1.0]}
+
+
+# cosine_length ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "tokens", "score"),
+    [
+        ("3", 0, 1.0),
+        ("3", 500, 0.75),
+        ("3", 1000, 0.5),
+        ("3", 5000, 0.5),
+        ("4", 0, -1.0),
+        ("4", 500, -0.75),
+        ("4", 1000, -0.5),
+        ("", 250, -0.9267766952966369),
+    ],
+)
+def test_cosine_length(completion, tokens, score):
+    assert cosine_length(completion, "3", range(tokens), max_length=1000) == pytest.approx(score)
+
+
+def test_cosine_length_with_the_numbers_of_its_paper():
+    worth = {"right_short": 2.0, "right_long": 1.0, "wrong_short": -10.0, "wrong_long": 0.0}
+    assert cosine_length("3", "3", [], max_length=10, **worth) == 2.0
+    assert cosine_length("4", "3", [], max_length=10, **worth) == -10.0
+    assert cosine_length("4", "3", range(5), max_length=10, **worth) == pytest.approx(-5.0)
+
+
+def test_cosine_length_asks_another_reward_what_is_right():
+    assert cosine_length("three sheep", "3", [], max_length=10, correct="count") == 1.0
+    assert cosine_length("three sheep", "3", [], max_length=10) == -1.0
+    assert cosine_length("\\boxed{6/2}", "3", [], max_length=10, correct="math") == 1.0
+    assert cosine_length("3", None, [], max_length=10) is None
+    with pytest.raises(ValueError, match="correct='iou'; legal are exact_match, choice, count"):
+        cosine_length("3", "3", [], max_length=10, correct="iou")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_length=0; it is a number of tokens"):
+        cosine_length("3", "3", [], max_length=0)
+
+
+# repetition_penalty ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "score"),
+    [
+        ("", {}, 0.0),
+        ("a b", {}, 0.0),
+        ("a b c", {}, 0.0),
+        ("a b c d", {}, 0.0),
+        ("a a a a", {}, -0.5),
+        ("A a a A", {}, -0.5),
+        ("a a a a", {"ngram": 1}, -0.75),
+        ("a a a a", {"max_penalty": -2.0}, -1.0),
+        ("a b a b a b", {"ngram": 2}, -0.6),
+        ("哈哈哈哈哈", {"unit": "characters", "ngram": 2}, -0.75),
+        ("loop " * 20_002, {}, -0.99995),
+    ],
+)
+def test_repetition_penalty(text, options, score):
+    assert repetition_penalty(text, **options) == pytest.approx(score)
+
+
+def test_repetition_penalty_of_tokens():
+    assert repetition_penalty("", [5, 6, 5, 6, 5, 6], ngram=2, unit="tokens") == pytest.approx(-0.6)
+    for arguments in ({"ngram": 0}, {"max_penalty": 0.5}):
+        with pytest.raises(ValueError, match="legal are ngram >= 1 and max_penalty <= 0"):
+            repetition_penalty("a", **arguments)
+    with pytest.raises(ValueError, match="unit='lines'; legal are 'words', 'tokens' and 'characters'"):
+        repetition_penalty("a", unit="lines")  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
+def test_the_penalty_is_in_its_range_and_grows_when_all_is_said_twice(tokens, ngram):
+    once = repetition_penalty("", tokens, ngram=ngram, unit="tokens")
+    assert -1 < once <= 0
+    assert repetition_penalty("", tokens * 2, ngram=ngram, unit="tokens") <= once or len(tokens) < ngram
+
+
+# language --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "score"),
+    [
+        ("Hello", "en", 1.0),
+        ("Hello", "fr", 1.0),
+        ("Привет", "en", 0.0),
+        ("Привет", "ru", 1.0),
+        ("你好", "zh", 1.0),
+        ("你好", "ja", 1.0),
+        ("こんにちは、カタカナー", "ja", 1.0),
+        ("ｶﾀｶﾅ", "ja", 1.0),
+        ("こんにちは", "zh", 0.0),
+        ("안녕", "ko", 1.0),
+        ("\u1112\u1161\u11ab", "ko", 1.0),
+        ("Ελλάδα", "el", 1.0),
+        ("नमस्ते", "hi", 1.0),
+        ("สวัสดี", "th", 1.0),
+        ("你好 ok", "zh", 0.5),
+        ("ab猫犬", "en", 0.5),
+        ("ｈｅｌｌｏ", "en", 1.0),
+        ("cafe\u0301", "en", 1.0),
+        ("", "zh", 1.0),
+        ("42 + 1 = 43 \U0001f600", "zh", 1.0),
+        ("<think>你</think><answer>好</answer>", "zh", 1.0),
+        ("答案 $\\frac{x}{y}$ `code` \\boxed{猫} https://example.org/a", "zh", 1.0),
+        ("```python\nprint(1)\n```\n好", "zh", 1.0),
+    ],
+)
+def test_language(text, code, score):
+    assert language(text, code=code) == score
+
+
+def test_language_refuses_a_code_that_it_does_not_know():
+    with pytest.raises(ValueError, match="code='english'; legal are ar bg bn cs da"):
+        language("a", code="english")
+    assert " ".join(sorted(SCRIPTS)) in " ".join((language.__doc__ or "").split())

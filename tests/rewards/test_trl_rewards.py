@@ -1,0 +1,153 @@
+"""Every function of `trl.rewards`, unchanged, scores through ours as TRL has it score; ms-swift's kind too."""
+
+import inspect
+import textwrap
+
+import pytest
+import trl.rewards
+
+from mm_grpo.rewards import Scorer
+
+TEXTS = [
+    r"<think>one half</think>The answer is \boxed{\frac{1}{2}}",
+    r"<think>no</think>\boxed{0.25}",
+    r"\boxed{0.5}",
+    "<think>never closed, 0.5",
+    "",
+    "<think>x</think><think>y</think> so \\boxed{3} 猫",
+    "a b c " * 40,
+]
+SOLUTIONS = [r"$\frac{1}{2}$", "0.5", "0.5", "0.5", "what is this", "3", r"\boxed{6}"]
+FUNCTIONS = {
+    "accuracy_reward": trl.rewards.accuracy_reward,
+    "reasoning_accuracy_reward": trl.rewards.reasoning_accuracy_reward,
+    "think_format_reward": trl.rewards.think_format_reward,
+    "get_cosine_scaled_reward": trl.rewards.get_cosine_scaled_reward(max_len=100),
+    "get_repetition_penalty_reward": trl.rewards.get_repetition_penalty_reward(ngram_size=2),
+    "get_soft_overlong_punishment": trl.rewards.get_soft_overlong_punishment(60, 20),
+}
+
+
+@pytest.fixture
+def batch(rows):
+    """The rows, whose token ids repeat so that there is something to penalise."""
+    prompts, completions = rows(TEXTS, solution=SOLUTIONS)
+    for completion in completions:
+        object.__setattr__(completion, "token_ids", tuple(i % 37 for i in completion.token_ids))
+    return prompts, completions
+
+
+def as_trl_scores(function, batch):
+    """What the function answers to TRL's trainer, which hands everything over by keyword."""
+    prompts, completions = batch
+    logged = {}
+    answer = function(
+        prompts=[list(p.sample.messages) for p in prompts],
+        completions=[[{"role": "assistant", "content": c.text}] for c in completions],
+        completion_ids=[list(c.token_ids) for c in completions],
+        solution=[p.sample.columns["solution"] for p in prompts],
+        trainer_state=None,
+        log_extra=lambda column, values: logged.__setitem__(column, values),
+        log_metric=lambda name, value: None,
+    )
+    return answer, logged
+
+
+def test_no_function_is_forgotten():
+    public = {name for name in trl.rewards.__all__ if not inspect.ismodule(getattr(trl.rewards, name))}
+    assert public == FUNCTIONS.keys()
+
+
+@pytest.mark.parametrize("settings", [{}, {"timeout": 100}], ids=["plain", "in a thread"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_scores_are_trls(batch, name, settings):
+    expected, logged = as_trl_scores(FUNCTIONS[name], batch)
+    scorer = Scorer([{"name": FUNCTIONS[name], "as": "r", **settings}])
+    scores = scorer.score(*batch, step=1)
+    assert scores.parts["r"] == expected and scores.extra == logged
+    assert len({score for score in expected}) > 1, "the rows tell nothing apart"
+
+
+def test_scores_are_trls_in_a_worker(batch, tmp_path):
+    (tmp_path / "own.py").write_text(
+        textwrap.dedent(
+            """
+            import trl.rewards
+            get_cosine_scaled_reward = trl.rewards.get_cosine_scaled_reward(max_len=100)
+            get_repetition_penalty_reward = trl.rewards.get_repetition_penalty_reward(ngram_size=2)
+            get_soft_overlong_punishment = trl.rewards.get_soft_overlong_punishment(60, 20)
+            """
+        )
+    )
+    entries = [
+        {
+            "name": f"{tmp_path}/own.py:{name}" if name.startswith("get_") else f"trl.rewards:{name}",
+            "as": name,
+            "isolated": True,
+        }
+        for name in FUNCTIONS
+        if name != "reasoning_accuracy_reward"  # it logs the columns that accuracy_reward logs
+    ]
+    scorer = Scorer(entries, workers=1)
+    scores = scorer.score(*batch, step=1)
+    scorer.close()
+    for entry in entries:
+        expected, logged = as_trl_scores(FUNCTIONS[entry["as"]], batch)
+        assert scores.parts[entry["as"]] == expected
+        assert {column: scores.extra[column] for column in logged} == logged
+
+
+SWIFT = """
+class ORM:
+    def __init__(self, args=None, **kwargs):
+        self.args = args
+
+    def __call__(self, **kwargs):
+        raise NotImplementedError
+
+class MathAccuracy(ORM):
+    def __call__(self, completions, solution, **kwargs):
+        return [1.0 if text.strip() == gold else 0.0 for text, gold in zip(completions, solution)]
+
+class Overlong(ORM):
+    def __init__(self, soft_max_length, soft_cache_length=4):
+        self.soft_max_length, self.soft_cache_length = soft_max_length, soft_cache_length
+
+    def __call__(self, completions, **kwargs):
+        ids = kwargs.get("completion_ids")
+        expected = self.soft_max_length - self.soft_cache_length
+        return [min(-(len(i) - expected) / self.soft_cache_length, 0) for i in ids]
+
+def plain(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+"""
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_classes_of_ms_swift(rows, tmp_path, isolated):
+    own = tmp_path / "plugin.py"
+    own.write_text(SWIFT)
+    scorer = Scorer(
+        [
+            {"name": f"{own}:MathAccuracy", "isolated": isolated},
+            {"name": f"{own}:Overlong", "soft_max_length": 8, "isolated": isolated},
+            {"name": f"{own}:plain", "completions": "text", "isolated": isolated},
+        ],
+        workers=1,
+    )
+    scores = scorer.score(*rows([" 3 ", "12", "123456"], solution=["3", "3", "3"]), step=1)
+    scorer.close()
+    assert scores.parts == {
+        "MathAccuracy": [1.0, 0.0, 0.0],
+        "Overlong": [0.0, 0.0, -0.5],
+        "plain": [3.0, 2.0, 6.0],
+    }
+
+
+def test_a_class_that_lacks_an_argument_says_where_it_goes(tmp_path):
+    (tmp_path / "plugin.py").write_text(SWIFT)
+    with pytest.raises(
+        Exception,
+        match=r"the class '.*:Overlong' cannot be called with \(\): TypeError: .*'soft_max_length'; its",
+    ):
+        Scorer([f"{tmp_path}/plugin.py:Overlong"])
