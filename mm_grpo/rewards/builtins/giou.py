@@ -69,4 +69,5 @@ def giou_of(one: Box, other: Box) -> float:
     shared, union, hull = overlap(one, other)
     if union <= 0 or hull <= 0:  # too small for a float
         return -1.0
-    return max(-1.0, min(1.0, shared / union - (hull - union) / hull))
+    outside = max(0.0, hull - union) / hull  # rounding can leave the hull a hair below the union
+    return max(-1.0, min(1.0, shared / union - outside))
