@@ -50,7 +50,14 @@ Smoke = Annotated[
 
 
 @app.command()
-def train(config: Config, overrides: Overrides = None, smoke: Smoke = False) -> None:
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    smoke: Smoke = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in run.dir, if there is one.")
+    ] = False,
+) -> None:
     """Train a model by a config or a recipe; fields can be changed with a.b=value."""
     loaded = load_config(config, overrides or [])
     from transformers.utils import logging as transformers_logging
@@ -69,7 +76,10 @@ def train(config: Config, overrides: Overrides = None, smoke: Smoke = False) -> 
             rows, evaluations = smoke_sets(loaded)
             summary = GRPOTrainer(loaded, train=rows, eval=evaluations or None).train()
     else:
-        summary = GRPOTrainer(loaded).train()
+        trainer = GRPOTrainer(loaded, resume=resume)
+        summary = trainer.train()
+        if not trainer.ranks.first:
+            return
     typer.echo(f"done: {summary['steps']} steps in {summary['seconds']:.0f} s, results in {loaded.run.dir}")
     for name, result in summary["eval"].items():
         typer.echo(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,6 +102,14 @@ class Ranks:
                 dist.all_reduce(flat)
                 for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                     tensor.copy_(part.view_as(tensor))
+
+    def share_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Give every process the first one's tensors, in place."""
+        if self.world == 1:
+            return
+        with self._watched("weights"):
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

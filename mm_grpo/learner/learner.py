@@ -82,6 +82,9 @@ class Learner:
             )
         self.model, self.processor, self.config = model, processor, config
         self.ranks = ranks or Ranks()
+        self.ranks.share_tensors(
+            model.parameters()
+        )  # adapters, say, start from each process's random numbers
         if config.optim.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.reference: PackForward | None = None

@@ -56,22 +56,27 @@ class Prompter:
             )
         return prompt
 
-    def step(self, dataset: Dataset, order: PromptOrder, step: int) -> StepPrompts:
-        """The prompts of `step` (from 1), in slot order."""
+    def step(
+        self, dataset: Dataset, order: PromptOrder, step: int, rank: int = 0, world: int = 1
+    ) -> StepPrompts:
+        """The prompts of `step` (from 1) in slot order: all, or the share of process `rank` of `world`."""
         slots: list[int] = []
         prompts: list[Prompt] = []
-        rows = order.rows(step)
-        for slot, row in enumerate(rows):
+        rows = list(enumerate(order.rows(step)))[rank::world]
+        for slot, row in rows:
             prompt = self._usable(dataset, row)
             if prompt is not None:
                 slots.append(slot)
                 prompts.append(prompt)
-        if not prompts:
+        return StepPrompts(slots, prompts, dropped=len(rows) - len(prompts))
+
+    def require_some(self, step: int, prompts: int, dropped: int) -> None:
+        """DataError when a step, over all processes, has no prompt left."""
+        if prompts == 0:
             raise DataError(
-                f"step {step}: all {len(rows)} prompts are longer than {self.limit_name} allows ({self.limit} tokens) "
+                f"step {step}: all {dropped} prompts are longer than {self.limit_name} allows ({self.limit} tokens) "
                 "and were dropped; lower data.max_pixels or raise the limit"
             )
-        return StepPrompts(slots, prompts, dropped=len(rows) - len(prompts))
 
     def first(self, dataset: Dataset, order: PromptOrder) -> Iterator[tuple[int, int, Prompt]]:
         """(step, slot, prompt) in the order of the run, each row once; a prompt is made when it is asked for."""

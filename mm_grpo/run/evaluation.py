@@ -9,7 +9,7 @@ after are compared on equal terms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mm_grpo.rollout.engine import Sampling, requests_for
@@ -18,6 +18,7 @@ from mm_grpo.rollout.seeds import eval_seeds
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.dataset import Dataset
+    from mm_grpo.learner.distributed import Ranks
     from mm_grpo.rewards.scoring import Scorer
     from mm_grpo.rollout.engine import RolloutEngine
     from mm_grpo.types import Prompt, Sample
@@ -56,25 +57,44 @@ def evaluate(
     scorer: Scorer,
     config: GRPOConfig,
     step: int,
+    ranks: Ranks,
 ) -> Evaluation:
-    """Answer and score every row of `dataset`. Raises what data and rewards raise."""
+    """Answer and score every row of `dataset`. Raises what data and rewards raise.
+
+    Every process answers its share of the rows; the first one scores them all, and each gets the result.
+    """
     sampling, repeats = sampling_of(config), config.rollout.eval.num_generations
     first = scorer.specs[0].name
     marks: list[float] = []
     totals: list[float] = []
-    for start in range(0, len(dataset), CHUNK):
-        indices = range(start, min(start + CHUNK, len(dataset)))
-        prompts = [process(dataset.sample(i)) for i in indices]
-        seeds = [eval_seeds(config.run.seed, i, repeats) for i in indices]
-        completions = engine.generate(requests_for(prompts, seeds, sampling))
-        scores = scorer.score([p for p in prompts for _ in range(repeats)], completions, step)
-        marks += _known(scores.parts[first])
-        totals += _known(scores.totals)
-    return Evaluation(
+    for start in range(0, len(dataset), CHUNK * ranks.world):
+        indices = ranks.mine(range(start, min(start + CHUNK * ranks.world, len(dataset))))
+        with ranks.together("evaluation"):
+            prompts = [process(dataset.sample(i)) for i in indices]
+            seeds = [eval_seeds(config.run.seed, i, repeats) for i in indices]
+            completions = engine.generate(requests_for(prompts, seeds, sampling)) if prompts else []
+        answers = [
+            (
+                index,
+                replace(prompt, vision={}) if ranks.world > 1 else prompt,
+                completions[n * repeats :][:repeats],
+            )
+            for n, (index, prompt) in enumerate(zip(indices, prompts, strict=True))
+        ]
+        shares = ranks.collect(answers, "evaluation")
+        with ranks.together("evaluation"):
+            if shares is not None:
+                answered = sorted((a for share in shares for a in share), key=lambda a: a[0])
+                repeated = [prompt for _, prompt, _ in answered for _ in range(repeats)]
+                scores = scorer.score(repeated, [c for *_, mine in answered for c in mine], step)
+                marks += _known(scores.parts[first])
+                totals += _known(scores.totals)
+    result = Evaluation(
         accuracy=sum(m >= FULL_MARK for m in marks) / max(len(marks), 1),
         reward=sum(totals) / max(len(totals), 1),
         rows=len(dataset),
     )
+    return ranks.share(result, "evaluation")
 
 
 def as_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:

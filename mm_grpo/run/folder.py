@@ -35,19 +35,34 @@ class RunFolder:
     reads (its base model, its data): one that lies in what would be removed is refused.
     """
 
-    def __init__(self, dir: AnyPath, *, overwrite: bool = False, reads: Iterable[AnyPath] = ()) -> None:
+    def __init__(
+        self,
+        dir: AnyPath,
+        *,
+        overwrite: bool = False,
+        reads: Iterable[AnyPath] = (),
+        resume: bool = False,
+    ) -> None:
         self.paths = RunPaths(Path(dir))
         self._overwrite = overwrite
+        self._resume = resume
         self._reads = tuple(reads)
 
     @classmethod
-    def prepare(cls, dir: AnyPath, *, overwrite: bool = False, reads: Iterable[AnyPath] = ()) -> RunFolder:
-        """Check that a run may start in `dir`; writes nothing.
+    def prepare(
+        cls,
+        dir: AnyPath,
+        *,
+        overwrite: bool = False,
+        reads: Iterable[AnyPath] = (),
+        resume: bool = False,
+    ) -> RunFolder:
+        """Check that a run may start in `dir`, or with `resume` go on there; writes nothing.
 
         Raises ConfigError when a run is there and `overwrite` is false, when overwriting would
         remove one of `reads`, or when there is a file at `dir`.
         """
-        folder = cls(dir, overwrite=overwrite, reads=reads)
+        folder = cls(dir, overwrite=overwrite, reads=reads, resume=resume)
         folder._check()
         return folder
 
@@ -76,7 +91,7 @@ class RunFolder:
         paths = self.paths
         environment = describe_environment() | {"rewards": [dict(reward) for reward in rewards]}
         try:
-            if held(paths):
+            if held(paths) and not self._resume:
                 remove_run(paths)
             paths.root.mkdir(parents=True, exist_ok=True)
             atomic_write(paths.config, config_yaml)
@@ -140,10 +155,12 @@ class RunFolder:
                     f"run.dir = '{paths.root}': there is a file at '{place}'; name a folder that can be made"
                 )
         found = held(paths)
+        if self._resume:
+            return
         if found and not self._overwrite:
             raise ConfigError(
                 f"run.dir = '{paths.root}' already holds a run ({', '.join(found)}); name another folder with"
-                " run.dir=..., or replace this run with run.overwrite=true"
+                " run.dir=..., go on with this run with --resume, or replace it with run.overwrite=true"
             )
         removed = [f.resolve() for f in (paths.model, paths.checkpoints, paths.rollouts)] if found else []
         for read in self._reads:

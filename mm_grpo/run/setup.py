@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.learner.distributed import Ranks
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.policy import load_policy
 from mm_grpo.processors.base import Processor, load_processor
@@ -32,12 +33,17 @@ class Sides:
 
 
 def load_sides(
-    config: GRPOConfig, updates: int, *, model: Any = None, processor: Processor | None = None
+    config: GRPOConfig,
+    updates: int,
+    *,
+    model: Any = None,
+    processor: Processor | None = None,
+    ranks: Ranks | None = None,
 ) -> Sides:
     """Load what `config` names, in place of which a `model` and a `processor` can be given.
 
-    `updates` is the length of the learning-rate schedule. Raises ConfigError for what cannot be loaded and
-    GuardStop when the weights did not reach the engine.
+    `updates` is the length of the learning-rate schedule, `ranks` the processes that train together. Raises
+    ConfigError for what cannot be loaded and GuardStop when the weights did not reach the engine.
     """
     if processor is None:
         processor = load_processor(
@@ -47,7 +53,7 @@ def load_sides(
         model = load_policy(config.model)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     prompter = Prompter(processor, config, context)
-    learner = Learner(model, processor, config, updates)
+    learner = Learner(model, processor, config, updates, ranks)
     engine = build_engine(config, model, processor)
     sync = VerifiedSync(engine, learner, config)
     sync.start()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -47,10 +47,12 @@ def launch(
     *,
     deadline: float = 240.0,
     env: Mapping[str, str] | None = None,
+    kill: tuple[int, Callable[[], bool]] | None = None,
 ) -> list[int]:
     """Run `script` in `world` processes; returns their exit codes. Output lies in `folder`/rank-N.txt.
 
-    Raises AssertionError with the ends of all outputs when the deadline passes.
+    `kill` names a process to be killed once a condition holds. Raises AssertionError with the ends of all
+    outputs when the deadline passes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -64,6 +66,10 @@ def launch(
                     subprocess.Popen(command, env=settings, stdout=output, stderr=subprocess.STDOUT)
                 )
         end = time.monotonic() + deadline
+        while kill and not kill[1]() and time.monotonic() < end and processes[kill[0]].poll() is None:
+            time.sleep(0.01)
+        if kill:
+            processes[kill[0]].kill()
         for process in processes:
             process.wait(max(0.1, end - time.monotonic()))
     except subprocess.TimeoutExpired:

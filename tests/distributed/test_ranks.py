@@ -22,7 +22,11 @@ def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = start("cpu", deadline=7.0)
     assert ranks == Ranks(0, 1, None, 7.0) and ranks.first
     assert (ranks.gather("x", ""), ranks.collect(5, ""), ranks.max(4, "")) == (["x"], [5], 4)
-    assert ranks.share(7, "") == 7 and ranks.sum({"a": 1.5}, "") == {"a": 1.5} and ranks.mine("abc") == ["a", "b", "c"]
+    assert (
+        ranks.share(7, "") == 7
+        and ranks.sum({"a": 1.5}, "") == {"a": 1.5}
+        and ranks.mine("abc") == ["a", "b", "c"]
+    )
     with pytest.raises(DataError, match="as it was"), ranks.together("x"):
         raise DataError("as it was")
 

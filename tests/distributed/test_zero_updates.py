@@ -66,6 +66,10 @@ def matrix() -> list[Case]:
     cases.append(case("offloaded", optim={"offload_optimizer": True}))
     cases.append(case("offloaded-adamw", optimizer="adamw", optim={"offload_optimizer": True}))
     cases.append(case("frozen", freeze_vision=True))
+    cases += [
+        case(f"lora-{stage}", lora=4, optim={"zero_stage": stage}, algorithm={"beta": 0.1})
+        for stage in (0, 2)
+    ]
     return cases
 
 
@@ -158,30 +162,47 @@ def check(case: Case, results: list[dict[str, Any]], want: Mapping[str, Any]) ->
         assert {tuple(names) for names in got["order"]} == {tuple(results[0]["order"][0])}
 
 
-# A start of processes takes some ten seconds on two cores; the two-process one stands for all in the quick tests.
-@pytest.mark.parametrize(
-    "world", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
-)
-def test_the_update_does_not_depend_on_the_processes(world: int, launched: Any, alone: Any) -> None:
-    cases = tuple(matrix() + (trouble() if world > 1 else []) + (FAULTS if world == 2 else []))
-    results = launched("qwen2_5_vl", world, cases)
-    for each in matrix():
-        check(each, results[each["name"]], alone("qwen2_5_vl", each))
-    many = results["sgd-2-many"][0]["metrics"]["learner/packs"]
-    assert (many, results["sgd-2-one"][0]["metrics"]["learner/packs"]) == (32, world)
-    for each in trouble() if world > 1 else []:
+def check_all(cases: list[Case], world: int, launched: Any, alone: Any) -> Results:
+    results: Results = launched("qwen2_5_vl", world, tuple(cases))
+    for each in cases:
         found = results[each["name"]]
-        if each["advantages" if "advantages" in each else "name"] == "none":
+        if each.get("fault"):
+            for got in found:
+                message = update_happens(UpdateRecord(**got["records"][0]))
+                count = 0 if each["fault"] == "never" else len(got["order"])
+                assert message is not None
+                assert message.startswith(f"{count} backward passes of this update were")
+        elif each.get("advantages") == "none":
             for got in found:  # all pruned: no process steps, none waits
                 assert not got["order"] and not got["records"][0]["stepped"]
                 assert not any(bool(change.any()) for change in got["update"].values())
         else:
             check(each, found, alone("qwen2_5_vl", each))
-    for each in FAULTS if world == 2 else []:
-        for got in results[each["name"]]:
-            message = update_happens(UpdateRecord(**got["records"][0]))
-            count = 0 if each["fault"] == "never" else len(got["order"])
-            assert message is not None and message.startswith(f"{count} backward passes of this update were")
+    return results
+
+
+def test_two_processes_of_zero_2_make_the_update_of_one(launched: Any, alone: Any) -> None:
+    names = [
+        "sgd-2-one",
+        "sgd-2-many",
+        "adamw-2-many",
+        "loss-grpo",
+        "clipped-2",
+        "lora-2",
+        "unset-2",
+        "never-2",
+    ]
+    every = {c["name"]: c for c in matrix() + FAULTS}
+    cases = [every[name] for name in names] + [c for c in trouble() if c["name"].endswith("-2")]
+    results = check_all(cases, 2, launched, alone)
+    packs = [results[name][0]["metrics"]["learner/packs"] for name in ("sgd-2-one", "sgd-2-many")]
+    assert packs == [2, 32]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_update_does_not_depend_on_the_processes(world: int, launched: Any, alone: Any) -> None:
+    check_all(matrix() + (trouble() + FAULTS if world > 1 else []), world, launched, alone)
 
 
 @pytest.mark.long

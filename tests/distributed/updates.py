@@ -17,9 +17,11 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.config_fields import LoRAConfig
 from mm_grpo.learner import distributed, optimizer, zero
 from mm_grpo.learner.distributed import Ranks
 from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.lora import add_adapters
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Completion, Group
 
@@ -96,6 +98,9 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
     model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).train()
     if case.get("freeze_vision"):
         model.model.visual.requires_grad_(False)
+    if "lora" in case:  # other random numbers on every process: the first one's count
+        torch.manual_seed(ranks.rank)
+        add_adapters(model, LoRAConfig(rank=case["lora"]))
     processor = load_processor(str(path))
     scale = 500.0 if case.get("optimizer") == "sgd" else 1.0
     groups = make_groups(processor, SETS[case.get("set", "even")], case.get("advantages", "all"), scale)
