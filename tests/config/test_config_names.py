@@ -69,7 +69,10 @@ def told(values: dict[str, Any]) -> list[str]:
         ("resume_from_checkpoint", LATER),
         ("zero_stage", "write optim.zero_stage"),
         ("fsdp_config", "FSDP is not in this version of mm_grpo; write optim.zero_stage (0, 1 or 2)"),
-        ("lora_rank", "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)"),
+        (
+            "lora_rank",
+            "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)",
+        ),
         # verl, EasyR1
         (
             "kl_coef",

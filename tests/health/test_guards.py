@@ -65,7 +65,10 @@ HEALTHY = UpdateRecord(1e-4, 0.5, 1e-3, live_tokens=10, trainable_parameters=100
         ({"grad_norm": math.inf, "update_norm": 0.0, "stepped": False}, "overflow"),
         ({"grad_norm": 0.0, "update_norm": 0.0}, "detached"),
         ({"update_norm": 0.0}, "holds other tensors"),
-        ({"update_norm": 0.0, "grad_norm": 0.0, "boundaries": 0}, "0 backward passes of this update were marked"),
+        (
+            {"update_norm": 0.0, "grad_norm": 0.0, "boundaries": 0},
+            "0 backward passes of this update were marked",
+        ),
         ({"boundaries": 4}, "only the packs after the last but one count"),
     ],
 )

@@ -68,7 +68,9 @@ async def behave_async(completion):
     return behave(completion)
 
 
-def echo(completion, completion_ids, prompt, images, sample, trainer_state, log_extra, log_metric, box, extra=None):
+def echo(
+    completion, completion_ids, prompt, images, sample, trainer_state, log_extra, log_metric, box, extra=None
+):
     """1 when every argument is as it would be in the trainer's process."""
     assert completion == "abc" and completion_ids == [0, 1, 2]
     assert prompt[0]["content"][1]["text"].startswith("question")

@@ -128,7 +128,9 @@ def test_giou(completion, score):
     assert giou(completion, (0, 0, 10, 20)) == pytest.approx(score)
 
 
-@example((-71260.0, -999990.0, 0.0, 0.0), (-71259.17578125, -928719.0, 0.0, -1.17578125))  # a rounding above the IoU
+@example(
+    (-71260.0, -999990.0, 0.0, 0.0), (-71259.17578125, -928719.0, 0.0, -1.17578125)
+)  # a rounding above the IoU
 @given(boxes, boxes)
 def test_iou_is_symmetric_and_in_its_range(one, other):
     value = iou_of(one, other)

@@ -68,7 +68,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"run.dir = '{tmp_path}' already holds a run (2 rows in metrics.jsonl, summary.json, checkpoints/, model/);"
         " name another folder with run.dir=..., go on with this run with --resume, or replace it with"
-            " run.overwrite=true"
+        " run.overwrite=true"
     )
     assert names(tmp_path) == before
 
