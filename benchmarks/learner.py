@@ -81,10 +81,14 @@ def make_prompt(processor: Processor, side: int) -> Prompt:
 class Ours:
     """Our pack, objective and backward."""
 
-    def __init__(self, model: Any, processor: Processor, prompt: Prompt, answers: Tensor, advantages: Tensor) -> None:
+    def __init__(
+        self, model: Any, processor: Processor, prompt: Prompt, answers: Tensor, advantages: Tensor
+    ) -> None:
         self.config = GRPOConfig.from_dict({"model": {"path": str(BASE)}}).algorithm
         # TRL masks nothing at sampling, so neither do we here
-        self.module = PackForward(model, media_token_ids=frozenset(), blank=processor.blank(), temperature=1.0)
+        self.module = PackForward(
+            model, media_token_ids=frozenset(), blank=processor.blank(), temperature=1.0
+        )
         items = [Item(i, 0, prompt, tuple(row)) for i, row in enumerate(answers.tolist())]
         self.pack = layout([items], frozenset())
         count = answers.numel()
@@ -101,7 +105,9 @@ class Ours:
 class TRL:
     """TRL's GRPOTrainer, its own `_compute_loss` on a batch of G rows."""
 
-    def __init__(self, model: Any, processor: Any, prompt: Prompt, answers: Tensor, advantages: Tensor) -> None:
+    def __init__(
+        self, model: Any, processor: Any, prompt: Prompt, answers: Tensor, advantages: Tensor
+    ) -> None:
         import datasets
         from trl import GRPOConfig as TRLConfig
         from trl import GRPOTrainer as TRLTrainer
@@ -169,7 +175,9 @@ def matmul_rate() -> float:
 def flops(model: Any, length: int, count: int, tokens: int, patches: int) -> float:
     """FLOPs of forward and backward of our pack, in matrix products alone."""
     config, vision = model.config.text_config, model.config.vision_config
-    dense = sum(p.numel() for n, p in model.named_parameters() if "layers" in n and p.ndim == 2 and "visual" not in n)
+    dense = sum(
+        p.numel() for n, p in model.named_parameters() if "layers" in n and p.ndim == 2 and "visual" not in n
+    )
     tower = sum(p.numel() for n, p in model.named_parameters() if ".blocks." in n and p.ndim == 2)
     merger = sum(p.numel() for n, p in model.named_parameters() if ".merger." in n and p.ndim == 2)
     row = length + count * tokens
@@ -211,7 +219,9 @@ def measure(name: str, rounds: int, rate: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write versions and rows to this file")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each side, after a warm-up")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of " + ", ".join(SHAPES))
