@@ -9,6 +9,7 @@ deadline that is kept. Gradients are not exchanged here but by `zero.py` and `op
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -178,6 +179,7 @@ def start(device: str = "auto", deadline: float = DEADLINE) -> Ranks:
         use_deepspeed(gpu).init_distributed(
             "nccl" if gpu else "gloo", timeout=patience, auto_mpi_discovery=False, verbose=False
         )
+        atexit.register(_close_group)
     group = dist.new_group(backend="gloo", timeout=patience) if gpu else None
     return Ranks(rank, world, group, deadline)
 
@@ -191,6 +193,12 @@ def use_deepspeed(gpu: bool) -> Any:
     if not gpu:  # else it would compile a C++ exchange for inference, which nothing here calls
         deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     return deepspeed
+
+
+def _close_group() -> None:
+    """End the group before the interpreter ends: gloo's threads, left running, can abort a finished process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def open_group_alone(gpu: bool) -> None:
