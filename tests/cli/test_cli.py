@@ -12,29 +12,11 @@ import pytest
 import tiny
 import yaml
 
-from mm_grpo import cli
-
-
-class Result:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(command: Any) -> Any:
     """Runs one command in this process, as the console script does."""
-
-    def call(*arguments: Any) -> Result:
-        monkeypatch.setattr(sys, "argv", ["mm-grpo", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 1
-        got = capsys.readouterr()
-        return Result(code, got.out, got.err)
-
-    return call
+    return command
 
 
 @pytest.fixture
@@ -57,7 +39,7 @@ def job(tmp_path: Path, models: dict[str, Path]) -> Path:
     return path
 
 
-def refused(result: Result, *words: str) -> None:
+def refused(result: Any, *words: str) -> None:
     assert result.code == 2, result.err
     assert "Traceback" not in result.err
     for word in words:
@@ -119,7 +101,7 @@ def test_a_missing_image(run: Any, job: Path) -> None:
     rows(job, GOOD, {**GOOD, "image": "gone.png"})
     for command in ("train", "check"):
         result = run(command, job)
-        refused(Result(result.code, "", result.err + result.out), "rows.jsonl:2", "gone.png")
+        refused(result._replace(err=result.err + result.out), "rows.jsonl:2", "gone.png")
 
 
 def test_check_lists_every_failing_row(run: Any, job: Path) -> None:
