@@ -3,7 +3,9 @@
 One tree, the same on disk (YAML), on the command line (`a.b=value`) and in Python. Where things are:
 
     config_fields    the sections and their fields, each with its help text
+    config_algorithm the section algorithm
     config_values    kinds of value: data sources, entries of `rewards`, ...
+    config_checks    checks of options that contradict or ignore one another
     config_section   the base of every section: how mistakes are told
     config_names     what to say about a key that does not exist, with the names of other trainers
     config_load      YAML files and overrides
@@ -22,8 +24,9 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import model_validator
 
+from mm_grpo.config_algorithm import AlgorithmConfig
+from mm_grpo.config_checks import OPTION_CHECKS
 from mm_grpo.config_fields import (
-    AlgorithmConfig,
     DataConfig,
     EvalSampling,
     LoRAConfig,
@@ -226,6 +229,7 @@ CHECKS: tuple[Callable[[GRPOConfig], str | None], ...] = (
     _warmup_ends,
     _evaluation_has_data,
     _seeds_suffice,
+    *OPTION_CHECKS,
 )
 """The checks between sections: each gives None, or one line that says what is wrong."""
 

@@ -2,7 +2,10 @@
 
 `setting(default, what, note)` writes each field's description, which is its help text: what it is,
 its range, a note, its default. To add a field, add it here; a check of fields of one section is a
-validator here, a check of two sections a function in `config.CHECKS`.
+validator here, a check of two sections, or one that fields may fail while they are set one after
+another, a function in `config.CHECKS`.
+
+The section `algorithm` is in `config_algorithm.py`.
 
 P is `rollout.prompts_per_step`, G `rollout.num_generations`, A `rollout.max_attempts`.
 """
@@ -22,12 +25,16 @@ from mm_grpo.config_values import (
     GuardName,
     Number,
     PathText,
-    ScaleRewards,
     Source,
 )
 
 FEW_GENERATIONS = (
     "num_generations counts completions per prompt; GRPO compares them, so it needs at least 2 (8 is common)"
+)
+NO_ZERO_3 = (
+    "stage 3 shares out the weights themselves, and a rollout engine in the trainer's processes needs them whole at"
+    " every step. Where memory is short, set optim.offload_optimizer=true, optim.gradient_checkpointing=true or a"
+    " lower optim.max_tokens_per_pack"
 )
 
 
@@ -206,8 +213,16 @@ class RolloutConfig(Section):
     repetition_penalty: Annotated[Number, Legal("1.0 in training")] = setting(
         1.0, "Penalty on tokens seen before", "for evaluation only: set rollout.eval.repetition_penalty"
     )
+    dynamic_sampling: bool = setting(
+        False,
+        "Replace groups whose rewards are all equal by groups of other rows (DAPO)",
+        "needs rollout.max_attempts >= 2",
+    )
     max_attempts: int = setting(
-        1, "A: times that a step may sample its prompts, each with seeds of its own", ge=1
+        1,
+        "A: times that a step may sample, the first included, each with seeds of its own",
+        "above 1 with rollout.dynamic_sampling only",
+        ge=1,
     )
     max_staleness: Annotated[int, Legal("0 in this version")] = setting(
         0, "Updates that generation may run ahead of the weights", "0 is synchronous", ge=0
@@ -254,69 +269,6 @@ class RolloutConfig(Section):
         return value
 
 
-class AlgorithmConfig(Section):
-    """Advantages and loss."""
-
-    where: ClassVar[str] = "algorithm"
-
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = setting(
-        "dapo",
-        "What a token contributes to the loss, and how tokens are averaged (docs/algorithms.md)",
-        "grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo or vespo",
-    )
-    importance_sampling_level: Literal["token", "sequence"] = setting(
-        "token",
-        "Whose probability ratio weighs a token: token (its own) or sequence (its completion's, GSPO)",
-    )
-    beta: Number = setting(0.0, "Weight of the KL term", "0 is none, and no reference model", ge=0)
-    epsilon: Number = setting(0.2, "Lower clip: the probability ratio counts from 1 - epsilon", ge=0)
-    epsilon_high: Number | None = setting(
-        None, "Upper clip: the probability ratio counts up to 1 + epsilon_high", "null is epsilon", ge=0
-    )
-    delta: Number | None = setting(
-        None,
-        "Bound on the ratio of tokens with a negative advantage, above 1 + epsilon_high",
-        "null is none",
-        gt=1,
-    )
-    sapo_temperature_pos: Number = setting(1.0, "Steepness of sapo's gate at positive advantages", gt=0)
-    sapo_temperature_neg: Number = setting(1.05, "Steepness of sapo's gate at other advantages", gt=0)
-    vespo_k_pos: Number = setting(2.0, "Power of the ratio in vespo at advantages >= 0", ge=0)
-    vespo_lambda_pos: Number = setting(3.0, "Decay of the ratio in vespo at advantages >= 0", ge=0)
-    vespo_k_neg: Number = setting(3.0, "Power of the ratio in vespo at negative advantages", ge=0)
-    vespo_lambda_neg: Number = setting(2.0, "Decay of the ratio in vespo at negative advantages", ge=0)
-    kl_estimator: Literal["k2", "k3"] = setting("k3", "How the KL term is estimated from a sample: k2 or k3")
-    importance_sampling_mode: Literal[
-        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = setting(
-        "none",
-        "How tokens are weighed by learner over engine probability, where the two differ",
-        "none, token_truncate, token_mask, sequence_truncate or sequence_mask",
-    )
-    importance_sampling_clip_max: Number | None = setting(
-        3.0, "Upper bound of those weights", "null is none", gt=0
-    )
-    importance_sampling_clip_min: Number | None = setting(
-        None, "Lower bound of those weights", "null is none", ge=0
-    )
-    off_policy_mask_threshold: Number | None = setting(
-        None,
-        "Drop a completion of negative advantage whose mean log-probability fell by more than this, in nats",
-        "null drops none",
-        gt=0,
-    )
-    scale_rewards: ScaleRewards = setting(
-        "group",
-        "Whose standard deviation advantages are divided by: group, batch or none",
-        "true is read as group, false as none",
-    )
-    num_iterations: int = setting(1, "Times that the completions of a step are learned from", ge=1)
-    mask_truncated_completions: bool = setting(
-        False, "Leave completions that ran into the length limit out of the loss"
-    )
-    entropy_coef: Number = setting(0.0, "Weight of the entropy bonus", "0 is none", ge=0)
-
-
 class OptimConfig(Section):
     """The optimizer (AdamW), and how the completions of a step are laid out for it."""
 
@@ -357,11 +309,7 @@ class OptimConfig(Section):
     @classmethod
     def _weights_stay_whole(cls, value: int) -> int:
         if value == 3:
-            raise mistake(
-                "must be 0, 1 or 2; stage 3 shares out the weights themselves, and a rollout engine in the trainer's"
-                " processes needs them whole at every step. Where memory is short, set optim.offload_optimizer=true,"
-                " optim.gradient_checkpointing=true or a lower optim.max_tokens_per_pack"
-            )
+            raise mistake(f"must be 0, 1 or 2; {NO_ZERO_3}")
         if value > 3:
             raise mistake("must be 0, 1 or 2")
         return value
@@ -393,7 +341,12 @@ class RunConfig(Section):
         "0 is none; a killed run redoes at most so many steps",
         ge=0,
     )
-    keep_checkpoints: int = setting(2, "Newest checkpoints that are kept", ge=1)
+    keep_checkpoints: int = setting(
+        2,
+        "Newest checkpoints that are kept",
+        "that of the step with the best headline accuracy, if there is one, stays besides",
+        ge=1,
+    )
     process_timeout: Number = setting(
         1800.0, "Seconds that a process waits for the others before the run stops", gt=0
     )

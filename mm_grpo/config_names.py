@@ -29,6 +29,8 @@ _COLUMNS = "map it in data.columns (our name: the dataset's column)"
 _DTYPE = "write model.dtype: auto, float32 or bfloat16"
 _EPOCHS = "write run.max_steps (steps, not epochs; null is one pass over the data)"
 _KL = "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)"
+_KL_IN_REWARD = "write algorithm.kl_in_reward (and algorithm.beta, the weight of the KL)"
+_KL_KIND = "write algorithm.kl_estimator: k1 (verl's kl), k2 (mse) or k3 (low_var_kl)"
 _WORLD = "no setting depends on the number of processes; leave it out"
 
 ADVICE: Mapping[str, str] = {
@@ -100,8 +102,10 @@ ADVICE: Mapping[str, str] = {
     "custom_reward_function.name": "write rewards: [path/to/file.py:function]",
     "use_liger_kernel": _LATER,
     "use_liger_loss": _LATER,
-    "top_entropy_quantile": _LATER,
-    "sync_ref_model": _LATER,
+    "normalize_advantages": "write algorithm.scale_rewards: batch, or"
+    " algorithm.advantage_estimator: reinforce_plus_plus_baseline",
+    "dynamic_sample": "write rollout.dynamic_sampling (and rollout.max_attempts)",
+    "max_resample_times": "write rollout.max_attempts (= max_resample_times + 1: the first attempt counts)",
     "use_vllm": "write rollout.engine: vllm",
     "vllm_mode": "write rollout.engine: vllm (it runs in the trainer's process)",
     "vllm_gpu_memory_utilization": "write rollout.vllm.gpu_memory_utilization",
@@ -163,12 +167,17 @@ ADVICE: Mapping[str, str] = {
     "kl_coef": _KL,
     "kl_loss_coef": _KL,
     "use_kl_loss": _KL,
-    "use_kl_in_reward": _KL,
+    "use_kl_in_reward": _KL_IN_REWARD,
+    "kl_penalty": _KL_KIND,
+    "kl_loss_type": _KL_KIND,
     "disable_kl": _KL,
     "entropy_coeff": "write algorithm.entropy_coef",
     "loss_agg_mode": "write algorithm.loss_type",
     "norm_adv_by_std_in_grpo": "write algorithm.scale_rewards (group or none)",
-    "adv_estimator": "advantages are GRPO's; leave it out (algorithm.scale_rewards scales them)",
+    "adv_estimator": "write algorithm.advantage_estimator (grpo, rloo or reinforce_plus_plus_baseline)",
+    "filter_groups.enable": "write rollout.dynamic_sampling",
+    "filter_groups.max_num_gen_batches": "write rollout.max_attempts",
+    "online_filtering": "write rollout.dynamic_sampling (and rollout.max_attempts)",
     "rollout.n": "write rollout.num_generations",
     "n_samples_per_prompt": "write rollout.num_generations",
     "val_kwargs.n": "write rollout.eval.num_generations",

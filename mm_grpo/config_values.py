@@ -92,6 +92,10 @@ def _plain(value: Any) -> Any:
 
 
 def _scale(value: Any) -> Any:
+    if value == "gdpo":  # ms-swift's name for it
+        raise mistake(
+            "must be one of group, batch, none; write algorithm.multi_objective_aggregation: normalize_then_sum"
+        )
     return ("group" if value else "none") if isinstance(value, bool) else value
 
 

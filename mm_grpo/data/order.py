@@ -41,6 +41,20 @@ class PromptOrder:
         first = (step - 1) * self.prompts_per_step
         return [self._row(position) for position in range(first, first + self.prompts_per_step)]
 
+    def spare(self, step: int, attempt: int, slot: int, attempts: int) -> int:
+        """The row that replaces that of a slot at a later attempt (from 1) of `attempts`.
+
+        Replacements have an order of their own, always shuffled, in which each row comes once before any
+        comes again.
+        """
+        if not (step >= 1 and 1 <= attempt < attempts and 0 <= slot < self.prompts_per_step):
+            raise ValueError(
+                f"(step {step}, attempt {attempt} of {attempts}, slot {slot}) is outside the plan"
+            )
+        position = ((step - 1) * (attempts - 1) + attempt - 1) * self.prompts_per_step + slot
+        epoch, place = divmod(position, self.n_rows)
+        return epoch_order(self.n_rows, f"{self.seed}/spare", epoch)[place]
+
     def epoch(self, step: int) -> float:
         """How many epochs have been used once `step` is done: 0 for step 0, 1 after every row once."""
         return step * self.prompts_per_step / self.n_rows
@@ -55,8 +69,8 @@ class PromptOrder:
         return epoch_order(self.n_rows, self.seed, epoch)[place] if self.shuffle else place
 
 
-@lru_cache(maxsize=4)  # a step touches two epochs, unless P exceeds the rows
-def epoch_order(n_rows: int, seed: int, epoch: int) -> tuple[int, ...]:
+@lru_cache(maxsize=8)  # a step touches two epochs of each order, unless P exceeds the rows
+def epoch_order(n_rows: int, seed: int | str, epoch: int) -> tuple[int, ...]:
     """The permutation of one epoch (from 0), in Python's own generator: the same on every machine.
 
     A string seeds it through SHA-512, so neither PYTHONHASHSEED nor the state of another generator counts.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 
-from mm_grpo.algorithm.advantages import group_advantages
+from mm_grpo.algorithm.advantages import ESTIMATORS, Objective, advantages, gdpo, group_advantages
+from mm_grpo.config import AlgorithmConfig
 
 
 def test_group_scale_by_hand() -> None:
@@ -43,3 +45,119 @@ def test_none_leaves_the_baseline_and_gets_zero() -> None:
 def test_rewards_must_be_finite(bad: float) -> None:
     with pytest.raises(ValueError, match="generation 1 in group 0"):
         group_advantages([[0.0, bad]])
+
+
+def estimated(name: str, rewards: list[list[float | None]]) -> list[tuple[float, ...]]:
+    return advantages(rewards, AlgorithmConfig(advantage_estimator=name))  # type: ignore[arg-type]
+
+
+def test_every_estimator_of_the_config_is_there() -> None:
+    assert set(ESTIMATORS) == set(get_args(AlgorithmConfig.model_fields["advantage_estimator"].annotation))
+
+
+def test_the_config_chooses_the_scale() -> None:
+    assert advantages([[3.0, 1.0, 2.0]], AlgorithmConfig(scale_rewards="none")) == [(1.0, -1.0, 0.0)]
+    # sample deviation of 3, 1, 2 is 1
+    assert estimated("grpo", [[3.0, 1.0, 2.0]])[0] == pytest.approx((1 / 1.0001, -1 / 1.0001, 0.0), abs=1e-12)
+
+
+def test_leave_one_out_by_hand() -> None:
+    # 3 less the mean of 1 and 2; 1 less that of 3 and 2; 2 less that of 3 and 1
+    assert estimated("rloo", [[3.0, 1.0, 2.0], [4.0, 4.0, 4.0]]) == [(1.5, -1.5, 0.0), (0.0, 0.0, 0.0)]
+    assert estimated("rloo", [[1.0, None, 0.0], [None, 7.0, None]]) == [(1.0, 0.0, -1.0), (0.0, 0.0, 0.0)]
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    # differences 0.5, -0.5, 0, 0, -3, 3: their squares sum to 18.5, over 5 is 3.7
+    scale = math.sqrt(3.7) + 1e-4
+    got = estimated("reinforce_plus_plus_baseline", [[1.0, 0.0], [5.0, 5.0], [2.0, 8.0]])
+    assert got[0] == pytest.approx((0.5 / scale, -0.5 / scale), abs=1e-12)
+    assert got[1] == (0.0, 0.0)
+    assert got[2] == pytest.approx((-3 / scale, 3 / scale), abs=1e-12)
+
+
+def test_reinforce_plus_plus_counts_only_what_has_a_reward() -> None:
+    # differences 1, -1 and the lone 0: 2 / 2 = 1
+    got = estimated("reinforce_plus_plus_baseline", [[2.0, None, 0.0], [None, 9.0, None]])
+    assert got[0] == pytest.approx((1 / 1.0001, 0.0, -1 / 1.0001), abs=1e-12)
+    assert got[1] == (0.0, 0.0, 0.0)
+
+
+def test_gdpo_by_hand() -> None:
+    # The deviation of a pair is its distance over sqrt 2. First reward: 0.5 above and below in one group, equal
+    # in the other. Second, of weight 0.5: 2 below and above, then 1 above and below.
+    a = 0.5 / (1 / math.sqrt(2) + 1e-4)
+    b = 2.0 / (4 / math.sqrt(2) + 1e-4)
+    c = 1.0 / (2 / math.sqrt(2) + 1e-4)
+    first, second = a - 0.5 * b, 0.5 * c
+    scale = math.sqrt(2 * (first**2 + second**2) / 3) + 1e-4
+    parts = [
+        Objective(1.0, [[1.0, 0.0], [1.0, 1.0]], "right"),
+        Objective(0.5, [[0.0, 4.0], [2.0, 0.0]], "short"),
+    ]
+    got = gdpo([[1.0, 2.0], [2.0, 1.0]], parts)
+    assert got[0] == pytest.approx((first / scale, -first / scale), abs=1e-12)
+    assert got[1] == pytest.approx((second / scale, -second / scale), abs=1e-12)
+
+
+def test_gdpo_tells_two_rewards_from_one() -> None:
+    # both groups have one winner; in the second it won both rewards, and is worth twice as much
+    one, two = gdpo(
+        [[0.0, 1.0], [0.0, 2.0]],
+        [Objective(1.0, [[0.0, 1.0], [0.0, 1.0]]), Objective(1.0, [[0.0, 0.0], [0.0, 1.0]])],
+    )
+    assert two[1] == pytest.approx(2 * one[1], rel=1e-12) and one[1] > 0
+    together = group_advantages([[0.0, 1.0], [0.0, 2.0]])
+    assert together[0] == pytest.approx(together[1], abs=1e-3)
+
+
+def test_gdpo_sees_spread_behind_equal_totals() -> None:
+    parts = [
+        Objective(1.0, [[2.0, 0.0, 0.0]]),
+        Objective(1.0, [[0.0, 1.0, 0.0]]),
+        Objective(1.0, [[0.0, 1.0, 2.0]]),
+    ]
+    (got,) = gdpo([[2.0, 2.0, 2.0]], parts)
+    # z: 2, -1, -1 over sqrt 3 each; -1, 2, -1 over sqrt 3; -1, 0, 1. The last sum is -1.155 + 1.
+    assert got[0] < got[2] < 0 < got[1] and sum(got) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_gdpo_cancels_exactly() -> None:
+    first = [0.1, 0.2, 0.7, 0.35]
+    second = [1 - r for r in first]
+    assert gdpo([[1.0] * 4], [Objective(0.3, [first]), Objective(0.3, [second])]) == [(0.0,) * 4]
+
+
+def test_gdpo_leaves_out_what_does_not_apply() -> None:
+    # The gated reward compares the two completions that passed; the masked one (total None) counts nowhere.
+    gated = Objective(1.0, [[None, 1.0, 3.0, 100.0]])
+    scale = 1.0 / (math.sqrt(2) + 1e-4)  # 1 and 3 differ by 2
+    s = [0.0, -scale, scale]
+    divisor = math.sqrt(2 * scale**2 / 2) + 1e-4
+    (got,) = gdpo([[0.0, 1.0, 3.0, None]], [gated, Objective(0.0, [[5.0, 6.0, 7.0, 8.0]])])
+    assert got == pytest.approx((0.0, s[1] / divisor, s[2] / divisor, 0.0), abs=1e-12)
+
+
+def test_gdpo_goes_through_the_config() -> None:
+    config = AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")
+    parts = [Objective(2.0, [[1.0, 0.0]])]
+    assert advantages([[2.0, 0.0]], config, parts) == gdpo([[2.0, 0.0]], parts)
+    with pytest.raises(ValueError, match="needs the scores of each reward"):
+        advantages([[2.0, 0.0]], config)
+    assert advantages([[None, None]], config) == [(0.0, 0.0)]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_no_estimator_takes_what_is_not_finite(name: str) -> None:
+    with pytest.raises(ValueError, match="reward of generation 0 in group 1 is -inf"):
+        estimated(name, [[0.0, 1.0], [-math.inf, 0.0]])
+
+
+def test_gdpo_names_the_reward_that_is_not_finite() -> None:
+    with pytest.raises(ValueError, match="iou of generation 1 in group 0 is nan"):
+        gdpo([[0.0, 1.0]], [Objective(1.0, [[0.0, math.nan]], "iou")])
+
+
+def test_gdpo_refuses_scores_of_another_shape() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        gdpo([[0.0, 1.0]], [Objective(1.0, [[0.0, 1.0, 2.0]])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mm_grpo.algorithm.correction import mismatch_weights
 from mm_grpo.algorithm.losses import LOSSES, token_weights
+from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.config import AlgorithmConfig
 from mm_grpo.learner.objective import PackTokens, Tally, Terms, pack_loss
 
@@ -71,13 +73,17 @@ def theirs(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, T
         epsilon_low=config.epsilon,
         epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
         off_policy_mask_threshold=config.off_policy_mask_threshold,
-        top_entropy_quantile=1.0,
+        top_entropy_quantile=config.top_entropy_quantile,
         max_completion_length=LIMIT,
         current_gradient_accumulation_steps=1,
         use_vllm=corrected,
         vllm_importance_sampling_correction=corrected,
         accelerator=SimpleNamespace(
-            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+            num_processes=1,
+            gather=lambda x: x,
+            reduce=lambda x, reduction: x,
+            pad_across_processes=lambda x, **_: x,
+            sync_gradients=True,
         ),
         model=SimpleNamespace(training=True),
         aux_loss_enabled=False,
@@ -88,6 +94,7 @@ def theirs(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, T
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
         _get_per_token_logps_and_entropies=lambda *a, **k: (logp, entropy, None),
     )
+    trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
     loss = GRPOTrainer._compute_loss(trainer, None, batch)
     loss.backward()
     return loss.detach(), filled(logp.grad), filled(entropy.grad)
@@ -111,8 +118,9 @@ def ours(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Ten
     """Our loss over the same tokens, flat and in two packs, and its gradients."""
     logp, entropy = (given[k].clone().requires_grad_() for k in ("logp", "entropy"))
     lengths = MASK.sum(1)
+    chosen = top_entropy_mask(given["entropy"], MASK, config.top_entropy_quantile)
     terms = Terms(
-        given["advantages"].double(), token_weights(config.loss_type, lengths, LIMIT), int(lengths.sum())
+        given["advantages"].double(), token_weights(config.loss_type, lengths, LIMIT), int(chosen.sum())
     )
     tally, total = Tally(), torch.zeros(())
     for rows in ([3, 1, 5], [0, 4, 2]):
@@ -129,6 +137,7 @@ def ours(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Ten
             picked(given["old"]),
             picked(given["sampling"]),
             picked(given["ref"]) if config.beta else None,
+            picked(chosen).float() if config.top_entropy_quantile < 1 else None,
         )
         total = total + pack_loss(config, terms, tokens, tally)
     total.backward()
@@ -144,6 +153,8 @@ CASES: list[dict[str, Any]] = [
     {"loss_type": "grpo", "beta": 0.2, "entropy_coef": 0.03},
     {"loss_type": "dr_grpo", "off_policy_mask_threshold": 0.05},
     {"loss_type": "vespo", "importance_sampling_mode": "token_truncate"},
+    *({"loss_type": name, "top_entropy_quantile": 0.3} for name in LOSSES),
+    {"loss_type": "dapo", "top_entropy_quantile": 0.5, "beta": 0.1, "entropy_coef": 0.03},
     *(
         {"loss_type": "dapo", "importance_sampling_mode": mode, "importance_sampling_clip_max": 1.6}
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,10 @@ TERMS = torch.tensor([1.0, -1.0, 9.0, 0.5])  # the same term for every token of 
         ("luspo", [0.25, 0.25, None, 0.25], 0.75),
         # 4 completions of at most 20: 3 / 80
         ("dr_grpo", [0.0125, 0.0125, None, 0.0125], 0.0375),
+        # these change the term, not the weights: sapo's are grpo's, the others' dapo's
+        ("sapo", [0.125, 0.0625, None, 0.025], 0.125),
+        ("cispo", [0.0625, 0.0625, None, 0.0625], 0.1875),
+        ("vespo", [0.0625, 0.0625, None, 0.0625], 0.1875),
     ],
 )
 def test_weights_and_loss_by_hand(loss_type: str, weights: list[float | None], loss: float) -> None:
@@ -62,6 +67,38 @@ def test_cispo_by_hand() -> None:
     assert got.loss.tolist() == pytest.approx([0.5, 2.8, -1.4], abs=1e-6)
 
 
+def test_cispo_keeps_the_gradient_of_tokens_that_it_cuts() -> None:
+    # -weight * A for each token: -0.5, -1.4, -(1.4 * -2); none is counted as silenced
+    logp = TOKENS.logp.clone().requires_grad_()
+    got = LOSSES["cispo"].token_loss(replace(TOKENS, logp=logp), config(epsilon_high=1.4))
+    got.loss.sum().backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([-0.5, -1.4, 2.8], abs=1e-6)
+    assert not got.clipped_low.any() and not got.clipped_high.any()
+
+
+def test_cispo_at_the_sequence_level_by_hand() -> None:
+    # geometric means 1 (of 0.5 and 2) and 1.5, cut at 1.4
+    got = LOSSES["cispo"].token_loss(TOKENS, config(epsilon_high=1.4, importance_sampling_level="sequence"))
+    assert got.loss.tolist() == pytest.approx([1.0, 2.0, -1.4], abs=1e-6)
+
+
+def test_cispo_without_an_upper_bound_of_its_own_takes_epsilon() -> None:
+    got = LOSSES["cispo"].token_loss(TOKENS, config(epsilon=0.4))
+    assert got.loss.tolist() == pytest.approx([0.4, 0.8, -0.4], abs=1e-6)
+
+
+def test_sapo_on_policy_is_the_policy_gradient_whatever_the_temperature() -> None:
+    # at ratio 1 the gate is 1/2 * 4 / tau = 2 / tau, and its slope 1: the gradient is -A
+    logp = TOKENS.logp.clone().requires_grad_()
+    on_policy = replace(TOKENS, logp=logp, old_logp=logp.detach())
+    got = LOSSES["sapo"].token_loss(on_policy, config(sapo_temperature_pos=0.5, sapo_temperature_neg=4.0))
+    assert got.loss.tolist() == pytest.approx([-4.0, -4.0, 1.0], abs=1e-6)
+    got.loss.sum().backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([-1.0, -1.0, 2.0], abs=1e-6)
+
+
 def test_sapo_by_hand() -> None:
     # -sigmoid(tau (r - 1)) * 4 / tau * A, tau 1 for A > 0 and 2 for the last
     got = LOSSES["sapo"].token_loss(TOKENS, config(sapo_temperature_pos=1.0, sapo_temperature_neg=2.0))
@@ -73,6 +110,31 @@ def test_vespo_by_hand() -> None:
     # w = 0.5 * 2 = 1 for the first two, so phi = 1; 1.5 for the last: e^(2 - 3) * 1.5^3 with k 3 and lambda 2
     got = LOSSES["vespo"].token_loss(TOKENS, config())
     assert got.loss.tolist() == pytest.approx([1.0, 2.0, -(math.exp(-1.0) * 3.375)], abs=1e-5)
+
+
+def test_vespo_takes_the_correction_inside_by_hand() -> None:
+    # w = 1 * (2 * 1) = 2 for the first two: e^(3 - 6) * 2^2 with k 2 and lambda 3; 1.5 * 2 = 3: e^(2 - 6) * 3^3
+    corrected = replace(TOKENS, correction=torch.tensor([2.0, 1.0, 2.0]))
+    phi = 4 * math.exp(-3.0), 27 * math.exp(-4.0)
+    got = LOSSES["vespo"].token_loss(corrected, config())
+    assert got.loss.tolist() == pytest.approx([phi[0], 2 * phi[0], -phi[1]], abs=1e-5)
+
+
+def test_vespo_forgets_what_the_correction_masks_and_moves_only_log_probs() -> None:
+    # a weight of 0 is a w of 1e-8: 1e-16 * e^3 for k = 2; the gradient of the others is -phi * A
+    logp = TOKENS.logp.clone().requires_grad_()
+    masked = replace(TOKENS, logp=logp, correction=torch.tensor([0.0, 1.0, 1.0]))
+    got = LOSSES["vespo"].token_loss(masked, config())
+    got.loss.sum().backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([0.0, 0.0, 2 * math.exp(-1.0) * 3.375], abs=1e-5)
+
+
+def test_luspo_is_made_for_the_sequence_level() -> None:
+    # terms -1, -1 and 3 (below), each completion's tokens summed, over 2 completions: (-2 + 3) / 2
+    term = LOSSES["luspo"].token_loss(TOKENS, config(loss_type="luspo", importance_sampling_level="sequence"))
+    weights = token_weights("luspo", torch.tensor([2, 1]), 20)
+    assert float((term.loss * weights[[0, 0, 1]]).sum()) == pytest.approx(0.5, abs=1e-6)
 
 
 def test_the_sequence_level_by_hand() -> None:

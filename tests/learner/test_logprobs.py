@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -78,3 +80,47 @@ def test_no_tensor_is_larger_than_a_chunk_head_or_state() -> None:
         logp, entropy = token_logprobs(h, w, torch.arange(rows), chunk_bytes=chunk)
         (logp.sum() + entropy.sum()).backward()
     assert largest == max(chunk, vocab * width * 4)
+
+
+def test_a_kept_graph_gives_the_same_gradients_twice() -> None:
+    """One tile is all there is here; backward uses it up, and a second one has to make it anew."""
+    torch.manual_seed(1)
+    h, w = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    logp, entropy = token_logprobs(h, w, torch.tensor([1, 2, 3, 8, 0]), banned=[4])
+    total = (logp * entropy).sum()
+    first = torch.autograd.grad(total, (h, w), retain_graph=True)
+    second = torch.autograd.grad(total, (h, w))
+    for a, b in zip(first, second, strict=True):
+        assert a.abs().max() > 0.01
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stretch_of_the_vocabulary_may_be_banned_as_a_whole() -> None:
+    # tiles of one row and two entries; the first and the last hold nothing legal
+    head = torch.tensor([[9.0], [9.0], [0.0], [1.0], [9.0], [9.0]])
+    logp, entropy = token_logprobs(
+        torch.tensor([[1.0]]), head, torch.tensor([3]), banned=[0, 1, 4, 5], chunk_bytes=8
+    )
+    p = 1 / (1 + math.exp(-1))  # of e and 1
+    assert float(logp) == pytest.approx(math.log(p), abs=1e-6)
+    assert float(entropy) == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
+def test_large_logits_keep_their_digits_and_bf16_sums_are_fp32(chunk_bytes: int) -> None:
+    torch.manual_seed(2)
+    hidden = (100 * torch.randn(64, 8)).bfloat16()
+    head, targets = torch.randn(40, 8).bfloat16(), torch.arange(64) % 40
+    expected = plain(hidden.double(), head.double(), targets, 1.0, [0])
+    h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    logp, entropy = token_logprobs(h, w, targets, banned=[0], chunk_bytes=chunk_bytes)
+    legal = targets > 0
+    # a bf16 product of size 300 is off by up to 1
+    assert float((logp - expected[0])[legal].detach().abs().max()) < 4
+    assert float((entropy - expected[1]).detach().abs().max()) < 1
+    logp[legal].sum().backward()
+    assert h.grad is not None and w.grad is not None and w.grad.dtype == torch.bfloat16
+    exact = torch.autograd.grad(
+        plain(hidden.double(), w2 := head.double().requires_grad_(), targets, 1.0, [0])[0][legal].sum(), w2
+    )[0]
+    assert float((w.grad - exact).norm() / exact.norm()) < 0.02
