@@ -1,6 +1,6 @@
 """The command line: thin commands over the Python API.
 
-    mm-grpo train CONFIG [a.b=value ...]     run a config or a shipped recipe
+    mm-grpo train CONFIG [a.b=value ...]     run a config or a shipped recipe (--processes N: cli_launch.py)
     mm-grpo check CONFIG [a.b=value ...]     load every row, try every reward, train nothing
     mm-grpo doctor CONFIG [a.b=value ...]    compare engine and learner on the config's first prompts
     mm-grpo recipes                          what ships in examples/
@@ -18,10 +18,12 @@ import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mm_grpo.cli_launch import check_processes, launch, launched_here
 from mm_grpo.cli_rewards import app as rewards_app
 from mm_grpo.errors import ConfigError, EngineError, GuardStop, UserError
 
@@ -57,9 +59,16 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in run.dir, if there is one.")
     ] = False,
+    processes: Annotated[
+        int | None, typer.Option("--processes", help="Processes of this machine that train together.")
+    ] = None,
 ) -> None:
     """Train a model by a config or a recipe; fields can be changed with a.b=value."""
     loaded = load_config(config, overrides or [])
+    if processes is not None:
+        check_processes(processes, loaded, smoke=smoke)
+        if processes > 1:
+            raise typer.Exit(launch(processes, ["train", config, *(overrides or []), *["--resume"] * resume]))
     from transformers.utils import logging as transformers_logging
 
     from mm_grpo.trainer import GRPOTrainer
@@ -203,12 +212,31 @@ def main() -> None:
     except EngineError as error:
         _leave(f"the rollout engine failed: {error}", 1)
     except KeyboardInterrupt:
+        if launched_here():  # whoever started this process says it
+            sys.exit(130)
         _leave("interrupted", 130)
+    except RuntimeError as error:
+        parting = _parting()
+        lost = parting and parting.lost_another(error)
+        if not lost:
+            raise
+        _leave(f"error: {lost}", 1, echo=True)
 
 
-def _leave(message: str, code: int) -> None:
-    print(message, file=sys.stderr)
+def _leave(message: str, code: int, echo: bool = False) -> None:
+    parting = _parting()
+    if parting is None or parting.has_to_say(message, echo=echo):
+        print(message, file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def _parting() -> ModuleType | None:
+    """learner/parting.py; None when there can be no other process, for what starts them was not even imported."""
+    if "mm_grpo.learner.distributed" not in sys.modules:
+        return None
+    from mm_grpo.learner import parting
+
+    return parting
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,6 +95,19 @@ class Ranks:
     def max(self, value: int, what: str) -> int:
         return max(self.gather(value, what))
 
+    def exchange(self, parcels: Sequence[T], what: str) -> list[T]:
+        """Give each process the parcel [world] that is for it; returns what each had for this one, in rank order."""
+        if self.world == 1:
+            return list(parcels)
+        packed = [pickle.dumps(parcel) for parcel in parcels]
+        sizes = self.gather([len(p) for p in packed], what)
+        due = [size[self.rank] for size in sizes]
+        received = torch.empty(sum(due), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
+        with self._watched(what):
+            dist.all_to_all_single(received, sent, due, [len(p) for p in packed], group=self.group)
+        return [pickle.loads(part.numpy().tobytes()) for part in received.split(due)]
+
     def sum_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Add up each tensor over the processes, in place, over the group that gradients use."""
         if self.world == 1:
@@ -138,11 +153,9 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            lines = str(error).strip().splitlines()
             raise RankLost(
-                f"process {self.rank} of {self.world} lost another one while exchanging '{what}' "
-                f"({lines[0][:200] if lines else 'no reason given'}): it failed, ended, or took longer than "
-                f"{self.deadline:g} s (run.process_timeout); its own output says why"
+                f"process {self.rank} of {self.world} {lost_text(what, error)} {self.deadline:g} s "
+                "(run.process_timeout); its own output says why"
             ) from error
 
 
@@ -166,12 +179,17 @@ def launched() -> tuple[int, int, int]:
 def start(device: str = "auto", deadline: float = DEADLINE) -> Ranks:
     """Join the other processes of this launch. `device` is the config's; call before the model is loaded.
 
-    On GPUs each process takes the one that its local rank numbers.
+    On GPUs each process takes the one that its local rank numbers. Raises ConfigError for what cannot work.
     """
     rank, world, local = launched()
     if world == 1:
         return Ranks(deadline=deadline)
     gpu = device != "cpu" and torch.cuda.is_available()
+    if gpu and ":" in device:
+        raise ConfigError(
+            f"model.device = '{device}' is one GPU, and {world} processes need one each; write cuda, and choose GPUs "
+            "with CUDA_VISIBLE_DEVICES"
+        )
     if gpu:
         torch.cuda.set_device(local)
     patience = timedelta(seconds=deadline)
@@ -190,6 +208,8 @@ def use_deepspeed(gpu: bool) -> Any:
     import deepspeed
     import deepspeed.ops
 
+    # what DeepSpeed calls under its old name is not the user's affair
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not gpu:  # else it would compile a C++ exchange for inference, which nothing here calls
         deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     return deepspeed
@@ -206,6 +226,13 @@ def open_group_alone(gpu: bool) -> None:
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=0, world_size=1)
+
+
+def lost_text(what: str, error: RuntimeError) -> str:
+    """The middle of a message about a lost process; the number of seconds that one waits for it follows."""
+    lines = str(error).strip().splitlines()
+    reason = lines[0][:200] if lines else "no reason given"
+    return f"lost another one while exchanging '{what}' ({reason}): it failed, ended, or took longer than"
 
 
 def _tellable(error: Exception) -> tuple[type[Exception], str]:

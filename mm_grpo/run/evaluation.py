@@ -97,6 +97,22 @@ def evaluate(
     return ranks.share(result, "evaluation")
 
 
+@dataclass(frozen=True)
+class Best:
+    """The highest accuracy of the headline set, and the step after which it was found; 0 is before the first."""
+
+    accuracy: float
+    step: int
+
+
+def better(best: Best | None, found: Mapping[str, Evaluation], step: int) -> Best | None:
+    """`best`, or the headline of what was `found` after `step` if that is higher. None without evaluations."""
+    headline = next(iter(found.values()), None)
+    if headline is None or (best is not None and headline.accuracy <= best.accuracy):
+        return best
+    return Best(headline.accuracy, step)
+
+
 def as_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:
     """Metrics of named sets: `eval/{set}/accuracy` and `eval/{set}/reward`."""
     metrics: dict[str, float] = {}

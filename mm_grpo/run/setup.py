@@ -11,6 +11,7 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.distributed import Ranks
+from mm_grpo.learner.launchers import check_launcher
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.policy import load_policy
 from mm_grpo.processors.base import Processor, load_processor
@@ -45,6 +46,7 @@ def load_sides(
     `updates` is the length of the learning-rate schedule, `ranks` the processes that train together. Raises
     ConfigError for what cannot be loaded and GuardStop when the weights did not reach the engine.
     """
+    check_launcher(config)
     if processor is None:
         processor = load_processor(
             config.model.path, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels

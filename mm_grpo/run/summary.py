@@ -1,7 +1,8 @@
 """summary.json: the run in a few numbers, written once at its end.
 
 `eval` maps the name of an evaluation set to its accuracy before and after; `accuracy_before` and
-`accuracy_after` are those of the set that stands for the run. Accuracies lie in [0, 1].
+`accuracy_after` are those of the set that stands for the run. The trainer adds `accuracy_best`, the highest of
+that set, and `best_step`, after which it was found. Accuracies lie in [0, 1].
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""Commands of launchers, run for real: `running([...])` starts one, and ends what it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import several
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
+TRAIN = ("-m", "mm_grpo.cli", "train")
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def running(command: Sequence[object], output: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command on the CPU, its output in a file. What is left of it at the end is killed."""
+    known = {k: v for k, v in several.environment(0, 1, 0).items() if k not in NUMBERS}
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=several.ROOT,
+            env={**known, **env},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield process
+    finally:
+        for pid in [*children(process.pid), process.pid] if process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that have not ended."""
+    try:
+        return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def finished(command: Sequence[object], output: Path, deadline: float = 150.0, **env: str) -> tuple[int, str]:
+    """Exit code and output of a command; subprocess.TimeoutExpired when it takes longer."""
+    with running(command, output, **env) as process:
+        process.wait(deadline)
+    return process.returncode, output.read_text(errors="replace")

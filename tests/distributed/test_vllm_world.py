@@ -1,0 +1,33 @@
+"""Whole runs with a real vLLM in each process: two processes make the run of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import runs
+import several
+from folders import assert_the_same_run, metrics_of, rollouts_of, write_config
+
+STEPS = 3
+
+
+@pytest.mark.long
+def test_two_processes_with_vllm_make_the_run_of_one(models: dict[str, Path], tmp_path: Path) -> None:
+    for world in (1, 2):
+        folder = tmp_path / f"of-{world}"
+        config = write_config(
+            models["qwen2_5_vl"],
+            folder,
+            rollout={"engine": "vllm"},
+            run={"dir": str(folder), "max_steps": STEPS, "eval_every": 0, "report": False},
+        )
+        codes = several.launch(
+            Path(runs.__file__), world, [config], tmp_path / f"output-{world}", deadline=140
+        )
+        assert codes == [0] * world, several.outputs(tmp_path / f"output-{world}", world)
+    one, two = tmp_path / "of-1", tmp_path / "of-2"
+    assert_the_same_run(two, one, STEPS)
+    assert '"seed"' in rollouts_of(two)["step-000003.jsonl"]
+    for mine, theirs in zip(metrics_of(two), metrics_of(one), strict=True):
+        assert mine["sync/bytes"] == theirs["sync/bytes"] > 0 and mine["sync/logp_gap"] < 1e-4

@@ -1,0 +1,93 @@
+"""The best evaluation of a run: kept in checkpoints and in summary.json, its checkpoint never removed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_grpo import GRPOConfig, GRPOTrainer, trainer
+from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.run.evaluation import Best, Evaluation, better
+
+ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
+HELDOUT = {"first": ROWS[:1], "second": ROWS[1:2]}
+ACCURACIES = {0: 0.2, 1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.3}
+"""Of the headline set, by step; the second set has 1.0 always."""
+
+
+def test_better() -> None:
+    found = {"a": Evaluation(0.5, 0.0, 4), "b": Evaluation(1.0, 0.0, 4)}
+    assert better(None, found, 0) == Best(0.5, 0)
+    assert better(Best(0.4, 1), found, 3) == Best(0.5, 3)
+    assert better(Best(0.5, 1), found, 3) == Best(0.5, 1)  # the earlier of equals
+    assert better(Best(0.6, 1), found, 3) == Best(0.6, 1)
+    assert better(None, {}, 2) is None
+
+
+def run(
+    model: Path, folder: Path, steps: int, resume: bool = False, heldout: Any = HELDOUT
+) -> dict[str, Any]:
+    config = GRPOConfig.from_dict(
+        {
+            "model": {"path": str(model)},
+            "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3},
+            "optim": {"learning_rate": 1e-3},
+            "run": {
+                "dir": str(folder),
+                "max_steps": steps,
+                "eval_every": 1 if heldout else 0,
+                "save_every": 1,
+                "keep_checkpoints": 1,
+                "report": False,
+                "save_model": False,
+            },
+        }
+    )
+    made = GRPOTrainer(
+        config, train=ROWS, eval=heldout, rewards=[lambda completion: len(completion)], resume=resume
+    )
+    return made.train()
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+def extra_of(folder: Path, step: int) -> dict[str, Any]:
+    manifest = json.loads((folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").read_text())
+    found: dict[str, Any] = manifest["extra"]
+    return found
+
+
+def test_the_best_is_kept_over_a_resume(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = iter(range(1000))
+
+    def evaluate(*given: Any) -> Evaluation:
+        step = given[5]
+        return Evaluation(ACCURACIES[step] if next(sets) % 2 == 0 else 1.0, 0.0, 1)
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    model = models["qwen2_5_vl"]
+    summary = run(model, tmp_path / "run", 3)
+    assert (summary["accuracy_best"], summary["best_step"], summary["accuracy_after"]) == (0.9, 2, 0.9)
+    assert kept(tmp_path / "run") == ["step-000002", "step-000003"]
+    assert extra_of(tmp_path / "run", 3)["best"] == {"accuracy": 0.9, "step": 2}
+
+    run(model, tmp_path / "run", 5, resume=True)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["accuracy_best"], summary["best_step"]) == (0.9, 2)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.2, 0.3)
+    assert kept(tmp_path / "run") == ["step-000002", "step-000005"]
+    assert extra_of(tmp_path / "run", 5)["best"] == {"accuracy": 0.9, "step": 2}
+
+
+def test_without_evaluations_there_is_no_best(models: dict[str, Path], tmp_path: Path) -> None:
+    summary = run(models["qwen2_5_vl"], tmp_path / "run", 2, heldout=None)
+    assert summary["accuracy_best"] is None and summary["best_step"] is None
+    assert kept(tmp_path / "run") == ["step-000002"]
+    assert extra_of(tmp_path / "run", 2)["best"] is None
