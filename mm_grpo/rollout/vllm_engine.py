@@ -2,9 +2,9 @@
 
 The engine proves, on every call, what others assume. `generate` compares the ids that vLLM ran with
 those the learner trains on, row by row; `update_weights` compares a digest of every tensor as the worker
-took it with the learner's; `verify` re-scores a fixed completion with its image, and holds the prefix
-cache against a fresh prefill. What a failed proof says is a GuardStop. vLLM itself is behind
-`vllm_internals.py`, what is due to the engine is decided in `weight_sync.py`.
+took it with the learner's. What a failed proof says is a GuardStop; what the engine makes of its weights is
+asked by `run/sync.py`, of any engine. vLLM itself is behind `vllm_internals.py`, what is due to the engine is
+decided in `weight_sync.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,14 +33,6 @@ if TYPE_CHECKING:
 SEEDS = 1 << 31
 """vLLM's worker fails on seeds past 64 bits and CPU generators ignore those past 32; ours end at 31."""
 TEMPERATURES = (0.01, 2.0)
-
-
-@dataclass(frozen=True)
-class Parity:
-    """How far the engine's log-probabilities lie from those expected: |difference| per token, in nats."""
-
-    mean: float
-    max: float
 
 
 class VLLMEngine:
@@ -131,46 +122,6 @@ class VLLMEngine:
             if self._can_sleep and not self._handle.asleep:
                 internals.sleep(self._handle, 2)
             self._current = False
-
-    # proofs ----------------------------------------------------------------------------------
-
-    def verify(
-        self, prompt: Prompt, token_ids: Sequence[int], expected: Sequence[float], limit: float
-    ) -> Parity:
-        """Compare `score` with the learner's log-probs `expected` [T] (no mask, temperature 1).
-
-        `limit` bounds the mean difference, in nats. Then the likeliest first token is asked for as in sampling,
-        prefix cache and all, and its log-prob held against a fresh prefill. Raises GuardStop past the limit.
-        """
-        parity = _parity(self.score(prompt, token_ids), expected)
-        if not parity.mean <= limit:
-            raise GuardStop(
-                f"{prompt.uid}: the engine's log-probs of a fixed completion differ from the learner's by "
-                f"{parity.mean:.3g} on average and {parity.max:.3g} at most; the limit is {limit:.3g}. The engine does "
-                f"not hold the learner's weights (version {self.version}), uses image features of older "
-                "ones, or computes in another precision; run mm-grpo doctor"
-            )
-        gap = abs(self._first_logprob(prompt, cached=True) - self._first_logprob(prompt, cached=False))
-        if not gap <= 4 * limit:
-            raise GuardStop(
-                f"{prompt.uid}: the engine's own prefix cache gives a log-prob that differs by {gap:.3g} from a fresh "
-                "prefill: it holds keys and values of older weights and was not reset"
-            )
-        return parity
-
-    def verify_seeds(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> None:
-        """Sample twice, in another order, with the same seeds: the completions must repeat.
-
-        One that repeats is enough, for on a GPU the rounding of a logit may turn a token in another batch.
-        Raises GuardStop when none does. Seeds that all give one completion are the duplicate guard's.
-        """
-        requests = [Request(prompt, seed, sampling) for seed in seeds]
-        once, again = self.generate(requests), self.generate(requests[::-1])[::-1]
-        if not any(a.token_ids == b.token_ids for a, b in zip(once, again, strict=True)):
-            raise GuardStop(
-                f"{prompt.uid}: vLLM gave other completions for the same seeds {list(seeds)}; it draws from a "
-                "generator of its own, so ranks and steps may repeat each other without a sign. Check vLLM's version"
-            )
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -296,20 +247,6 @@ class VLLMEngine:
             weight_versions=((0, self.version),),
         )
 
-    def _first_logprob(self, prompt: Prompt, *, cached: bool) -> float:
-        """The log-prob of the likeliest first token; vLLM reads no cache for requests with prompt log-probs."""
-        params: dict[str, Any] = {
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "logprobs": 0,
-            "flat_logprobs": True,
-            "logit_bias": self._mask,
-            "prompt_logprobs": None if cached else 0,
-        }
-        sent = prompt.engine_prompt
-        answer = self._run([Work(prompt.uid, sent.token_ids, sent.images, params)])[0]
-        return answer.sequences[0].logprobs[0]
-
     # the steps of an update, one method each
     def _sent(self, transfer: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         return transfer
@@ -345,8 +282,3 @@ def _hashed(tensors: Iterable[tuple[str, Tensor]], received: dict[str, str]) -> 
     for name, tensor in tensors:
         received[name] = digest(tensor)
         yield name, tensor
-
-
-def _parity(got: Sequence[float], expected: Sequence[float]) -> Parity:
-    gaps = [abs(a - b) for a, b in zip(got, expected, strict=True)]
-    return Parity(math.fsum(gaps) / len(gaps), max(gaps))

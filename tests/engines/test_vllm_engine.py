@@ -48,7 +48,6 @@ def test_score_is_the_plain_distribution(rig: Rig) -> None:
         done = rig.engine.generate([Request(prompt, 3, Sampling(12, temperature=0.5))])[0]
         plain = rig.expected(prompt, done.token_ids, mask=False)
         assert rig.engine.score(prompt, done.token_ids) == pytest.approx(plain, abs=1e-5)
-        assert rig.engine.verify(prompt, done.token_ids, plain, 1e-5).max <= 1e-5
         masked = rig.expected(prompt, done.token_ids)
         assert max(abs(a - b) for a, b in zip(masked, plain, strict=True)) > 1e-4  # the test could tell
 

@@ -19,6 +19,8 @@ from mm_grpo.errors import EngineError, GuardStop
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.vllm_engine import VLLMEngine
 from mm_grpo.rollout.weight_sync import unit_of
+from mm_grpo.run.parity import gap_of
+from mm_grpo.run.sync import not_followed
 from mm_grpo.types import Prompt
 
 TWELVE = Sampling(max_tokens=12)
@@ -36,8 +38,15 @@ def long_prompt(rig: Rig) -> Prompt:
 
 
 def proof(rig: Rig, prompt: Prompt) -> None:
+    """What a run asks after each update: a fixed completion re-scored, and new samples, caches and all."""
     ids = [40, 41, 42, 50, 60, 70]
-    rig.engine.verify(prompt, ids, rig.expected(prompt, ids, mask=False), LIMIT)
+    done = rig.engine.generate([Request(prompt, 9, TWELVE)])[0]
+    score = gap_of([rig.engine.score(prompt, ids)], [rig.expected(prompt, ids, mask=False)])
+    probe = gap_of([done.logprobs], [rig.expected(prompt, done.token_ids)])
+    for gap, what in ((probe, "new samples for"), (score, "a fixed completion of")):
+        problem = not_followed(gap, moved=0.0, noise=1.0, limit=LIMIT, what=f"{what} {prompt.uid}")
+        if problem is not None:
+            raise GuardStop(problem)
 
 
 def test_every_weight_changed(rig: Rig) -> None:
@@ -219,7 +228,7 @@ def test_without_the_reset_of_the_encoder_cache(rig: Rig, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(rig.engine, "_reset_encoder_cache", lambda: None)
         rig.engine.update_weights(rig.tensors(), 1)
-    with pytest.raises((GuardStop, EngineError), match=r"one.*(Encoder cache miss|differ)"):
+    with pytest.raises((GuardStop, EngineError), match=r"one.*Encoder cache miss|differ"):
         proof(rig, prompt)
     rig.engine._reset_encoder_cache()
     proof(rig, prompt)  # and the engine still works
@@ -232,7 +241,7 @@ def test_without_the_reset_of_the_prefix_cache(rig: Rig, monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(rig.engine, "_reset_prefix_cache", lambda: None)
         rig.engine.update_weights(rig.tensors(), 1)
-    with pytest.raises(GuardStop, match=r"long: the engine's own prefix cache .* was not reset"):
+    with pytest.raises(GuardStop, match=r"log-probs of new samples for long differ from the learner's"):
         proof(rig, prompt)
 
 
@@ -267,19 +276,8 @@ def test_without_the_transfer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_an_update_at_all(rig: Rig) -> None:
     rig.change("mlp")
-    with pytest.raises(GuardStop, match=r"one: the engine's log-probs .* differ from the learner's"):
+    with pytest.raises(GuardStop, match=r"log-probs of new samples for one differ from the learner's"):
         proof(rig, rig.prompts()[0])
-
-
-def test_without_the_seeds(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = rig.prompts()[0]
-    rig.engine.verify_seeds(prompt, range(4), TWELVE)
-    params = rig.engine._params
-    monkeypatch.setattr(rig.engine, "_params", lambda *args: params(*args) | {"seed": None})
-    with pytest.raises(
-        GuardStop, match=r"one: vLLM gave other completions for the same seeds \[0, 1, 2, 3\]"
-    ):
-        rig.engine.verify_seeds(prompt, range(4), TWELVE)
 
 
 def test_a_tensor_that_changes_on_its_way(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
