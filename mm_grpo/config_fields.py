@@ -62,8 +62,10 @@ class ModelConfig(Section):
         "Number format of the weights: float32 or bfloat16",
         "auto is bfloat16 on a GPU, float32 on a CPU",
     )
-    attn: Literal["auto", "sdpa", "eager"] = setting(
-        "auto", "Attention implementation: sdpa or eager", "auto is sdpa"
+    attn: Literal["auto", "sdpa", "eager", "flex_attention"] = setting(
+        "auto",
+        "Attention of the learner: sdpa, eager or flex_attention",
+        "auto is flex_attention on a GPU where it proves right, else sdpa",
     )
     lora: Annotated[LoRAConfig | None, Legal("null or a mapping of rank, alpha and target_modules")] = (
         setting(None, "Train low-rank adapters and freeze every weight", "null trains the weights themselves")

@@ -8,42 +8,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.algorithm.advantages import group_advantages
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.sets import Source, load_eval, load_train
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.action import act
-from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.health.logp_gap import logp_gap
 from mm_grpo.health.update_happens import update_happens
 from mm_grpo.learner.distributed import start
 from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.resolve import describe
 from mm_grpo.rewards.scoring import Scorer
-from mm_grpo.rollout.engine import Sampling, requests_for
-from mm_grpo.rollout.prompting import StepPrompts
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.run.checkpoint import Checkpoints
-from mm_grpo.run.evaluation import Evaluation, as_metrics, evaluate
+from mm_grpo.run.collecting import Collector
+from mm_grpo.run.evaluation import Best, Evaluation, as_metrics, better, evaluate
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.metrics import read_metrics
-from mm_grpo.run.parity import check_start, first_with_image, require_answers
+from mm_grpo.run.parity import check_start, first_with_image
 from mm_grpo.run.progress import Progress
 from mm_grpo.run.setup import load_sides
-from mm_grpo.run.step_metrics import step_metrics
+from mm_grpo.run.timing import timed
 from mm_grpo.run.trackers import Trackers
-from mm_grpo.types import Completion, Group, Prompt
-
-Answered = tuple[int, Prompt, tuple[Completion, ...]]
-"""A slot, its prompt and its completions."""
 
 
 class GRPOTrainer:
@@ -115,7 +107,9 @@ class GRPOTrainer:
         sides = load_sides(config, updates, model=model, processor=processor, ranks=self.ranks)
         self.processor, self.model, self.prompter = sides.processor, sides.model, sides.prompter
         self.learner, self.engine, self.sync = sides.learner, sides.engine, sides.sync
-        self.sampling = Sampling(rollout.max_completion_length, rollout.temperature)
+        self.collector = Collector(
+            config, self.train_set, self.order, self.seeds, sides, self.scorer, self.ranks
+        )
         self.checkpoints = Checkpoints(self.folder.paths, self.learner, config)
         self.tokens_seen = 0
 
@@ -145,16 +139,19 @@ class GRPOTrainer:
                         self._check_parity()
                 if not kept:
                     before = after = self.evaluate()
+                    best = better(None, before, 0)
                 else:
                     before, after = (
                         {n: Evaluation(**e) for n, e in kept[k].items()} for k in ("before", "after")
                     )
+                    best = Best(**kept["best"]) if kept.get("best") else None
                 for step in range(done + 1, self.max_steps + 1):
                     metrics = self._step(step, run)
                     last, every = step == self.max_steps, self.config.run.eval_every
                     if last or (every and step % every == 0):
                         clock = time.perf_counter()
                         after = self.evaluate(step)
+                        best = better(best, after, step)
                         metrics |= as_metrics(after) | {"time/eval": time.perf_counter() - clock}
                     if first:
                         run.metrics.append(step, metrics)
@@ -162,11 +159,12 @@ class GRPOTrainer:
                     progress.step(step, metrics)
                     self._call("on_step_end", metrics)
                     if (every := self.config.run.save_every) and (last or step % every == 0):
-                        self.checkpoints.save(step, self._extra(before, after))
+                        extra = self._extra(before, after, best)
+                        self.checkpoints.save(step, extra, spared=best.step if best else None)
                 with self.ranks.together("saving the model"):
                     if first and self.config.run.save_model:
                         run.replace_folder("model", self.save)
-                summary = _summary(before, after, time.perf_counter() - started, self.max_steps)
+                summary = _summary(before, after, best, time.perf_counter() - started, self.max_steps)
                 if first:
                     run.write_summary(summary)
             finally:
@@ -192,85 +190,33 @@ class GRPOTrainer:
     # one step --------------------------------------------------------------------------------
 
     def _step(self, step: int, run: RunFolder) -> dict[str, float]:
-        """Rollout, rewards, update and sync of one step; returns its metrics.
-
-        Each process samples and learns from its own slots. The first one scores and logs those of all, so
-        rewards, advantages and guards see the step as one process would.
-        """
+        """Rollout, rewards, update and sync of one step; returns its metrics."""
         ranks, times = self.ranks, dict[str, float]()
-        actions = self.config.run.guards
-        with _timed(times, "step_time"):
-            with _timed(times, "time/data"), ranks.together("prompts"):
-                asked = self.prompter.step(self.train_set, self.order, step, ranks.rank, ranks.world)
-            counts = ranks.sum({"prompts": len(asked.prompts), "dropped": asked.dropped}, "prompts")
-            self.prompter.require_some(step, int(counts["prompts"]), int(counts["dropped"]))
-            with _timed(times, "time/rollout"), ranks.together("rollout"):
-                seeds = [self.seeds.group(step, slot) for slot in asked.slots]
-                requests = requests_for(asked.prompts, seeds, self.sampling)
-                completions = self.engine.generate(requests) if requests else []
-                require_answers(requests, completions, self.sync.version)
-            answered = self._answered(asked, completions)
-            scored, metrics = self._score(step, answered, run, times)
-            groups = [Group(slot, prompt, ours, *scored[slot]) for slot, prompt, ours in answered]
-            with _timed(times, "time/learner"):
-                witness = self.sync.witness(groups)
-                report = self.learner.step(groups)
+        actions, algorithm = self.config.run.guards, self.config.algorithm
+        with timed(times, "step_time"):
+            collected = self.collector.step(step, run)
+            with timed(times, "time/learner"):
+                witness = self.sync.witness(collected.groups)
+                report = self.learner.step(collected.groups)
             with ranks.together("guards"):
                 act("logp_gap", logp_gap(report.mean_gap, report.max_gap, self.sync.limit), actions)
                 for record in report.updates:
                     act("update_happens", update_happens(record), actions)
-            with _timed(times, "time/sync"), ranks.together("weight sync"):
+            with timed(times, "time/sync"), ranks.together("weight sync"):
                 synced = self.sync.update(step, witness, noise=report.max_gap)
                 act("logp_gap", synced.problem, actions)
+            if algorithm.sync_ref_model and step % algorithm.ref_model_sync_steps == 0:
+                self.learner.refresh_reference()
+        self.tokens_seen += collected.tokens
         counted = {
             "num_tokens": self.tokens_seen,
             "epoch": self.order.epoch(step),
-            "prompts/dropped": int(counts["dropped"]),
+            "prompts/dropped": collected.dropped,
         }
-        # a reward may log any name it likes; ours win
-        return {**metrics, **report.metrics, **synced.metrics, **counted, **times}
-
-    def _answered(self, asked: StepPrompts, completions: Sequence[Completion]) -> list[Answered]:
-        size = self.config.rollout.num_generations
-        cuts = [tuple(completions[i * size : (i + 1) * size]) for i in range(len(asked.prompts))]
-        return list(zip(asked.slots, asked.prompts, cuts, strict=True))
-
-    def _score(
-        self, step: int, answered: Sequence[Answered], run: RunFolder, times: dict[str, float]
-    ) -> tuple[dict[int, tuple[Any, Any]], dict[str, float]]:
-        """Rewards and advantages by slot, over all processes; metrics on the first, which does the work."""
-        sent = [(s, replace(p, vision={}), c) for s, p, c in answered] if self.ranks.world > 1 else answered
-        shares = self.ranks.collect(sent, "completions")
-        scored: dict[int, tuple[Any, Any]] = {}
-        metrics: dict[str, float] = {}
-        with self.ranks.together("rewards"):
-            if shares is not None:
-                whole = sorted((a for share in shares for a in share), key=lambda a: a[0])
-                groups, metrics = self._judge(step, whole, run, times)
-                scored = {g.slot: (g.rewards, g.advantages) for g in groups}
-        return self.ranks.share(scored, "rewards"), metrics
-
-    def _judge(
-        self, step: int, whole: Sequence[Answered], run: RunFolder, times: dict[str, float]
-    ) -> tuple[list[Group], dict[str, float]]:
-        """Score the completions of a step, give them advantages, log them and look at them."""
-        completions = [c for *_, ours in whole for c in ours]
-        with _timed(times, "time/rewards"):
-            repeated = [prompt for _, prompt, ours in whole for _ in ours]
-            scores = self.scorer.score(repeated, completions, step)
-        totals = iter(scores.totals)
-        rewards = [tuple(next(totals) for _ in ours) for *_, ours in whole]
-        advantages = group_advantages(rewards, self.config.algorithm.scale_rewards)
-        groups = [Group(*a, r, v) for a, r, v in zip(whole, rewards, advantages, strict=True)]
-        every = self.config.run.log_rollouts_every
-        if every and (step % every == 0 or step in (1, self.max_steps)):
-            with _timed(times, "time/log"):
-                run.write_rollouts(step, groups, scores.parts, scores.extra)
-        act("duplicate_completions", duplicate_completions(groups), self.config.run.guards)
-        self.tokens_seen += sum(len(p.token_ids) for p in repeated) + sum(
-            len(c.token_ids) for c in completions
-        )
-        return groups, {**scores.metrics, **step_metrics(groups)}
+        # a reward may log any name it likes, and a KL in rewards has the name of one in the loss; ours win
+        return {
+            **collected.metrics, **report.metrics, **synced.metrics, **counted, **collected.times, **times
+        }  # fmt: skip
 
     # resuming --------------------------------------------------------------------------------
 
@@ -291,11 +237,14 @@ class GRPOTrainer:
             self.sync.send(found.step)
         return found.step, found.extra
 
-    def _extra(self, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation]) -> dict[str, Any]:
+    def _extra(
+        self, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], best: Best | None
+    ) -> dict[str, Any]:
         """What a checkpoint keeps besides the learner's state."""
         found = {"before": before, "after": after}
         return {
             "tokens_seen": self.tokens_seen,
+            "best": asdict(best) if best else None,
             **{key: {n: asdict(e) for n, e in sets.items()} for key, sets in found.items()},
         }
 
@@ -315,13 +264,6 @@ class GRPOTrainer:
                 method(self, *args)
 
 
-@contextmanager
-def _timed(times: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    times[name] = time.perf_counter() - start
-
-
 def _reward_entries(config: GRPOConfig, given: Sequence[Any] | None) -> Sequence[Any]:
     if given is None:
         config.require_rewards()
@@ -332,13 +274,19 @@ def _reward_entries(config: GRPOConfig, given: Sequence[Any] | None) -> Sequence
 
 
 def _summary(
-    before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], seconds: float, steps: int
+    before: Mapping[str, Evaluation],
+    after: Mapping[str, Evaluation],
+    best: Best | None,
+    seconds: float,
+    steps: int,
 ) -> dict[str, Any]:
     """What `summary.json` holds: accuracies in [0, 1] of the headline set and of each set, seconds, steps."""
     headline = next(iter(before), None)
     return {
         "accuracy_before": before[headline].accuracy if headline else None,
         "accuracy_after": after[headline].accuracy if headline else None,
+        "accuracy_best": best.accuracy if best else None,
+        "best_step": best.step if best else None,
         "seconds": round(seconds, 3),
         "steps": steps,
         "eval": {

@@ -86,7 +86,8 @@ class Completion:
 class Group:
     """One prompt in its slot, its G completions, their total rewards and their advantages.
 
-    `rewards[g]` is None when no reward applied to completion g; its advantage is then 0.
+    `rewards[g]` is None when no reward applied to completion g; its advantage is then 0. `attempt` is above 0
+    when the group took the place of one without spread.
     """
 
     slot: int
@@ -94,6 +95,7 @@ class Group:
     completions: tuple[Completion, ...]
     rewards: tuple[float | None, ...]
     advantages: tuple[float, ...]
+    attempt: int = 0
 
 
 @dataclass(frozen=True)

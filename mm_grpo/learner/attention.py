@@ -1,24 +1,36 @@
 """Attention over shared-prefix rows without paying for what the mask forbids.
 
 A dense mask over a row of N = L + G * T tokens costs N^2, most of it between completions that may not see
-each other. Here prompts attend to themselves, causally, and each completion attends to [its prompt,
-itself]: L^2 / 2 + G * T * (L + T). `prefix_layout` says when that is the cheaper way, and PackForward hands
-the layout to every text layer as a keyword argument; without one the function is transformers' sdpa.
+each other. Two ways around it, and `Masks` chooses:
+
+    flex     FlexAttention with a block table (flex.py), on GPUs, once it has shown that it is right there
+    blocks   prompts attend to themselves, causally, and each completion to [its prompt, itself], in plain
+             sdpa: L^2 / 2 + G * T * (L + T), where `prefix_layout` finds that cheaper
+
+PackForward hands what `Masks` makes to every text layer as keyword arguments; without any the function is
+transformers' sdpa over the dense mask.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.flex import BLOCK, attend, block_mask, fault
+from mm_grpo.learner.pack import attention_mask
+
 NAME = "mm_grpo_prefix"
+logger = logging.getLogger("mm_grpo")
 
 
 @dataclass(frozen=True)
@@ -74,9 +86,12 @@ def prefix_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     prefix: PrefixLayout | None = None,
+    flex: BlockMask | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Queries [B, H, N, d] over keys and values [B, K, N, d]; returns [B, N, H, d], as transformers asks."""
+    if flex is not None:
+        return attend(query, key, value, flex, scaling).transpose(1, 2), None
     if prefix is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -90,10 +105,14 @@ def prefix_attention(
     )
 
     def completions(x: Tensor) -> Tensor:  # [B, h, N, d] -> [C, h, T, d]
-        return x.transpose(1, 2).flatten(0, 1)[prefix.index].transpose(1, 2)
+        flat = x.transpose(1, 2).flatten(0, 1).index_select(0, prefix.index.flatten())
+        return flat.view(*prefix.index.shape, *flat.shape[1:]).transpose(1, 2)
 
     def with_prompt(x: Tensor) -> Tensor:  # [B, h, N, d] -> [C, h, prompt + T, d]
-        return torch.cat([x[:, :, :length][prefix.rows], completions(x)], 2)
+        own, prompts = completions(x), x[:, :, :length]
+        one = batch == 1  # backward of the view is one sum
+        prompts = prompts.expand(len(own), -1, -1, -1) if one else prompts.index_select(0, prefix.rows)
+        return torch.cat([prompts, own], 2)
 
     of_completions = scaled_dot_product_attention(
         completions(query), with_prompt(key), with_prompt(value), attn_mask=prefix.mask, **options
@@ -108,9 +127,55 @@ AttentionInterface.register(NAME, prefix_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def enable(model: Any) -> bool:
-    """Let the text layers of `model` take a prefix layout, where they run sdpa; all else goes on as before."""
+class Masks:
+    """Says to a model's text layers who sees whom in a pack. `attn` is the config's `model.attn`.
+
+    Raises ConfigError when `flex_attention` is asked for and does not work here.
+    """
+
+    def __init__(self, model: Any, attn: str = "auto") -> None:
+        text = model.config.get_text_config()
+        if text._attn_implementation == "sdpa":
+            text._attn_implementation = NAME
+        self.dtype: torch.dtype = model.dtype
+        self.eager = text._attn_implementation == "eager"
+        self.blocks = text._attn_implementation == NAME
+        self.flex = self.blocks and _flex_works(model, attn)
+
+    @property
+    def multiple(self) -> int:
+        """What the width of a pack is rounded up to: few different widths, and whole blocks, for the kernel."""
+        return BLOCK if self.flex else 1
+
+    def of(self, segments: Tensor) -> dict[str, Any]:
+        """Keyword arguments of the model's forward for a pack's segments [B, N]."""
+        if self.flex:
+            return {"flex": block_mask(segments)}
+        prefix = prefix_layout(segments) if self.blocks else None
+        if prefix is not None:
+            return {"prefix": prefix}
+        mask = attention_mask(segments)
+        if self.eager:  # eager adds its mask, sdpa selects by it
+            floor = torch.finfo(self.dtype).min
+            mask = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, floor)
+        return {"attention_mask": mask}
+
+
+def _flex_works(model: Any, attn: str) -> bool:
+    """Whether FlexAttention is to be used: asked for, or there is a GPU; and right for the model's shapes."""
+    device = torch.device(model.device)
+    if attn != "flex_attention" and not (attn == "auto" and device.type == "cuda"):
+        return False
     text = model.config.get_text_config()
-    if text._attn_implementation == "sdpa":
-        text._attn_implementation = NAME
-    return bool(text._attn_implementation == NAME)
+    heads: int = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    wrong = fault(device, model.dtype, heads, text.num_key_value_heads, size)
+    if wrong is not None and attn == "flex_attention":
+        raise ConfigError(
+            f"model.attn = 'flex_attention' does not work on {device}: {wrong}; write auto or sdpa"
+        )
+    if wrong is not None:
+        logger.warning(
+            "FlexAttention is not used on %s: %s; attention goes block by block in sdpa", device, wrong
+        )
+    return wrong is None

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mm_grpo.learner import attention
-from mm_grpo.learner.attention import prefix_layout
+from mm_grpo.learner.attention import Masks
+from mm_grpo.learner.features import KeptFeatures
 from mm_grpo.learner.logprobs import CHUNK_BYTES, token_logprobs
-from mm_grpo.learner.pack import Pack, attention_mask
+from mm_grpo.learner.pack import Pack
 
 
 class PackForward(nn.Module):
@@ -30,6 +30,7 @@ class PackForward(nn.Module):
         media_token_ids: frozenset[int],
         blank: Mapping[str, Tensor],
         temperature: float,
+        attn: str = "auto",
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         super().__init__()
@@ -38,16 +39,17 @@ class PackForward(nn.Module):
         self.blank = dict(blank)
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
-        self.blockwise = attention.enable(model)
+        self.features: KeptFeatures | None = None  # set for a step whose images need to be encoded only once
+        self.masks = Masks(model, attn)
 
     def forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """Log-probabilities [M] and entropies [M] of the pack's completion tokens, in the pack's order."""
         pack = pack.to(self.model.device)
-        inputs: dict[str, Any] = {"input_ids": pack.input_ids, **pack.vision}
-        if not pack.vision and any(p.requires_grad for p in self.model.model.visual.parameters()):
-            inputs = {"inputs_embeds": self._embeds_touched_by_blank(pack.input_ids)}
         hidden = self.model.model(
-            **inputs, **self._attention(pack.segments), position_ids=pack.position_ids, use_cache=False
+            **self._inputs(pack),
+            **self.masks.of(pack.segments),
+            position_ids=pack.position_ids,
+            use_cache=False,
         ).last_hidden_state
         states = hidden.flatten(0, 1).index_select(0, pack.sources)
         return token_logprobs(
@@ -59,17 +61,14 @@ class PackForward(nn.Module):
             chunk_bytes=self.chunk_bytes,
         )
 
-    def _attention(self, segments: Tensor) -> dict[str, Any]:
-        """Who sees whom, as the model takes it: blocks where they are cheaper, else one dense mask."""
-        prefix = prefix_layout(segments) if segments.device.type == "cpu" and self.blockwise else None
-        if prefix is not None:
-            return {"prefix": prefix}
-        mask = attention_mask(segments)
-        if self.model.config._attn_implementation == "eager":  # eager adds its mask, sdpa selects by it
-            floor = torch.finfo(self.model.dtype).min
-            added = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
-            mask = added.masked_fill_(~mask, floor)
-        return {"attention_mask": mask}
+    def _inputs(self, pack: Pack) -> dict[str, Any]:
+        """The tokens with their images: as pixels, or as features that an earlier pass of the step kept."""
+        if not pack.prompts and any(p.requires_grad for p in self.model.model.visual.parameters()):
+            return {"inputs_embeds": self._embeds_touched_by_blank(pack.input_ids)}
+        inputs: dict[str, Any] = {"input_ids": pack.input_ids}
+        if pack.prompts and self.features is not None:
+            return inputs | {"mm_encoder_outputs": {"image": self.features.of(pack.prompts)}}
+        return inputs | {key: tensor.to(self.model.device) for key, tensor in pack.vision.items()}
 
     def _embeds_touched_by_blank(self, input_ids: Tensor) -> Tensor:
         # The embedding first, as the models do it: backward goes through nodes in the reverse order of their

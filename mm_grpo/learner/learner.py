@@ -15,9 +15,8 @@ changes the time of an update and not the update.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +24,47 @@ import torch
 from torch import Tensor
 
 from mm_grpo.algorithm.losses import token_weights
+from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.balance import Cost, balanced
 from mm_grpo.learner.distributed import Ranks
+from mm_grpo.learner.features import KeptFeatures, can_keep
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.lora import has_adapters, merged_tensors, without_adapters
 from mm_grpo.learner.objective import PackTokens, Tally, Terms, pack_loss
 from mm_grpo.learner.optimizer import AnyOptimizer, Optimizer
+from mm_grpo.learner.owners import ByOwner, in_order, split_by_owner
 from mm_grpo.learner.pack import Item, Pack, layout, plan, weightless
+from mm_grpo.learner.report import LearnerReport, Work, gap_metrics, update_metrics
 from mm_grpo.processors.base import Processor
-from mm_grpo.types import Group, Prompt, UpdateRecord
+from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
-GAP = "sampling/sampling_logp_difference"
+
+@dataclass(frozen=True)
+class Part:
+    """The completions of one update that this process runs.
+
+    `items` are all of them, `live` those that can change the update; `terms` is what the loss knows of them.
+    """
+
+    items: Sequence[Item]
+    live: Sequence[Item]
+    terms: Terms
 
 
 @dataclass
-class LearnerReport:
-    """What a step did: metrics under TRL's names, and one record per optimizer update."""
+class Policies:
+    """Log-probs [T] by completion under the policies that the loss compares; `engine` [R][T] are the samples' own.
 
-    metrics: dict[str, float]
-    updates: list[UpdateRecord] = field(default_factory=list)
+    `old` is the policy at the start of the step where it is not the present one, `first` that of each
+    completion's first pass with gradients, `reference` None where the loss needs none.
+    """
 
-    @property
-    def mean_gap(self) -> float:
-        """Mean gap per token between the engine's log-probs and ours, in nats; 0 where no token was run."""
-        return self.metrics.get(f"{GAP}/mean", 0.0)
-
-    @property
-    def max_gap(self) -> float:
-        return self.metrics.get(f"{GAP}/max", 0.0)
+    engine: Sequence[Sequence[float]]
+    reference: ByOwner | None
+    old: ByOwner
+    first: ByOwner
 
 
 class Learner:
@@ -94,34 +105,59 @@ class Learner:
             self.reference = self._wrap(copy.deepcopy(model).requires_grad_(False).eval())
         self.module = self._wrap(model)
         self.optimizer = _optimizer(self.module, config, total_updates, self.ranks)
+        self._features: KeptFeatures | None = None
+        self._work = Work()
 
     def step(self, groups: Sequence[Group]) -> LearnerReport:
         """Make the step's updates from this process's groups; the weights have changed in place on return.
 
         The report is that of the whole step, equal on every process.
         """
+        groups = balanced(groups, self._cost, self.ranks)
         items = self._items(groups)
-        self._counts = {"tokens": 0, "padded": 0, "images": 0, "packs": 0, "plain": 0}
-        tally, updates = Tally(), []
-        parts = list(self._parts(groups, items))
-        reference = None
-        if self.reference is not None:
-            with without_adapters(self.reference.model):
-                reference = self._run(items, self.reference)
+        tally, updates = Tally(), list[UpdateRecord]()
+        parts = [self._part(groups, part) for part in self._shares(groups, items)]
+        self._encode_once(len(parts))
+        policies = Policies([c.logprobs for g in groups for c in g.completions], None, {}, {})
+        if self.reference is not None and not self.config.algorithm.kl_in_reward:
+            policies.reference = self._under_reference([i for part in parts for i in part.live])
         # the first part meets the policy that sampled it; later parts need its log-probs kept from before
-        old: dict[int, Tensor] = {}
         for part in parts[1:]:
-            old |= self._run(part, self.module)
-        first_pass: dict[int, Tensor] = {}
+            policies.old |= self._run(part.live, self.module)[0]
         for _ in range(self.config.algorithm.num_iterations):
             for part in parts:
-                updates.append(self._update(groups, part, old, reference, tally, first_pass))
-            old = {**first_pass, **old}
+                updates.append(self._update(part, policies, tally))
+            policies.old = {**policies.first, **policies.old}
         tally.sums = self.ranks.sum(tally.sums, "loss")
-        self._counts = {name: int(n) for name, n in self.ranks.sum(self._counts, "work").items()}
-        metrics = dict(tally.metrics()) | self._work_metrics(updates)
-        metrics |= self._sampling_metrics(groups, items, old)
+        work, self._work = self._work, Work()
+        work.images += self._features.encoded if self._features is not None else 0
+        self._features = None
+        self._hand_on_features()
+        metrics = {
+            **tally.metrics(),
+            **update_metrics(updates),
+            **work.metrics(self.ranks, self.config.optim.max_tokens_per_pack),
+            **gap_metrics(policies.engine, policies.old, self.ranks),
+        }
         return LearnerReport(metrics, updates)
+
+    def reference_logprobs(self, prompt: Prompt, completions: Sequence[Completion]) -> list[list[float]]:
+        """Log-probs [T] of completions under the reference policy, as they were sampled (mask, temperature)."""
+        items = [Item(i, 0, prompt, c.token_ids) for i, c in enumerate(completions)]
+        found = self._under_reference(items)
+        return [found[i].tolist() for i in range(len(items))]
+
+    def refresh_reference(self) -> None:
+        """Move the reference policy: `ref_model_mixup_alpha` of the present weights, the rest its own.
+
+        As in TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656), soft update.
+        """
+        if self.reference is None:
+            return
+        policy, alpha = dict(self.model.named_parameters()), self.config.algorithm.ref_model_mixup_alpha
+        with torch.no_grad():
+            for name, weight in self.reference.model.named_parameters():
+                weight.copy_(torch.lerp(weight.float(), policy[name].float(), alpha))
 
     def score(
         self, prompt: Prompt, completions: Sequence[Sequence[int]], *, as_sampled: bool = False
@@ -135,11 +171,11 @@ class Learner:
         module = self._wrap(self.model)
         if not as_sampled:
             module.media_token_ids, module.temperature = [], 1.0
-        found: dict[int, Tensor] = {}
+        found: ByOwner = {}
         with torch.no_grad():
             for rows in plan(items, self.config.optim.max_tokens_per_pack):
                 pack = layout(rows, self.processor.media_token_ids)
-                found |= _split_by_owner(module(pack)[0], pack.owners.tolist())
+                found |= split_by_owner(module(pack)[0], pack.owners.tolist())
         return [found[i].tolist() for i in range(len(items))]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -154,37 +190,29 @@ class Learner:
 
     # one update ------------------------------------------------------------------------------
 
-    def _update(
-        self,
-        groups: Sequence[Group],
-        items: Sequence[Item],
-        old: dict[int, Tensor],
-        reference: dict[int, Tensor] | None,
-        tally: Tally,
-        first_pass: dict[int, Tensor],
-    ) -> UpdateRecord:
-        terms = self._terms(groups, items)
-        kept = self._with_effect(items, terms)
+    def _update(self, part: Part, policies: Policies, tally: Tally) -> UpdateRecord:
+        terms, chosen = self._top_entropy(part)
         with self.ranks.together("planning packs"):
-            rows = plan(kept, self.config.optim.max_tokens_per_pack)
+            rows = plan(part.live, self.config.optim.max_tokens_per_pack)
         count = self.ranks.max(len(rows), "packs")
         if count == 0:
             return self.optimizer.skip()
         before = tally.live_tokens
-        engine = [c.logprobs for g in groups for c in g.completions]
-        sampled = {i.index: torch.tensor(engine[i.index], device=self.model.device) for i in kept}
+        device = self.model.device
+        engine = {i.index: torch.tensor(policies.engine[i.index], device=device) for i in part.live}
         for number, pack in enumerate(self._laid_out(rows), start=1):
             logp, entropy = self.optimizer.forward(pack)
-            owned = pack.owners.tolist()
-            for index, values in _split_by_owner(logp.detach(), owned).items():
-                first_pass.setdefault(index, values)
+            owned, own = pack.owners.tolist(), logp.detach()
+            for index, values in split_by_owner(own, owned).items():
+                policies.first.setdefault(index, values)
             tokens = PackTokens(
-                owners=pack.owners.to(logp.device),
+                owners=pack.owners.to(device),
                 logp=logp,
                 entropy=entropy,
-                old_logp=_gather(old, owned, logp) if old else logp.detach(),
-                sampling_logp=_gather(sampled, owned, logp),
-                ref_logp=_gather(reference, owned, logp) if reference is not None else None,
+                old_logp=in_order(policies.old, owned, own) if policies.old else own,
+                sampling_logp=in_order(engine, owned, own),
+                ref_logp=None if policies.reference is None else in_order(policies.reference, owned, own),
+                chosen=None if chosen is None else in_order(chosen, owned, own),
             )
             loss = pack_loss(self.config.algorithm, terms, tokens, tally)
             self.optimizer.backward(loss, last=number == count)
@@ -194,10 +222,11 @@ class Learner:
         live = self.ranks.sum({"live": tally.live_tokens - before}, "live tokens")
         return self.optimizer.step(int(live["live"]))
 
-    def _terms(self, groups: Sequence[Group], items: Sequence[Item]) -> Terms:
-        """Advantages and weights by completion index; completions of other parts get weight 0.
+    def _part(self, groups: Sequence[Group], items: Sequence[Item]) -> Part:
+        """An update's advantages and weights by completion index; completions of other updates get weight 0.
 
-        The weights come from the lengths of the whole update, in the order of its slots.
+        The weights come from the lengths of the whole update, in the order of its slots. Live are the items of
+        weight, and of a group with advantages where only these can act.
         """
         own = {(groups[i.group].slot, i.index): len(i.token_ids) if i.counts else 0 for i in items}
         every = [
@@ -209,29 +238,73 @@ class Learner:
         lengths = torch.tensor([length for *_, length in every], dtype=torch.long)
         scale = token_weights(
             self.config.algorithm.loss_type, lengths, self.config.rollout.max_completion_length
-        ) * (lengths > 0)
+        )
+        scale = scale * (lengths > 0)
         weights = torch.zeros(sum(len(g.completions) for g in groups), dtype=torch.float64)
         for (_, rank, index, _), weight in zip(every, scale.tolist(), strict=True):
             if rank == self.ranks.rank:
                 weights[index] = weight
         advantages = torch.tensor([a for g in groups for a in g.advantages], dtype=torch.float64)
+        live = [
+            i
+            for i in items
+            if float(weights[i.index]) > 0 and (self._every_token_acts or float(advantages[i.index]) != 0)
+        ]
         device = self.model.device
-        return Terms(advantages.to(device), weights.to(device), int(lengths.sum()))
+        return Part(items, live, Terms(advantages.to(device), weights.to(device), int(lengths.sum())))
 
-    def _with_effect(self, items: Sequence[Item], terms: Terms) -> list[Item]:
-        """Items that can change the update: those of weight, and of a group with advantages if only these act."""
-        weighty = [i for i in items if float(terms.weights[i.index]) > 0]
-        if self.config.algorithm.beta > 0 or self.config.algorithm.entropy_coef != 0:
-            return weighty
-        return [i for i in weighty if float(terms.advantages[i.index]) != 0]
+    def _top_entropy(self, part: Part) -> tuple[Terms, ByOwner | None]:
+        """Which tokens the loss is restricted to, 1 or 0 by completion; None where it takes all.
 
-    def _run(self, items: Sequence[Item], module: PackForward) -> dict[int, Tensor]:
-        """Log-probabilities [T] of each completion under `module`, without gradients."""
-        result: dict[int, Tensor] = {}
+        The quantile is that of all tokens of the update that carry weight, over all processes, so it takes a
+        pass of its own before the first backward.
+        """
+        quantile = self.config.algorithm.top_entropy_quantile
+        if quantile == 1.0:
+            return part.terms, None
+        weighty = [i for i in part.items if float(part.terms.weights[i.index]) > 0]
+        entropies = self._run(weighty, self.module)[1]
+        own = torch.cat([*entropies.values(), torch.zeros(0, device=self.model.device)]).cpu()
+        shares = self.ranks.gather(own, "entropies")
+        every = torch.cat(shares)
+        chosen = top_entropy_mask(every, torch.ones_like(every, dtype=torch.bool), quantile)
+        mine = chosen.split([len(share) for share in shares])[self.ranks.rank].to(self.model.device)
+        cuts = mine.float().split([len(values) for values in entropies.values()])
+        terms = replace(part.terms, tokens=int(chosen.sum()))
+        return terms, dict(zip(entropies, cuts, strict=True))
+
+    # passes without gradients ----------------------------------------------------------------
+
+    def _run(self, items: Sequence[Item], module: PackForward) -> tuple[ByOwner, ByOwner]:
+        """Log-probabilities [T] and entropies [T] of each completion under `module`, without gradients."""
+        logps: ByOwner = {}
+        entropies: ByOwner = {}
         with torch.no_grad():
             for pack in self._laid_out(plan(items, self.config.optim.max_tokens_per_pack)):
-                result |= _split_by_owner(module(pack)[0], pack.owners.tolist())
-        return result
+                owned = pack.owners.tolist()
+                for found, values in zip((logps, entropies), module(pack), strict=True):
+                    found |= split_by_owner(values, owned)
+        return logps, entropies
+
+    def _under_reference(self, items: Sequence[Item]) -> ByOwner:
+        """Log-probabilities [T] of each completion under the reference policy."""
+        assert self.reference is not None
+        with without_adapters(self.reference.model):
+            return self._run(items, self.reference)[0]
+
+    def _encode_once(self, parts: int) -> None:
+        """Keep image features over the passes of this step where there are several and the tower is frozen."""
+        algorithm = self.config.algorithm
+        in_loss = self.reference is not None and not algorithm.kl_in_reward
+        passes = algorithm.num_iterations * (2 if algorithm.top_entropy_quantile < 1 else 1) + in_loss
+        if (passes > 1 or parts > 1) and can_keep(self.model):
+            self._features = KeptFeatures(self.model)
+        self._hand_on_features()
+
+    def _hand_on_features(self) -> None:
+        for module in (self.module, self.reference):
+            if module is not None:
+                module.features = self._features
 
     # packs -----------------------------------------------------------------------------------
 
@@ -241,73 +314,52 @@ class Learner:
             media_token_ids=self.processor.media_token_ids,
             blank=self.processor.blank(),
             temperature=self.config.rollout.temperature,
+            attn=self.config.model.attn,
         )
 
     def _items(self, groups: Sequence[Group]) -> list[Item]:
-        masks = self.config.algorithm.mask_truncated_completions
         items: list[Item] = []
         for number, group in enumerate(groups):
             for c in group.completions:
-                counts = not (masks and c.finish_reason == "length")
-                items.append(Item(len(items), number, group.prompt, c.token_ids, counts))
+                items.append(Item(len(items), number, group.prompt, c.token_ids, self._counts(c)))
         return items
 
-    def _parts(self, groups: Sequence[Group], items: Sequence[Item]) -> Iterator[list[Item]]:
-        """The items of each update: slots in `updates_per_step` equal runs, whichever of them are filled."""
-        count, slots = self.config.optim.updates_per_step, self.config.rollout.prompts_per_step
-        for part in range(count):
-            yield [i for i in items if groups[i.group].slot * count // slots == part]
+    def _shares(self, groups: Sequence[Group], items: Sequence[Item]) -> Iterator[list[Item]]:
+        """The items of each update, whichever of its slots are filled."""
+        for update in range(self.config.optim.updates_per_step):
+            yield [i for i in items if self._update_of(groups[i.group].slot) == update]
+
+    def _update_of(self, slot: int) -> int:
+        """The update that a slot belongs to: slots are cut into `updates_per_step` equal runs."""
+        return slot * self.config.optim.updates_per_step // self.config.rollout.prompts_per_step
+
+    def _cost(self, group: Group) -> Cost:
+        """The tokens that a group has to run in its update."""
+        live = [
+            len(c.token_ids)
+            for c, a in zip(group.completions, group.advantages, strict=True)
+            if self._counts(c) and (self._every_token_acts or a != 0)
+        ]
+        return self._update_of(group.slot), len(group.prompt.token_ids) + sum(live) if live else 0
+
+    def _counts(self, completion: Completion) -> bool:
+        """Whether the config lets a completion into the loss."""
+        masks = self.config.algorithm.mask_truncated_completions
+        return not (masks and completion.finish_reason == "length")
+
+    @property
+    def _every_token_acts(self) -> bool:
+        """Whether a completion without advantage still changes an update: by a KL term or an entropy bonus."""
+        algorithm = self.config.algorithm
+        return (algorithm.beta > 0 and not algorithm.kl_in_reward) or algorithm.entropy_coef != 0
 
     def _laid_out(self, packs: Sequence[Sequence[Sequence[Item]]]) -> Iterator[Pack]:
         for rows in packs:
-            pack = layout(rows, self.processor.media_token_ids)
-            used = int((pack.segments >= 0).sum())
-            self._counts["tokens"] += used
-            self._counts["padded"] += pack.segments.numel()
-            self._counts["images"] += pack.images
-            self._counts["packs"] += 1
-            self._counts["plain"] += sum(
-                len(i.prompt.token_ids) + len(i.token_ids) for row in rows for i in row
-            )
+            pack = layout(rows, self.processor.media_token_ids, self.module.masks.multiple)
+            self._work.add(pack, rows)
+            if self._features is None:
+                self._work.images += pack.images
             yield pack
-
-    # metrics ---------------------------------------------------------------------------------
-
-    def _work_metrics(self, updates: Sequence[UpdateRecord]) -> dict[str, float]:
-        counts = self._counts
-        norms = [u.grad_norm for u in updates if math.isfinite(u.grad_norm)]
-        return {
-            "grad_norm": max(norms, default=0.0),
-            "learner/overflows": len(updates) - len(norms),
-            "learning_rate": updates[-1].learning_rate,
-            "learner/update_norm": max(u.update_norm for u in updates),
-            "learner/updates": sum(u.stepped for u in updates),
-            "learner/packs": counts["packs"],
-            "learner/fill": counts["tokens"] / max(counts["padded"], 1),
-            "learner/tokens": counts["tokens"],
-            "learner/tokens_saved": counts["plain"] - counts["tokens"],
-            "learner/images_encoded": counts["images"],
-        }
-
-    def _sampling_metrics(
-        self, groups: Sequence[Group], items: Sequence[Item], learned: dict[int, Tensor]
-    ) -> dict[str, float]:
-        """How far the engine's log-probabilities lie from the learner's, over the tokens that were run."""
-        engine = [c.logprobs for g in groups for c in g.completions]
-        gaps = [
-            (torch.tensor(engine[i.index], dtype=torch.float64) - learned[i.index].double().cpu()).abs()
-            for i in items
-            if i.index in learned
-        ]
-        gap = torch.cat(gaps) if gaps else torch.zeros(0, dtype=torch.float64)
-        own = (float(gap.sum()), len(gap), float(gap.max()) if gaps else 0.0)
-        sums, counts, largest = zip(*self.ranks.gather(own, "log-prob gaps"), strict=True)
-        if not sum(counts):
-            return {}
-        return {
-            f"{GAP}/mean": sum(sums) / sum(counts),
-            f"{GAP}/max": max(largest),
-        }
 
 
 def _optimizer(module: PackForward, config: GRPOConfig, total_updates: int, ranks: Ranks) -> AnyOptimizer:
@@ -317,16 +369,3 @@ def _optimizer(module: PackForward, config: GRPOConfig, total_updates: int, rank
 
         return ZeroOptimizer(module, optim, total_updates, ranks)
     return Optimizer(module, optim, total_updates, ranks)
-
-
-def _split_by_owner(values: Tensor, owners: Sequence[int]) -> dict[int, Tensor]:
-    """Values [M] cut where the owner changes; each completion's tokens stand together in a pack."""
-    cuts = [i for i in range(1, len(owners)) if owners[i] != owners[i - 1]]
-    pieces = values.tensor_split(cuts)
-    return {owners[start]: piece for start, piece in zip([0, *cuts], pieces, strict=True)}
-
-
-def _gather(kept: dict[int, Tensor], owners: Sequence[int], like: Tensor) -> Tensor:
-    """Kept values in the order of a pack's tokens; a completion seen for the first time uses its own."""
-    own = _split_by_owner(like.detach(), owners)
-    return torch.cat([kept.get(index, piece) for index, piece in own.items()])

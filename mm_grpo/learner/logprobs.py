@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 64 << 20
-"""Size of one tile of fp32 logits."""
+"""Memory for what lives beside one tile: its logits, their exponentials, its stretch of the head's gradient."""
 ROWS = 1024
 """Most rows of a tile. Fewer leave the products thin: each tile reads its stretch of the head once."""
 
@@ -39,8 +39,9 @@ def token_logprobs(
     distribution is softmax(hidden @ head.T / temperature) over the entries that are not `banned`.
     Both results carry gradients to `hidden` and `head`.
     """
-    rows = max(1, min(len(targets), ROWS, chunk_bytes // 4))
-    tiles = Tiles(rows, max(1, min(len(head), chunk_bytes // (4 * rows))), 1.0 / temperature, tuple(banned))
+    rows = max(1, min(len(targets), ROWS))
+    columns = max(1, min(len(head), chunk_bytes // (4 * (2 * rows + head.shape[1]))))
+    tiles = Tiles(rows, columns, 1.0 / temperature, tuple(banned))
     results: tuple[Tensor, Tensor] = _Tiled.apply(hidden, head, targets, tiles)  # type: ignore[no-untyped-call]
     return results
 
@@ -128,6 +129,7 @@ class _Tiled(torch.autograd.Function):
                 running = found if running is None else running.joined(found)
                 if tile.shape == (len(targets), len(head)):  # the only one: backward need not make it again
                     ctx.whole = tile.sub_(found.mass.log()[:, None])
+                del tile  # before the next one is made
             assert running is not None
             normaliser[rows] = running.top + running.mass.log()
             logp[rows] = running.chosen - normaliser[rows]
@@ -149,9 +151,9 @@ class _Tiled(torch.autograd.Function):
         kept, ctx.whole = ctx.whole, None  # it is used up here; a second backward makes it anew
         # sums over tiles are fp32: bf16 sums of many would lose the small ones
         grad_hidden = torch.zeros(hidden.shape, device=hidden.device) if ctx.needs_input_grad[0] else None
-        grad_head = torch.empty_like(head) if ctx.needs_input_grad[1] else None
+        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         for columns in _cuts(len(head), tiles.columns):
-            stretch = None if grad_head is None else torch.zeros(head[columns].shape, device=head.device)
+            stretch = None if grad_head is None else grad_head[columns].float()  # itself, where it is fp32
             for rows in _cuts(len(targets), tiles.rows):
                 if kept is None:
                     log_p = tiles.logits(hidden[rows], head, columns).sub_(normaliser[rows, None])
@@ -173,7 +175,8 @@ class _Tiled(torch.autograd.Function):
                     _add_product(grad_hidden[rows], g, head[columns])
                 if stretch is not None:
                     _add_product(stretch, g.T, hidden[rows])
-            if grad_head is not None and stretch is not None:
+                del g  # before the next tile is made
+            if grad_head is not None and stretch is not None and head.dtype != stretch.dtype:
                 grad_head[columns] = stretch
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_head, None, None
 

@@ -3,9 +3,9 @@
     loss = sum over tokens of  w[c] * (m_t * term_t + beta * kl_t) - entropy_coef * entropy_t / tokens
 
 with w[c] the weight of completion c's tokens and term_t that of the loss type (see `algorithm/losses`), m_t
-the corrections for a policy that is not the one that sampled, and entropy averaged over all tokens whatever
-the loss type, as in TRL. Denominators count the whole update. A pack's loss is a partial sum, so packs,
-accumulation and processes add up to one update.
+the corrections for a policy that is not the one that sampled, and 0 for tokens outside the top entropies.
+Entropy is averaged over all other tokens whatever the loss type, as in TRL. Denominators count the whole
+update. A pack's loss is a partial sum, so packs, accumulation and processes add up to one update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mm_grpo.config import AlgorithmConfig
 class Terms:
     """What the loss needs to know of each completion of the update: advantage [R] and token weight [R].
 
-    `tokens` counts the tokens of the whole update that carry weight.
+    `tokens` counts the tokens of the whole update that the entropy bonus is averaged over.
     """
 
     advantages: Tensor
@@ -69,7 +69,8 @@ class Tally:
 class PackTokens:
     """The M tokens of a pack: who owns them, and their values under each policy that the loss asks for.
 
-    `logp` and `entropy` carry gradients; `sampling_logp` is the engine's, `ref_logp` None at beta 0.
+    `logp` and `entropy` carry gradients; `sampling_logp` is the engine's, `ref_logp` None without a KL term.
+    `chosen` is 1 for tokens of the top entropies and 0 for others, None where all are taken.
     """
 
     owners: Tensor
@@ -78,6 +79,7 @@ class PackTokens:
     old_logp: Tensor
     sampling_logp: Tensor
     ref_logp: Tensor | None
+    chosen: Tensor | None = None
 
 
 def pack_loss(config: AlgorithmConfig, terms: Terms, pack: PackTokens, tally: Tally) -> Tensor:
@@ -104,7 +106,8 @@ def pack_loss(config: AlgorithmConfig, terms: Terms, pack: PackTokens, tally: Ta
         tally.add(kl=penalty[active])
     loss = (weights * token_loss).sum()
     if config.entropy_coef:
-        loss = loss - config.entropy_coef * (pack.entropy * active).sum() / max(terms.tokens, 1)
+        bonus = pack.entropy * active if pack.chosen is None else pack.entropy * active * pack.chosen
+        loss = loss - config.entropy_coef * bonus.sum() / max(terms.tokens, 1)
     silent = term.clipped_low | term.clipped_high | (keep == 0)
     if correction is not None:
         silent = silent | (correction == 0)
@@ -134,8 +137,11 @@ def _correction(config: AlgorithmConfig, pack: PackTokens) -> Tensor | None:
 
 
 def _keep(config: AlgorithmConfig, pack: PackTokens, advantages: Tensor) -> Tensor:
-    """1 for tokens [M] that stay, 0 for those of completions that are too far off the policy."""
+    """1 for tokens [M] that stay, 0 for those outside the top entropies or of completions too far off the policy."""
+    chosen = torch.ones_like(pack.logp) if pack.chosen is None else pack.chosen
     if config.off_policy_mask_threshold is None:
-        return torch.ones_like(pack.logp)
+        return chosen
     threshold = config.off_policy_mask_threshold
-    return off_policy_keep(pack.logp, pack.sampling_logp, advantages, pack.owners, threshold).to(pack.logp)
+    return chosen * off_policy_keep(pack.logp, pack.sampling_logp, advantages, pack.owners, threshold).to(
+        pack.logp
+    )

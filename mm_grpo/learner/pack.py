@@ -12,8 +12,9 @@ prompt + completion G times. The first token of each completion is predicted by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ class Pack:
 
     `input_ids` [B, N]; `position_ids` [3, B, N]; `segments` [B, N], where 0 is the prompt, k > 0 the
     row's k-th completion and -1 padding. `sources` [M] index the flattened rows at the states that
-    predict `targets` [M]; `owners` [M] name the completion (its `Item.index`) of each token. `vision`
-    holds the images' tensors in row order, empty when no row has one.
+    predict `targets` [M]; `owners` [M] name the completion (its `Item.index`) of each token. `prompts` are
+    those of the rows that have images.
     """
 
     input_ids: Tensor
@@ -55,15 +56,21 @@ class Pack:
     sources: Tensor
     targets: Tensor
     owners: Tensor
-    vision: Mapping[str, Tensor]
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def vision(self) -> dict[str, Tensor]:
+        """The tensors of the images, in row order; empty when no row has one."""
+        keys = sorted({key for prompt in self.prompts for key in prompt.vision})
+        return {key: torch.cat([p.vision[key] for p in self.prompts]) for key in keys}
 
     @property
     def images(self) -> int:
-        return len(self.vision["image_grid_thw"]) if self.vision else 0
+        return sum(len(p.vision["image_grid_thw"]) for p in self.prompts)
 
     def to(self, device: torch.device | str) -> Pack:
-        moved = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
-        return Pack(vision={k: v.to(device) for k, v in self.vision.items()}, **moved)
+        moved: dict[str, Any] = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def attention_mask(segments: Tensor) -> Tensor:
@@ -94,16 +101,18 @@ def plan(items: Sequence[Item], max_tokens: int) -> list[list[list[Item]]]:
     return packs
 
 
-def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int]) -> Pack:
-    """Lay out the rows of one pack. GuardStop when a completion holds a media token."""
-    width = max(_length(row) for row in rows)
+def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int], multiple: int = 1) -> Pack:
+    """Lay out the rows of one pack, its width rounded up to a multiple.
+
+    Raises GuardStop when a completion holds a media token.
+    """
+    width = -(-max(_length(row) for row in rows) // multiple) * multiple
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
     segments = torch.full((len(rows), width), PADDING, dtype=torch.long)
     positions = torch.zeros(3, len(rows), width, dtype=torch.long)
     sources: list[Tensor] = []
     targets: list[int] = []
     owners: list[int] = []
-    vision: dict[str, list[Tensor]] = {}
     for b, row in enumerate(rows):
         prompt = row[0].prompt
         length = len(prompt.token_ids)
@@ -111,8 +120,6 @@ def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int]) -> P
         segments[b, :length] = PROMPT
         positions[:, b, :length] = prompt.position_ids
         first = int(prompt.position_ids.max()) + 1
-        for key, tensor in prompt.vision.items():
-            vision.setdefault(key, []).append(tensor)
         at = length
         for k, item in enumerate(row, start=1):
             _refuse_media(item, media_token_ids)
@@ -133,7 +140,7 @@ def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int]) -> P
         sources=torch.cat(sources),
         targets=torch.tensor(targets),
         owners=torch.tensor(owners),
-        vision={key: torch.cat(tensors) for key, tensors in vision.items()},
+        prompts=tuple(row[0].prompt for row in rows if row[0].prompt.vision),
     )
 
 
@@ -146,7 +153,7 @@ def weightless(token: int) -> Pack:
         sources=torch.tensor([0]),
         targets=torch.tensor([token]),
         owners=torch.tensor([0]),
-        vision={},
+        prompts=(),
     )
 
 

@@ -20,7 +20,7 @@ def load_policy(config: ModelConfig) -> Any:
     """The model at `config.path`, ready to train. ConfigError when it cannot be read."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    attn = "sdpa" if config.attn == "auto" else config.attn
+    attn = "eager" if config.attn == "eager" else "sdpa"  # the learner puts its own in sdpa's place
     try:
         model: Any = AutoModelForImageTextToText.from_pretrained(
             config.path, dtype=dtype, attn_implementation=attn

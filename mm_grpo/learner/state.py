@@ -85,6 +85,18 @@ def load_state(
             set_random_state(json.loads(file.metadata()["random"]))
 
 
+def save_reference(model: nn.Module, path: Path) -> FileMark:
+    """Write the weights of a reference policy that has moved; the file is on the disk when this returns."""
+    return _write(path, {n: p.detach().view(-1) for n, p in model.named_parameters()}, {})
+
+
+def load_reference(model: nn.Module, path: Path) -> None:
+    """Read the weights of a reference policy, in place."""
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(file.get_tensor(name).view_as(parameter))
+
+
 def mark_of(path: Path) -> FileMark:
     """The mark of a file as it lies on the disk."""
     digest = hashlib.sha256()
@@ -134,7 +146,7 @@ def _bytes(text: str) -> Tensor:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileMark:
-    """A safetensors file of flat fp32 tensors, written block by block: no second copy in memory."""
+    """A safetensors file of flat tensors as fp32, written block by block: no second copy in memory."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for key, tensor in tensors.items():
@@ -149,7 +161,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
             file.write(block)
         for tensor in tensors.values():
             for part in tensor.split(BLOCK // 4):
-                data = part.contiguous().cpu().numpy().data
+                data = part.float().contiguous().cpu().numpy().data
                 digest.update(data)
                 file.write(data)
         file.flush()

@@ -7,7 +7,7 @@ slots stay what they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING
@@ -60,15 +60,13 @@ class Prompter:
         self, dataset: Dataset, order: PromptOrder, step: int, rank: int = 0, world: int = 1
     ) -> StepPrompts:
         """The prompts of `step` (from 1) in slot order: all, or the share of process `rank` of `world`."""
-        slots: list[int] = []
-        prompts: list[Prompt] = []
-        rows = list(enumerate(order.rows(step)))[rank::world]
-        for slot, row in rows:
-            prompt = self._usable(dataset, row)
-            if prompt is not None:
-                slots.append(slot)
-                prompts.append(prompt)
-        return StepPrompts(slots, prompts, dropped=len(rows) - len(prompts))
+        return self.prompts(dataset, dict(list(enumerate(order.rows(step)))[rank::world]))
+
+    def prompts(self, dataset: Dataset, rows: Mapping[int, int]) -> StepPrompts:
+        """The prompts of some rows, by slot."""
+        made = {slot: self._usable(dataset, row) for slot, row in rows.items()}
+        kept = {slot: prompt for slot, prompt in made.items() if prompt is not None}
+        return StepPrompts(list(kept), list(kept.values()), dropped=len(made) - len(kept))
 
     def require_some(self, step: int, prompts: int, dropped: int) -> None:
         """DataError when a step, over all processes, has no prompt left."""

@@ -1,9 +1,10 @@
 """checkpoints/step-000010/: everything that a killed run needs to go on.
 
-A checkpoint is a folder with one `state-RANK-of-WORLD.safetensors` per process (see learner/state.py) and
-`manifest.json`, which says what the checkpoint is of and marks each file with its size and SHA-256. It is
-filled beside, under a name that starts with a dot, and renamed when all of it is on the disk: a folder
-with the right name is whole, or was damaged later, which the marks tell.
+A checkpoint is a folder with one `state-RANK-of-WORLD.safetensors` per process (see learner/state.py), the
+weights of the reference policy where it moves during the run (`reference.safetensors`), and `manifest.json`,
+which says what the checkpoint is of and marks each file with its size and SHA-256. It is filled beside, under a
+name that starts with a dot, and renamed when all of it is on the disk: a folder with the right name is whole,
+or was damaged later, which the marks tell.
 
 Any number of processes may resume it. The files have to lie where every process sees them.
 """
@@ -24,12 +25,21 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
-from mm_grpo.learner.state import FileMark, frozen_digest, load_state, mark_of, save_state
+from mm_grpo.learner.state import (
+    FileMark,
+    frozen_digest,
+    load_reference,
+    load_state,
+    mark_of,
+    save_reference,
+    save_state,
+)
 from mm_grpo.run.atomic import atomic_write
 from mm_grpo.run.paths import STEP_NAME, RunPaths
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+REFERENCE = "reference.safetensors"
 logger = logging.getLogger("mm_grpo")
 
 # Fields that may differ on resuming: none of them changes a sample or an update.
@@ -70,10 +80,11 @@ class Checkpoints:
         self.folder, self.learner, self.config = paths.checkpoints, learner, config
         self.ranks = learner.ranks
 
-    def save(self, step: int, extra: Mapping[str, Any]) -> Path:
+    def save(self, step: int, extra: Mapping[str, Any], *, spared: int | None = None) -> Path:
         """Write the checkpoint of `step` and remove those that are older than `run.keep_checkpoints` allows.
 
-        Raises ConfigError when it cannot be written; what was there before is then untouched.
+        That of the step `spared`, if there is one, stays however old it is. Raises ConfigError when the checkpoint
+        cannot be written; what was there before is then untouched.
         """
         identity = self._identity  # every process takes part in it
         path = self.folder / f"step-{step:06d}"
@@ -84,11 +95,13 @@ class Checkpoints:
                     self._make_room(beside)
             with self.ranks.together("a checkpoint"):
                 mark = self._write_share(beside)
+                reference = self._write_reference(beside)
             marks = self.ranks.gather(mark, "a checkpoint")
             with self.ranks.together("a checkpoint"):
                 if self.ranks.first:
-                    contents = {"step": step, "extra": dict(extra), **identity}
+                    contents = {"step": step, "extra": dict(extra), "reference": reference, **identity}
                     self._finish(beside, path, contents, marks)
+                    self._remove_old(spared)
         except BaseException:
             if self.ranks.first:
                 shutil.rmtree(beside, ignore_errors=True)
@@ -122,6 +135,8 @@ class Checkpoints:
             files = [checkpoint.path / str(mark["name"]) for mark in manifest["files"]]
             own = files[self.ranks.rank] if len(files) == self.ranks.world else None
             load_state(self.learner.optimizer, files, manifest["updates"], manifest["adam_steps"], own)
+            if manifest.get("reference") is not None and self.learner.reference is not None:
+                load_reference(self.learner.reference.model, checkpoint.path / REFERENCE)
 
     # writing ---------------------------------------------------------------------------------
 
@@ -142,6 +157,16 @@ class Checkpoints:
             )
         try:
             return save_state(self.learner.optimizer, beside / name)
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def _write_reference(self, beside: Path) -> dict[str, Any] | None:
+        """The reference policy, where it is neither the base model nor this one without its adapters."""
+        if not self.config.algorithm.sync_ref_model or not self.ranks.first:
+            return None
+        assert self.learner.reference is not None  # the config asks for a KL term
+        try:
+            return save_reference(self.learner.reference.model, beside / REFERENCE).as_dict()
         except OSError as error:
             raise self._unwritten(error) from error
 
@@ -167,8 +192,11 @@ class Checkpoints:
             _sync(self.folder)
         except OSError as error:
             raise self._unwritten(error) from error
+
+    def _remove_old(self, spared: int | None) -> None:
         for old in self._listed()[: -self.config.run.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
+            if _step_of(old) != spared:
+                shutil.rmtree(old, ignore_errors=True)
 
     def _unwritten(self, error: OSError) -> ConfigError:
         listed = self._listed()
@@ -182,7 +210,7 @@ class Checkpoints:
 
     def _listed(self) -> list[Path]:
         found = [p for p in self.folder.glob("step-*") if p.is_dir() and STEP_NAME.fullmatch(p.name)]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+        return sorted(found, key=_step_of)
 
     def _inspected(self, path: Path) -> tuple[dict[str, Any], str | None]:
         """A manifest, and what is wrong with the checkpoint; every process looks at its share of the files."""
@@ -192,7 +220,8 @@ class Checkpoints:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             if manifest["format"] != FORMAT:
                 fault = f"{path.name} has format {manifest['format']}, and this version reads {FORMAT}"
-            for wanted in self.ranks.mine(manifest["files"]):
+            kept = [*manifest["files"], manifest.get("reference")]
+            for wanted in self.ranks.mine([mark for mark in kept if mark is not None]):
                 file = path / wanted["name"]
                 if fault is None and not file.is_file():
                     fault = f"{path.name} lacks {file.name}"
@@ -242,6 +271,10 @@ class Checkpoints:
             "parameters": parameters,
             "frozen": self.ranks.share(frozen, "frozen weights"),
         }
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def deciding_fields(config: GRPOConfig) -> dict[str, Any]:

@@ -156,16 +156,16 @@ def draw(
 
 def pick_groups(paths: RunPaths, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The groups worth looking at: those whose rewards differ most, in the order of their slots."""
-    groups: dict[int, list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(row["slot"], []).append(row)
+        groups.setdefault((row["slot"], row.get("attempt", 0)), []).append(row)
 
-    def spread(slot: int) -> float:
-        rewards = [row["reward"] for row in groups[slot] if row["reward"] is not None]
+    def spread(place: tuple[int, int]) -> float:
+        rewards = [row["reward"] for row in groups[place] if row["reward"] is not None]
         return max(rewards) - min(rewards) if rewards else 0.0
 
     chosen = sorted(sorted(groups), key=spread, reverse=True)[:GROUPS_PER_STEP]
-    return [describe_group(paths, groups[slot]) for slot in sorted(chosen)]
+    return [describe_group(paths, groups[place]) for place in sorted(chosen)]
 
 
 def describe_group(paths: RunPaths, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

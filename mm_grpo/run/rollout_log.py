@@ -4,7 +4,7 @@ One object per completion, in the order of the groups, so that one line tells th
 sample: its row, its prompt, its text, seed and weight version, its reward with the raw parts, its
 advantage. Images are written once, named by their content, and the rows name them.
 
-Keys: step, slot, uid, generation, messages, images, completion, tokens, finish_reason, seed,
+Keys: step, slot, attempt, uid, generation, messages, images, completion, tokens, finish_reason, seed,
 weight_versions, reward, parts, advantage, columns, and `extra` when rewards logged columns of their own.
 """
 
@@ -60,6 +60,7 @@ def write_rollouts(
             row = {
                 "step": step,
                 "slot": group.slot,
+                "attempt": group.attempt,
                 **shared,
                 "generation": generation,
                 "completion": completion.text,

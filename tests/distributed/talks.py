@@ -35,7 +35,10 @@ def main(folder: str) -> None:
         ranks.collect(ranks.rank, "numbers"),
         ranks.sum({"both": 1.5, f"only-{ranks.rank}": 2.0}, "sums"),
         ranks.max(ranks.rank, "largest") + ranks.share(10 * (1 - ranks.rank), "the first's"),
-        ranks.mine(["s0", "s1", "s2"]),
+        [
+            ranks.mine(["s0", "s1", "s2"]),
+            ranks.exchange([f"{ranks.rank} to {to}" * to for to in (0, 1)], "parcels"),
+        ],
         [t.tolist() for t in tensors],
         fails(ranks, DataError("row 7 is bad")),
         fails(ranks, GuardStop("guard x: stop")),

@@ -26,6 +26,7 @@ def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks.share(7, "") == 7
         and ranks.sum({"a": 1.5}, "") == {"a": 1.5}
         and ranks.mine("abc") == ["a", "b", "c"]
+        and ranks.exchange([7], "") == [7]
     )
     with pytest.raises(DataError, match="as it was"), ranks.together("x"):
         raise DataError("as it was")
@@ -48,10 +49,10 @@ def test_two_processes(tmp_path: Path) -> None:
     assert codes == [0, 0], several.outputs(tmp_path / "output", 2)
     first, second = (ast.literal_eval((tmp_path / f"said-{rank}.txt").read_text()) for rank in (0, 1))
     assert first[:6] == [
-        ["a", "b"], [0, 1], {"both": 3.0, "only-0": 2.0, "only-1": 2.0}, 11, ["s0", "s2"],
+        ["a", "b"], [0, 1], {"both": 3.0, "only-0": 2.0, "only-1": 2.0}, 11, [["s0", "s2"], ["", ""]],
         [[[3.0, 3.0], [3.0, 3.0]], 6.0],
     ]  # fmt: skip
-    assert second[:6] == [first[0], None, first[2], 11, ["s1"], first[5]]
+    assert second[:6] == [first[0], None, first[2], 11, [["s1"], ["0 to 1", "1 to 1"]], first[5]]
     assert first[6:8] == second[6:8] == ["DataError: row 7 is bad", "GuardStop: guard x: stop"]
     lost = "RankLost: process 1 failed in 'rewards': ZeroDivisionError: division by zero"
     assert (first[8], second[8]) == (lost, "ZeroDivisionError: division by zero")

@@ -10,32 +10,10 @@ import pytest
 import runs
 import several
 import torch
+from folders import metrics_of, rollouts_of, weights_of, write_config
 from safetensors.torch import load_file
 
-from mm_grpo import GRPOConfig
-
 SCRIPT = Path(runs.__file__)
-
-
-def write_config(model: Path, folder: Path, **changes: dict[str, Any]) -> Path:
-    shapes = {"task": "shapes", "image_size": 56, "kinds": ["colour", "shape"], "max_objects": 1}
-    values: dict[str, Any] = {
-        "model": {"path": str(model)},
-        "data": {
-            "train": {**shapes, "split": "train", "size": 40, "seed": 1},
-            "eval": {**shapes, "split": "heldout", "size": 5, "seed": 2},
-        },
-        "rollout": {"prompts_per_step": 5, "num_generations": 4, "max_completion_length": 6},
-        # a tiny random model names no colour: length moves it
-        "rewards": [{"name": "length", "max_length": 4}],
-        "optim": {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "updates_per_step": 2},
-        "run": {"dir": str(folder), "max_steps": 5, "eval_every": 2, "report": False},
-    }
-    for section, fields in changes.items():
-        values[section] = {**values.get(section, {}), **fields}
-    file = folder.with_suffix(".yaml")
-    GRPOConfig.from_dict(values).save(file)
-    return file
 
 
 def run(config: Path, world: int, output: Path, *arguments: object) -> None:
@@ -43,38 +21,47 @@ def run(config: Path, world: int, output: Path, *arguments: object) -> None:
     assert codes == [0] * world, several.outputs(output, world)
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Rows of the log without times."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "step_time"} for r in rows]
-
-
-def rollouts_of(folder: Path) -> dict[str, str]:
-    return {p.name: p.read_text() for p in sorted((folder / "rollouts").glob("*.jsonl"))}
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model" / "model.safetensors")
+REFILLED: dict[str, Any] = {
+    "rollout": {"num_generations": 2, "dynamic_sampling": True, "max_attempts": 3},
+    "algorithm": {
+        "beta": 0.1, "kl_in_reward": True, "kl_estimator": "k1", "top_entropy_quantile": 0.8,
+        "advantage_estimator": "rloo",
+    },
+}  # fmt: skip
+MOVED: dict[str, Any] = {
+    "algorithm": {
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+        "advantage_estimator": "rloo",
+    },
+}
 
 
 @pytest.mark.long
-def test_one_and_two_processes_make_the_same_run(models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, REFILLED, MOVED], ids=["plain", "refilled", "moved"])
+def test_one_and_two_processes_make_the_same_run(
+    changes: dict[str, Any], models: dict[str, Path], tmp_path: Path
+) -> None:
     for world in (1, 2):
         folder = tmp_path / f"of-{world}"
-        run(write_config(models["qwen2_5_vl"], folder), world, tmp_path / f"output-{world}")
+        run(write_config(models["qwen2_5_vl"], folder, **changes), world, tmp_path / f"output-{world}")
     one, two = (metrics_of(tmp_path / f"of-{world}") for world in (1, 2))
     # log-probs and advantages are numbers to compare closely; the rest is the same text
     lines = [
         [json.loads(x) for x in "".join(rollouts_of(tmp_path / f"of-{w}").values()).splitlines()]
         for w in (1, 2)
     ]
-    assert len(lines[0]) == 5 * 5 * 4 and lines[0] == lines[1]
-    assert len({row["completion"] for row in lines[0]}) > 20 and any(row["advantage"] for row in lines[0])
+    given = [[row.pop("advantage") for row in rows] for rows in lines]
+    assert lines[0] == lines[1] and given[0] == pytest.approx(given[1], abs=1e-5)
+    replaced = len({(row["step"], row["slot"]) for row in lines[0] if row["attempt"]})
+    assert len(lines[0]) == 100 if changes is not REFILLED else len(lines[0]) > 50 and replaced > 2
+    assert len({row["completion"] for row in lines[0]}) > 20 and any(given[0])
     for mine, theirs in zip(one, two, strict=True):
         assert mine.keys() == theirs.keys()
         for key in ("reward", "reward_std", "num_tokens", "completions/mean_length", "eval/eval/reward"):
             assert mine.get(key) == theirs.get(key), key
-        for key in ("loss", "grad_norm", "entropy", "learner/update_norm"):
+        for key in {"loss", "grad_norm", "entropy", "learner/update_norm", "kl"} & mine.keys():
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), key
     base = load_file(models["qwen2_5_vl"] / "model.safetensors")
     weights = [weights_of(tmp_path / f"of-{world}") for world in (1, 2)]

@@ -197,6 +197,8 @@ def test_two_processes_of_zero_2_make_the_update_of_one(launched: Any, alone: An
     results = check_all(cases, 2, launched, alone)
     packs = [results[name][0]["metrics"]["learner/packs"] for name in ("sgd-2-one", "sgd-2-many")]
     assert packs == [2, 32]
+    # both groups with advantages were dealt to one process, and each of the two ran one
+    assert results["odd-2"][0]["metrics"]["learner/balance"] > 0.6
 
 
 @pytest.mark.long

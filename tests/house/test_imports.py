@@ -28,7 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"rollout", "learner", "health"}),
     frozenset({"run"}),
     frozenset({"trainer"}),
-    frozenset({"cli_rewards"}),
+    frozenset({"cli_launch", "cli_rewards"}),
     frozenset({"cli"}),
 )
 # Parts of one layer that may import each other: the ground floor, where config uses errors.

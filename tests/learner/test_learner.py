@@ -7,77 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from steps import LENGTHS, config_for, load, make_groups, plain_logp
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.update_happens import update_happens
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import Optimizer, schedule
-from mm_grpo.processors.base import Processor, load_processor
-from mm_grpo.types import Completion, Group
-
-ADVANTAGES = ((1.0, -0.5, -0.5), (0.0, 0.0, 0.0), (-1.2, 0.2, 1.0), (0.7, -0.7, 0.0))
-LENGTHS = ((3, 6, 2), (4, 4, 4), (1, 8, 5), (2, 2, 7))
-
-
-def config_for(path: Any, **changes: Any) -> GRPOConfig:
-    values: dict[str, Any] = {
-        "model": {"path": str(path)},
-        "rollout": {
-            "prompts_per_step": 4,
-            "num_generations": 3,
-            "max_completion_length": 8,
-            "temperature": 0.8,
-        },
-        "optim": {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "max_grad_norm": 0.5},
-        "run": {"max_steps": 10},
-    }
-    for section, fields in changes.items():
-        values.setdefault(section, {}).update(fields)
-    return GRPOConfig.from_dict(values)
-
-
-def load(path: Any, **options: Any) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, **options).train()
-
-
-def make_groups(processor: Processor) -> list[Group]:
-    """Four groups: two images, no image, one image, the first row again with another image."""
-    samples = [
-        tiny.sample("r:0", "what", (tiny.picture(1), tiny.picture(2, 56, 112))),
-        tiny.sample("r:1", "just words"),
-        tiny.sample("r:2", "what is that", (tiny.picture(3),)),
-        tiny.sample("r:3", "what", (tiny.picture(4), tiny.picture(5, 56, 112))),
-    ]
-    generator = torch.Generator().manual_seed(0)
-    groups = []
-    for slot, (sample, lengths, advantages) in enumerate(zip(samples, LENGTHS, ADVANTAGES, strict=True)):
-        completions = []
-        for g, n in enumerate(lengths):
-            ids = tuple((torch.randint(10, 270, (n,), generator=generator)).tolist())
-            reason = "length" if n == 8 else "stop"
-            completions.append(Completion(ids, (-5.0,) * n, "", reason, seed=slot * 3 + g))  # type: ignore[arg-type]
-        groups.append(
-            Group(slot, processor.prompt(sample), tuple(completions), (0.0,) * len(lengths), advantages)
-        )
-    return groups
-
-
-def plain_logp(model: Any, config: GRPOConfig, media: Sequence[int], group: Group, c: Completion) -> Tensor:
-    """(log-probs, entropies) [2, T] by transformers' forward."""
-    ids = torch.tensor([[*group.prompt.token_ids, *c.token_ids]])
-    kinds = (ids == model.config.image_token_id).int()
-    out = model(input_ids=ids, mm_token_type_ids=kinds, **group.prompt.vision, use_cache=False)
-    logits = out.logits[0, len(group.prompt.token_ids) - 1 : -1] / config.rollout.temperature
-    keep = torch.ones(logits.shape[1], dtype=torch.bool)
-    keep[list(media)] = False
-    logp = logits.masked_fill(~keep, -1e9).log_softmax(-1)
-    entropy = -(logp.exp() * logp)[:, keep].sum(-1)
-    return torch.stack([logp.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0], entropy])
+from mm_grpo.processors.base import load_processor
+from mm_grpo.types import Group
 
 
 def plain_step(model: Any, config: GRPOConfig, media: Sequence[int], groups: list[Group]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_learner import config_for, make_groups
+from steps import config_for, make_groups
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.config import LoRAConfig, ModelConfig

@@ -44,6 +44,7 @@ def test_a_row_tells_the_whole_story_of_a_completion(tmp_path: Path) -> None:
     assert first == {
         "step": 12,
         "slot": 5,
+        "attempt": 0,
         "uid": "rows:5",
         "messages": [{"role": "user", "content": QUESTION}],
         "generation": 0,

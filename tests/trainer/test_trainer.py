@@ -8,42 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import HELDOUT, ROWS, config_for, rollouts_of, rows_of, vowels
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mm_grpo import GRPOConfig, GRPOTrainer
-from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.errors import ConfigError, DataError, GuardStop, RewardError
 from mm_grpo.rollout.seeds import SeedPlan
-
-ROWS = shapes_rows(split="train", size=6, seed=1, image_size=56)
-HELDOUT = shapes_rows(split="heldout", size=3, seed=2, image_size=56)
-
-
-def config_for(path: Any, folder: Path, **changes: Any) -> GRPOConfig:
-    values: dict[str, Any] = {
-        "model": {"path": str(path)},
-        "rollout": {"prompts_per_step": 4, "num_generations": 3, "max_completion_length": 6},
-        "optim": {"learning_rate": 1e-3},
-        "run": {"dir": str(folder), "max_steps": 3, "seed": 5},
-    }
-    for section, fields in changes.items():
-        if isinstance(fields, dict):
-            values.setdefault(section, {}).update(fields)
-        else:
-            values[section] = fields
-    return GRPOConfig.from_dict(values)
-
-
-def vowels(completion: str) -> float:
-    return sum(c in "aeiou" for c in completion) + len(completion) / 100
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def rollouts_of(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(x) for x in (folder / f"rollouts/step-{step:06d}.jsonl").read_text().splitlines()]
 
 
 def is_a_time(key: str) -> bool:

@@ -1,0 +1,72 @@
+"""Groups handed between processes before an update, so that none waits long for the busiest.
+
+Slots are dealt out before anything is known of them. After scoring, groups without advantage leave, answers
+turn out long or short, and one process may hold most of what is left; every one waits for it at each
+backward. What moves is a group with its image tensors, so only as many move as bring something. Sums do not
+care where their terms are made: the update stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from mm_grpo.learner.distributed import Ranks
+from mm_grpo.types import EnginePrompt, Group, Prompt, Sample
+
+GAIN = 0.05
+"""Least share of the mean load by which a move has to relieve the busier of two processes."""
+
+Cost = tuple[int, int]
+"""Of a group: which update it belongs to, and how many tokens it has to run (0 when it is left out)."""
+
+
+def balanced(groups: Sequence[Group], cost: Callable[[Group], Cost], ranks: Ranks) -> list[Group]:
+    """This process's groups after the exchange, in the order of their slots. Collective."""
+    if ranks.world == 1:
+        return list(groups)
+    shares = ranks.gather({g.slot: cost(g) for g in groups}, "loads")
+    moves: dict[int, int] = {}
+    for update in sorted({c[0] for share in shares for c in share.values()}):
+        loads = [{slot: c for slot, (own, c) in share.items() if own == update} for share in shares]
+        moves |= plan_moves(loads)
+    if not moves:
+        return list(groups)
+    parcels: list[list[Group]] = [[] for _ in range(ranks.world)]
+    for group in groups:
+        if group.slot in moves:
+            parcels[moves[group.slot]].append(replace(group, prompt=_bare(group.prompt)))
+    received = [group for parcel in ranks.exchange(parcels, "groups") for group in parcel]
+    kept = [g for g in groups if g.slot not in moves]
+    return sorted([*kept, *received], key=lambda g: g.slot)
+
+
+def plan_moves(loads: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Which slot moves to which process, from the costs by slot that each process holds.
+
+    The busiest process hands the group that evens the two out best to the least busy one, as long as that
+    relieves it noticeably.
+
+    >>> plan_moves([{0: 8, 2: 6, 4: 2}, {1: 2, 3: 0}])
+    {2: 1}
+    """
+    held = [dict(load) for load in loads]
+    mean = sum(sum(load.values()) for load in held) / len(held)
+    moves: dict[int, int] = {}
+    while True:
+        totals = [sum(load.values()) for load in held]
+        heavy, light = totals.index(max(totals)), totals.index(min(totals))
+        gap = totals[heavy] - totals[light]
+        candidates = [(abs(gap - 2 * c), c, slot) for slot, c in held[heavy].items() if 0 < c < gap]
+        if not candidates:
+            return moves
+        left, _, slot = min(candidates)
+        if (gap - left) / 2 < GAIN * mean:
+            return moves
+        held[light][slot] = held[heavy].pop(slot)
+        moves[slot] = light
+
+
+def _bare(prompt: Prompt) -> Prompt:
+    """A prompt without what only engines and rewards look at."""
+    return replace(prompt, sample=Sample(prompt.uid, ()), engine_prompt=EnginePrompt((), ()))

@@ -1,0 +1,204 @@
+"""Passes that are left out change nothing, and those that are made agree where the policies are one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from steps import LENGTHS, config_for, load, make_groups, plain_logp
+
+from mm_grpo.algorithm.masks import top_entropy_mask
+from mm_grpo.learner.features import KeptFeatures
+from mm_grpo.learner.learner import Learner, Part, Policies
+from mm_grpo.processors.base import load_processor
+from mm_grpo.types import Group
+
+
+def update_of(learner: Learner, groups: list[Group]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
+    report = learner.step(groups)
+    return {n: p.detach() - before[n] for n, p in learner.model.named_parameters()}, report.metrics
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], limit: float) -> None:
+    assert sum(float(t.norm()) for t in theirs.values()) > 0
+    for name, want in theirs.items():
+        assert float((ours[name] - want).norm()) <= limit * float(want.norm()), name
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_old_reference_and_new_log_probs_agree_where_the_policies_are_one(
+    family: str, models: dict[str, Any]
+) -> None:
+    """Old and reference are run in other packs than new, without gradients, over the same weights."""
+    processor = load_processor(str(models[family]))
+    config = config_for(models[family], algorithm={"beta": 0.1}, optim={"max_tokens_per_pack": 120})
+    learner, groups = Learner(load(models[family]), processor, config, 10), make_groups(processor)
+    items = learner._items(groups)
+    old, reference = learner._run(items, learner.module)[0], learner._under_reference(items)
+    media = sorted(processor.media_token_ids)
+    rows = [(g, c) for g in groups for c in g.completions]
+    for item, (group, completion) in zip(items, rows, strict=True):
+        pack = next(learner._laid_out([[[item]]]))
+        new = learner.module(pack)[0].detach()  # with gradients, alone
+        plain = plain_logp(learner.model, config, media, group, completion)[0].detach()
+        for values in (old[item.index], reference[item.index], plain):
+            assert float((values - new).abs().max()) <= 1e-6 * max(1.0, float(new.abs().max()))
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "vespo"])
+def test_the_old_policys_pass_may_be_left_out_where_the_policy_has_not_moved(
+    loss_type: str, models: dict[str, Any]
+) -> None:
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    config, groups = config_for(path, algorithm={"loss_type": loss_type}), make_groups(processor)
+    skipped, _ = update_of(Learner(load(path), processor, config, 10), groups)
+    learner = Learner(load(path), processor, config, 10)
+    update = learner._update
+
+    def with_old(part: Part, policies: Policies, tally: Any) -> Any:
+        policies.old = learner._run(part.live, learner.module)[0]
+        return update(part, policies, tally)
+
+    learner._update = with_old  # type: ignore[method-assign]
+    made, _ = update_of(learner, groups)
+    assert_same(skipped, made, 1e-4)  # AdamW's first step makes much of rounding
+
+
+@pytest.mark.parametrize("case", [{}, {"updates_per_step": 2}], ids=["one-update", "two-updates"])
+def test_leaving_out_groups_without_advantage_changes_no_update(
+    case: dict[str, Any], models: dict[str, Any]
+) -> None:
+    path = models["qwen2_5_vl"]
+    processor = load_processor(str(path))
+    config, groups = config_for(path, optim=case), make_groups(processor)
+    pruned, less = update_of(Learner(load(path), processor, config, 10), groups)
+    # an entropy weight too small to be seen keeps every completion in
+    config = config_for(path, optim=case, algorithm={"entropy_coef": 1e-30})
+    whole, more = update_of(Learner(load(path), processor, config, 10), groups)
+    assert less["learner/tokens"] < more["learner/tokens"]
+    assert_same(pruned, whole, 1e-4)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_features_of_a_frozen_tower_are_made_once_and_change_nothing(
+    family: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old pass, reference pass, two updates, two iterations, groups split over packs: 5 images, encoded once each."""
+    path = models[family]
+    processor = load_processor(str(path))
+    config = config_for(
+        path,
+        algorithm={"beta": 0.2, "num_iterations": 2, "top_entropy_quantile": 0.7},
+        optim={"updates_per_step": 2, "max_tokens_per_pack": 60},
+    )
+    groups = make_groups(processor)
+
+    def learner() -> Learner:
+        model = load(path)
+        model.model.visual.requires_grad_(False)
+        return Learner(model, processor, config, 10)
+
+    kept, metrics = update_of(learner(), groups)
+    assert metrics["learner/images_encoded"] == 5
+    monkeypatch.setattr("mm_grpo.learner.learner.can_keep", lambda model: False)
+    plain, metrics = update_of(learner(), groups)
+    assert metrics["learner/images_encoded"] > 5 * 5
+    assert_same(kept, plain, 1e-4)
+
+
+def test_features_are_those_of_the_tower_in_any_order(models: dict[str, Any]) -> None:
+    path = models["qwen3_vl"]
+    processor, model = load_processor(str(path)), load(path)
+    groups = make_groups(processor)
+    two, one = groups[0].prompt, groups[2].prompt
+    features = KeptFeatures(model)
+    features.of([one])
+    found = features.of([two, one, two])
+    assert features.encoded == 3
+    direct = model.model.get_image_features(
+        two.vision["pixel_values"], two.vision["image_grid_thw"], return_dict=True
+    )
+    assert len(found.pooler_output) == 5 and len(found.deepstack_features) == len(direct.deepstack_features)
+    for start in (0, 3):
+        for place in (0, 1):
+            torch.testing.assert_close(found.pooler_output[start + place], direct.pooler_output[place])
+            for ours, theirs in zip(found.deepstack_features, direct.deepstack_features, strict=True):
+                torch.testing.assert_close(ours[start + place], theirs[place])
+
+
+@pytest.mark.parametrize("max_tokens", [16384, 60], ids=["one-pack", "many-packs"])
+def test_the_top_entropies_are_those_of_the_whole_update(max_tokens: int, models: dict[str, Any]) -> None:
+    """Against the loss by the book: tokens below the quantile have no term, and count in the denominator."""
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    config = config_for(
+        path,
+        algorithm={"top_entropy_quantile": 0.4, "entropy_coef": 0.3},
+        optim={"max_tokens_per_pack": max_tokens},
+    )
+    groups = make_groups(processor)
+    ours, metrics = update_of(Learner(load(path), processor, config, 10), groups)
+
+    model = load(path)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    media = sorted(processor.media_token_ids)
+    rows = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
+    found = [plain_logp(model, config, media, g, c) for g, c, _ in rows]
+    entropies = torch.cat([f[1].detach() for f in found])
+    top = top_entropy_mask(entropies, torch.ones_like(entropies, dtype=torch.bool), 0.4)
+    parts = top.split([f.shape[1] for f in found])
+    total = sum(sum(lengths) for lengths in LENGTHS)
+    loss = torch.zeros(())
+    for (_, _, advantage), (logp, entropy), chosen in zip(rows, found, parts, strict=True):
+        ratio = (logp - logp.detach()).exp()
+        loss = loss - (ratio * advantage * chosen).sum() / total - 0.3 * (entropy * chosen).sum() / top.sum()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    adam.step()
+    assert_same(ours, {n: p.detach() - before[n] for n, p in model.named_parameters()}, 1e-4)
+    assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert 0 < int(top.sum()) < total
+
+
+def test_a_reference_for_rewards_is_out_of_the_loss(models: dict[str, Any], tmp_path: Path) -> None:
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    groups = make_groups(processor)
+    plain, _ = update_of(Learner(load(path), processor, config_for(path), 10), groups)
+    paid = {"beta": 0.5, "kl_in_reward": True, "kl_estimator": "k1"}
+    learner = Learner(load(path), processor, config_for(path, algorithm=paid), 10)
+    ours, metrics = update_of(learner, groups)
+    assert_same(ours, plain, 1e-6)
+    assert "kl" not in metrics
+    # after the update the reference is still the policy of the start
+    media, group = sorted(processor.media_token_ids), groups[2]
+    found = learner.reference_logprobs(group.prompt, group.completions)
+    start = load(path)
+    for values, c in zip(found, group.completions, strict=True):
+        want = plain_logp(start, learner.config, media, group, c)[0].tolist()
+        assert values == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_takes_a_share_of_the_policy(dtype: torch.dtype, models: dict[str, Path]) -> None:
+    moving = {"beta": 0.2, "sync_ref_model": True, "ref_model_mixup_alpha": 0.25}
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    learner = Learner(load(path).to(dtype), processor, config_for(path, algorithm=moving), 10)
+    assert learner.reference is not None
+    start = {n: p.detach().clone() for n, p in learner.reference.model.named_parameters()}
+    learner.step(make_groups(processor))
+    policy = dict(learner.model.named_parameters())
+    learner.refresh_reference()
+    moved = 0
+    for name, weight in learner.reference.model.named_parameters():
+        want = (0.75 * start[name].double() + 0.25 * policy[name].detach().double()).to(dtype)
+        torch.testing.assert_close(weight, want)
+        moved += int(not torch.equal(weight, start[name]))
+    assert moved > 0

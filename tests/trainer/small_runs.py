@@ -1,0 +1,40 @@
+"""Runs of a tiny model on six rows, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mm_grpo import GRPOConfig
+from mm_grpo.data.shapes import shapes_rows
+
+ROWS = shapes_rows(split="train", size=6, seed=1, image_size=56)
+HELDOUT = shapes_rows(split="heldout", size=3, seed=2, image_size=56)
+
+
+def config_for(path: Any, folder: Path, **changes: Any) -> GRPOConfig:
+    values: dict[str, Any] = {
+        "model": {"path": str(path)},
+        "rollout": {"prompts_per_step": 4, "num_generations": 3, "max_completion_length": 6},
+        "optim": {"learning_rate": 1e-3},
+        "run": {"dir": str(folder), "max_steps": 3, "seed": 5},
+    }
+    for section, fields in changes.items():
+        if isinstance(fields, dict):
+            values.setdefault(section, {}).update(fields)
+        else:
+            values[section] = fields
+    return GRPOConfig.from_dict(values)
+
+
+def vowels(completion: str) -> float:
+    return sum(c in "aeiou" for c in completion) + len(completion) / 100
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rollouts_of(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(x) for x in (folder / f"rollouts/step-{step:06d}.jsonl").read_text().splitlines()]

@@ -1,0 +1,52 @@
+"""A run whose rewards pay for the KL: what is logged is what was compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import ROWS, config_for, rollouts_of, rows_of, vowels
+
+from mm_grpo import GRPOTrainer
+
+
+def test_advantages_are_those_of_rewards_less_the_kl(models: dict[str, Path], tmp_path: Path) -> None:
+    paid = {"beta": 0.3, "kl_in_reward": True, "kl_estimator": "k1", "scale_rewards": "none"}
+    config = config_for(
+        models["qwen2_vl"],
+        tmp_path / "r",
+        algorithm=paid,
+        optim={"learning_rate": 0.02},
+        run={"max_steps": 2},
+    )
+    trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
+    kept: list[list[tuple[float, ...]]] = []
+    step = trainer.learner.step
+
+    def noted(groups: object) -> object:
+        kept.append([  # before the update: log-ratios of the samples
+            tuple(
+                sum(c.logprobs) - sum(ref)
+                for c, ref in zip(
+                    g.completions, trainer.learner.reference_logprobs(g.prompt, g.completions), strict=True
+                )
+            )
+            for g in groups  # type: ignore[attr-defined]
+        ])  # fmt: skip
+        return step(groups)  # type: ignore[arg-type]
+
+    trainer.learner.step = noted  # type: ignore[method-assign,assignment]
+    trainer.train()
+    assert max(abs(x) for group in kept[0] for x in group) < 1e-4  # the policy is its reference at first
+    second, tokens = kept[1], 0
+    logged = rollouts_of(tmp_path / "r", 2)
+    assert max(abs(x) for group in second for x in group) > 0.01
+    for slot, costs in enumerate(second):
+        mine = [r for r in logged if r["slot"] == slot]
+        tokens += sum(r["tokens"] for r in mine)
+        paid_rewards = torch.tensor([r["reward"] - 0.3 * kl for r, kl in zip(mine, costs, strict=True)])
+        want = (paid_rewards - paid_rewards.mean()).tolist()
+        assert [r["advantage"] for r in mine] == pytest.approx(want, abs=1e-5)
+    total = sum(x for group in second for x in group)
+    assert rows_of(tmp_path / "r")[1]["kl"] == pytest.approx(total / tokens, rel=1e-4, abs=1e-6)
