@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-long lint requirements
+.PHONY: help setup demo test test-long lint bench requirements
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
@@ -32,6 +32,17 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# The figures of the last run stand in benchmarks/README.md, next to what they mean.
+bench: export OMP_NUM_THREADS := 2
+bench: setup  ## measure against TRL on the CPU, in about ten minutes; ends in benchmarks/README.md
+	$(BIN)/python benchmarks/learner.py --rounds 3 --json benchmarks/results/cpu/learner.json
+	$(BIN)/python benchmarks/memory.py --json benchmarks/results/cpu/memory.json
+	$(BIN)/python benchmarks/step.py --rounds 5 --warm 1 --json benchmarks/results/cpu/step.json
+	$(BIN)/python benchmarks/overhead.py --steps 30 --json benchmarks/results/cpu/overhead.json
+	$(BIN)/python benchmarks/scaling.py --rounds 5 --json benchmarks/results/cpu/scaling.json
+	$(BIN)/python benchmarks/plot.py
+	$(BIN)/python benchmarks/readme.py
 
 requirements: setup  ## compile requirements/cpu.txt from requirements/cpu.in
 	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url \

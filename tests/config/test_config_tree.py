@@ -132,7 +132,7 @@ def choices(annotation: Any) -> list[str]:
             "bf16",
             "model.dtype = 'bf16': must be one of auto, float32, bfloat16 (the nearest is bfloat16)",
         ),
-        ("model.attn", "flash", "model.attn = 'flash': must be one of auto, sdpa, eager"),
+        ("model.attn", "flash", "model.attn = 'flash': must be one of auto, sdpa, eager, flex_attention"),
         ("rollout.num_generations", "8", "rollout.num_generations = '8': must be an integer >= 2"),
         ("rollout.temperature", 0, "rollout.temperature = 0: must be a number > 0"),
         ("rollout.max_attempts", 0, "rollout.max_attempts = 0: must be an integer >= 1"),

@@ -1,0 +1,279 @@
+"""What the benchmarks share: models and prompts to measure on, clocks, the machine's rate, and the output.
+
+A benchmark is one file with one question, which it answers with a table and, with --json FILE, with
+{"versions": {...}, "rows": [{...}]}. Times are seconds, sizes bytes. `--device` and `--dtype` choose the
+machine; on a GPU clocks wait for it. To add a benchmark: a script here, its call in the Makefile's `bench`, its
+table in readme.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from mm_grpo import __version__
+from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.types import Prompt, Sample
+
+BASE = Path(__file__).parents[1] / "examples" / "shapes" / "base"
+
+# (text, vision) configs; 3b and 7b are Qwen2.5-VL's, with random weights
+_VISION: dict[str, Any] = {"patch_size": 14, "spatial_merge_size": 2, "window_size": 112}
+_LARGE_VISION: dict[str, Any] = _VISION | {
+    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tiny": (
+        {
+            "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
+            "rope_parameters": {"mrope_section": [4, 6, 6]},
+        },
+        _VISION | {
+            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+    "24m": (
+        {
+            "vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 8,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True,
+            "rope_parameters": {"mrope_section": [8, 12, 12]},
+        },
+        _VISION | {
+            "depth": 6, "hidden_size": 256, "intermediate_size": 768, "num_heads": 4,
+            "fullatt_block_indexes": [2, 5],
+        },
+    ),
+    "3b": (
+        {
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
+            "rope_parameters": {"mrope_section": [16, 24, 24]},
+        },
+        _LARGE_VISION,
+    ),
+    "7b": (
+        {
+            "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+            "rope_parameters": {"mrope_section": [16, 24, 24]},
+        },
+        _LARGE_VISION,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and in what precision a benchmark runs."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """Seconds of one call, which on a GPU ends when the GPU is done."""
+        self.wait()
+        start = time.perf_counter()
+        run()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def rate(self, rounds: int = 30) -> float:
+        """FLOP/s of a product of the model's kind of size: the best of `rounds`, so that noise does not count."""
+        rows, inner, columns = (768, 384, 1152) if self.device.type == "cpu" else (8192, 4096, 11008)
+        a = torch.randn(rows, inner, device=self.device, dtype=self.dtype)
+        b = torch.randn(inner, columns, device=self.device, dtype=self.dtype)
+
+        def ten() -> None:
+            for _ in range(10):
+                a @ b
+
+        return max(10 * 2 * rows * inner * columns / self.seconds(ten) for _ in range(rounds))
+
+
+def arguments(description: str | None, *, machine: bool = True) -> argparse.ArgumentParser:
+    """A parser with --json and, where the script leaves it open, --device and --dtype."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write versions and rows to this file")
+    if machine:
+        parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
+        parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    return parser
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    return Machine(torch.device(args.device), getattr(torch, args.dtype))
+
+
+def versions(machine: Machine | None = None, *packages: str) -> dict[str, Any]:
+    """What a figure depends on besides the code: packages, processors, threads."""
+    found: dict[str, Any] = {"mm_grpo": __version__, "python": platform.python_version()}
+    found |= {name: version(name) for name in ("torch", "transformers", *packages)}
+    found |= {"cpus": os.cpu_count(), "threads": torch.get_num_threads()}
+    if machine is not None:
+        gpu = machine.device.type == "cuda"
+        found["device"] = torch.cuda.get_device_name(machine.device) if gpu else "cpu"
+        found["dtype"] = str(machine.dtype).removeprefix("torch.")
+    return found
+
+
+def write_json(path: Path | None, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"versions": dict(found), "rows": [_rounded(r) for r in rows]}, indent=2)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    machine: Machine,
+    *,
+    warm: int = 1,
+    before: Callable[[], Any] = lambda: None,
+) -> dict[str, float]:
+    """Median seconds of each run over `rounds`, in turn, after `warm` rounds that do not count.
+
+    In turn, because a machine's speed drifts over minutes: each round meets all runs. `before` is called,
+    untimed, ahead of every run.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(warm + rounds):
+        for name, run in runs.items():
+            before()
+            seconds = machine.seconds(run)
+            if number >= warm:
+                taken[name].append(seconds)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+class Stopwatch:
+    """Seconds by name, of methods of living objects, added up until they are taken."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self._silent = 0
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        """Add the seconds of each call of `owner.method` to `name`."""
+        inner: Callable[..., Any] = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = inner(*args, **kwargs)
+            if not self._silent:
+                self.sums[name] = self.sums.get(name, 0.0) + time.perf_counter() - start
+            return result
+
+        setattr(owner, method, timed)
+
+    def silence(self, owner: Any, method: str) -> None:
+        """Count nothing of what `owner.method` calls."""
+        inner: Callable[..., Any] = getattr(owner, method)
+
+        def silent(*args: Any, **kwargs: Any) -> Any:
+            self._silent += 1
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._silent -= 1
+
+        setattr(owner, method, silent)
+
+    def take(self) -> dict[str, float]:
+        """The sums so far, which start again from nothing."""
+        found, self.sums = self.sums, {}
+        return found
+
+
+def load_shapes_processor(max_pixels: int = 448 * 448) -> Any:
+    """The processor of the shapes recipe: its tokenizer serves all models here, whatever their vocabulary."""
+    return load_processor(str(BASE), max_pixels=max_pixels)
+
+
+def make_model(processor: Any, size: str, machine: Machine) -> Any:
+    """A Qwen2.5-VL of `size` with random weights and the special tokens of the shapes recipe's tokenizer."""
+    ids = processor.config
+    text, vision = SIZES[size]
+    rope = {"rope_type": "default", "rope_theta": 1e6, **text["rope_parameters"]}
+    config = Qwen2_5_VLConfig(
+        text_config=text | {
+            "max_position_embeddings": 32768, "rope_parameters": rope,
+            "bos_token_id": 0, "eos_token_id": ids.text_config.eos_token_id, "pad_token_id": 0,
+        },
+        vision_config=vision | {"out_hidden_size": text["hidden_size"]},
+        image_token_id=ids.image_token_id, video_token_id=ids.video_token_id,
+        vision_start_token_id=ids.vision_start_token_id, vision_end_token_id=ids.vision_end_token_id,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with machine.device:
+        model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=machine.dtype)
+    return model.to(machine.device).train()
+
+
+def make_prompt(processor: Processor, side: int, *, images: int = 1, words: int = 0) -> Prompt:
+    """One prompt with `images` pictures of `side` pixels (none where it is 0) and `words` more of text."""
+    generator = torch.Generator().manual_seed(1)
+    noise = [
+        torch.randint(0, 256, (side, side, 3), generator=generator) for _ in range(images if side else 0)
+    ]
+    pictures = tuple(Image.fromarray(n.numpy().astype("uint8")) for n in noise)
+    text = "What colour is the circle?" + " red" * words
+    parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+    return processor.prompt(Sample("row", [{"role": "user", "content": parts}], pictures))
+
+
+def patches_of(prompt: Prompt) -> list[int]:
+    """Patches of each image of a prompt."""
+    return [int(grid.prod()) for grid in prompt.vision["image_grid_thw"]] if prompt.vision else []
+
+
+def flops(model: Any, length: int, count: int, tokens: int, patches: Sequence[int]) -> float:
+    """FLOPs of forward and backward of one group's pack, in matrix products alone.
+
+    The language model over L + G * T tokens, its attention where the mask allows it, the vision tower over the
+    images once and the head over G * T states, times three for forward and backward. What is computed twice (the
+    head's logits, inside attention) is left out: the figure is a floor.
+    """
+    config, vision = model.config.text_config, model.config.vision_config
+    matrices = [(n, p.numel()) for n, p in model.named_parameters() if p.ndim == 2]
+    dense = sum(size for n, size in matrices if "layers" in n and "visual" not in n)
+    tower = sum(size for n, size in matrices if ".blocks." in n)
+    merger = sum(size for n, size in matrices if ".merger." in n)
+    row = length + count * tokens
+    pairs = length**2 / 2 + count * tokens * (length + tokens / 2)
+    forward = 2 * dense * row + 4 * config.num_hidden_layers * pairs * config.hidden_size
+    forward += 2 * count * tokens * config.hidden_size * config.vocab_size
+    full = len(vision.fullatt_block_indexes)
+    for n in patches:
+        window = min(n, (vision.window_size // vision.patch_size) ** 2)
+        seen = full * n**2 + (vision.depth - full) * n * window
+        forward += 2 * tower * n + 4 * seen * vision.hidden_size
+        forward += 2 * merger * n / vision.spatial_merge_size**2
+    return 3 * forward
