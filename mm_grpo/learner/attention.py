@@ -38,15 +38,17 @@ class PrefixLayout:
     """Where the C completions of a pack's B rows lie.
 
     `prompt` is the longest prompt; `rows` [C] name each completion's row; `index` [C, T] are flat places
-    in the B * N tokens (0 where a completion is shorter than T), `real` [C, T] tell those that are there;
-    `mask` [C or 1, 1, T, prompt + T] is True where a completion's query may look.
+    in the B * N tokens (0 where a completion is shorter than T), `kept` [M] the flat places in [C, T] of those
+    that are there; `mask` [C or 1, 1, T, prompt + T] is True where a completion's query may look. `even` says
+    that there is one row of completions of one length, where all of this is a matter of views.
     """
 
     prompt: int
     rows: Tensor
     index: Tensor
-    real: Tensor
+    kept: Tensor
     mask: Tensor
+    even: bool
 
 
 def prefix_layout(segments: Tensor) -> PrefixLayout | None:
@@ -73,7 +75,8 @@ def prefix_layout(segments: Tensor) -> PrefixLayout | None:
         seen = torch.arange(longest, device=device) < prompts[row_of, None]
         parts = [seen[:, None, None].expand(-1, 1, tokens, -1), own.expand(len(pairs), -1, -1, -1)]
         mask = torch.cat(parts, -1)
-    return PrefixLayout(longest, row_of, index, real, mask)
+    even = rows == 1 and index.numel() + longest == width
+    return PrefixLayout(longest, row_of, index, real.flatten().nonzero()[:, 0], mask, even)
 
 
 def prefix_attention(
@@ -105,6 +108,8 @@ def prefix_attention(
     )
 
     def completions(x: Tensor) -> Tensor:  # [B, h, N, d] -> [C, h, T, d]
+        if prefix.even:
+            return x[0, :, length:].view(x.shape[1], *prefix.index.shape, size).transpose(0, 1)
         flat = x.transpose(1, 2).flatten(0, 1).index_select(0, prefix.index.flatten())
         return flat.view(*prefix.index.shape, *flat.shape[1:]).transpose(1, 2)
 
@@ -117,10 +122,14 @@ def prefix_attention(
     of_completions = scaled_dot_product_attention(
         completions(query), with_prompt(key), with_prompt(value), attn_mask=prefix.mask, **options
     )
+    flat = of_completions.transpose(1, 2).flatten(0, 1)
+    if prefix.even:
+        return torch.cat([of_prompts.transpose(1, 2), flat[None]], 1), None
     # prompts first; places past a short prompt hold nonsense until the completions are laid over them
     out = torch.cat([of_prompts.transpose(1, 2), query.new_zeros(batch, width - length, heads, size)], 1)
-    flat = of_completions.transpose(1, 2)[prefix.real]
-    return out.flatten(0, 1).index_copy(0, prefix.index[prefix.real], flat).unflatten(0, (batch, width)), None
+    places = prefix.index.flatten().index_select(0, prefix.kept)
+    out = out.flatten(0, 1).index_copy(0, places, flat.index_select(0, prefix.kept))
+    return out.unflatten(0, (batch, width)), None
 
 
 AttentionInterface.register(NAME, prefix_attention)

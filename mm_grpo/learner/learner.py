@@ -6,10 +6,10 @@ forward and backward once, and the sums add up to the loss of the whole part. Wo
 update is left out: the old-policy pass where the policy has not moved yet, the reference pass at beta 0,
 groups without advantage when neither penalty nor bonus needs them.
 
-Each process is given the groups of its own slots. What an update depends on is settled over all of
-them: denominators, whether there is anything to do, and the number of packs, for every process makes the
-same number of backward passes; one with fewer packs runs packs of weight 0. So the number of processes
-changes the time of an update and not the update.
+Each process is given the groups of its own slots, and hands some on where another has less to do
+(balance.py). What an update depends on is settled over all of them: denominators, whether there is anything
+to do, and the number of packs, for every process makes the same number of backward passes; one with fewer
+packs runs packs of weight 0. So the number of processes changes the time of an update and not the update.
 """
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ class Learner:
             )
         self.model, self.processor, self.config = model, processor, config
         self.ranks = ranks or Ranks()
-        self.ranks.share_tensors(
-            model.parameters()
-        )  # adapters, say, start from each process's random numbers
+        # adapters, say, start from each process's random numbers
+        self.ranks.share_tensors(model.parameters())
         if config.optim.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.reference: PackForward | None = None
