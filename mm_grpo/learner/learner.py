@@ -192,7 +192,7 @@ class Learner:
     def _update(self, part: Part, policies: Policies, tally: Tally) -> UpdateRecord:
         terms, chosen = self._top_entropy(part)
         with self.ranks.together("planning packs"):
-            rows = plan(part.live, self.config.optim.max_tokens_per_pack)
+            rows = self._plan(part.live)
         count = self.ranks.max(len(rows), "packs")
         if count == 0:
             return self.optimizer.skip()
@@ -279,7 +279,7 @@ class Learner:
         logps: ByOwner = {}
         entropies: ByOwner = {}
         with torch.no_grad():
-            for pack in self._laid_out(plan(items, self.config.optim.max_tokens_per_pack)):
+            for pack in self._laid_out(self._plan(items)):
                 owned = pack.owners.tolist()
                 for found, values in zip((logps, entropies), module(pack), strict=True):
                     found |= split_by_owner(values, owned)
@@ -351,6 +351,9 @@ class Learner:
         """Whether a completion without advantage still changes an update: by a KL term or an entropy bonus."""
         algorithm = self.config.algorithm
         return (algorithm.beta > 0 and not algorithm.kl_in_reward) or algorithm.entropy_coef != 0
+
+    def _plan(self, items: Sequence[Item]) -> list[list[list[Item]]]:
+        return plan(items, self.config.optim.max_tokens_per_pack, self.module.masks.multiple)
 
     def _laid_out(self, packs: Sequence[Sequence[Sequence[Item]]]) -> Iterator[Pack]:
         for rows in packs:

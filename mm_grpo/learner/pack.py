@@ -84,8 +84,8 @@ def attention_mask(segments: Tensor) -> Tensor:
     return allowed[:, None]
 
 
-def plan(items: Sequence[Item], max_tokens: int) -> list[list[list[Item]]]:
-    """Packs of rows of items, each pack at most `max_tokens` once padded.
+def plan(items: Sequence[Item], max_tokens: int, multiple: int = 1) -> list[list[list[Item]]]:
+    """Packs of rows of items, each pack of several rows at most `max_tokens` once padded to a multiple.
 
     Items of a group share a row while they fit. Rows of similar length meet in a pack, so padding is
     small. Raises ConfigError when one prompt with one completion is larger than a pack.
@@ -94,7 +94,7 @@ def plan(items: Sequence[Item], max_tokens: int) -> list[list[list[Item]]]:
     rows.sort(key=_length, reverse=True)  # stable, so the plan is a function of the items alone
     packs: list[list[list[Item]]] = []
     for row in rows:
-        if packs and (len(packs[-1]) + 1) * _length(packs[-1][0]) <= max_tokens:
+        if packs and (len(packs[-1]) + 1) * _rounded(_length(packs[-1][0]), multiple) <= max_tokens:
             packs[-1].append(row)
         else:
             packs.append([row])
@@ -106,7 +106,7 @@ def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int], mult
 
     Raises GuardStop when a completion holds a media token.
     """
-    width = -(-max(_length(row) for row in rows) // multiple) * multiple
+    width = _rounded(max(_length(row) for row in rows), multiple)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
     segments = torch.full((len(rows), width), PADDING, dtype=torch.long)
     positions = torch.zeros(3, len(rows), width, dtype=torch.long)
@@ -159,6 +159,10 @@ def weightless(token: int) -> Pack:
 
 def _length(row: Sequence[Item]) -> int:
     return len(row[0].prompt.token_ids) + sum(len(item.token_ids) for item in row)
+
+
+def _rounded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def _by_group(items: Sequence[Item]) -> Iterator[list[Item]]:

@@ -87,3 +87,14 @@ def test_the_plan_depends_on_the_items_alone() -> None:
         rows += items(3 + g % 4, 2, 1 + g % 3, group=g, first=2 * g)
     assert plan(rows, 24) == plan(list(rows), 24)
     assert sorted(i.index for p in plan(rows, 24) for r in p for i in r) == list(range(18))
+
+
+def test_rows_are_counted_as_wide_as_they_are_laid_out() -> None:
+    rows = [i for g in range(4) for i in items(7, 2, group=g, first=g)]  # 9 tokens, laid out as 16
+    assert [len(p) for p in plan(rows, 36)] == [4]
+    packs = plan(rows, 36, multiple=8)
+    assert [len(p) for p in packs] == [2, 2]
+    pack = layout(packs[0], frozenset(), multiple=8)
+    assert pack.input_ids.shape == (2, 16) and (pack.segments[:, 9:] == -1).all()
+    assert pack.sources.tolist() == [6, 7, 22, 23]
+    assert len(plan(rows[:1], 9, multiple=8)) == 1  # what fits by its tokens is not refused for its padding
