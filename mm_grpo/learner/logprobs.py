@@ -132,7 +132,8 @@ class _Tiled(torch.autograd.Function):
                 del tile  # before the next one is made
             assert running is not None
             normaliser[rows] = running.top + running.mass.log()
-            logp[rows] = running.chosen - normaliser[rows]
+            # less the top first: the sum of both is a larger number, and rounds more
+            logp[rows] = running.chosen - running.top - running.mass.log()
             # not normaliser - sum(p * logit), which loses digits when the logits are large
             entropy[rows] = running.mass.log() - running.moment / running.mass
         ctx.save_for_backward(hidden, head, targets, normaliser, entropy)
