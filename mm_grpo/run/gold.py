@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mm_grpo.rewards.builtins.boxes import Box, Frame, gold_box, scaled
+from mm_grpo.rewards.builtins.boxes import Box, Frame, gold_box
 from mm_grpo.rewards.registry import BUILTINS, RewardSpec, innermost
 from mm_grpo.types import Prompt
 
@@ -89,7 +89,8 @@ def _boxes(prompt: Prompt, options: Options) -> str | None:
 def _written(box: Any, prompt: Prompt, options: Options) -> str:
     """A gold box in the space and the layout that the reward expects of the model."""
     try:
-        corners = scaled(gold_box(box, options.get("gold_layout", "xyxy")), _scale(prompt, options))
+        gold = gold_box(box, options.get("gold_layout", "xyxy"))
+        corners = _frame(prompt, options).moved(gold, *_spaces(options))
     except (ValueError, TypeError):  # the reward says what is wrong with it
         return as_text(box)
     return as_text(_laid_out(corners, options.get("layout", "xyxy")))
@@ -106,7 +107,7 @@ def _mask(prompt: Prompt, options: Options) -> str:
     mask = options["mask"]
     try:
         value = json.loads(mask) if isinstance(mask, str) else mask
-        return as_text(_points(value, _scale(prompt, options)))
+        return as_text(_points(value, _frame(prompt, options).scale(*_spaces(options))))
     except (ValueError, TypeError):
         return as_text(mask)
 
@@ -120,9 +121,13 @@ def _points(value: Any, factors: tuple[float, float]) -> Any:
     return [_points(one, factors) for one in value]
 
 
-def _scale(prompt: Prompt, options: Options) -> tuple[float, float]:
-    frame = Frame.of(prompt.engine_prompt.images, prompt.sample, options.get("image", 0))
-    return frame.scale(options.get("gold_space", "original"), options.get("space", "pixel"))
+def _frame(prompt: Prompt, options: Options) -> Frame:
+    return Frame.of(prompt.engine_prompt.images, prompt.sample, options.get("image_index", 0))
+
+
+def _spaces(options: Options) -> tuple[str, str]:
+    """Where the gold lives, and where the reward expects the model's answer."""
+    return options.get("gold_space", "original"), options.get("space", "pixel")
 
 
 def _all_texts(prompt: Prompt, options: Options) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,3 +88,26 @@ def test_rows_without_a_right_answer_are_left_out() -> None:
     check.add("row", prompt(schema='{"type": "object"}'))
     (report,) = check.finish()
     assert report.skipped == "not judged: no column says what a right answer is" and report.failures == []
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "text"),
+    [
+        ("iou", {"box": BOX}, "[20.0, 10.0, 120.0, 60.0]"),
+        ("mask_iou", {"mask": [[0, 0, 50, 0, 50, 100]]}, "[[0.0, 0.0, 100.0, 0.0, 100.0, 50.0]]"),
+    ],
+)
+def test_the_image_that_the_reward_looks_at_is_the_one_that_counts(
+    name: str, columns: dict[str, Any], text: str
+) -> None:
+    # the second image is held at 100 x 200 too, and seen at 200 x 100: twice as wide and half as high
+    row = prompt(**columns)
+    sample = replace(row.sample, images=(tiny.picture(0, *HELD), tiny.picture(1, *HELD)))
+    seen = (tiny.picture(0, *SEEN), tiny.picture(1, 200, 100))
+    row = replace(row, sample=sample, engine_prompt=EnginePrompt((), seen))
+    spec = resolve_entry({"name": name, "image_index": 1})
+    assert gold_text(spec, row) == text
+    check = RewardCheck([spec])
+    check.add("row", row)
+    (report,) = check.finish()
+    assert (report.gold, report.failures) == ([1.0], [])

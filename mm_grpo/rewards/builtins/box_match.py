@@ -13,9 +13,7 @@ from mm_grpo.rewards.builtins.boxes import (
     Space,
     boxes_in,
     check_space,
-    gold_box,
     iou_of,
-    scaled,
 )
 from mm_grpo.rewards.registry import reward
 
@@ -67,16 +65,14 @@ def box_match(
     if boxes is None:
         return None
     frame = Frame.of(images, sample, image_index)
-    gold = [gold_box(box, gold_layout) for box in boxes]
-    for box in gold:
-        frame.check(box, gold_space)
+    gold = [frame.gold(box, gold_layout, gold_space) for box in boxes]
     found = boxes_in(completion, layout)
     if not gold or not found:
         return float(len(gold) == len(found))
     if len(found) > max(MOST_BOXES, len(gold)):
         return 0.0
-    factors = frame.scale(gold_space, space)
-    overlaps = [[iou_of(one, scaled(other, factors)) for other in gold] for one in found]
+    wanted = [frame.moved(box, gold_space, space) for box in gold]
+    overlaps = [[iou_of(one, other) for other in wanted] for one in found]
     if metric == "mean_iou":
         return sum(overlaps[i][j] for i, j in assign(overlaps)) / max(len(found), len(gold))
     hits = [[float(value >= threshold - 1e-9) for value in row] for row in overlaps]

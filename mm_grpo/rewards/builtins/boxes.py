@@ -91,6 +91,17 @@ class Frame:
         (from_x, from_y), (to_x, to_y) = self.extent(source), self.extent(target)
         return to_x / from_x, to_y / from_y
 
+    def gold(self, value: Any, layout: Layout, space: str) -> Box:
+        """A gold box from a column (see `gold_box`); ValueError when it clearly does not lie in its image."""
+        box = gold_box(value, layout)
+        self.check(box, space)
+        return box
+
+    def moved(self, box: Box, source: str, target: str) -> Box:
+        """The box in another space."""
+        x, y = self.scale(source, target)
+        return box if (x, y) == (1.0, 1.0) else (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
+
     def check(self, box: Box, space: str) -> None:
         """ValueError when a gold box clearly does not lie in its image, and so not in its space."""
         if space in _PIXELS and self.seen is None:
@@ -185,12 +196,6 @@ def gold_box(value: Any, layout: Layout = "xyxy") -> Box:
             f"right one; see the option gold_layout"
         )
     return box
-
-
-def scaled(box: Box, factors: tuple[float, float]) -> Box:
-    """The box in another space."""
-    x, y = factors
-    return box if factors == (1.0, 1.0) else (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
 
 
 def has_area(box: Box) -> bool:

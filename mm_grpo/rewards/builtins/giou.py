@@ -13,10 +13,8 @@ from mm_grpo.rewards.builtins.boxes import (
     Space,
     boxes_in,
     check_space,
-    gold_box,
     has_area,
     overlap,
-    scaled,
 )
 from mm_grpo.rewards.registry import reward
 
@@ -56,10 +54,10 @@ def giou(
     check_space(space, gold_space)
     if box is None:
         return None
-    frame, gold = Frame.of(images, sample, image_index), gold_box(box, gold_layout)
-    frame.check(gold, gold_space)
+    frame = Frame.of(images, sample, image_index)
+    gold = frame.gold(box, gold_layout, gold_space)
     found = boxes_in(completion, layout)
-    return giou_of(found[-1], scaled(gold, frame.scale(gold_space, space))) if found else -1.0
+    return giou_of(found[-1], frame.moved(gold, gold_space, space)) if found else -1.0
 
 
 def giou_of(one: Box, other: Box) -> float:

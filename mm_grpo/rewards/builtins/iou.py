@@ -12,9 +12,7 @@ from mm_grpo.rewards.builtins.boxes import (
     Space,
     boxes_in,
     check_space,
-    gold_box,
     iou_of,
-    scaled,
 )
 from mm_grpo.rewards.registry import reward
 
@@ -65,10 +63,10 @@ def iou(
         raise ValueError(f"threshold={threshold}; it is an overlap in (0, 1]")
     if box is None:
         return None
-    frame, gold = Frame.of(images, sample, image_index), gold_box(box, gold_layout)
-    frame.check(gold, gold_space)
+    frame = Frame.of(images, sample, image_index)
+    gold = frame.gold(box, gold_layout, gold_space)
     found = boxes_in(completion, layout)
     if not found:
         return 0.0
-    score = iou_of(found[-1], scaled(gold, frame.scale(gold_space, space)))
+    score = iou_of(found[-1], frame.moved(gold, gold_space, space))
     return score if threshold is None else float(score >= threshold - 1e-9)

@@ -11,9 +11,7 @@ from mm_grpo.rewards.builtins.boxes import (
     Layout,
     Space,
     check_space,
-    gold_box,
     point_in,
-    scaled,
 )
 from mm_grpo.rewards.registry import reward
 
@@ -53,10 +51,10 @@ def point_in_box(
     check_space(space, gold_space)
     if box is None:
         return None
-    frame, gold = Frame.of(images, sample, image_index), gold_box(box, gold_layout)
-    frame.check(gold, gold_space)
+    frame = Frame.of(images, sample, image_index)
+    gold = frame.gold(box, gold_layout, gold_space)
     point = point_in(completion, layout)
     if point is None:
         return 0.0
-    x0, y0, x1, y1 = scaled(gold, frame.scale(gold_space, space))
+    x0, y0, x1, y1 = frame.moved(gold, gold_space, space)
     return float(x0 <= point[0] <= x1 and y0 <= point[1] <= y1)
