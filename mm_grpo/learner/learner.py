@@ -15,7 +15,7 @@ packs runs packs of weight 0. So the number of processes changes the time of an 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,15 @@ class Learner:
         }
         return LearnerReport(metrics, updates)
 
-    def reference_logprobs(self, prompt: Prompt, completions: Sequence[Completion]) -> list[list[float]]:
-        """Log-probs [T] of completions under the reference policy, as they were sampled (mask, temperature)."""
-        items = [Item(i, 0, prompt, c.token_ids) for i, c in enumerate(completions)]
+    def reference_logprobs(
+        self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
+    ) -> list[list[list[float]]]:
+        """Log-probs [T] of each prompt's completions under the reference policy, as sampled (mask, temperature)."""
+        given = [(number, p, c) for number, (p, ours) in enumerate(answered) for c in ours]
+        items = [Item(i, number, p, c.token_ids) for i, (number, p, c) in enumerate(given)]
         found = self._under_reference(items)
-        return [found[i].tolist() for i in range(len(items))]
+        values = (found[i].tolist() for i in range(len(items)))
+        return [[next(values) for _ in ours] for _, ours in answered]
 
     def refresh_reference(self) -> None:
         """Move the reference policy: `ref_model_mixup_alpha` of the present weights, the rest its own.
@@ -170,11 +174,8 @@ class Learner:
         module = self._wrap(self.model)
         if not as_sampled:
             module.media_token_ids, module.temperature = [], 1.0
-        found: ByOwner = {}
-        with torch.no_grad():
-            for rows in plan(items, self.config.optim.max_tokens_per_pack):
-                pack = layout(rows, self.processor.media_token_ids)
-                found |= split_by_owner(module(pack)[0], pack.owners.tolist())
+        packs = (self._layout(rows) for rows in self._plan(items))
+        found = _values(module, packs)[0]
         return [found[i].tolist() for i in range(len(items))]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -275,15 +276,8 @@ class Learner:
     # passes without gradients ----------------------------------------------------------------
 
     def _run(self, items: Sequence[Item], module: PackForward) -> tuple[ByOwner, ByOwner]:
-        """Log-probabilities [T] and entropies [T] of each completion under `module`, without gradients."""
-        logps: ByOwner = {}
-        entropies: ByOwner = {}
-        with torch.no_grad():
-            for pack in self._laid_out(self._plan(items)):
-                owned = pack.owners.tolist()
-                for found, values in zip((logps, entropies), module(pack), strict=True):
-                    found |= split_by_owner(values, owned)
-        return logps, entropies
+        """Log-probabilities [T] and entropies [T] of each completion under `module`, counted as work of the step."""
+        return _values(module, self._laid_out(self._plan(items)))
 
     def _under_reference(self, items: Sequence[Item]) -> ByOwner:
         """Log-probabilities [T] of each completion under the reference policy."""
@@ -355,13 +349,28 @@ class Learner:
     def _plan(self, items: Sequence[Item]) -> list[list[list[Item]]]:
         return plan(items, self.config.optim.max_tokens_per_pack, self.module.masks.multiple)
 
+    def _layout(self, rows: Sequence[Sequence[Item]]) -> Pack:
+        return layout(rows, self.processor.media_token_ids, self.module.masks.multiple)
+
     def _laid_out(self, packs: Sequence[Sequence[Sequence[Item]]]) -> Iterator[Pack]:
         for rows in packs:
-            pack = layout(rows, self.processor.media_token_ids, self.module.masks.multiple)
+            pack = self._layout(rows)
             self._work.add(pack, rows)
             if self._features is None:
                 self._work.images += pack.images
             yield pack
+
+
+def _values(module: PackForward, packs: Iterable[Pack]) -> tuple[ByOwner, ByOwner]:
+    """Log-probabilities [T] and entropies [T] of each completion of some packs, without gradients."""
+    logps: ByOwner = {}
+    entropies: ByOwner = {}
+    with torch.no_grad():
+        for pack in packs:
+            owned = pack.owners.tolist()
+            for found, values in zip((logps, entropies), module(pack), strict=True):
+                found |= split_by_owner(values, owned)
+    return logps, entropies
 
 
 def _optimizer(module: PackForward, config: GRPOConfig, total_updates: int, ranks: Ranks) -> AnyOptimizer:

@@ -24,11 +24,20 @@ from mm_grpo.health.action import act
 from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.prompting import StepPrompts
-from mm_grpo.run.judging import Answered, Scored, by_group, has_spread, judge
+from mm_grpo.run.judging import (
+    Answered,
+    Scored,
+    answers,
+    by_group,
+    collected,
+    has_spread,
+    judge,
+    score,
+)
 from mm_grpo.run.parity import require_answers
 from mm_grpo.run.step_metrics import step_metrics
 from mm_grpo.run.timing import timed
-from mm_grpo.types import Completion, Group, Prompt
+from mm_grpo.types import Group
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -82,22 +91,21 @@ class Collector:
         scored, metrics = self._score(step, list(own.values()), times)
         kept, attempt = {s.answered.slot: s for s in scored}, 0
         metrics |= self._first_look(scored)
-        while self.config.rollout.dynamic_sampling and attempt + 1 < self.config.rollout.max_attempts:
-            flat = self.ranks.share([slot for slot, s in kept.items() if not self._has_spread(s)], "spread")
-            if not flat:
-                break
+        flat = self._without_spread(kept)
+        while flat and attempt + 1 < self.config.rollout.max_attempts:
             attempt += 1
             again = self._answer(step, attempt, self._replacements(step, attempt, flat, own, times), times)
             own |= {a.slot: a for a in again}
             more, _ = self._score(step, again, times)
             kept |= {s.answered.slot: s for s in more}
             scored += more
+            flat = self._without_spread(kept)
         given = self._judge(step, scored, kept, folder, times)
         if self.ranks.first and self.config.rollout.dynamic_sampling:
             metrics |= {
                 "dynamic_sampling/attempts": attempt + 1,
                 "dynamic_sampling/replaced": sum(s.answered.attempt > 0 for s in kept.values()),
-                "dynamic_sampling/without_spread": sum(not self._has_spread(s) for s in kept.values()),
+                "dynamic_sampling/without_spread": len(flat),
             }
         shared = self.ranks.share(given, "rewards")
         groups = [
@@ -129,29 +137,31 @@ class Collector:
 
     def _answer(self, step: int, attempt: int, asked: StepPrompts, times: dict[str, float]) -> list[Answered]:
         """Completions of the prompts, each from its own seed."""
-        size = self.config.rollout.num_generations
         with timed(times, "time/rollout"), self.ranks.together("rollout"):
             seeds = [self.seeds.group(step, slot, attempt) for slot in asked.slots]
             requests = requests_for(asked.prompts, seeds, self.sampling)
             completions = self.engine.generate(requests) if requests else []
             require_answers(requests, completions, self.sync.version)
-        cuts = [tuple(completions[i * size : (i + 1) * size]) for i in range(len(asked.prompts))]
-        answered = [
-            Answered(slot, attempt, prompt, ours)
-            for slot, prompt, ours in zip(asked.slots, asked.prompts, cuts, strict=True)
-        ]
+        answered = answers(asked.slots, asked.prompts, completions, attempt)
         if not self.config.algorithm.kl_in_reward:
             return answered
         with timed(times, "time/reference"), self.ranks.together("reference"):
-            return [replace(a, kl=self._kl(a.prompt, a.completions)) for a in answered]
+            return self._with_kl(answered)
 
-    def _kl(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[float, ...]:
+    def _with_kl(self, answered: Sequence[Answered]) -> list[Answered]:
         """The KL of each completion from the reference, by the log-probs under which it was sampled."""
         estimator = self.config.algorithm.kl_estimator
-        found = self.learner.reference_logprobs(prompt, completions)
-        return tuple(
-            completion_kl(c.logprobs, ref, estimator) for c, ref in zip(completions, found, strict=True)
-        )
+        references = self.learner.reference_logprobs([(a.prompt, a.completions) for a in answered])
+        return [
+            replace(
+                a,
+                kl=tuple(
+                    completion_kl(c.logprobs, ref, estimator)
+                    for c, ref in zip(a.completions, found, strict=True)
+                ),
+            )
+            for a, found in zip(answered, references, strict=True)
+        ]
 
     # the first process, for all --------------------------------------------------------------
 
@@ -159,18 +169,12 @@ class Collector:
         self, step: int, answered: Sequence[Answered], times: dict[str, float]
     ) -> tuple[list[Scored], dict[str, float]]:
         """Score what all processes answered, in the order of slots; nothing on the others."""
-        several = self.ranks.world > 1
-        sent = (
-            [replace(a, prompt=replace(a.prompt, vision={})) for a in answered] if several else list(answered)
-        )
-        shares = self.ranks.collect(sent, "completions")
+        whole = collected(answered, self.ranks, "completions")
         with self.ranks.together("rewards"):
-            if shares is None:
+            if whole is None:
                 return [], {}
-            whole = sorted((a for share in shares for a in share), key=lambda a: a.slot)
             with timed(times, "time/rewards"):
-                repeated = [a.prompt for a in whole for _ in a.completions]
-                scores = self.scorer.score(repeated, [c for a in whole for c in a.completions], step)
+                scores = score(self.scorer, whole, step)
         return by_group(whole, scores), scores.metrics
 
     def _first_look(self, scored: Sequence[Scored]) -> dict[str, float]:
@@ -203,8 +207,13 @@ class Collector:
                 act("duplicate_completions", duplicate_completions(groups), self.config.run.guards)
         return given
 
-    def _has_spread(self, scored: Scored) -> bool:
-        return has_spread(scored, self.scorer.specs, self.config.algorithm)
+    def _without_spread(self, kept: Mapping[int, Scored]) -> list[int]:
+        """The slots whose group is to be replaced, told to every process; none without dynamic sampling."""
+        if not self.config.rollout.dynamic_sampling:
+            return []
+        specs, algorithm = self.scorer.specs, self.config.algorithm
+        flat = [slot for slot, scored in kept.items() if not has_spread(scored, specs, algorithm)]
+        return self.ranks.share(flat, "spread")
 
     def _log(
         self,

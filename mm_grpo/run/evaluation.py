@@ -9,11 +9,12 @@ after are compared on equal terms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.seeds import eval_seeds
+from mm_grpo.run.judging import answers, collected, score
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -73,20 +74,10 @@ def evaluate(
             prompts = [process(dataset.sample(i)) for i in indices]
             seeds = [eval_seeds(config.run.seed, i, repeats) for i in indices]
             completions = engine.generate(requests_for(prompts, seeds, sampling)) if prompts else []
-        answers = [
-            (
-                index,
-                replace(prompt, vision={}) if ranks.world > 1 else prompt,
-                completions[n * repeats :][:repeats],
-            )
-            for n, (index, prompt) in enumerate(zip(indices, prompts, strict=True))
-        ]
-        shares = ranks.collect(answers, "evaluation")
+        answered = collected(answers(indices, prompts, completions), ranks, "evaluation")
         with ranks.together("evaluation"):
-            if shares is not None:
-                answered = sorted((a for share in shares for a in share), key=lambda a: a[0])
-                repeated = [prompt for _, prompt, _ in answered for _ in range(repeats)]
-                scores = scorer.score(repeated, [c for *_, mine in answered for c in mine], step)
+            if answered is not None:
+                scores = score(scorer, answered, step)
                 marks += _known(scores.parts[first])
                 totals += _known(scores.totals)
     result = Evaluation(

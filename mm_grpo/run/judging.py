@@ -1,14 +1,15 @@
-"""From the scores of a step to its advantages.
+"""From completions to scores to advantages, over all processes.
 
-The totals of `rewards/` and the estimators of `algorithm/` do not know each other; here the first are laid
-out by groups for the second, less the KL where rewards pay for it.
+The first process scores what all of them answered, in training and in evaluation. The totals of `rewards/`
+and the estimators of `algorithm/` do not know each other; here the first are laid out by groups for the
+second, less the KL where rewards pay for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from mm_grpo.algorithm.advantages import Objective, advantages
 from mm_grpo.algorithm.kl import penalised
@@ -17,10 +18,17 @@ from mm_grpo.rewards.registry import RewardSpec
 from mm_grpo.rewards.scoring import Scores
 from mm_grpo.types import Completion, Group, Prompt
 
+if TYPE_CHECKING:
+    from mm_grpo.learner.distributed import Ranks
+    from mm_grpo.rewards.scoring import Scorer
+
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt in its slot and its G completions. `kl` [G], in nats, is theirs where rewards pay for it."""
+    """A prompt in its slot and its G completions. `kl` [G], in nats, is theirs where rewards pay for it.
+
+    In evaluation the slot is the number of the row.
+    """
 
     slot: int
     attempt: int
@@ -42,6 +50,32 @@ class Scored:
         """The group, with its advantages [G]."""
         a = self.answered
         return Group(a.slot, a.prompt, a.completions, self.rewards, tuple(given), a.attempt)
+
+
+def answers(
+    slots: Sequence[int], prompts: Sequence[Prompt], completions: Sequence[Completion], attempt: int = 0
+) -> list[Answered]:
+    """Prompts with their completions, which are flat, as many for each."""
+    size = len(completions) // max(len(prompts), 1)
+    cuts = [tuple(completions[i * size : (i + 1) * size]) for i in range(len(prompts))]
+    return [Answered(s, attempt, p, ours) for s, p, ours in zip(slots, prompts, cuts, strict=True)]
+
+
+def collected(answered: Sequence[Answered], ranks: Ranks, what: str) -> list[Answered] | None:
+    """What all processes answered, in the order of slots, on the first one; None on the others. Collective.
+
+    Of several processes the vision tensors stay where they are: no reward looks at them.
+    """
+    several = ranks.world > 1
+    sent = [replace(a, prompt=replace(a.prompt, vision={})) for a in answered] if several else answered
+    shares = ranks.collect(sent, what)
+    return None if shares is None else sorted((a for s in shares for a in s), key=lambda a: a.slot)
+
+
+def score(scorer: Scorer, answered: Sequence[Answered], step: int) -> Scores:
+    """The scores of all completions, flat."""
+    repeated = [a.prompt for a in answered for _ in a.completions]
+    return scorer.score(repeated, [c for a in answered for c in a.completions], step)
 
 
 def by_group(answered: Sequence[Answered], scores: Scores) -> list[Scored]:

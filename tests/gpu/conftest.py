@@ -10,5 +10,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in items:
-        if "gpu" in item.path.parent.parts[-1:]:
+        if item.path.parent.name == "gpu":
             item.add_marker(pytest.mark.skip(reason="no GPU here: tests/gpu was not run"))

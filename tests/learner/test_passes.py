@@ -178,7 +178,7 @@ def test_a_reference_for_rewards_is_out_of_the_loss(models: dict[str, Any], tmp_
     assert "kl" not in metrics
     # after the update the reference is still the policy of the start
     media, group = sorted(processor.media_token_ids), groups[2]
-    found = learner.reference_logprobs(group.prompt, group.completions)
+    (found,) = learner.reference_logprobs([(group.prompt, group.completions)])
     start = load(path)
     for values, c in zip(found, group.completions, strict=True):
         want = plain_logp(start, learner.config, media, group, c)[0].tolist()

@@ -29,7 +29,7 @@ def test_advantages_are_those_of_rewards_less_the_kl(models: dict[str, Path], tm
             tuple(
                 sum(c.logprobs) - sum(ref)
                 for c, ref in zip(
-                    g.completions, trainer.learner.reference_logprobs(g.prompt, g.completions), strict=True
+                    g.completions, trainer.learner.reference_logprobs([(g.prompt, g.completions)])[0], strict=True
                 )
             )
             for g in groups  # type: ignore[attr-defined]
