@@ -95,3 +95,32 @@ def test_without_it_nothing_is_sampled_again(models: dict[str, Path], tmp_path: 
     )
     assert "dynamic_sampling/attempts" not in metrics[0]
     assert all(g.attempt == 0 for groups in learned for g in groups)
+
+
+def test_replacements_that_are_all_too_long_leave_the_groups_they_were_for(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    order = PromptOrder(6, 1, seed=7)
+    first, spare = order.rows(1)[0], order.spare(1, 1, 0, 2)
+    assert first != spare  # of this seed
+    rows = [dict(row) for row in ROWS]
+    parts = rows[spare]["prompt"][0]["content"]
+    rows[spare]["prompt"] = [{"role": "user", "content": [*parts, {"type": "text", "text": "x" * 400}]}]
+    asked: list[int] = []
+
+    def flat(completions: list[Any], **columns: Any) -> list[float]:
+        asked.append(len(completions))
+        return [1.0] * len(completions)
+
+    config = config_for(
+        models["qwen2_vl"],
+        tmp_path / "r",
+        data={"max_prompt_length": 200, "on_overlong": "drop"},
+        rollout=ROLLOUT | {"prompts_per_step": 1, "max_attempts": 2},
+        run={"max_steps": 1, "seed": 7},
+    )
+    GRPOTrainer(config, train=rows, rewards=[flat]).train()
+    assert asked == [3]  # no reward is asked about nothing
+    (metrics,) = rows_of(tmp_path / "r")
+    assert (metrics["dynamic_sampling/attempts"], metrics["dynamic_sampling/replaced"]) == (2, 0)
+    assert {r["uid"] for r in rollouts_of(tmp_path / "r", 1)} == {f"train:{first}"}
