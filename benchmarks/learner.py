@@ -118,9 +118,8 @@ class TRL:
 
 
 def gradients(model: Any, run: Callable[[], None]) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
     run()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def gap(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: torch.dtype) -> float:
@@ -154,17 +153,22 @@ def measure(
     words = SIZES[size][0]["vocab_size"]
     answers = torch.randint(FIRST_WORD, words, (count, tokens), generator=generator)
     advantages = torch.randn(count, generator=generator)
-    model = make_model(processor, size, machine)
+    # a model each, with equal weights: ours has its attention and its tower changed
+    model, their_model = (make_model(processor, size, machine) for _ in range(2))
     ours = Ours(model, processor, prompt, answers, advantages)
+
+    def forget() -> None:
+        for each in (model, their_model):
+            each.zero_grad(set_to_none=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        theirs = TRL(model, processor, prompt, answers, advantages, folder)
-        gradient_gap = gap(gradients(model, ours), gradients(model, theirs), machine.dtype)
+        theirs = TRL(their_model, processor, prompt, answers, advantages, folder)
+        found = gradients(model, ours)
+        forget()
+        gradient_gap = gap(found, gradients(their_model, theirs), machine.dtype)
+        del found
         seconds = interleaved(  # the comparison of the gradients was the warm round
-            {"ours": ours, "trl": theirs},
-            rounds,
-            machine,
-            warm=0,
-            before=lambda: model.zero_grad(set_to_none=True),
+            {"ours": ours, "trl": theirs}, rounds, machine, warm=0, before=forget
         )
     length = len(prompt.token_ids)
     return {

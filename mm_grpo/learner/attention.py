@@ -103,24 +103,23 @@ def prefix_attention(
     batch, heads, width, size = query.shape
     length = prefix.prompt
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": heads != key.shape[1]}
-    of_prompts = scaled_dot_product_attention(
-        query[:, :, :length], key[:, :, :length], value[:, :, :length], is_causal=True, **options
-    )
 
-    def completions(x: Tensor) -> Tensor:  # [B, h, N, d] -> [C, h, T, d]
-        if prefix.even:
-            return x[0, :, length:].view(x.shape[1], *prefix.index.shape, size).transpose(0, 1)
+    def parted(x: Tensor) -> tuple[Tensor, Tensor]:  # [B, h, N, d] -> [B, h, prompt, d], [C, h, T, d]
+        if prefix.even:  # split, for its backward is one cat, where that of two slices is two zeroed copies
+            prompts, rest = x.split((length, width - length), 2)
+            return prompts, rest.squeeze(0).view(x.shape[1], *prefix.index.shape, size).transpose(0, 1)
         flat = x.transpose(1, 2).flatten(0, 1).index_select(0, prefix.index.flatten())
-        return flat.view(*prefix.index.shape, *flat.shape[1:]).transpose(1, 2)
+        return x[:, :, :length], flat.view(*prefix.index.shape, *flat.shape[1:]).transpose(1, 2)
 
-    def with_prompt(x: Tensor) -> Tensor:  # [B, h, N, d] -> [C, h, prompt + T, d]
-        own, prompts = completions(x), x[:, :, :length]
+    def after_prompt(prompts: Tensor, own: Tensor) -> Tensor:  # -> [C, h, prompt + T, d]
         one = batch == 1  # backward of the view is one sum
         prompts = prompts.expand(len(own), -1, -1, -1) if one else prompts.index_select(0, prefix.rows)
         return torch.cat([prompts, own], 2)
 
+    (q, own_q), (k, own_k), (v, own_v) = parted(query), parted(key), parted(value)
+    of_prompts = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     of_completions = scaled_dot_product_attention(
-        completions(query), with_prompt(key), with_prompt(value), attn_mask=prefix.mask, **options
+        own_q, after_prompt(k, own_k), after_prompt(v, own_v), attn_mask=prefix.mask, **options
     )
     flat = of_completions.transpose(1, 2).flatten(0, 1)
     if prefix.even:

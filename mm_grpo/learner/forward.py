@@ -18,6 +18,7 @@ from mm_grpo.learner.attention import Masks
 from mm_grpo.learner.features import KeptFeatures
 from mm_grpo.learner.logprobs import CHUNK_BYTES, token_logprobs
 from mm_grpo.learner.pack import Pack
+from mm_grpo.learner.towers import speed_up_tower
 
 
 class PackForward(nn.Module):
@@ -41,6 +42,7 @@ class PackForward(nn.Module):
         self.chunk_bytes = chunk_bytes
         self.features: KeptFeatures | None = None  # set for a step whose images need to be encoded only once
         self.masks = Masks(model, attn)
+        speed_up_tower(model)
 
     def forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """Log-probabilities [M] and entropies [M] of the pack's completion tokens, in the pack's order."""
