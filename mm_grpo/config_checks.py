@@ -1,4 +1,4 @@
-"""Checks of options that contradict or ignore one another: advantages, KL, reference model, attempts.
+"""Checks of options that contradict or ignore one another: advantages, bounds, KL, reference model, attempts.
 
 Each gives None, or one line: field, value, why not, what to write. They run when a config is made and
 in `GRPOConfig.check`, not at each assignment, so fields that need each other can be set in any order.
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # What an estimator divides by, where that is one of the scales; `group` is the default and says nothing.
 _OWN_SCALE = {"rloo": "none", "reinforce_plus_plus_baseline": "batch"}
+_WITHOUT_CLIP = ("cispo", "sapo", "vespo")
 
 
 def _scale_is_used(config: GRPOConfig) -> str | None:
@@ -48,6 +49,40 @@ def _one_aggregation(config: GRPOConfig) -> str | None:
             " KL in the loss"
         )
     return None
+
+
+def _bounds_act(config: GRPOConfig) -> str | None:
+    algorithm = config.algorithm
+    delta, loss = algorithm.delta, algorithm.loss_type
+    if delta is not None and loss in _WITHOUT_CLIP:
+        return (
+            f"algorithm.delta = {delta}: algorithm.loss_type = {loss!r} has no such bound and would ignore this; leave"
+            " it out"
+        )
+    name = "epsilon" if algorithm.epsilon_high is None else "epsilon_high"
+    upper = 1 + getattr(algorithm, name)
+    if delta is not None and delta <= upper:
+        return (
+            f"algorithm.delta = {delta}: must be above 1 + algorithm.{name}, which is {upper:g}; at or below it, delta"
+            " would bound tokens of positive advantages and no others"
+        )
+    if loss == "vespo" and algorithm.importance_sampling_level != "token":
+        return (
+            f"algorithm.importance_sampling_level = {algorithm.importance_sampling_level!r}: algorithm.loss_type ="
+            " 'vespo' weighs whole completions in its own way and would ignore this; leave it out"
+        )
+    return None
+
+
+def _weights_have_room(config: GRPOConfig) -> str | None:
+    algorithm = config.algorithm
+    low, high = algorithm.importance_sampling_clip_min, algorithm.importance_sampling_clip_max
+    if algorithm.importance_sampling_mode == "none" or low is None or high is None or low < high:
+        return None
+    return (
+        f"algorithm.importance_sampling_clip_min = {low}: must be below algorithm.importance_sampling_clip_max, which"
+        f" is {high}; no weight lies between them"
+    )
 
 
 def _kl_has_gradient(config: GRPOConfig) -> str | None:
@@ -93,6 +128,8 @@ def _attempts_are_used(config: GRPOConfig) -> str | None:
 OPTION_CHECKS: tuple[Callable[[GRPOConfig], str | None], ...] = (
     _scale_is_used,
     _one_aggregation,
+    _bounds_act,
+    _weights_have_room,
     _kl_has_gradient,
     _reference_can_move,
     _attempts_are_used,

@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.sets import Source, load_eval, load_train
@@ -104,7 +106,10 @@ class GRPOTrainer:
             self.folder = RunFolder.prepare(config.run.dir, reads=reads, **held)
         self.trackers = Trackers.prepare(config.run.trackers if self.ranks.first else [])
 
-        sides = load_sides(config, updates, model=model, processor=processor, ranks=self.ranks)
+        # adapters are drawn from the run's seed, and the caller's random numbers go on as they were
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(config.run.seed % 2**63)
+            sides = load_sides(config, updates, model=model, processor=processor, ranks=self.ranks)
         self.processor, self.model, self.prompter = sides.processor, sides.model, sides.prompter
         self.learner, self.engine, self.sync = sides.learner, sides.engine, sides.sync
         self.collector = Collector(
@@ -177,9 +182,7 @@ class GRPOTrainer:
     def evaluate(self, step: int = 0) -> dict[str, Evaluation]:
         """Answer every evaluation set with the current weights, by name; the first set is the headline."""
         return {
-            name: evaluate(
-                dataset, self.prompter.process, self.engine, self.scorer, self.config, step, self.ranks
-            )
+            name: evaluate(dataset, self.prompter, self.engine, self.scorer, self.config, step, self.ranks)
             for name, dataset in self.eval_sets.items()
         }
 
@@ -231,6 +234,18 @@ class GRPOTrainer:
                     "run.save_every is 0; start again with run.overwrite=true, and set run.save_every"
                 )
             return 0, {}
+        sets, known = list(self.eval_sets), list(found.extra["before"])
+        if sets != known:
+            raise ConfigError(
+                f"data.eval: the checkpoint '{found.path}' was made with the sets {', '.join(known) or 'none'}, and "
+                f"these are {', '.join(sets) or 'none'}; before and after would not compare. Put them back, in "
+                "that order"
+            )
+        if found.step > self.max_steps:
+            raise ConfigError(
+                f"run.max_steps = {self.max_steps}: the checkpoint '{found.path}' has {found.step} finished steps; "
+                "raise it to at least that, or start a new run"
+            )
         self.checkpoints.load(found)
         self.tokens_seen = found.extra["tokens_seen"]
         with self.ranks.together("weight sync"):
@@ -280,7 +295,10 @@ def _summary(
     seconds: float,
     steps: int,
 ) -> dict[str, Any]:
-    """What `summary.json` holds: accuracies in [0, 1] of the headline set and of each set, seconds, steps."""
+    """What `summary.json` holds: accuracies in [0, 1] of the headline set and of each set, seconds, steps.
+
+    A set whose accuracy could not be measured is left out of `eval`.
+    """
     headline = next(iter(before), None)
     return {
         "accuracy_before": before[headline].accuracy if headline else None,
@@ -292,5 +310,6 @@ def _summary(
         "eval": {
             n: {"before": before[n].accuracy, "after": after[n].accuracy, "rows": before[n].rows}
             for n in before
+            if before[n].accuracy is not None and after[n].accuracy is not None
         },
     }

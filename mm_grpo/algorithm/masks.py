@@ -17,6 +17,10 @@ import math
 import torch
 from torch import Tensor
 
+TIED = 1e-5
+"""Nats by which two entropies that are the same may differ: the first tokens of all answers to one prompt are
+equally unsure, and each pack rounds them in its own way."""
+
 
 def entropy_threshold(entropies: Tensor, share: float) -> float:
     """The entropy that a token of the top `share` has at least, from the entropies [N] of all active tokens.
@@ -35,7 +39,8 @@ def entropy_threshold(entropies: Tensor, share: float) -> float:
 def top_entropy_mask(entropies: Tensor, active: Tensor, share: float) -> Tensor:
     """Which tokens enter the loss, bool of any one shape: active ones among the top `share` by entropy.
 
-    `entropies` are in nats; `active` is bool or 0 and 1, and what is not active neither counts nor stays.
+    `entropies` are in nats; `active` is bool or 0 and 1, and what is not active neither counts nor stays. What is
+    tied with the last one stays, up to rounding.
     """
     active = active.bool()
-    return active & (entropies >= entropy_threshold(entropies[active], share))
+    return active & (entropies >= entropy_threshold(entropies[active], share) - TIED)

@@ -9,6 +9,7 @@ A separate upper bound `epsilon_high` is "clip-higher" of DAPO (Yu et al. 2025, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Per-token loss [M], and which tokens [M] the lower or upper bound silenced."""
+    """Per-token loss [M], and which tokens [M] the lower bound, the upper bound or `delta` silenced."""
 
     loss: Tensor
     clipped_low: Tensor
     clipped_high: Tensor
+    capped: Tensor
 
 
 def clipped_surrogate(
@@ -30,19 +32,21 @@ def clipped_surrogate(
     """Loss of M tokens from their log importance weights and their completion's advantage, all [M].
 
     A token is clipped when the bound is active and takes its gradient away: below 1 - epsilon with a
-    negative advantage, above 1 + epsilon_high with a positive one.
+    negative advantage, above 1 + epsilon_high with a positive one, above `delta` with a negative one.
     """
     ratio = torch.exp(log_weight)
+    cap = math.inf if delta is None else delta
     bounded = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    limited = ratio if delta is None else ratio.clamp(max=delta)
+    limited = ratio.clamp(max=cap)
     return Surrogate(
         loss=-torch.minimum(limited * advantages, bounded * advantages),
         clipped_low=(ratio.detach() < 1 - epsilon) & (advantages < 0),
         clipped_high=(ratio.detach() > 1 + epsilon_high) & (advantages > 0),
+        capped=(ratio.detach() > cap) & (advantages < 0),
     )
 
 
 def unclipped(loss: Tensor) -> Surrogate:
     """A loss that silences no token."""
     none = torch.zeros(loss.shape, dtype=torch.bool, device=loss.device)
-    return Surrogate(loss, none, none)
+    return Surrogate(loss, none, none, none)

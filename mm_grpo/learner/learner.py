@@ -133,7 +133,7 @@ class Learner:
         self._features = None
         self._hand_on_features()
         metrics = {
-            **tally.metrics(),
+            **tally.metrics(len(updates)),
             **update_metrics(updates),
             **work.metrics(self.ranks, self.config.optim.max_tokens_per_pack),
             **gap_metrics(policies.engine, policies.old, self.ranks),
@@ -191,6 +191,7 @@ class Learner:
     # one update ------------------------------------------------------------------------------
 
     def _update(self, part: Part, policies: Policies, tally: Tally) -> UpdateRecord:
+        tally.count(sum(len(i.token_ids) for i in part.items if i.counts))
         terms, chosen = self._top_entropy(part)
         with self.ranks.together("planning packs"):
             rows = self._plan(part.live)

@@ -36,27 +36,40 @@ class Terms:
 
 
 class Tally:
-    """Sums over tokens, kept while packs go by, and the means that become metrics."""
+    """Sums over tokens, kept while packs go by, and the means that become metrics.
+
+    `counted` are the active tokens, with those that are left out because they cannot change an update.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
         self.live_tokens = 0
 
+    def count(self, tokens: int) -> None:
+        self.sums["counted"] = self.sums.get("counted", 0.0) + tokens
+
     def add(self, **values: Tensor) -> None:
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value.detach().double().sum())
 
-    def metrics(self) -> Mapping[str, float]:
-        """Means per active token, under TRL's metric names."""
-        tokens = max(self.sums.get("tokens", 0.0), 1.0)
-        low, high = self.sums.get("low", 0.0) / tokens, self.sums.get("high", 0.0) / tokens
+    def metrics(self, updates: int = 1) -> Mapping[str, float]:
+        """The mean loss of `updates`, and means per token, under TRL's metric names.
+
+        Shares of clipped tokens are of all that counted, for one that is left out is never clipped. The other
+        means are of the tokens that were run, and absent where none was.
+        """
+        tokens = self.sums.get("tokens", 0.0)
+        counted = max(self.sums.get("counted", tokens), 1.0)
+        low, high = self.sums.get("low", 0.0) / counted, self.sums.get("high", 0.0) / counted
         metrics = {
-            "loss": self.sums.get("loss", 0.0),
-            "entropy": self.sums.get("entropy", 0.0) / tokens,
+            "loss": self.sums.get("loss", 0.0) / updates,
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high,
         }
+        if not tokens:
+            return metrics
+        metrics["entropy"] = self.sums["entropy"] / tokens
         if "kl" in self.sums:
             metrics["kl"] = self.sums["kl"] / tokens
         if "importance" in self.sums:
@@ -108,7 +121,7 @@ def pack_loss(config: AlgorithmConfig, terms: Terms, pack: PackTokens, tally: Ta
     if config.entropy_coef:
         bonus = pack.entropy * active if pack.chosen is None else pack.entropy * active * pack.chosen
         loss = loss - config.entropy_coef * bonus.sum() / max(terms.tokens, 1)
-    silent = term.clipped_low | term.clipped_high | (keep == 0)
+    silent = term.clipped_low | term.clipped_high | term.capped | (keep == 0)
     if correction is not None:
         silent = silent | (correction == 0)
     tally.live_tokens += int((active & ~silent & (advantages != 0)).sum())

@@ -25,7 +25,7 @@ from mm_grpo.types import UpdateRecord
 
 PROBE = 65536
 """Elements of each tensor, evenly spread, that are compared before and after an update: all of a small
-model, and enough to tell a zero from a real update of a large one."""
+tensor, and enough of a large one to tell a zero from a real update and to estimate its norm."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -151,7 +151,7 @@ class Optimizer:
         if finite:
             self.adamw.step()
         changes = [
-            (probe(m.detach().flatten(), m.numel()) - b).square().sum()
+            (probe(m.detach().flatten(), m.numel()) - b).square().sum() * stands_for(m.numel())
             for m, b in zip(self.masters, before, strict=True)
         ]
         self._clear()
@@ -211,6 +211,11 @@ def probe(flat: Tensor, size: int, start: int = 0) -> Tensor:
     """Evenly spread elements of a flat tensor, which is the part from `start` of one with `size` elements."""
     stride = max(1, math.ceil(size / PROBE))
     return flat[-start % stride :: stride]
+
+
+def stands_for(size: int) -> float:
+    """How many elements of a tensor of `size` each one of its probe speaks for."""
+    return size / max(1, math.ceil(size / max(1, math.ceil(size / PROBE))))
 
 
 def moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:

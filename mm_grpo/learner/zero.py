@@ -26,7 +26,7 @@ from mm_grpo.config import OptimConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner import optimizer as single
 from mm_grpo.learner.distributed import Ranks, open_group_alone, use_deepspeed
-from mm_grpo.learner.optimizer import MOMENTS, Fragment, probe
+from mm_grpo.learner.optimizer import MOMENTS, Fragment, probe, stands_for
 from mm_grpo.types import UpdateRecord
 
 BUCKET = 200_000_000
@@ -68,9 +68,9 @@ class ZeroOptimizer:
         rate = self.rate()
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        before = [part.clone() for part in self._probes()]
+        before = [part.clone() for part, _ in self._probes()]
         self.engine.step()
-        changes = [(p - b).square().sum() for p, b in zip(self._probes(), before, strict=True)]
+        changes = [(p - b).square().sum() * n for (p, n), b in zip(self._probes(), before, strict=True)]
         squares = float(torch.stack(changes).sum()) if changes else 0.0
         change = self.ranks.sum({"squares": squares}, "update norm")
         # without a boundary DeepSpeed made no norm; that is for the guard, and not an overflow
@@ -122,12 +122,13 @@ class ZeroOptimizer:
             boundaries=boundaries,
         )
 
-    def _probes(self) -> Iterator[Tensor]:
-        """The elements of this process's share that `Optimizer` would look at."""
+    def _probes(self) -> Iterator[tuple[Tensor, float]]:
+        """The elements of this process's share that `Optimizer` would look at, and how many each stands for."""
         for param in self.named.values():
             mapping: Any = param._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
-                yield probe(mapping.hp_fragment.detach(), param.numel(), mapping.lp_fragment_address.start)
+                start = mapping.lp_fragment_address.start
+                yield probe(mapping.hp_fragment.detach(), param.numel(), start), stands_for(param.numel())
 
 
 def settings(config: OptimConfig, dtype: torch.dtype, gpu: bool, module: nn.Module) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.config_section import Section
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
@@ -83,7 +84,8 @@ class Checkpoints:
     def save(self, step: int, extra: Mapping[str, Any], *, spared: int | None = None) -> Path:
         """Write the checkpoint of `step` and remove those that are older than `run.keep_checkpoints` allows.
 
-        That of the step `spared`, if there is one, stays however old it is. Raises ConfigError when the checkpoint
+        That of the step `spared`, if there is one, stays however old it is. Those of later steps go too: the run
+        went on from before them, so they were damaged. Raises ConfigError when the checkpoint
         cannot be written; what was there before is then untouched.
         """
         identity = self._identity  # every process takes part in it
@@ -101,7 +103,7 @@ class Checkpoints:
                 if self.ranks.first:
                     contents = {"step": step, "extra": dict(extra), "reference": reference, **identity}
                     self._finish(beside, path, contents, marks)
-                    self._remove_old(spared)
+                    self._remove_old(step, spared)
         except BaseException:
             if self.ranks.first:
                 shutil.rmtree(beside, ignore_errors=True)
@@ -193,8 +195,10 @@ class Checkpoints:
         except OSError as error:
             raise self._unwritten(error) from error
 
-    def _remove_old(self, spared: int | None) -> None:
-        for old in self._listed()[: -self.config.run.keep_checkpoints]:
+    def _remove_old(self, step: int, spared: int | None) -> None:
+        listed = self._listed()
+        done = [path for path in listed if _step_of(path) <= step]
+        for old in [*done[: -self.config.run.keep_checkpoints], *listed[len(done) :]]:
             if _step_of(old) != spared:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -281,16 +285,17 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     """The fields that decide what a run computes, flat, as JSON holds them."""
     flat: dict[str, Any] = {}
 
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, Mapping) and path.count(".") < 2 and path != "data.train":
-            for key, inner in value.items():
-                walk(inner, f"{path}.{key}" if path else str(key))
-        elif path in NOT_NEUTRAL or not any(
-            path == n or (n[-1] == "." and path.startswith(n)) for n in NEUTRAL
-        ):
-            flat[path] = json.loads(json.dumps(value, default=str))
+    def walk(section: Section, dumped: Mapping[str, Any], before: str) -> None:
+        for name, value in dumped.items():
+            path, inner = before + name, getattr(section, name)
+            if isinstance(inner, Section):
+                walk(inner, value, f"{path}.")
+            elif path in NOT_NEUTRAL or not any(
+                path == n or (n[-1] == "." and path.startswith(n)) for n in NEUTRAL
+            ):  # a mapping whole: what is left out of it is a difference too
+                flat[path] = json.loads(json.dumps(value, default=str))
 
-    walk(config.model_dump(), "")
+    walk(config, config.model_dump(), "")
     if config.optim.lr_scheduler_type != "constant":  # the rate of every step goes by the length of the run
         flat["run.max_steps"] = config.run.max_steps
     return flat

@@ -3,12 +3,12 @@
 Accuracy is the share of completions to which the first reward of the list gives its full mark (1 or
 more), among those it applies to. Rows are answered with the sampling of `rollout.eval`, greedy by
 default, and with seeds that training never draws, the same at every evaluation, so that before and
-after are compared on equal terms.
+after are compared on equal terms. Rows that are too long stop the run or are left out, as in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mm_grpo.learner.distributed import Ranks
     from mm_grpo.rewards.scoring import Scorer
     from mm_grpo.rollout.engine import RolloutEngine
-    from mm_grpo.types import Prompt, Sample
+    from mm_grpo.rollout.prompting import Prompter
 
 FULL_MARK = 1.0
 CHUNK = 64
@@ -31,10 +31,13 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation of one set found: accuracy in [0, 1] and the mean total reward."""
+    """What one evaluation of one set found: accuracy in [0, 1] and the mean total reward, over `rows` rows.
 
-    accuracy: float
-    reward: float
+    None where there was nothing to take a mean of: the reward applied to no row.
+    """
+
+    accuracy: float | None
+    reward: float | None
     rows: int
 
 
@@ -53,7 +56,7 @@ def sampling_of(config: GRPOConfig) -> Sampling:
 
 def evaluate(
     dataset: Dataset,
-    process: Callable[[Sample], Prompt],
+    prompter: Prompter,
     engine: RolloutEngine,
     scorer: Scorer,
     config: GRPOConfig,
@@ -68,22 +71,25 @@ def evaluate(
     first = scorer.specs[0].name
     marks: list[float] = []
     totals: list[float] = []
+    rows = 0
     for start in range(0, len(dataset), CHUNK * ranks.world):
         indices = ranks.mine(range(start, min(start + CHUNK * ranks.world, len(dataset))))
         with ranks.together("evaluation"):
-            prompts = [process(dataset.sample(i)) for i in indices]
-            seeds = [eval_seeds(config.run.seed, i, repeats) for i in indices]
-            completions = engine.generate(requests_for(prompts, seeds, sampling)) if prompts else []
-        answered = collected(answers(indices, prompts, completions), ranks, "evaluation")
+            asked = prompter.prompts(dataset, {i: i for i in indices})
+            seeds = [eval_seeds(config.run.seed, i, repeats) for i in asked.slots]
+            requests = requests_for(asked.prompts, seeds, sampling)
+            completions = engine.generate(requests) if requests else []
+        answered = collected(answers(asked.slots, asked.prompts, completions), ranks, "evaluation")
         with ranks.together("evaluation"):
-            if answered is not None:
+            if answered:
+                rows += len(answered)
                 scores = score(scorer, answered, step)
                 marks += _known(scores.parts[first])
                 totals += _known(scores.totals)
     result = Evaluation(
-        accuracy=sum(m >= FULL_MARK for m in marks) / max(len(marks), 1),
-        reward=sum(totals) / max(len(totals), 1),
-        rows=len(dataset),
+        accuracy=sum(m >= FULL_MARK for m in marks) / len(marks) if marks else None,
+        reward=sum(totals) / len(totals) if totals else None,
+        rows=rows,
     )
     return ranks.share(result, "evaluation")
 
@@ -99,18 +105,19 @@ class Best:
 def better(best: Best | None, found: Mapping[str, Evaluation], step: int) -> Best | None:
     """`best`, or the headline of what was `found` after `step` if that is higher. None without evaluations."""
     headline = next(iter(found.values()), None)
-    if headline is None or (best is not None and headline.accuracy <= best.accuracy):
+    accuracy = None if headline is None else headline.accuracy
+    if accuracy is None or (best is not None and accuracy <= best.accuracy):
         return best
-    return Best(headline.accuracy, step)
+    return Best(accuracy, step)
 
 
 def as_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:
-    """Metrics of named sets: `eval/{set}/accuracy` and `eval/{set}/reward`."""
-    metrics: dict[str, float] = {}
+    """Metrics of named sets: `eval/{set}/accuracy` and `eval/{set}/reward`, absent where not measured."""
+    found: dict[str, float | None] = {}
     for name, result in results.items():
-        metrics[f"eval/{name}/accuracy"] = result.accuracy
-        metrics[f"eval/{name}/reward"] = result.reward
-    return metrics
+        found[f"eval/{name}/accuracy"] = result.accuracy
+        found[f"eval/{name}/reward"] = result.reward
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

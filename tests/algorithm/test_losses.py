@@ -43,6 +43,12 @@ def test_weights_and_loss_by_hand(loss_type: str, weights: list[float | None], l
     assert float((got * LENGTHS * TERMS).sum()) == pytest.approx(loss, abs=1e-12)
 
 
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_an_update_without_completions_has_no_weights(loss_type: str) -> None:
+    """Its slots may all have held prompts that were too long and dropped."""
+    assert token_weights(loss_type, torch.zeros(0, dtype=torch.long), 20).tolist() == []
+
+
 def test_every_loss_type_of_the_config_is_there() -> None:
     from typing import get_args
 
@@ -117,6 +123,15 @@ def test_vespo_takes_the_correction_inside_by_hand() -> None:
     corrected = replace(TOKENS, correction=torch.tensor([2.0, 1.0, 2.0]))
     phi = 4 * math.exp(-3.0), 27 * math.exp(-4.0)
     got = LOSSES["vespo"].token_loss(corrected, config())
+    assert got.loss.tolist() == pytest.approx([phi[0], 2 * phi[0], -phi[1]], abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+def test_vespo_takes_the_correction_of_a_completion_once(mode: str) -> None:
+    # every token has the weight of its completion, 2: w = 1 * 2 for the first two, not 1 * 2 * 2; 1.5 * 2 = 3
+    corrected = replace(TOKENS, correction=torch.tensor([2.0, 2.0, 2.0]))
+    phi = 4 * math.exp(-3.0), 27 * math.exp(-4.0)
+    got = LOSSES["vespo"].token_loss(corrected, config(importance_sampling_mode=mode))
     assert got.loss.tolist() == pytest.approx([phi[0], 2 * phi[0], -phi[1]], abs=1e-5)
 
 

@@ -42,6 +42,11 @@ def test_ties_with_the_last_stay() -> None:
     assert top_entropy_mask(tied, ACTIVE, 0.25).tolist() == [True, False, True, True, False]
 
 
+def test_ties_that_were_rounded_apart_stay_together() -> None:
+    tied = torch.tensor([0.5, 0.2, 0.5 - 1e-6, 0.5 + 1e-6, 0.49998])
+    assert top_entropy_mask(tied, ACTIVE, 0.01).tolist() == [True, False, True, True, False]
+
+
 def test_what_is_not_active_neither_counts_nor_stays() -> None:
     entropies = torch.tensor([[0.1, 9.0], [0.3, 0.2]])
     active = torch.tensor([[1, 0], [1, 1]])

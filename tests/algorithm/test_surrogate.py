@@ -46,6 +46,15 @@ def test_delta_bounds_the_ratio_of_negative_advantages() -> None:
     assert log_weight.grad is not None and log_weight.grad.tolist() == [0.0, 0.0]
 
 
+def test_tokens_past_delta_are_known_to_be_silent() -> None:
+    # ratio 3 with the advantages -1 and 1, 6 with -1: only the last is past delta, and the second past its upper clip
+    s = clipped_surrogate(torch.tensor([3.0, 3.0, 6.0]).log(), torch.tensor([-1.0, 1.0, -1.0]), 0.2, 0.2, 4.0)
+    assert s.capped.tolist() == [False, False, True]
+    assert s.clipped_high.tolist() == [False, True, False]  # counted as TRL counts
+    open_above = clipped_surrogate(torch.tensor([6.0]).log(), torch.tensor([-1.0]), 0.2, 0.2)
+    assert open_above.capped.tolist() == [False]
+
+
 def test_k2_and_k3_by_hand() -> None:
     assert k2(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -3.0])).tolist() == [0.0, 2.0]
     # d = 0: 0;  d = ln 2: 2 - ln 2 - 1;  d = -ln 2: 0.5 + ln 2 - 1

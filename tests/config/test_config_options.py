@@ -83,6 +83,37 @@ def test_defaults_change_nothing() -> None:
             " its adapters, and that never moves; set model.lora = null to train every weight",
         ),
         (
+            {"algorithm": {"delta": 1.25, "epsilon_high": 0.28}},
+            "algorithm.delta = 1.25: must be above 1 + algorithm.epsilon_high, which is 1.28; at or below it, delta"
+            " would bound tokens of positive advantages and no others",
+        ),
+        (
+            {"algorithm": {"delta": 1.1}},
+            "algorithm.delta = 1.1: must be above 1 + algorithm.epsilon, which is 1.2; at or below it, delta"
+            " would bound tokens of positive advantages and no others",
+        ),
+        (
+            {"algorithm": {"delta": 4.0, "loss_type": "sapo"}},
+            "algorithm.delta = 4.0: algorithm.loss_type = 'sapo' has no such bound and would ignore this; leave it"
+            " out",
+        ),
+        (
+            {"algorithm": {"importance_sampling_level": "sequence", "loss_type": "vespo"}},
+            "algorithm.importance_sampling_level = 'sequence': algorithm.loss_type = 'vespo' weighs whole completions"
+            " in its own way and would ignore this; leave it out",
+        ),
+        (
+            {
+                "algorithm": {
+                    "importance_sampling_mode": "token_mask",
+                    "importance_sampling_clip_min": 2.0,
+                    "importance_sampling_clip_max": 0.5,
+                }
+            },
+            "algorithm.importance_sampling_clip_min = 2.0: must be below algorithm.importance_sampling_clip_max, which"
+            " is 0.5; no weight lies between them",
+        ),
+        (
             {"rollout": {"dynamic_sampling": True}},
             "rollout.dynamic_sampling = true: needs rollout.max_attempts >= 2, the first attempt and at least one"
             " that replaces groups, and that is 1",
@@ -108,6 +139,8 @@ def test_a_contradiction_is_told_in_one_line(sections: dict[str, Any], line: str
         {"algorithm": {"kl_estimator": "k1"}},
         {"algorithm": {"sync_ref_model": True, "beta": 0.1}},
         {"algorithm": {"beta": 0.1}, "model": LORA},
+        {"algorithm": {"delta": 1.3, "epsilon_high": 0.28}},
+        {"algorithm": {"importance_sampling_clip_min": 0.5}},
         {"rollout": {"dynamic_sampling": True, "max_attempts": 2}},
     ],
 )

@@ -115,6 +115,55 @@ def test_groups_without_advantage_are_left_out_and_change_nothing(models: dict[s
     assert all(torch.equal(state[n], t) for n, t in learner.model.state_dict().items())
 
 
+def test_an_update_whose_prompts_were_dropped_is_skipped(models: dict[str, Any]) -> None:
+    """Slots 2 and 3 are empty, and they are all of the second update."""
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    config = config_for(path, algorithm={"loss_type": "dr_grpo"}, optim={"updates_per_step": 2})
+    report = Learner(load(path), processor, config, 10).step(make_groups(processor)[:2])
+    assert [u.stepped for u in report.updates] == [True, False]
+
+
+def test_means_are_over_every_token_and_absent_where_none_was_run(models: dict[str, Any]) -> None:
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    groups = make_groups(processor)
+    # the second iteration starts from weights that have moved far, so that tokens are clipped
+    config = config_for(path, algorithm={"num_iterations": 2}, optim={"learning_rate": 0.05})
+    report = Learner(load(path), processor, config, 10).step(groups)
+    whole = config_for(
+        path, algorithm={"num_iterations": 2, "entropy_coef": 1e-30}, optim={"learning_rate": 0.05}
+    )  # which leaves no completion out
+    every = Learner(load(path), processor, whole, 10).step(groups)
+    assert report.metrics["clip_ratio/region_mean"] > 0
+    for name in ("low", "high", "region"):
+        key = f"clip_ratio/{name}_mean"
+        assert report.metrics[key] == pytest.approx(every.metrics[key])
+    zero = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0, 0.0, 0.0)) for g in groups]
+    idle = Learner(load(path), processor, config_for(path), 10).step(zero).metrics
+    assert "entropy" not in idle  # 0 would say that the policy has collapsed
+    assert idle["loss"] == 0.0 and idle["clip_ratio/region_mean"] == 0.0
+
+
+def test_the_loss_of_a_step_is_the_mean_of_its_updates(models: dict[str, Any]) -> None:
+    """With a rate of 0 every iteration has the same loss."""
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    losses = []
+    for iterations in (1, 3):
+        config = config_for(
+            path,
+            algorithm={"num_iterations": iterations, "entropy_coef": 0.1},
+            optim={"learning_rate": 0.0, "updates_per_step": 2},
+        )
+        report = Learner(load(path), processor, config, 10).step(make_groups(processor))
+        assert len(report.updates) == 2 * iterations
+        losses.append(report.metrics["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    # an entropy bonus of 0.1 * 5.6 in each update, beside which the other terms are small
+    assert losses[0] == pytest.approx(-0.56, abs=0.15)
+
+
 def test_metrics_by_hand(models: dict[str, Any]) -> None:
     path = models["qwen2_vl"]
     processor = load_processor(str(path))
@@ -199,6 +248,14 @@ def test_clipping_by_norm_by_hand() -> None:
     # clipped to 0.6, 0.8; Adam's first step is g / (|g| + eps)
     moved = (before - module.weight.detach())[0].tolist()
     assert moved == pytest.approx([1e-3 * 0.6 / 0.6001, 1e-3 * 0.8 / 0.8001], rel=1e-4)
+
+
+def test_the_change_of_a_large_tensor_is_that_of_all_its_elements() -> None:
+    """Adam's first step moves each of 512 * 512 weights by the rate: their change is 512 * rate."""
+    module = torch.nn.Linear(512, 512, bias=False)
+    optimizer = Optimizer(module, config_for("x", optim={"adam_epsilon": 1e-8}).optim, 10)
+    module.weight.grad = torch.ones_like(module.weight)
+    assert optimizer.step(1).update_norm == pytest.approx(512 * 1e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,24 @@ def test_the_newest_are_kept_and_leftovers_removed(models: dict[str, Path], tmp_
     assert sorted(p.name for p in kept.folder.iterdir()) == ["step-000003", "step-000010"]
 
 
+def test_a_damaged_one_of_later_does_not_push_out_the_whole_ones(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The run went on from step 1, and takes step 2 and what is after it again."""
+    learner = saved(tmp_path, models["qwen2_vl"])
+    learner.config.run.keep_checkpoints = 1
+    kept = checkpoints_of(learner, tmp_path)
+    shutil.copytree(kept.folder / "step-000002", kept.folder / "step-000005")
+    truncate(kept.folder / "step-000005")
+    truncate(kept.folder / "step-000002")
+    found = kept.newest()
+    assert found is not None and found.step == 1
+    kept.save(2, {})
+    assert sorted(p.name for p in kept.folder.iterdir()) == ["step-000002"]
+    found = kept.newest()
+    assert found is not None and found.step == 2
+
+
 def truncate(folder: Path) -> str:
     file = next(folder.glob("state-*"))
     file.write_bytes(file.read_bytes()[:-100])
@@ -218,6 +236,31 @@ def test_another_runs_checkpoint_is_refused(
 ) -> None:
     saved(tmp_path, models["qwen2_vl"], (1,))
     kept = checkpoints_of(build(models["qwen2_vl"], **change), tmp_path)
+    found = kept.newest()
+    assert found is not None
+    with pytest.raises(ConfigError, match=words):
+        kept.load(found)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "words"),
+    [
+        ({"columns": {"answer": "label"}}, {}, r'data.columns = {}: .* was made with {"answer": "label"}'),
+        (
+            {"eval": {"a": "a.jsonl", "b": "b.jsonl"}},
+            {"eval": {"a": "a.jsonl"}},
+            "data.eval = .* was made with",
+        ),
+        ({"eval": "a.jsonl"}, {}, 'data.eval = null: .* was made with "a.jsonl"'),
+        ({"eval": {"task": "shapes"}}, {}, 'data.eval = null: .* was made with {"task": "shapes"}'),
+    ],
+)
+def test_what_was_left_out_of_a_mapping_is_missed(
+    was: dict[str, Any], now: dict[str, Any], words: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    path = models["qwen2_vl"]
+    checkpoints_of(build(path, data=was), tmp_path).save(1, {})
+    kept = checkpoints_of(build(path, data=now), tmp_path)
     found = kept.newest()
     assert found is not None
     with pytest.raises(ConfigError, match=words):

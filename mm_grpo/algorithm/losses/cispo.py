@@ -12,17 +12,13 @@ import torch
 
 from mm_grpo.algorithm.importance import log_importance
 from mm_grpo.algorithm.losses.tokens import Tokens
-from mm_grpo.algorithm.surrogate import Surrogate
+from mm_grpo.algorithm.surrogate import Surrogate, unclipped
 from mm_grpo.config import AlgorithmConfig
 
 
 def token_loss(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
-    """REINFORCE with a clipped importance weight; `clipped_high` marks the tokens whose weight was cut."""
+    """REINFORCE with a clipped importance weight; no token is silenced, those whose weight was cut neither."""
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     weight = log_importance(tokens.log_ratio, tokens.owners, config.importance_sampling_level)
     ratio = torch.exp(weight).detach()
-    return Surrogate(
-        loss=-ratio.clamp(max=high) * tokens.advantages * tokens.logp,
-        clipped_low=torch.zeros_like(ratio, dtype=torch.bool),
-        clipped_high=torch.zeros_like(ratio, dtype=torch.bool),  # none is silenced: all keep a gradient
-    )
+    return unclipped(-ratio.clamp(max=high) * tokens.advantages * tokens.logp)

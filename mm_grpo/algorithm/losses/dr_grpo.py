@@ -12,4 +12,4 @@ from torch import Tensor
 
 def weights(lengths: Tensor, max_completion_length: int) -> Tensor:
     """1 / (R * max_completion_length)."""
-    return torch.full(lengths.shape, 1.0 / (len(lengths) * max_completion_length), dtype=torch.float64)
+    return torch.full(lengths.shape, 1.0 / max(len(lengths) * max_completion_length, 1), dtype=torch.float64)

@@ -25,7 +25,10 @@ def token_loss(tokens: Tokens, config: AlgorithmConfig) -> Surrogate:
     """The weighed term; no token is silenced."""
     log_w = sequence_sum(tokens.log_ratio.detach().clamp(-HIGHEST, HIGHEST), tokens.owners)
     if tokens.correction is not None:
-        log_w = log_w + sequence_sum(tokens.correction.log().clamp(LOWEST, HIGHEST), tokens.owners)
+        gap = tokens.correction.log().clamp(LOWEST, HIGHEST)
+        # in these modes every token has the weight of its whole completion already
+        whole = config.importance_sampling_mode.startswith("sequence")
+        log_w = log_w + (gap if whole else sequence_sum(gap, tokens.owners))
     log_w = log_w.clamp(LOWEST, HIGHEST)
     positive = tokens.advantages >= 0
     k = torch.where(positive, config.vespo_k_pos, config.vespo_k_neg)

@@ -1,0 +1,59 @@
+"""One config, run again: the same run; and what a resume refuses that no config shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import HELDOUT, ROWS, config_for, rows_of, vowels
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.errors import ConfigError
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in row.items() if not k.startswith("time/") and k != "step_time"}
+        for row in rows_of(folder)
+    ]
+
+
+def test_adapters_start_from_the_runs_seed(models: dict[str, Path], tmp_path: Path) -> None:
+    def run(name: str, seed: int = 5) -> list[dict[str, Any]]:
+        config = config_for(
+            models["qwen2_vl"],
+            tmp_path / name,
+            model={"lora": {"rank": 4}},
+            run={"max_steps": 2, "seed": seed, "report": False, "save_model": False},
+        )
+        drawn = torch.get_rng_state()
+        trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
+        assert torch.equal(torch.get_rng_state(), drawn)  # the caller's random numbers are left alone
+        trainer.train()
+        return timeless(tmp_path / name)
+
+    first = run("first")
+    torch.rand(7)
+    assert run("again") == first
+    assert run("other", seed=6) != first
+
+
+def test_what_a_resume_cannot_go_on_with(models: dict[str, Path], tmp_path: Path) -> None:
+    def trainer(heldout: Any, resume: bool, max_steps: int) -> GRPOTrainer:
+        config = config_for(
+            models["qwen2_vl"],
+            tmp_path / "r",
+            run={"max_steps": max_steps, "save_every": 1, "report": False, "save_model": False},
+        )
+        return GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[vowels], resume=resume)
+
+    heldout = {"a": HELDOUT[:1], "b": HELDOUT[1:2]}
+    trainer(heldout, False, 2).train()
+    with pytest.raises(ConfigError, match=r"eval: .* was made with the sets a, b, and these are a;"):
+        trainer({"a": HELDOUT[:1]}, True, 3).train()
+    with pytest.raises(ConfigError, match=r"run.max_steps = 1: .* has 2 finished steps"):
+        trainer(heldout, True, 1).train()
+    assert trainer(heldout, True, 2).train()["steps"] == 2  # the end once more, with nothing left to do
+    assert trainer(heldout, True, 3).train()["steps"] == 3
