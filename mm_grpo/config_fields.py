@@ -65,7 +65,7 @@ class ModelConfig(Section):
     attn: Literal["auto", "sdpa", "eager", "flex_attention"] = setting(
         "auto",
         "Attention of the learner: sdpa, eager or flex_attention",
-        "auto is flex_attention on a GPU where it proves right, else sdpa",
+        "auto is flex_attention on a GPU in bfloat16 where it proves right, else sdpa",
     )
     lora: Annotated[LoRAConfig | None, Legal("null or a mapping of rank, alpha and target_modules")] = (
         setting(None, "Train low-rank adapters and freeze every weight", "null trains the weights themselves")

@@ -3,7 +3,7 @@
 A dense mask over a row of N = L + G * T tokens costs N^2, most of it between completions that may not see
 each other. Two ways around it, and `Masks` chooses:
 
-    flex     FlexAttention with a block table (flex.py), on GPUs, once it has shown that it is right there
+    flex     FlexAttention with a block table (flex.py), on GPUs in bfloat16, once it has shown that it is right
     blocks   prompts attend to themselves, causally, and each completion to [its prompt, itself], in plain
              sdpa: L^2 / 2 + G * T * (L + T), where `prefix_layout` finds that cheaper
 
@@ -169,10 +169,19 @@ class Masks:
         return {"attention_mask": mask}
 
 
+def is_tried(attn: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether FlexAttention is asked for, or to be expected: on a GPU, with numbers of 16 bits.
+
+    In float32 the compiler (Triton 3.7, for heads of 128 on compute capability 9.0) leaves the kernel 32 registers
+    and 29 kB of spilled stores, so that there plain attention is taken unless the config says otherwise.
+    """
+    return attn == "flex_attention" or (attn == "auto" and device.type == "cuda" and dtype != torch.float32)
+
+
 def _flex_works(model: Any, attn: str) -> bool:
-    """Whether FlexAttention is to be used: asked for, or there is a GPU; and right for the model's shapes."""
+    """Whether FlexAttention is to be used: it is tried, and right for the model's shapes."""
     device = torch.device(model.device)
-    if attn != "flex_attention" and not (attn == "auto" and device.type == "cuda"):
+    if not is_tried(attn, device, model.dtype):
         return False
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads

@@ -3,16 +3,24 @@
 The kernel is told of the mask twice. `mask_mod` decides each pair of places; the block table says which
 squares of 128 x 128 hold any legal pair, and which hold no other. The table is worked out here from what the
 segments of a block have in common, without looking at pairs, so it costs (N / 128)^2 and not N^2; a square
-that it wrongly takes for mixed costs time, never correctness. The kernel is compiled once, for all
-lengths; both go through checkpointed layers as arguments, so a recomputation sees what the first pass saw.
+that it wrongly takes for mixed costs time, never correctness. Both go through checkpointed layers as
+arguments, so a recomputation sees what the first pass saw.
 
-`fault` compares it with torch's plain attention on this machine before anything is trusted to it.
+The kernel is compiled four times for a model: for one row and for several, with gradients and without. All
+else is made alike before it is called (`attend`): whole blocks, two at least; all of query, key and value
+with gradients or none; one order in memory. Left to itself torch compiles anew for each such difference, and
+after eight goes over to attention that holds all N x N scores; here it raises an error instead.
+
+`fault` compiles the four and compares them with torch's plain attention on this machine, before anything is
+trusted to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,9 +36,10 @@ LIMITS = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 def block_mask(segments: Tensor) -> BlockMask:
-    """The mask of a pack's segments [B, N] (see `pack.attention_mask`), for rows of N tokens."""
+    """The mask of a pack's segments [B, N] (see `pack.attention_mask`), for rows of N tokens and the padding
+    that fills their last block, or the second."""
     width = segments.shape[1]
-    blocks = -(-width // BLOCK)
+    blocks = max(-(-width // BLOCK), 2)  # what is compiled for one block is compiled for no other number
     padded = torch.nn.functional.pad(segments, (0, blocks * BLOCK - width), value=PADDING)
     tiles = padded.unflatten(1, (blocks, BLOCK))
     prompt = tiles == PROMPT
@@ -49,8 +58,8 @@ def block_mask(segments: Tensor) -> BlockMask:
         *_table(some & ~every),
         *_table(some & every),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(segments),
-        seq_lengths=(width, width),
+        mask_mod=_mask_mod(padded),
+        seq_lengths=(blocks * BLOCK, blocks * BLOCK),
     )
 
 
@@ -58,17 +67,27 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None = None
 ) -> Tensor:
     """Queries [B, H, N, d] over keys and values [B, K, N, d], H a multiple of K; returns [B, H, N, d]."""
-    result: Tensor = _compiled()(
-        query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return result
+    width, size = query.shape[2:]
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    inputs = [_uniform(x, mask.seq_lengths[0], learns) for x in (query, key, value)]
+    # a number that is given makes a variant of its own, so the usual one is left to the kernel
+    usual = scaling is None or math.isclose(scaling, size**-0.5)
+    with torch.set_grad_enabled(learns):
+        result: Tensor = _compiled()(
+            *inputs,
+            block_mask=mask,
+            scale=None if usual else scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    return result if result.shape[2] == width else result[:, :, :width]
 
 
 @cache
 def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> str | None:
     """What is wrong with FlexAttention here: a message, or None when it agrees with plain attention.
 
-    Outputs and gradients of a small random pack with every kind of place in it are compared.
+    Outputs and gradients of a small random pack with every kind of place in it are compared, and of its first
+    row alone. Every variant of the kernel that a model needs is compiled here.
     """
     segments = torch.full((2, 300), PADDING)
     for row, lengths in enumerate([(150, 40, 1, 70, 9), (131, 128, 5)]):
@@ -76,35 +95,56 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
         segments[row, : len(known)] = known
     segments = segments.to(device)
     generator = torch.Generator().manual_seed(0)
-    shapes = [
-        (2, heads, 300, size),
-        (2, kv_heads, 300, size),
-        (2, kv_heads, 300, size),
-        (2, heads, 300, size),
+    inputs = [
+        torch.randn(2, 300, h, size, generator=generator).to(device, dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
     ]
-    *inputs, weight = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
-    weight = weight * (segments != PADDING)[:, None, :, None]
-    results: list[list[Tensor]] = []
-    mask, dense = block_mask(segments), attention_mask(segments)
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=heads != kv_heads)
-
     try:
-        for run in (partial(attend, mask=mask), plain):
-            leaves = [x.detach().clone().requires_grad_() for x in inputs]
-            out = run(*leaves)
-            results.append([out.detach() * (weight != 0), *torch.autograd.grad((out * weight).sum(), leaves)])
+        with _for_all_sizes():
+            distances = [_distances(segments[:rows], [x[:rows] for x in inputs]) for rows in (2, 1)]
     except Exception as error:  # whatever a compiler may raise: plain attention is there
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
             :300
         ]
-    for name, got, want in zip(("output", "query", "key", "value"), *results, strict=True):
-        distance = float((got.float() - want.float()).norm() / want.float().norm())
+    for what, distance in (pair for of_rows in distances for pair in of_rows.items()):
         if not distance <= LIMITS[dtype]:
-            what = "output" if name == "output" else f"gradient of the {name}"
             return f"its {what} is {distance:.1e} of the norm away from plain attention's"
     return None
+
+
+def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
+    """How far outputs and gradients are from plain attention's, as shares of the norm.
+
+    Segments are [B, N]; inputs are query, key, value and the weight of each output, all [B, N, h, d].
+    """
+    query, key, value, weight = (x.transpose(1, 2) for x in inputs)  # as a model's projections lie in memory
+    weight = weight * (segments != PADDING)[:, None, :, None]
+    mask, dense = block_mask(segments), attention_mask(segments)
+    gqa = query.shape[1] != key.shape[1]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=gqa)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, mask)
+
+    results: list[list[Tensor]] = []
+    for run in (flex, plain):
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        out = run(*leaves)
+        gradients = torch.autograd.grad((out * weight).sum(), leaves)
+        with torch.no_grad():
+            alone = run(*leaves)
+        results.append([out.detach() * (weight != 0), *gradients, alone * (weight != 0)])
+    names = (
+        "output",
+        *(f"gradient of the {x}" for x in ("query", "key", "value")),
+        "output without gradients",
+    )
+    return {
+        name: float((got.float() - want.float()).norm() / want.float().norm())
+        for name, got, want in zip(names, *results, strict=True)
+    }
 
 
 def _mask_mod(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -122,6 +162,49 @@ def _table(wanted: Tensor) -> tuple[Tensor, Tensor]:
     return wanted.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
+def _uniform(x: Tensor, width: int, learns: bool) -> Tensor:
+    """`x` [B, h, N, d] padded to [B, h, width, d], as [B, width, h, d] in memory, with a gradient or without.
+
+    It is no view, for torch compiles anew for what a view is a view of; and a single row has the stride that it
+    would have among several.
+    """
+    x = x.transpose(1, 2)
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, width - x.shape[1])) if x.shape[1] < width else x
+    x = x.contiguous().flatten(0, 1).unflatten(0, (len(x), width)).transpose(1, 2)
+    if learns and x.requires_grad:
+        plain: Tensor = _Plain.apply(x)  # type: ignore[no-untyped-call]
+        return plain
+    return x.detach().requires_grad_(learns)
+
+
+class _Plain(torch.autograd.Function):
+    """The same numbers in the same memory, as a tensor of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+@contextmanager
+def _for_all_sizes() -> Iterator[None]:
+    """Compile for any sizes, not for those alone that happen to be equal, and for many models in a process."""
+    import torch._dynamo.config as dynamo  # imports the compiler, which takes seconds
+    import torch.fx.experimental._config as shapes
+
+    with dynamo.patch(recompile_limit=64), shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        yield
+
+
+def _kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """A function of our own: torch counts what it compiles by function, and others compile flex_attention too."""
+    result: Tensor = flex_attention(query, key, value, **options)
+    return result
+
+
 @cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(_kernel, dynamic=True, fullgraph=True)

@@ -27,6 +27,7 @@ def test_a_run_in_bfloat16(tmp_path: Path) -> None:
             "run": {"dir": str(tmp_path / "r"), "max_steps": 4},
         }
     )
+    torch.cuda.reset_peak_memory_stats()
     GRPOTrainer(config, train=shapes_rows(split="train", size=32, seed=0), rewards=[brevity]).train()
     rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 4

@@ -7,6 +7,7 @@ gradients here as it would there. The kernel is tested in tests/gpu.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,24 @@ from hypothesis import strategies as st
 from steps import config_for, load, make_groups, segments_of
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner import flex
-from mm_grpo.learner.attention import Masks
+from mm_grpo.learner.attention import Masks, is_tried
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.pack import attention_mask
+from mm_grpo.learner.pack import PADDING, attention_mask
 from mm_grpo.learner.policy import load_policy
 from mm_grpo.processors.base import load_processor
+
+
+def padded(segments: Tensor) -> Tensor:
+    """Segments as `block_mask` fills them up: to whole blocks, and two at least."""
+    width = max(-(-segments.shape[1] // flex.BLOCK), 2) * flex.BLOCK
+    return torch.nn.functional.pad(segments, (0, width - segments.shape[1]), value=PADDING)
 
 
 def pairs(mask: BlockMask) -> Tensor:
@@ -56,7 +64,7 @@ ROWS = st.lists(st.lists(st.integers(1, 180), min_size=2, max_size=6), min_size=
 @given(ROWS)
 def test_table_and_mask_let_through_what_the_dense_mask_does(rows: list[list[int]]) -> None:
     segments = segments_of(rows)
-    assert torch.equal(pairs(flex.block_mask(segments)), attention_mask(segments))
+    assert torch.equal(pairs(flex.block_mask(segments)), attention_mask(padded(segments)))
 
 
 def test_blocks_that_nobody_sees_are_skipped() -> None:
@@ -120,21 +128,116 @@ def test_updates_are_those_of_blocks_and_dense_masks(
             assert float((updates[attn][name] - want).norm()) <= 1e-4 * float(want.norm()), (attn, name)
 
 
-def test_it_is_compiled_for_all_lengths_at_once() -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
+    """FlexAttention through torch's compiler but without a kernel, with a backward pass; counts what is compiled."""
     counter = CompileCounter()
-    compiled = torch.compile(flex.flex_attention, dynamic=True, backend=counter)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    torch._dynamo.reset()
+    flex._compiled.cache_clear()
+    flex.fault.cache_clear()
+    yield counter  # type: ignore[misc]
+    torch._dynamo.reset()
+    flex._compiled.cache_clear()
+    flex.fault.cache_clear()
+
+
+def check(segments: Tensor, needs: tuple[bool, ...], grads: bool, scaling: float | None) -> None:
+    """Outputs and gradients of heads 4 over 2 of size 16 are plain attention's; `needs` says who has gradients."""
+    batch, width = segments.shape
+    tensors = [torch.randn(batch, width, h, 16).transpose(1, 2) for h in (4, 2, 2)]
+    mask, results = attention_mask(segments), []
+    for run in ("flex", "plain"):
+        leaves = [x.clone().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+        query, key, value = (x * 1.0 if n else x.view_as(x) for n, x in enumerate(leaves))
+        with torch.set_grad_enabled(grads):
+            if run == "flex":
+                out = flex.attend(query, key, value, flex.block_mask(segments), scaling)
+            else:
+                out = scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
+                )
+            assert out.requires_grad == (grads and any(needs))
+            if out.requires_grad:
+                out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    for got, want in zip(*results, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+# widths below and above a block; as many rows, blocks and heads as one another; one row and several
+PACKS = [
+    [[1, 1]],
+    [[60, 20, 30]],
+    [[140, 30, 20]],
+    [[300, 30, 20, 50]],
+    [[30, 5], [20, 9]],
+    [[300, 200], [100, 9], [90, 30, 40], [200, 7]],
+    [[600, 9]] * 2,
+    [[140, 9]] * 4,
+]
+NEEDS = [(True, True, True), (True, False, True), (True, False, False), (False, False, True), (False,) * 3]
+
+
+def test_nothing_is_compiled_but_what_was_compared(compiled: CompileCounter) -> None:
+    assert flex.fault(torch.device("cpu"), torch.float32, 4, 2, 16) is None
+    assert compiled.frame_count == 4  # one row and several, with gradients and without
     torch.manual_seed(0)
-    counts = []
-    for rows in [[[140, 30, 20]], [[300, 30, 20, 50]], [[900, 9]], [[131, 5, 5, 5, 5]], [[400, 128]]]:
+    for number, rows in enumerate(PACKS):
         segments = segments_of(rows)
-        query, key, value = (torch.randn(1, h, segments.shape[1], 16) for h in (4, 2, 2))
-        with torch.no_grad():
-            out = compiled(query, key, value, block_mask=flex.block_mask(segments), enable_gqa=True)
-        mask = attention_mask(segments)
-        want = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        torch.testing.assert_close(out, want, rtol=1e-5, atol=2e-6)
-        counts.append(counter.frame_count)
-    assert counts == [1, 2, 2, 2, 2]  # the second length tells the compiler that lengths differ
+        wide = padded(segments)
+        check(wide, NEEDS[number % len(NEEDS)], True, 0.25)
+        check(wide, (True, True, True), True, 0.25)
+        check(segments, (True, True, True), number % 2 == 0, None)
+    assert compiled.frame_count == 4
+
+
+def test_another_scale_is_a_variant_of_its_own(compiled: CompileCounter) -> None:
+    torch.manual_seed(0)
+    segments = segments_of([[140, 30, 20]])
+    for scaling, count in ((None, 1), (16**-0.5, 1), (0.1, 2), (0.3, 2)):
+        check(segments, (True, True, True), True, scaling)
+        assert compiled.frame_count == count, scaling
+
+
+@pytest.mark.long
+def test_several_models_fit_in_a_process(compiled: CompileCounter) -> None:
+    for number, (heads, kv_heads, size) in enumerate([(4, 2, 16), (4, 4, 32), (7, 1, 16)], start=1):
+        assert flex.fault(torch.device("cpu"), torch.float32, heads, kv_heads, size) is None
+        assert compiled.frame_count == 4 * number
+
+
+def test_attention_that_holds_all_scores_never_stands_in(compiled: CompileCounter) -> None:
+    """Past the limit torch runs what it was given uncompiled, and says so in a log alone."""
+    segments = segments_of([[140, 30, 20]])
+    with torch._dynamo.config.patch(recompile_limit=1):
+        check(segments, (True, True, True), True, None)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            check(segments, (True, True, True), False, None)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_step_compiles_nothing_more(family: str, models: dict[str, Any], compiled: CompileCounter) -> None:
+    """With adapters, whose first layer has no gradient of the keys, recomputed layers and a reference."""
+    config = config_for(
+        models[family],
+        model={
+            "path": str(models[family]),
+            "attn": "flex_attention",
+            "lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]},
+        },
+        algorithm={"beta": 0.1},
+        optim={"gradient_checkpointing": True, "max_tokens_per_pack": 1024},
+    )
+    processor = load_processor(str(models[family]))
+    learner = Learner(load_policy(config.model), processor, config, 10)
+    assert compiled.frame_count == 4
+    for groups in (make_groups(processor), make_groups(processor)[:1]):
+        assert learner.step(groups).updates[0].update_norm > 0
+    assert compiled.frame_count == 4
 
 
 def test_a_kernel_that_is_wrong_is_found_out_and_not_used(
@@ -173,3 +276,17 @@ def test_it_needs_a_gpu(models: dict[str, Path]) -> None:
     assert Masks(model, "auto").multiple == 1
     with pytest.raises(ConfigError, match=r"does not work on cpu: .*; write auto or sdpa"):
         Masks(model, "flex_attention")
+
+
+@pytest.mark.parametrize(
+    ("attn", "device", "dtype", "tried"),
+    [
+        ("auto", "cuda", torch.bfloat16, True),
+        ("auto", "cuda", torch.float32, False),
+        ("auto", "cpu", torch.bfloat16, False),
+        ("sdpa", "cuda", torch.bfloat16, False),
+        ("flex_attention", "cuda", torch.float32, True),
+    ],
+)
+def test_where_it_is_tried(attn: str, device: str, dtype: torch.dtype, tried: bool) -> None:
+    assert is_tried(attn, torch.device(device), dtype) == tried
