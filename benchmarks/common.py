@@ -9,6 +9,7 @@ table in readme.py.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -115,11 +116,59 @@ def arguments(description: str | None, *, machine: bool = True) -> argparse.Argu
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write versions and rows to this file")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write versions and rows to this file")
     if machine:
-        parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
+        parser.add_argument("--device", type=_device, default="cpu", help="cpu (the default) or cuda")
         parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None, *packages: str) -> argparse.Namespace:
+    """The arguments of a script that needs `packages`; a mistake is told in one line, with exit code 2."""
+    args = parser.parse_args(argv)
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            parser.error(f"needs the package {package}, which is not installed; `make setup` installs it")
+    return args
+
+
+def positive(text: str) -> int:
+    """The value of an argument that counts something: an integer >= 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= 1")
+    return int(text)
+
+
+def positives(text: str) -> list[int]:
+    """The value of an argument that lists such numbers, with commas."""
+    return [positive(part) for part in text.split(",")]
+
+
+def _device(text: str) -> str:
+    try:
+        if torch.device(text).type not in ("cpu", "cuda"):
+            raise RuntimeError("it is neither a CPU nor a GPU of NVIDIA's")
+        torch.empty((), device=text)
+    except (RuntimeError, AssertionError) as error:
+        cause = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be used here ({cause}); legal are cpu and, with a GPU, cuda"
+        ) from error
+    return text
+
+
+def _file(text: str) -> Path:
+    """A file that can be written: told before anything is measured, for the rows are written at the end."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written ({error.strerror})") from error
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} may not be written")
+    return path
 
 
 def machine_of(args: argparse.Namespace) -> Machine:

@@ -12,6 +12,8 @@ could pass.
 
 from __future__ import annotations
 
+import argparse
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -29,7 +31,9 @@ from common import (
     machine_of,
     make_model,
     make_prompt,
+    parse,
     patches_of,
+    positive,
     versions,
     write_json,
 )
@@ -179,26 +183,38 @@ def measure(
     }  # fmt: skip
 
 
+def shapes(text: str) -> dict[str, tuple[int, int, int]]:
+    """G, T and side by name, of a list of names or GxTxSIDE, with commas."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for name in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x(\d+)", name)
+        if name not in SHAPES and not match:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} must be one of {', '.join(SHAPES)}, or GxTxSIDE, such as 8x64x448 (side 0: no image)"
+            )
+        found[name] = (int(match[1]), int(match[2]), int(match[3])) if match else SHAPES[name]
+    return found
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each side, after a warm-up")
+    parser.add_argument("--rounds", type=positive, default=5, help="timed runs of each side, after a warm-up")
     parser.add_argument(
-        "--shapes", default=",".join(SHAPES), help="of " + ", ".join(SHAPES) + ", or GxTxSIDE"
+        "--shapes", type=shapes, default=",".join(SHAPES), help="of " + ", ".join(SHAPES) + ", or GxTxSIDE"
     )
     parser.add_argument("--size", default="24m", choices=SIZES)
-    args = parser.parse_args(argv)
+    args = parse(parser, argv, "trl")
     warnings.filterwarnings("ignore")
     machine = machine_of(args)
     print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads")
     print(f"{'shape':<12}{'G':>4}{'T':>5}{'L':>5}{'ours s':>9}{'TRL s':>9}{'ratio':>7}{'ours/bound':>12}")
     rows: list[dict[str, Any]] = []
     rate = 0.0
-    for name in args.shapes.split(","):
+    for name, shape in args.shapes.items():
         rate = max(
             rate, machine.rate()
         )  # anew each time: a machine that is busy just now must not flatter us
-        count, tokens, side = SHAPES[name] if name in SHAPES else (int(n) for n in name.split("x"))
-        row = measure(name, args.rounds, args.size, machine, (count, tokens, side))
+        row = measure(name, args.rounds, args.size, machine, shape)
         rows.append(row)
         print(
             f"{name:<12}{row['G']:>4}{row['T']:>5}{row['L']:>5}{row['seconds_ours']:>9.3f}{row['seconds_trl']:>9.3f}"

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import Machine, arguments, machine_of, versions, write_json
+from common import Machine, arguments, machine_of, parse, positive, positives, versions, write_json
 from torch import Tensor
 
 from mm_grpo.learner.logprobs import CHUNK_BYTES, token_logprobs
@@ -145,15 +145,16 @@ def child(what: str, vocabulary: int, tokens: int, width: int, machine: Machine)
 
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--vocabularies", default="8192,32768,151936", help="sizes V, with commas")
-    parser.add_argument("--tokens", type=int, default=512, help="M: completion tokens of the pack")
-    parser.add_argument("--width", type=int, default=1024, help="D: size of a hidden state")
+    parser.add_argument(
+        "--vocabularies", type=positives, default="8192,32768,151936", help="sizes V, with commas"
+    )
+    parser.add_argument("--tokens", type=positive, default=512, help="M: completion tokens of the pack")
+    parser.add_argument("--width", type=positive, default=1024, help="D: size of a hidden state")
     parser.add_argument("--child", choices=(*SIDES, "difference"), help="measure this alone, in this process")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv, "trl")
     machine = machine_of(args)
-    vocabularies = [int(v) for v in args.vocabularies.split(",")]
     if args.child:
-        print(json.dumps(child(args.child, vocabularies[0], args.tokens, args.width, machine)))
+        print(json.dumps(child(args.child, args.vocabularies[0], args.tokens, args.width, machine)))
         return
     print(
         f"{args.tokens} tokens, width {args.width}, {args.dtype}; extra memory in MiB, one chunk of ours has ",
@@ -162,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{CHUNK_BYTES / MIB:.0f}")
     print(f"{'V':>7}{'all logits':>12}{'head and gradient':>19}{'ours':>9}{'TRL':>9}{'TRL / ours':>12}")
     rows = []
-    for vocabulary in vocabularies:
+    for vocabulary in args.vocabularies:
         sizes = (vocabulary, args.tokens, args.width, machine)
         gap = in_a_fresh_process("difference", *sizes)
         extra = {side: in_a_fresh_process(side, *sizes) for side in SIDES}

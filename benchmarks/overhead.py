@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import BASE, Stopwatch, arguments, versions, write_json
+from common import BASE, Stopwatch, arguments, parse, positive, versions, write_json
 
 from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.errors import UserError
 
 RECIPE = BASE.parent / "config.yaml"
 WORK = ("generate", "forward", "backward")
@@ -75,13 +76,17 @@ def breakdown(steps: list[dict[str, float]]) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__, machine=False)
-    parser.add_argument("--steps", type=int, default=30, help="timed steps")
+    parser.add_argument("--steps", type=positive, default=30, help="timed steps")
     parser.add_argument("--warm", type=int, default=5, help="steps before them")
     parser.add_argument("--config", type=Path, default=RECIPE, help="the recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe to change")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     warnings.filterwarnings("ignore")
-    rows = breakdown(run(args.warm + args.steps, args.config, args.overrides)[args.warm :])
+    try:
+        steps = run(args.warm + args.steps, args.config, args.overrides)
+    except UserError as error:
+        parser.error(str(error))
+    rows = breakdown(steps[args.warm :])
     print(f"{'part':<28}{'ms':>9}{'share':>8}")
     for row in rows:
         print(f"{row['part']:<28}{row['seconds'] * 1e3:>9.1f}{row['share']:>8.1%}")

@@ -96,6 +96,9 @@ def main(argv: list[str] | None = None) -> None:
     given = sys.argv[1:] if argv is None else argv
     source = Path(given[0]) if given else RESULTS / "learner.json"
     target = Path(given[1]) if len(given) > 1 else source.with_suffix(".svg")
+    if not source.is_file():
+        print(f"{source}: there is no such file; learner.py --json FILE writes one", file=sys.stderr)
+        sys.exit(2)
     target.write_text(drawn(json.loads(source.read_text(encoding="utf-8"))["rows"]), encoding="utf-8")
 
 

@@ -144,10 +144,13 @@ def written(page: str, results: Path) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     given = sys.argv[1:] if argv is None else argv
-    page = HERE / "README.md"
-    page.write_text(
-        written(page.read_text(encoding="utf-8"), Path(given[0]) if given else RESULTS), encoding="utf-8"
-    )
+    page, results = HERE / "README.md", Path(given[0]) if given else RESULTS
+    if not results.is_dir():
+        print(
+            f"{results}: there is no such folder of results; `make bench` writes {RESULTS}", file=sys.stderr
+        )
+        sys.exit(2)
+    page.write_text(written(page.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ pays for the image, which is no token of the language model. So `share` should f
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,9 @@ from common import (
     machine_of,
     make_model,
     make_prompt,
+    parse,
     patches_of,
+    positive,
     versions,
     write_json,
 )
@@ -145,20 +148,31 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
+def sweeps(text: str) -> list[str]:
+    """The names of sweeps, of a list with commas."""
+    names = text.split(",")
+    for name in names:
+        if name not in SWEEPS:
+            raise argparse.ArgumentTypeError(f"{name!r} must be one of {', '.join(SWEEPS)}")
+    return names
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each point, after a warm-up")
-    parser.add_argument("--sweeps", default=",".join(SWEEPS), help="of " + ", ".join(SWEEPS))
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="timed runs of each point, after a warm-up"
+    )
+    parser.add_argument("--sweeps", type=sweeps, default=",".join(SWEEPS), help="of " + ", ".join(SWEEPS))
     parser.add_argument("--size", default="24m", choices=SIZES)
-    parser.add_argument("--side", type=int, default=448, help="side of the image, in pixels")
-    args = parser.parse_args(argv)
+    parser.add_argument("--side", type=positive, default=448, help="side of the image, in pixels")
+    args = parse(parser, argv)
     warnings.filterwarnings("ignore")
     machine = machine_of(args)
     processor = load_shapes_processor(args.side**2)
     model = make_model(processor, args.size, machine)
     print(f"{'sweep':<17}{'x':>7}{'L':>7}{'tokens':>8}{'seconds':>10}")
     rows: list[dict[str, Any]] = []
-    for sweep in args.sweeps.split(","):
+    for sweep in args.sweeps:
         found = measure(sweep, points(sweep, processor, args.side), model, processor, args.rounds, machine)
         show(found)
         rows += found

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from common import Stopwatch, arguments, versions, write_json
+from common import Stopwatch, arguments, parse, positive, versions, write_json
 from transformers import TrainerCallback
 from workloads import WORKLOADS, Workload, our_trainer, trl_trainer
 
@@ -167,10 +167,10 @@ def measure(name: str, rounds: int, warm: int) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__, machine=False)
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side")
+    parser.add_argument("--rounds", type=positive, default=5, help="timed steps of each side")
     parser.add_argument("--warm", type=int, default=2, help="steps before them")
     parser.add_argument("--workloads", nargs="+", default=["shapes", "24M, 448 px"], choices=WORKLOADS)
-    args = parser.parse_args(argv)
+    args = parse(parser, argv, "trl")
     print(f"{'workload':<14}{'':<10}{'ours s':>9}{'TRL s':>9}{'ratio':>7}")
     rows = []
     for name in args.workloads:

@@ -19,15 +19,14 @@ mappings (`{name: length, weight: 0.5, max_length: 200}`), whose further keys ar
 
 def page() -> str:
     """The whole page as Markdown, a table per section."""
-    lines, section = [HEAD], ""
+    tables: dict[str, list[str]] = {}
     for field in GRPOConfig.field_help():
-        head, _, _ = field.path.rpartition(".")
-        if head != section:
-            section = head
-            lines.append(f"\n## {section}\n\n| field | legal | default | meaning |\n|---|---|---|---|")
+        section, _, _ = field.path.rpartition(".")
+        head = f"\n## {section}\n\n| field | legal | default | meaning |\n|---|---|---|---|"
         cells = (f"`{field.path}`", field.type, f"`{field.default}`", field.description)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        row = "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        tables.setdefault(section, [head]).append(row)
+    return "\n".join([HEAD, *(line for table in tables.values() for line in table)]) + "\n"
 
 
 if __name__ == "__main__":

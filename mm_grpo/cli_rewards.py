@@ -87,7 +87,10 @@ def try_reward(
     row = hand_made(prompt, columns, image or [])
     scorer = Scorer([{**bound, "name": name}])
     try:
-        scorer.check(columns)
+        try:
+            scorer.check(columns)
+        except RewardError as error:
+            raise RewardError(f"{error}. Here these are --column name=value and --arg name=value") from error
         answer = Completion((), (), completion, "stop", 0)
         ((_, scores),) = scorer.score([row], [answer], 1).parts.items()
     finally:
@@ -152,11 +155,11 @@ def example(spec: RewardSpec) -> list[str]:
     """Lines of YAML that use the reward, with the columns and arguments it has."""
     named = spec.source if ":" in spec.source else spec.name
     settings = [f"name: {named}", f"weight: {spec.weight:g}"]
-    settings += [f"{name}: VALUE" for name in spec.required if _keyword_only(spec, name)]
+    settings += [f"{name}: VALUE" for name in spec.required if _is_setting(spec, name)]
     settings += [f"{name}: {_yaml(_default(spec, name))}" for name in spec.options]
     lines = [f"rewards: [{{{', '.join(settings)}}}]"]
     asked = dict.fromkeys((*spec.needs, *spec.required))
-    columns = [name for name in asked if name not in spec.supplied and not _keyword_only(spec, name)]
+    columns = [name for name in asked if name not in spec.supplied and not _is_setting(spec, name)]
     if columns:
         lines.append(f"data: {{columns: {{{columns[0]}: name_in_the_dataset}}}}")
     return lines
@@ -170,18 +173,22 @@ def _role(spec: RewardSpec, name: str) -> str:
     if name in spec.needs:
         return "column; rows where it is null get no score"
     if name in spec.optional:
-        return f"column or argument, default {_yaml(_default(spec, name))}"
-    return "argument, to be set" if _keyword_only(spec, name) else "column or argument"
+        kind = "argument" if _is_setting(spec, name) else "column or argument"
+        return f"{kind}, default {_yaml(_default(spec, name))}"
+    return "argument, to be set" if _is_setting(spec, name) else "column or argument"
 
 
 def _default(spec: RewardSpec, name: str) -> Any:
     return inspect.signature(spec.fn).parameters[name].default
 
 
-def _keyword_only(spec: RewardSpec, name: str) -> bool:
-    """Whether a parameter stands behind the `*`, where a per-completion function has its settings."""
-    kind = inspect.signature(spec.fn).parameters[name].kind
-    return spec.kind == "completion" and name not in spec.supplied and kind is inspect.Parameter.KEYWORD_ONLY
+def _is_setting(spec: RewardSpec, name: str) -> bool:
+    """Whether a parameter is a setting: behind the `*` of a per-completion function, of a built-in batch one any."""
+    if name in spec.supplied:
+        return False
+    if spec.kind == "batch":
+        return spec.source == "built-in" and name not in spec.needs
+    return inspect.signature(spec.fn).parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def _yaml(value: Any) -> str:

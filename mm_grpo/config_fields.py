@@ -12,6 +12,7 @@ P is `rollout.prompts_per_step`, G `rollout.num_generations`, A `rollout.max_att
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -50,6 +51,13 @@ class LoRAConfig(Section):
         "Layers of the language model that get adapters, by the last part of their names",
     )
 
+    @field_validator("target_modules")
+    @classmethod
+    def _names(cls, value: list[str]) -> list[str]:
+        if not value or not all(re.fullmatch(r"[\w.]+", name) for name in value):
+            raise mistake("must be the last parts of layers' names, such as [q_proj, v_proj]; at least one")
+        return value
+
 
 class ModelConfig(Section):
     """The policy, and how it is held."""
@@ -84,7 +92,7 @@ class DataConfig(Section):
     train: Source | None = setting(
         None,
         "Training rows: a path to .jsonl, .json, .parquet or a saved dataset, or a mapping such as"
-        " {task: shapes, size: 2000}",
+        " {task: shapes, split: train, size: 2000}",
         "null when the rows are passed in Python",
     )
     eval: EvalSource | None = setting(

@@ -31,6 +31,7 @@ _EPOCHS = "write run.max_steps (steps, not epochs; null is one pass over the dat
 _KL = "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)"
 _KL_IN_REWARD = "write algorithm.kl_in_reward (and algorithm.beta, the weight of the KL)"
 _KL_KIND = "write algorithm.kl_estimator: k1 (verl's kl), k2 (mse) or k3 (low_var_kl)"
+_RESUME = "it is an option of the command: mm-grpo train CONFIG --resume (in Python GRPOTrainer(config, resume=True))"
 _WORLD = "no setting depends on the number of processes; leave it out"
 
 ADVICE: Mapping[str, str] = {
@@ -58,7 +59,7 @@ ADVICE: Mapping[str, str] = {
     "save_steps": _SAVE,
     "save_strategy": _SAVE,
     "save_total_limit": _KEEP,
-    "resume_from_checkpoint": _LATER,
+    "resume_from_checkpoint": _RESUME,
     # TRL and ms-swift: model
     "model_name_or_path": "write model.path",
     "model_id_or_path": "write model.path",
@@ -117,8 +118,11 @@ ADVICE: Mapping[str, str] = {
     "vllm_limit_mm_per_prompt": "write rollout.vllm.max_images",
     "vllm_importance_sampling_correction": "write algorithm.importance_sampling_mode (none is no correction)",
     "vllm_importance_sampling_mode": "write algorithm.importance_sampling_mode",
+    "vllm_importance_sampling_cap": "write algorithm.importance_sampling_clip_max",
     "vllm_importance_sampling_clip_max": "write algorithm.importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min": "write algorithm.importance_sampling_clip_min",
+    "vllm_group_port": _SERVED,
+    "vllm_structured_outputs_regex": _LATER,
     "enforce_eager": _VLLM,
     "enable_chunked_prefill": _VLLM,
     "max_num_batched_tokens": _VLLM,
@@ -162,8 +166,8 @@ ADVICE: Mapping[str, str] = {
     "clip_ratio": "write algorithm.epsilon",
     "clip_ratio_low": "write algorithm.epsilon",
     "clip_ratio_high": "write algorithm.epsilon_high",
-    "clip_ratio_c": _LATER,
-    "clip_ratio_dual": _LATER,
+    "clip_ratio_c": "write algorithm.delta",
+    "clip_ratio_dual": "write algorithm.delta",
     "kl_coef": _KL,
     "kl_loss_coef": _KL,
     "use_kl_loss": _KL,
@@ -188,6 +192,8 @@ ADVICE: Mapping[str, str] = {
     "val_freq": "write run.eval_every (steps)",
     "save_freq": _SAVE,
     "save_limit": _KEEP,
+    "resume_mode": _RESUME,
+    "resume_from_path": _RESUME,
     "default_local_dir": "write run.dir",
     "save_checkpoint_path": "write run.dir",
     "experiment_name": "write run.dir",
@@ -199,7 +205,7 @@ ADVICE: Mapping[str, str] = {
 PREFIXES: Mapping[str, str] = {
     "vllm_server_": _SERVED,
     "vllm_": _VLLM,
-    "sglang_": "the transformers engine is the only one in this version of mm_grpo; leave it out",
+    "sglang_": "SGLang is not in mm_grpo; write rollout.engine: transformers or vllm",
     "lora_": _LORA,
     "fsdp": _FSDP,
     "deepspeed_": _ZERO,

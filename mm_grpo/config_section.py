@@ -143,13 +143,24 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
+def section_within(field: FieldInfo) -> type[Section] | None:
+    """The section class that a field holds, or may hold in place of null."""
+    kinds = [
+        kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)
+    ]
+    return section_of(field) or next(iter(kinds), None)
+
+
 def leaves(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
-    """The dotted path and the field of every leaf, in the order of the file."""
+    """The dotted path and the field of every leaf, in the order of the file.
+
+    A section that may be null is a leaf itself, and its own leaves follow it.
+    """
     for name, field in section.model_fields.items():
-        inner = section_of(field)
-        if inner is None:
+        inner = section_within(field)
+        if section_of(field) is None:
             yield _join(section.where, name), field
-        else:
+        if inner is not None:
             yield from leaves(inner)
 
 
@@ -202,7 +213,7 @@ def _field(cls: type[Section], location: Sequence[Any]) -> tuple[FieldInfo | Non
         if here is None or part not in here.model_fields:
             return field, location[depth:]
         field = here.model_fields[part]
-        here = section_of(field)
+        here = section_within(field)
     return field, ()
 
 

@@ -36,9 +36,11 @@ def _source(value: Any) -> str | dict[str, Any]:
     if isinstance(value, str) and value:
         return str(value)
     if not isinstance(value, Mapping):
-        raise mistake("must be a path, or a mapping with the key task, such as {task: shapes, size: 2000}")
+        raise mistake(
+            "must be a path, or a mapping with the key task, such as {task: shapes, split: train, size: 2000}"
+        )
     if "task" not in value:
-        raise mistake("a mapping needs the key task, such as {task: shapes, size: 2000}")
+        raise mistake("a mapping needs the key task, such as {task: shapes, split: train, size: 2000}")
     if not isinstance(value["task"], str) or not value["task"]:
         raise mistake(f"task is {shown(value['task'])}; it must be the name of a task, such as shapes")
     source: dict[str, Any] = _plain(value)

@@ -192,6 +192,8 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
     elif not isinstance(content, str):
         found = type(content).__name__
         raise DataError(f"{where}: the content is a {found}; legal is a string or a list of parts")
+    else:
+        _refuse_half_characters(content, where)
     # Arrow gives every message the keys of all; those that are null were never written.
     rest = {key: value for key, value in message.items() if value is not None}
     return rest | {"role": role, "content": content}
@@ -200,11 +202,12 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
 def _part(part: Any, where: str) -> Message:
     """A text part, or an image part with at most the key `image`."""
     if isinstance(part, str):
-        return {"type": "text", "text": part}
+        part = {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind == "text":
         if not isinstance(part.get("text"), str):
             raise DataError(f"{where}: a text part needs a string in 'text'; it has {part.get('text')!r}")
+        _refuse_half_characters(part["text"], where)
         return {"type": "text", "text": part["text"]}
     if kind in ("image", "image_url"):
         own = next((part[key] for key in _OWN_IMAGE_KEYS if part.get(key) is not None), None)
@@ -216,6 +219,17 @@ def _part(part: Any, where: str) -> Message:
     if isinstance(kind, str) and "video" in kind:
         raise DataError(f"{where}: a part of type {kind!r}: videos are not supported in this version")
     raise DataError(f"{where}: a part of type {kind!r}; legal are 'text', 'image' and 'image_url'")
+
+
+def _refuse_half_characters(text: str, where: str) -> None:
+    """No tokenizer takes a lone surrogate, which JSON can write: what cutting an emoji in two leaves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: the text holds half a character ({text[error.start]!r} at {error.start}); write the whole "
+            "character or remove it"
+        ) from error
 
 
 def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[list[Message], list[Any]]:

@@ -165,6 +165,8 @@ def _parse(data: bytes, where: str) -> Any:
         if error.msg == "Extra data" and where.endswith(".json"):
             remedy = "if it holds one row a line, call it .jsonl"
         raise DataError(f"{where}: is not valid JSON ({error.msg} at {place}); {remedy}") from error
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of lists in lists
+        raise DataError(f"{where}: cannot be read ({error}); mend or remove it") from error
 
 
 def _refuse_empty(rows: list[Any], path: Path) -> None:

@@ -48,6 +48,12 @@ class QwenVLProcessor:
                 f"model.path = '{path}': the processor has no chat template; add chat_template.jinja"
             )
         self.tokenizer: Any = self.hf.tokenizer
+        # Without its vocabulary a tokenizer loads all the same, and drops all text but special tokens.
+        if not self.tokenizer("a", add_special_tokens=False)["input_ids"]:
+            raise ConfigError(
+                f"model.path = '{path}': the tokenizer has no vocabulary; copy tokenizer.json, or vocab.json and "
+                "merges.txt, beside the weights"
+            )
         image_processor = self.hf.image_processor
         self.min_pixels = int(min_pixels or image_processor.size["shortest_edge"])
         self.max_pixels = int(max_pixels or image_processor.size["longest_edge"])

@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import hashlib
 import inspect
+import numbers
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -37,8 +38,8 @@ Entry = str | Mapping[str, Any] | Callable[..., Any] | RewardSpec | RewardSum
 
 def resolve_entries(entries: Iterable[Entry], *, base: Path | None = None) -> list[RewardSpec]:
     """Resolve a whole list; RewardError when it is empty or when two entries have one name."""
-    if isinstance(entries, str | Mapping):
-        raise RewardError(f"rewards is {entries!r}; it must be a list, such as [exact_match, format]")
+    if isinstance(entries, str | Mapping) or not isinstance(entries, Iterable):
+        raise RewardError(f"rewards is {entries!r}; it must be a list, such as [exact_match, my_function]")
     specs = [spec for entry in entries for spec in _specs_of(entry, base)]
     if not specs:
         raise RewardError(f"rewards is empty; it needs at least one of: {', '.join(registry.names())}")
@@ -71,9 +72,10 @@ def resolve_entry(entry: Entry, *, base: Path | None = None) -> RewardSpec:
     bound = {key: value for key, value in entry.items() if key not in RESERVED_KEYS}
     spec = _find(entry["name"], base, alias=entry.get("as"), settings=bound)
     bound = {key: value for key, value in bound.items() if key not in spec.made_with}
-    for key in bound:
+    for key, value in bound.items():
         if key not in spec.settable:
             raise RewardError(_unknown_key(spec, str(key)))
+        _check_kind(spec, key, value)
     said = {key: value for key, value in entry.items() if key in policy.KEYS}
     how = policy.read(spec.name, said, spec.policy)
     policy.check_fit(spec.name, how, is_async=spec.is_async, kind=spec.kind)
@@ -243,6 +245,30 @@ def _from_entry_point(what: str, alias: str | None, settings: Mapping[str, Any] 
         raise RewardError(f"rewards: the entry point {what!r} ({points[0].value}) is not a function")
     value = points[0].value
     return _of_function(fn, f"entry point {value}", alias or what, value.partition("[")[0].strip(), settings)
+
+
+_KINDS: Mapping[str, tuple[str, type]] = {
+    "bool": ("true or false", bool),
+    "int": ("an integer", numbers.Integral),
+    "float": ("a number", numbers.Real),
+    "str": ("text", str),
+    "None": ("null", type(None)),
+}
+
+
+def _check_kind(spec: RewardSpec, key: str, value: Any) -> None:
+    """Hold an option against its annotation, where that names plain kinds: `no` is a text, and would count as true."""
+    parameter = inspect.signature(spec.fn).parameters.get(key)
+    if parameter is None or parameter.kind is not parameter.KEYWORD_ONLY:
+        return
+    annotation = parameter.annotation
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    kinds = [part.strip() for part in text.split("|")]
+    if any(kind not in _KINDS for kind in kinds):
+        return
+    if not any(isinstance(value, _KINDS[k][1]) and (k == "bool" or type(value) is not bool) for k in kinds):
+        legal = " or ".join(_KINDS[kind][0] for kind in kinds)
+        raise RewardError(f"rewards: reward {spec.name!r}: {key} is {value!r}; legal is {legal}")
 
 
 def _unknown_key(spec: RewardSpec, key: str) -> str:

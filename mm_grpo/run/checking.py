@@ -19,7 +19,7 @@ from mm_grpo.data.sets import load_eval, load_train
 from mm_grpo.errors import UserError
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards.scoring import Scorer
-from mm_grpo.rollout.prompting import Prompter
+from mm_grpo.rollout.prompting import Prompter, TooLong
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.run.reward_check import RewardCheck, RewardReport
 
@@ -55,10 +55,11 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
     processor = load_processor(
         config.model.path, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
     )
-    prompter = Prompter(processor, config, context=None)
+    prompter = Prompter(processor, config, _context(config.model.path))
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
+    notes: list[str] = []
     reports: dict[str, list[RewardReport]] = {}
     for name, dataset in sets.items():
         rewards = RewardCheck(
@@ -68,14 +69,25 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
             call_judges=call_judges,
         )
         looked = dataset if rows is None else dataset.head(rows)
-        lengths, images, failed = _walk(looked, prompter, rewards, console)
+        lengths, images, failed, dropped = _walk(looked, prompter, rewards, console)
         reports[name] = rewards.finish()
         spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
         table.add_row(name, str(len(dataset)), str(len(lengths)), str(images), spread)
         failures += failed[:SHOWN]
         if len(failed) > SHOWN:
             failures.append(f"{name}: {len(failed) - SHOWN} more rows fail")
+        if dropped and not lengths:
+            failures.append(
+                f"{name}: no row is left: {dropped} of {len(looked)} prompts are longer than {prompter.limit_name} "
+                f"allows ({prompter.limit} tokens); raise the limit, or lower data.max_pixels"
+            )
+        elif dropped:
+            notes.append(
+                f"{name}: left out as too long (data.on_overlong = drop): {dropped} of {len(looked)}"
+            )
     console.print(table)
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     _print_rewards(console, reports)
     console.print(config.batch_sentence(processes=1) + f", {steps} steps", highlight=False, soft_wrap=True)
     for failure in failures:
@@ -86,12 +98,21 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
     return not problems
 
 
+def _context(path: str) -> int | None:
+    """The longest text of the model at `path`, in tokens, by its config: what a run learns from the model."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    return getattr(config, "max_position_embeddings", None)
+
+
 def _walk(
     dataset: Dataset, prompter: Prompter, rewards: RewardCheck, console: Console
-) -> tuple[list[int], int, list[str]]:
-    """Prompt lengths and image count of the rows that can be used, and the messages of those that cannot."""
+) -> tuple[list[int], int, list[str], int]:
+    """Of the rows that can be used prompt lengths and the count of images; of the others the messages of those
+    that stop a run, and the count of those that it drops."""
     lengths: list[int] = []
-    images = 0
+    images = dropped = 0
     failed: list[str] = []
     indices = track(
         range(len(dataset)),
@@ -104,12 +125,18 @@ def _walk(
         try:
             prompt = prompter.process(dataset.sample(index))
         except UserError as error:
-            failed.append(str(error))
+            if isinstance(error, TooLong) and prompter.policy == "drop":
+                dropped += 1
+                continue
+            # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
+            told, uid = str(error), f"{dataset.name}:{index}: "
+            named = told.startswith(uid)
+            failed.append(f"{dataset.row_name(index)}: {told.removeprefix(uid)}" if named else told)
             continue
         lengths.append(len(prompt.token_ids))
         images += len(prompt.engine_prompt.images)
         rewards.add(dataset.row_name(index), prompt)
-    return lengths, images, failed
+    return lengths, images, failed, dropped
 
 
 def _conversational(dataset: Dataset) -> bool:

@@ -100,6 +100,10 @@ class RunFolder:
             raise ConfigError(
                 f"run.dir = '{paths.root}': '{error.filename}' may not be written; name a folder that may"
             ) from error
+        except OSError as error:  # a read-only or a full disk, a folder that cannot be made there
+            raise ConfigError(
+                f"run.dir = '{paths.root}': cannot be written ({error.strerror or error}); name a folder that can"
+            ) from error
         return self
 
     @cached_property
@@ -150,7 +154,13 @@ class RunFolder:
     def _check(self) -> None:
         paths = self.paths
         for place in (paths.root, *paths.root.parents):
-            if place.exists() and not place.is_dir():
+            try:
+                taken = place.exists() and not place.is_dir()
+            except OSError as error:  # a name that is too long, a folder that may not be looked into
+                raise ConfigError(
+                    f"run.dir = '{paths.root}': cannot be made ({error.strerror or error}); name a folder that can"
+                ) from error
+            if taken:
                 raise ConfigError(
                     f"run.dir = '{paths.root}': there is a file at '{place}'; name a folder that can be made"
                 )

@@ -7,9 +7,11 @@ run will use.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError
 from mm_grpo.learner.distributed import Ranks
 from mm_grpo.learner.launchers import check_launcher
 from mm_grpo.learner.learner import Learner
@@ -47,6 +49,12 @@ def load_sides(
     ConfigError for what cannot be loaded and GuardStop when the weights did not reach the engine.
     """
     check_launcher(config)
+    for name, given in (("model", model), ("processor", processor)):
+        if isinstance(given, str | PathLike):
+            raise ConfigError(
+                f"{name} = {str(given)!r}: must be a loaded one; to have it loaded, write the path into the config:"
+                " model.path"
+            )
     if processor is None:
         processor = load_processor(
             config.model.path, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels

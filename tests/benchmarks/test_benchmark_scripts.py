@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from mm_grpo import __version__
 
@@ -89,3 +90,78 @@ def test_step(result: Result) -> None:
         assert row[f"{part}_ratio"] == pytest.approx(row[f"{part}_trl"] / row[f"{part}_ours"], rel=1e-4)
     for side in ("ours", "trl"):
         assert 0 < row[f"generate_{side}"] + row[f"learner_{side}"] < row[f"step_{side}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        (
+            "learner",
+            ["--device", "gpu"],
+            "argument --device: 'gpu' cannot be used here (Expected one of cpu, cuda",
+        ),
+        (
+            "learner",
+            ["--device", "meta"],
+            "it is neither a CPU nor a GPU of NVIDIA's); legal are cpu and, with a GPU",
+        ),
+        (
+            "learner",
+            ["--shapes", "vqa,2x4"],
+            "'2x4' must be one of vqa, wide, long, text, or GxTxSIDE, such as 8x64",
+        ),
+        ("learner", ["--rounds", "0"], "argument --rounds: '0' must be an integer >= 1"),
+        ("learner", ["--json", "/"], "argument --json: '/' is a folder; name a file"),
+        (
+            "learner",
+            ["--json", "/proc/a/b"],
+            "argument --json: '/proc/a/b' cannot be written (No such file or direct",
+        ),
+        ("memory", ["--vocabularies", "8,a"], "argument --vocabularies: 'a' must be an integer >= 1"),
+        (
+            "scaling",
+            ["--sweeps", "prompts"],
+            "'prompts' must be one of completions, completions_text, prompt, side,",
+        ),
+        (
+            "overhead",
+            ["--steps", "1", "optim.learning_rate=a"],
+            "optim.learning_rate = 'a': must be a number >= 0",
+        ),
+        ("overhead", ["--config", "nope.yaml"], "nope.yaml: there is no such config file"),
+        ("readme", ["/nope"], "/nope: there is no such folder of results; `make bench` writes"),
+        ("plot", ["/nope.json"], "/nope.json: there is no such file; learner.py --json FILE writes one"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(
+    name: str,
+    arguments: list[str],
+    told: str,
+    script: Callable[[str], Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        script(name).main(arguments)
+    assert left.value.code == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(script: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        script("memory").main(["--device", "cuda"])
+    assert "argument --device: 'cuda' cannot be used here (" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["learner", "memory", "step"])
+def test_trl_is_asked_for_before_anything_is_measured(
+    name: str,
+    script: Callable[[str], Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = script(name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(SystemExit, match="2"):
+        module.main([])
+    assert "needs the package trl, which is not installed; `make setup`" in capsys.readouterr().err

@@ -91,3 +91,26 @@ def test_the_first_rows_alone(command: Any, job: Path) -> None:
     result = command("check", job, "--rows", "2")
     assert result.code == 0 and row_of(result.out, "train", "exact_match")[3] == "2"
     assert command("check", job, "--rows", "0").code == 2
+
+
+def test_prompts_that_are_too_long(command: Any, job: Path) -> None:
+    rows = job.parent / "rows.jsonl"
+    long = json.dumps({"prompt": "what is it " * 100, "image": "0.png", "answer": "red"})
+    rows.write_text(rows.read_text() + "\n" + long + "\n")
+    limit = "data.max_prompt_length=150"
+    stopped = command("check", job, limit)
+    assert stopped.code == 2
+    assert f"{rows}:6: the prompt has " in stopped.out  # the file's line, not the row's uid
+    dropped = command("check", job, limit, "data.on_overlong=drop")
+    assert (
+        dropped.code == 0 and "train: left out as too long (data.on_overlong = drop): 1 of 5" in dropped.out
+    )
+    none = command("check", job, "data.max_prompt_length=1", "data.on_overlong=drop")
+    assert (
+        none.code == 2 and "no row is left: 5 of 5 prompts are longer than data.max_prompt_length" in none.out
+    )
+
+
+def test_the_models_context_bounds_prompts_as_in_a_run(command: Any, job: Path) -> None:
+    result = command("check", job, "rollout.max_completion_length=1000000")
+    assert result.code == 2 and "less rollout.max_completion_length allows -" in result.out

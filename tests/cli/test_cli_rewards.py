@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from mm_grpo.cli_rewards import page
+from mm_grpo.config import apply_overrides
 from mm_grpo.rewards import names, resolve_entry
 
 
@@ -21,12 +22,12 @@ def test_the_list_has_a_line_for_each(command: Any) -> None:
 
 
 def test_every_reward_has_a_page_with_an_entry_that_resolves() -> None:
-    import yaml
-
     for name in names():
         shown = page(resolve_entry(name))
         entry = next(line for line in shown.splitlines() if line.startswith("  rewards: "))
-        (made,) = yaml.safe_load(entry)["rewards"]
+        (made,) = apply_overrides({}, [entry.strip().replace(": ", "=", 1)])["rewards"]
+        chosen = {"language": "en"}.get(name, 8)  # VALUE is for the user to replace
+        made = {key: chosen if value == "VALUE" else value for key, value in made.items()}
         assert resolve_entry(made).name == name
 
 
@@ -37,6 +38,15 @@ def test_a_page(command: Any) -> None:
     assert "  ignore_case      argument, default true\n" in out
     assert "rewards: [{name: exact_match, weight: 1, ignore_case: true, strict: false}]" in out
     assert "data: {columns: {answer: name_in_the_dataset}}" in out
+
+
+def test_the_page_of_a_batch_function_that_ships(command: Any) -> None:
+    out = command("rewards", "reward_model").out
+    assert (
+        "  model            argument, to be set\n" in out and "batch_size       argument, default 8\n" in out
+    )
+    assert "rewards: [{name: reward_model, weight: 1, model: VALUE}]" in out
+    assert "data: {columns" not in out
 
 
 def test_the_page_of_ones_own(command: Any, tmp_path: Path) -> None:
@@ -85,7 +95,7 @@ def test_images_reach_the_reward_as_they_are(command: Any, tmp_path: Path) -> No
     ("arguments", "words"),
     [
         (["exact_mach"], ["exact_mach", "did you mean 'exact_match'"]),
-        (["try", "exact_match", "--completion", "x"], ["exact_match", "answer"]),
+        (["try", "exact_match", "--completion", "x"], ["exact_match", "answer", "--column name=value"]),
         (
             ["try", "exact_match", "--completion", "x", "--column", "answer"],
             ["--column 'answer'", "name=value"],

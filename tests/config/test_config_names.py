@@ -15,6 +15,7 @@ from mm_grpo.errors import ConfigError
 LEGAL = [path for path, _ in leaves(GRPOConfig)]
 VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
 LATER = "not in this version of mm_grpo yet; leave it out"
+RESUME = "it is an option of the command: mm-grpo train CONFIG --resume (in Python GRPOTrainer(config, resume=True))"
 BATCH = "write rollout.prompts_per_step x rollout.num_generations; accumulation is derived"
 
 
@@ -66,7 +67,15 @@ def told(values: dict[str, Any]) -> list[str]:
         ("importance_sampling_level", "write algorithm.importance_sampling_level"),
         ("save_steps", "write run.save_every (steps; 0 is no checkpoint)"),
         ("save_total_limit", "write run.keep_checkpoints (the newest that are kept)"),
-        ("resume_from_checkpoint", LATER),
+        ("resume_from_checkpoint", RESUME),
+        ("vllm_importance_sampling_cap", "write algorithm.importance_sampling_clip_max"),
+        (
+            "vllm_group_port",
+            "served vLLM is not in this version of mm_grpo yet; leave it out (rollout.engine: vllm)",
+        ),
+        ("vllm_structured_outputs_regex", LATER),
+        ("sglang_tp_size", "SGLang is not in mm_grpo; write rollout.engine: transformers or vllm"),
+        ("target_modules", "write model.lora.target_modules"),
         ("zero_stage", "write optim.zero_stage"),
         ("fsdp_config", "FSDP is not in this version of mm_grpo; write optim.zero_stage (0, 1 or 2)"),
         (
@@ -110,6 +119,9 @@ def test_a_key_at_the_top(key: str, advice: str) -> None:
         ("data", "task", "a source is one mapping: write data.train: {task: ...}"),
         ("data", "zzz", "data has train, eval, columns, image_dir, min_pixels, max_pixels, "),
         ("run", "guard", "the nearest is run.guards"),
+        ("algorithm", "clip_ratio_c", "write algorithm.delta"),
+        ("algorithm", "clip_ratio_dual", "write algorithm.delta"),
+        ("run", "resume_mode", RESUME),
     ],
 )
 def test_a_key_in_a_section(section: str, key: str, advice: str) -> None:
@@ -120,6 +132,13 @@ def test_a_key_in_a_section(section: str, key: str, advice: str) -> None:
 def test_a_key_in_the_sampling_of_evaluation() -> None:
     assert told({"rollout": {"eval": {"topk": 3}}}) == [
         "rollout.eval.topk: unknown key; the nearest is rollout.eval.top_k"
+    ]
+
+
+def test_a_key_of_the_adapters() -> None:
+    assert told({"model": {"path": "m", "lora": {"rnk": 8, "r": 8}}}) == [
+        "model.lora.rnk: unknown key; the nearest is model.lora.rank",
+        "model.lora.r: unknown key; model.lora has rank, alpha, target_modules",
     ]
 
 

@@ -88,6 +88,8 @@ def test_help_names_path_type_default_and_description() -> None:
     assert by_path["run.trackers"][1:3] == ("a list of tensorboard, wandb, trackio", "[]")
     assert by_path["data.columns"].type == "a mapping of names to text"
     assert by_path["rollout.eval.top_p"].default == "1.0"
+    assert by_path["model.lora"].default == "null"
+    assert by_path["model.lora.rank"][1:3] == ("an integer >= 1", "16")
     assert len(by_path) == len(list(leaves(GRPOConfig))) > 50
 
 
@@ -118,6 +120,23 @@ def choices(annotation: Any) -> list[str]:
     ("path", "value", "told"),
     [
         ("run.seed", "abc", "run.seed = 'abc': must be an integer >= 0"),
+        ("model.lora", 16, "model.lora = 16: must be null or a mapping of rank, alpha and target_modules"),
+        ("model.lora.rank", 0, "model.lora.rank = 0: must be an integer >= 1"),
+        ("model.lora.alpha", "x", "model.lora.alpha = 'x': must be a number > 0"),
+        (
+            "model.lora.target_modules",
+            "q_proj",
+            "model.lora.target_modules = 'q_proj': must be a list of text",
+        ),
+        *(
+            (
+                "model.lora.target_modules",
+                value,
+                f"model.lora.target_modules = {value}: must be the last parts of layers' names, such as"
+                " [q_proj, v_proj]; at least one",
+            )
+            for value in ([], ["("], ["all-linear"])
+        ),
         ("run.seed", -1, "run.seed = -1: must be an integer >= 0"),
         ("run.seed", True, "run.seed = True: must be an integer >= 0"),
         ("run.seed", 1.0, "run.seed = 1.0: must be an integer >= 0"),
@@ -201,13 +220,13 @@ def choices(annotation: Any) -> list[str]:
             "data.train",
             {"split": "train"},
             "data.train = {'split': 'train'}: a mapping needs the key task, such as {task: shapes,"
-            " size: 2000}",
+            " split: train, size: 2000}",
         ),
         (
             "data.train",
             3,
             "data.train = 3: must be a path, or a mapping with the key task, such as {task: shapes,"
-            " size: 2000}",
+            " split: train, size: 2000}",
         ),
         (
             "data.train",
@@ -227,7 +246,7 @@ def choices(annotation: Any) -> list[str]:
             {"test": "a.jsonl", "size": 20},
             "data.eval = {'test': 'a.jsonl', 'size': 20}: the set size is 20: must be a path, or a"
             " mapping with the"
-            " key task, such as {task: shapes, size: 2000}",
+            " key task, such as {task: shapes, split: train, size: 2000}",
         ),
         (
             "data.eval",

@@ -222,6 +222,14 @@ def test_videos_are_refused_wherever_they_are() -> None:
             "row 3: prompt[0].content[0]: a text part needs a string in 'text'; it has None",
         ),
         (
+            {"prompt": "half \ud83d"},
+            "row 3: prompt[0]: the text holds half a character ('\\ud83d' at 5); write the whole character or remove",
+        ),
+        (
+            {"prompt": [user([text("?"), "\ude00"])]},
+            "row 3: prompt[0].content[1]: the text holds half a character ('\\ude00' at 0); write the whole",
+        ),
+        (
             {"prompt": [user([{"type": "image_url"}])]},
             "row 3: prompt[0].content[0]: an 'image_url' part has no url; legal is {'url': ...}",
         ),

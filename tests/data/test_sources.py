@@ -15,6 +15,7 @@ import datasets
 import pytest
 from PIL import Image
 
+from mm_grpo.config import GRPOConfig, apply_overrides
 from mm_grpo.data import shapes
 from mm_grpo.data.sources import load
 from mm_grpo.errors import DataError
@@ -93,6 +94,16 @@ def test_jsonl_lines_are_counted_as_an_editor_does(tmp_path: Path) -> None:
         (b'{"prompt": "two"', "is not valid JSON (Expecting ',' delimiter at column 17); mend or remove it"),
         (b"[1]", "a row is a mapping of columns to values; this is a list"),
         (b'{"prompt": "\xff"}', "is not UTF-8 (at byte 12); save it as UTF-8"),
+        (
+            b'{"prompt": "?", "answer": %s}' % (b"9" * 5000),
+            "cannot be read (Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits; "
+            "use sys.set_int_max_str_digits() to increase the limit); mend or remove it",
+        ),
+        (
+            b"[" * 100000,
+            "cannot be read (maximum recursion depth exceeded while decoding a JSON array from a unicode string); "
+            "mend or remove it",
+        ),
     ],
 )
 def test_a_broken_jsonl_line_is_named(tmp_path: Path, line: bytes, told: str) -> None:
@@ -300,6 +311,12 @@ def test_the_shapes_task() -> None:
 )
 def test_wrong_mappings(source: Any, told: str) -> None:
     assert refusal(source).startswith(told)
+
+
+def test_the_mapping_in_the_help_is_one_that_loads() -> None:
+    (told,) = [field.description for field in GRPOConfig.field_help() if field.path == "data.train"]
+    example = told[told.index("{") : told.index("}") + 1]
+    assert len(load(apply_overrides({}, [f"train={example}"])["train"], settings())) == 2000
 
 
 def test_the_package_is_light(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -104,6 +106,14 @@ def test_unknown_models_are_told_apart(tmp_path: Any) -> None:
         load_processor(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ConfigError, match="no processor for model type 'bert'; known types are qwen2_5_vl"):
+        load_processor(str(tmp_path))
+
+
+def test_a_tokenizer_that_drops_all_text_is_refused(models: dict[str, Any], tmp_path: Path) -> None:
+    for file in models["qwen2_5_vl"].iterdir():
+        if file.suffix in (".json", ".jinja") and file.name != "tokenizer.json":
+            copy(file, tmp_path)
+    with pytest.raises(ConfigError, match=r"the tokenizer has no vocabulary; copy tokenizer\.json"):
         load_processor(str(tmp_path))
 
 

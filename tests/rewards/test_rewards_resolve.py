@@ -1,5 +1,6 @@
 import hashlib
 import importlib.metadata
+import re
 import sys
 import textwrap
 
@@ -197,6 +198,8 @@ def test_a_list_has_entries_of_different_names():
         resolve_entries(["length", {"name": "length", "weight": 2}])
     with fails("rewards is empty; it needs at least one of: "):
         resolve_entries([])
+    with fails(r"rewards is <function .*>; it must be a list, such as \[exact_match, my_function\]"):
+        resolve_entries(lambda completion: 1.0)
     with fails("rewards is 'length'; it must be a list"):
         resolve_entries("length")
 
@@ -218,3 +221,31 @@ def test_the_identity_of_an_object():
 
     found = describe(resolve_entry(Judge()))
     assert found["qualname"].endswith("Judge") and len(found["sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        (
+            {"name": "exact_match", "ignore_case": "no"},
+            "'exact_match': ignore_case is 'no'; legal is true or false",
+        ),
+        ({"name": "exact_match", "strict": 1}, "'exact_match': strict is 1; legal is true or false"),
+        ({"name": "numeric", "tolerance": "abc"}, "'numeric': tolerance is 'abc'; legal is a number"),
+        ({"name": "numeric", "tolerance": True}, "'numeric': tolerance is True; legal is a number"),
+        ({"name": "math", "digits": 2.5}, "'math': digits is 2.5; legal is an integer"),
+        ({"name": "format", "template": 3}, "'format': template is 3; legal is text or null"),
+        ({"name": "own.py:typed", "longest": "40"}, "'typed': longest is '40'; legal is an integer or null"),
+    ],
+)
+def test_an_option_of_another_kind_than_its_annotation_says(own, entry, told):
+    (own / "own.py").write_text("def typed(completion, *, longest: int | None = 40, loose=1): return 1.0\n")
+    with fails(re.escape(f"rewards: reward {told}")):
+        resolve_entry(entry)
+
+
+def test_options_of_the_kind_or_without_one_are_kept(own):
+    (own / "own.py").write_text("def typed(completion, *, longest: int | None = 40, loose=1): return 1.0\n")
+    kept = {"longest": None, "loose": "any"}
+    assert resolve_entry({"name": "own.py:typed", **kept}).bound == kept
+    assert resolve_entry({"name": "numeric", "tolerance": 1}).bound == {"tolerance": 1}

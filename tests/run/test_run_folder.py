@@ -151,6 +151,18 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_folder_that_cannot_be_made_is_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunFolder.create("/proc/run", "x: 1\n")
+    assert str(caught.value) == (
+        "run.dir = '/proc/run': cannot be written (No such file or directory); name a folder that can"
+    )
+    with pytest.raises(
+        ConfigError, match=r"run.dir = 'a+': cannot be made \(File name too long\); name a folder"
+    ):
+        RunFolder.prepare("a" * 300)
+
+
 def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Path, *args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied", str(self))

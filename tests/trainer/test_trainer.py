@@ -231,3 +231,12 @@ def test_datasets_are_rows_too(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["qwen2_5_vl"], tmp_path / "r", rewards=["exact_match"], run={"max_steps": 1})
     GRPOTrainer(config, train=dataset).train()
     assert len(rollouts_of(tmp_path / "r", 1)[0]["images"]) == 1
+
+
+@pytest.mark.parametrize("name", ["model", "processor"])
+def test_a_path_is_no_loaded_model(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    config = config_for(models["qwen2_5_vl"], tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=f"^{name} = 'some/model': must be a loaded one; to have it loaded, write"
+    ):
+        GRPOTrainer(config, train=ROWS, rewards=[vowels], **{name: "some/model"})
