@@ -64,7 +64,7 @@ def _bounds_act(config: GRPOConfig) -> str | None:
     if delta is not None and delta <= upper:
         return (
             f"algorithm.delta = {delta}: must be above 1 + algorithm.{name}, which is {upper:g}; at or below it, delta"
-            " would bound tokens of positive advantages and no others"
+            " would bound positive advantages, and would not be the bound of negative ones"
         )
     if loss == "vespo" and algorithm.importance_sampling_level != "token":
         return (

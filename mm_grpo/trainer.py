@@ -39,6 +39,8 @@ from mm_grpo.run.setup import load_sides
 from mm_grpo.run.timing import timed
 from mm_grpo.run.trackers import Trackers
 
+EVENTS = ("on_train_begin", "on_step_end", "on_train_end")
+
 
 class GRPOTrainer:
     """Fine-tunes a vision-language model with GRPO.
@@ -66,10 +68,16 @@ class GRPOTrainer:
         callbacks: Sequence[Any] = (),
         resume: bool = False,
     ) -> None:
+        if not isinstance(config, GRPOConfig):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; it must be a GRPOConfig: write GRPOConfig.from_dict(...) or"
+                " GRPOConfig.from_yaml(path)"
+            )
         self.config, self.resume = config, resume
         rollout = config.rollout
         config.check()
         self.ranks = start(config.model.device, config.run.process_timeout)
+        _refuse_deaf(callbacks)
         self.callbacks = tuple(callbacks) if self.ranks.first else ()
         config.require_eval(given=eval is not None)
         self.train_set = load_train(config, train)
@@ -277,6 +285,14 @@ class GRPOTrainer:
             method: Callable[..., Any] | None = getattr(callback, event, None)
             if method is not None:
                 method(self, *args)
+
+
+def _refuse_deaf(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        if not any(hasattr(callback, event) for event in EVENTS):
+            raise ConfigError(
+                f"callbacks: {callback!r} has none of the methods {', '.join(EVENTS)}, and would never be called"
+            )
 
 
 def _reward_entries(config: GRPOConfig, given: Sequence[Any] | None) -> Sequence[Any]:

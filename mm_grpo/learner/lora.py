@@ -24,7 +24,7 @@ ADAPTER = "default"
 def add_adapters(model: nn.Module, config: LoRAConfig) -> None:
     """Put adapters beside the language model's target layers and freeze everything else, in place.
 
-    The factors are fp32 whatever the base's dtype. ConfigError when no layer has one of the target names.
+    The factors are fp32 whatever the base's dtype. ConfigError when a target name is that of no layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -32,14 +32,15 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> None:
 
     names = "|".join(config.target_modules)
     wanted = LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=rf".*language_model.*\.({names})")
-    try:
-        inject_adapter_in_model(wanted, model, adapter_name=ADAPTER)
-    except ValueError as error:
-        inside = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
+    linear = [f".{n}" for n, m in model.named_modules() if isinstance(m, nn.Linear) and "language_model" in n]
+    unknown = [name for name in config.target_modules if not any(n.endswith(f".{name}") for n in linear)]
+    if unknown:
+        inside = sorted({n.rpartition(".")[2] for n in linear})
         raise ConfigError(
-            f"model.lora.target_modules = {config.target_modules}: no layer of the language model has such a name; "
-            f"the model's linear layers are {', '.join(inside)}"
-        ) from error
+            f"model.lora.target_modules: no linear layer of the language model is named {', '.join(unknown)}; they are "
+            f"named {', '.join(inside)}"
+        )
+    inject_adapter_in_model(wanted, model, adapter_name=ADAPTER)
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.config import ModelConfig
@@ -25,7 +26,7 @@ def load_policy(config: ModelConfig) -> Any:
         model: Any = AutoModelForImageTextToText.from_pretrained(
             config.path, dtype=dtype, attn_implementation=attn
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(
             f"model.path = '{config.path}': the weights cannot be loaded ({error}); give a folder that "
             "save_pretrained wrote for a vision-language model, or a hub name that this machine can reach"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
-from mm_grpo.errors import DataError
+from mm_grpo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -32,7 +32,10 @@ class StepPrompts:
 
 
 class Prompter:
-    """Samples to prompts under the config's length limit. `context` is the model's own, in tokens."""
+    """Samples to prompts under the config's length limit. `context` is the model's own, in tokens.
+
+    Raises ConfigError when the longest completion takes all of it.
+    """
 
     def __init__(self, processor: Processor, config: GRPOConfig, context: int | None) -> None:
         self.processor = processor
@@ -40,6 +43,11 @@ class Prompter:
         limits = {"data.max_prompt_length": config.data.max_prompt_length}
         if context is not None:
             room = context - config.rollout.max_completion_length
+            if room < 1:
+                raise ConfigError(
+                    f"rollout.max_completion_length = {config.rollout.max_completion_length}: the model's context is "
+                    f"{context} tokens, which leaves a prompt none; lower it"
+                )
             limits[f"the model's context of {context} less rollout.max_completion_length"] = room
         known = {name: limit for name, limit in limits.items() if limit is not None}
         self.limit_name = min(known, key=lambda name: known[name]) if known else None

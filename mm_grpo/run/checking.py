@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from mm_grpo.run.reward_check import RewardCheck, RewardReport
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.dataset import Dataset
+    from mm_grpo.types import Prompt
 
 SHOWN = 20
 """Failing rows listed per set and per reward; the others are counted."""
@@ -69,7 +71,8 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
             call_judges=call_judges,
         )
         looked = dataset if rows is None else dataset.head(rows)
-        lengths, images, failed, dropped = _walk(looked, prompter, rewards, console)
+        limits = _limits(config, trained=name == "train")
+        lengths, images, failed, dropped = _walk(looked, prompter, limits, rewards, console)
         reports[name] = rewards.finish()
         spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
         table.add_row(name, str(len(dataset)), str(len(lengths)), str(images), spread)
@@ -106,8 +109,38 @@ def _context(path: str) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """What the learner and the engine take: tokens of a prompt and its completion by field, images of a prompt."""
+
+    room: int
+    tokens: dict[str, int]
+    images: int | None
+
+    def broken_by(self, prompt: Prompt) -> str | None:
+        """What a run would stop at, of a prompt that can be made."""
+        length, images = len(prompt.token_ids), len(prompt.engine_prompt.images)
+        for field, most in self.tokens.items():
+            if length + self.room > most:
+                return (
+                    f"the prompt has {length} tokens, which with rollout.max_completion_length = {self.room} is more "
+                    f"than {field} = {most}; raise that, or lower data.max_pixels or rollout.max_completion_length"
+                )
+        if self.images is not None and images > self.images:
+            return f"the row has {images} images, and rollout.vllm.max_images = {self.images}; raise it"
+        return None
+
+
+def _limits(config: GRPOConfig, *, trained: bool) -> _Limits:
+    vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
+    tokens = {"optim.max_tokens_per_pack": config.optim.max_tokens_per_pack} if trained else {}
+    if trained and vllm is not None and vllm.max_model_len is not None:
+        tokens["rollout.vllm.max_model_len"] = vllm.max_model_len
+    return _Limits(config.rollout.max_completion_length, tokens, None if vllm is None else vllm.max_images)
+
+
 def _walk(
-    dataset: Dataset, prompter: Prompter, rewards: RewardCheck, console: Console
+    dataset: Dataset, prompter: Prompter, limits: _Limits, rewards: RewardCheck, console: Console
 ) -> tuple[list[int], int, list[str], int]:
     """Of the rows that can be used prompt lengths and the count of images; of the others the messages of those
     that stop a run, and the count of those that it drops."""
@@ -132,6 +165,10 @@ def _walk(
             told, uid = str(error), f"{dataset.name}:{index}: "
             named = told.startswith(uid)
             failed.append(f"{dataset.row_name(index)}: {told.removeprefix(uid)}" if named else told)
+            continue
+        broken = limits.broken_by(prompt)
+        if broken is not None:
+            failed.append(f"{dataset.row_name(index)}: {broken}")
             continue
         lengths.append(len(prompt.token_ids))
         images += len(prompt.engine_prompt.images)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config_section import Section
+from mm_grpo.config_section import Section, section_of
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
@@ -287,12 +287,12 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
 
     def walk(section: Section, dumped: Mapping[str, Any], before: str) -> None:
         for name, value in dumped.items():
-            path, inner = before + name, getattr(section, name)
-            if isinstance(inner, Section):
-                walk(inner, value, f"{path}.")
+            path = before + name
+            if section_of(type(section).model_fields[name]):
+                walk(getattr(section, name), value, f"{path}.")
             elif path in NOT_NEUTRAL or not any(
                 path == n or (n[-1] == "." and path.startswith(n)) for n in NEUTRAL
-            ):  # a mapping whole: what is left out of it is a difference too
+            ):  # a mapping whole, and a section that may be null: what is left out of it is a difference too
                 flat[path] = json.loads(json.dumps(value, default=str))
 
     walk(config, config.model_dump(), "")

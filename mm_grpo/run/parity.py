@@ -147,7 +147,10 @@ def first_with_image(places: Iterable[tuple[int, int, Prompt]]) -> tuple[int, in
             return place
         seen.append(place)
     if not seen:
-        raise DataError("no prompt of the data can be used: all are longer than the limit and were dropped")
+        raise DataError(
+            "data.train: no row is left, for all prompts are longer than the limit and data.on_overlong = drop leaves "
+            "them out; raise data.max_prompt_length, or lower data.max_pixels or rollout.max_completion_length"
+        )
     return seen[0]
 
 

@@ -113,4 +113,24 @@ def test_prompts_that_are_too_long(command: Any, job: Path) -> None:
 
 def test_the_models_context_bounds_prompts_as_in_a_run(command: Any, job: Path) -> None:
     result = command("check", job, "rollout.max_completion_length=1000000")
-    assert result.code == 2 and "less rollout.max_completion_length allows -" in result.out
+    assert result.code == 2 and "the model's context is 2048 tokens, which leaves a prompt none" in result.err
+    result = command("check", job, "rollout.max_completion_length=2040")
+    assert result.code == 2 and "context of 2048 less rollout.max_completion_length allows 8;" in result.out
+
+
+def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, job: Path) -> None:
+    rows = job.parent / "rows.jsonl"
+    two = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "what is it"}]
+    row = {"prompt": [{"role": "user", "content": two}], "images": ["0.png", "1.png"], "answer": "red"}
+    rows.write_text(rows.read_text() + json.dumps(row) + "\n")
+    pack = command("check", job, "optim.max_tokens_per_pack=60", "rollout.max_completion_length=20")
+    assert pack.code == 2 and f"{rows}:5: the prompt has " in pack.out
+    assert "more than optim.max_tokens_per_pack = 60" in pack.out
+    images = command("check", job, "rollout.engine=vllm")
+    assert images.code == 2 and images.out.rstrip().endswith("1 problem(s)")
+    assert f"{rows}:5: the row has 2 images, and rollout.vllm.max_images = 1;" in images.out
+    length = command(
+        "check", job, "rollout.engine=vllm", "rollout.vllm.max_images=2", "rollout.vllm.max_model_len=40"
+    )
+    assert length.code == 2 and "more than rollout.vllm.max_model_len = 40" in length.out
+    assert command("check", job, "rollout.engine=vllm", "rollout.vllm.max_images=2").code == 0

@@ -85,12 +85,12 @@ def test_defaults_change_nothing() -> None:
         (
             {"algorithm": {"delta": 1.25, "epsilon_high": 0.28}},
             "algorithm.delta = 1.25: must be above 1 + algorithm.epsilon_high, which is 1.28; at or below it, delta"
-            " would bound tokens of positive advantages and no others",
+            " would bound positive advantages, and would not be the bound of negative ones",
         ),
         (
             {"algorithm": {"delta": 1.1}},
             "algorithm.delta = 1.1: must be above 1 + algorithm.epsilon, which is 1.2; at or below it, delta"
-            " would bound tokens of positive advantages and no others",
+            " would bound positive advantages, and would not be the bound of negative ones",
         ),
         (
             {"algorithm": {"delta": 4.0, "loss_type": "sapo"}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,5 +106,18 @@ def test_the_reference_is_the_model_without_its_adapters(models: dict[str, Path]
 
 def test_a_target_that_is_not_there_names_those_that_are(models: dict[str, Path]) -> None:
     model = load_policy(ModelConfig(path=str(models["qwen2_vl"]), device="cpu"))
-    with pytest.raises(ConfigError, match=r"model.lora.target_modules = \['query'\].*q_proj"):
-        add_adapters(model, LoRAConfig(target_modules=["query"]))
+    for names in (["query"], ["q_proj", "query"]):
+        with pytest.raises(
+            ConfigError, match=r"target_modules: no linear layer .* is named query; .* q_proj"
+        ):
+            add_adapters(model, LoRAConfig(target_modules=names))
+    assert not has_adapters(model)
+
+
+def test_weights_that_were_cut_off_are_told(models: dict[str, Path], tmp_path: Path) -> None:
+    cut = tmp_path / "model"
+    shutil.copytree(models["qwen2_vl"], cut)
+    file = cut / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match="the weights cannot be loaded"):
+        load_policy(ModelConfig(path=str(cut), device="cpu"))

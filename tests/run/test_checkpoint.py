@@ -267,6 +267,21 @@ def test_what_was_left_out_of_a_mapping_is_missed(
         kept.load(found)
 
 
+def test_adapters_that_were_not_there_are_named_by_their_field(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    path = models["qwen2_vl"]
+    plain, adapted = config_for(path), config_for(path, model={"path": str(path), "lora": {"rank": 2}})
+    assert deciding_fields(plain)["model.lora"] is None
+    assert deciding_fields(adapted)["model.lora"]["rank"] == 2
+    checkpoints_of(build(path), tmp_path).save(1, {})
+    kept = checkpoints_of(build(path, model={"path": str(path), "lora": {"rank": 2}}), tmp_path)
+    found = kept.newest()
+    assert found is not None
+    with pytest.raises(ConfigError, match=r'^model.lora = {"rank": 2, .*}: .* was made with null'):
+        kept.load(found)
+
+
 def test_fields_that_change_no_update_may_change(models: dict[str, Path]) -> None:
     path = models["qwen2_vl"]
     neutral = config_for(

@@ -162,6 +162,14 @@ def test_callbacks_hear_of_every_step(models: dict[str, Path], tmp_path: Path) -
     assert heard == ["begin", 2, 2, 2]
 
 
+def test_what_is_no_config_and_no_callback_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+    config = config_for(models["qwen2_vl"], tmp_path / "r")
+    with pytest.raises(ConfigError, match=r"^config is a dict; .* GRPOConfig.from_dict"):
+        GRPOTrainer(config.model_dump(), train=ROWS, rewards=[vowels])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"callbacks: .* has none of the methods on_train_begin, "):
+        GRPOTrainer(config, train=ROWS, rewards=[vowels], callbacks=[lambda trainer: None])
+
+
 def test_a_reward_that_raises_stops_with_its_line_and_leaves_whole_files(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
