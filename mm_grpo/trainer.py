@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.metrics import read_metrics
 from mm_grpo.run.parity import check_start, first_with_image
 from mm_grpo.run.progress import Progress
+from mm_grpo.run.resuming import refuse_another_run, rows_of
 from mm_grpo.run.setup import load_sides
 from mm_grpo.run.timing import timed
 from mm_grpo.run.trackers import Trackers
@@ -242,23 +244,16 @@ class GRPOTrainer:
                     "run.save_every is 0; start again with run.overwrite=true, and set run.save_every"
                 )
             return 0, {}
-        sets, known = list(self.eval_sets), list(found.extra["before"])
-        if sets != known:
-            raise ConfigError(
-                f"data.eval: the checkpoint '{found.path}' was made with the sets {', '.join(known) or 'none'}, and "
-                f"these are {', '.join(sets) or 'none'}; before and after would not compare. Put them back, in "
-                "that order"
-            )
-        if found.step > self.max_steps:
-            raise ConfigError(
-                f"run.max_steps = {self.max_steps}: the checkpoint '{found.path}' has {found.step} finished steps; "
-                "raise it to at least that, or start a new run"
-            )
+        refuse_another_run(found, self._rows, self.max_steps)
         self.checkpoints.load(found)
         self.tokens_seen = found.extra["tokens_seen"]
         with self.ranks.together("weight sync"):
             self.sync.send(found.step)
         return found.step, found.extra
+
+    @cached_property
+    def _rows(self) -> dict[str, Any]:
+        return rows_of(self.train_set, self.eval_sets)
 
     def _extra(
         self, before: Mapping[str, Evaluation], after: Mapping[str, Evaluation], best: Best | None
@@ -267,6 +262,7 @@ class GRPOTrainer:
         found = {"before": before, "after": after}
         return {
             "tokens_seen": self.tokens_seen,
+            "rows": self._rows,
             "best": asdict(best) if best else None,
             **{key: {n: asdict(e) for n, e in sets.items()} for key, sets in found.items()},
         }

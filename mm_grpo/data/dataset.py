@@ -85,7 +85,7 @@ class Dataset:
         check_columns(settings.columns, self._dataset_columns, f"the dataset {name!r}")
         if verify:
             for index in range(len(rows) if isinstance(rows, list | tuple) else 1):
-                self._fields(index)
+                self.fields(index)
 
     def __len__(self) -> int:
         return min(len(self._rows), self._limit)
@@ -121,11 +121,11 @@ class Dataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {self!r}")
-        fields = self._fields(index)
+        fields = self.fields(index)
         row_name, sources = self.row_name(index), fields.images
         if self._image_rows is not None and self._image_rows[index] != index:
             other = self._image_rows[index]
-            row_name, sources = f"{row_name} (images of {self.row_name(other)})", self._fields(other).images
+            row_name, sources = f"{row_name} (images of {self.row_name(other)})", self.fields(other).images
         settings, count = self._settings, len(sources)
         images = tuple(
             open_image(
@@ -164,7 +164,7 @@ class Dataset:
         """
         by_count: dict[int, list[int]] = {}
         for index in range(len(self)):
-            by_count.setdefault(len(self._fields(index).images), []).append(index)
+            by_count.setdefault(len(self.fields(index).images), []).append(index)
         by_count.pop(0, None)
         image_rows = list(range(len(self)))
         rng = random.Random(f"shuffled images/{seed}")
@@ -181,7 +181,8 @@ class Dataset:
         shuffled._image_rows = image_rows
         return shuffled
 
-    def _fields(self, index: int) -> Fields:
+    def fields(self, index: int) -> Fields:
+        """Row `index` (from 0) with its images closed. DataError when it is wrong."""
         return read_row(
             self._rows[index],
             row_name=self.row_name(index),

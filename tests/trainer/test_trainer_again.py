@@ -41,13 +41,13 @@ def test_adapters_start_from_the_runs_seed(models: dict[str, Path], tmp_path: Pa
 
 
 def test_what_a_resume_cannot_go_on_with(models: dict[str, Path], tmp_path: Path) -> None:
-    def trainer(heldout: Any, resume: bool, max_steps: int) -> GRPOTrainer:
+    def trainer(heldout: Any, resume: bool, max_steps: int, rows: Any = ROWS) -> GRPOTrainer:
         config = config_for(
             models["qwen2_vl"],
             tmp_path / "r",
             run={"max_steps": max_steps, "save_every": 1, "report": False, "save_model": False},
         )
-        return GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[vowels], resume=resume)
+        return GRPOTrainer(config, train=rows, eval=heldout, rewards=[vowels], resume=resume)
 
     heldout = {"a": HELDOUT[:1], "b": HELDOUT[1:2]}
     trainer(heldout, False, 2).train()
@@ -55,5 +55,15 @@ def test_what_a_resume_cannot_go_on_with(models: dict[str, Path], tmp_path: Path
         trainer({"a": HELDOUT[:1]}, True, 3).train()
     with pytest.raises(ConfigError, match=r"run.max_steps = 1: .* has 2 finished steps"):
         trainer(heldout, True, 1).train()
+    more = [*ROWS, ROWS[0]]
+    with pytest.raises(
+        ConfigError, match=rf"^data.train: .* other rows \({len(ROWS)} then, {len(more)} now\)"
+    ):
+        trainer(heldout, True, 3, more).train()
+    other = [*ROWS[:-1], dict(ROWS[-1], answer="another")]
+    with pytest.raises(ConfigError, match=r"^data.train: .* now, of other contents\); put them back"):
+        trainer(heldout, True, 3, other).train()
+    with pytest.raises(ConfigError, match=r"^data.eval.b: .* was made with other rows"):
+        trainer({"a": HELDOUT[:1], "b": HELDOUT[2:3]}, True, 3).train()
     assert trainer(heldout, True, 2).train()["steps"] == 2  # the end once more, with nothing left to do
     assert trainer(heldout, True, 3).train()["steps"] == 3
