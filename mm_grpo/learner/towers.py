@@ -105,7 +105,7 @@ def speed_up_tower(model: Any) -> None:
     ):
         config._attn_implementation = NAME
     for part in tower.modules():
-        if type(part) is nn.Conv3d and part.groups == 1 and not any(map(int, part.padding)):
+        if type(part) is nn.Conv3d and part.groups == 1 and part.padding == (0, 0, 0):
             part.__class__ = PatchProduct
 
 
