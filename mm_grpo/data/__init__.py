@@ -6,6 +6,7 @@
     images    one image source → an upright RGB picture within the limits
     jsonl     rows written to a file, with their images beside it
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
+    fingerprint  what tells one dataset from another
     sets      which rows a config trains on and is evaluated on
     shapes    a task whose images are drawn, without any download
 

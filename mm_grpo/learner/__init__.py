@@ -4,6 +4,7 @@
 - `pack.py`: groups laid out as shared-prefix rows, and the plan that fills packs.
 - `forward.py`: the one module whose forward takes a pack.
 - `attention.py`, `flex.py`: attention that does not pay for what the mask forbids, on a CPU and on a GPU.
+- `towers.py`: transformers' vision towers, with attention and patches in fewer calls.
 - `features.py`: image features of a frozen tower, kept for the passes of a step.
 - `logprobs.py`: log-probabilities and entropies, tile by tile.
 - `owners.py`: values of a pack's tokens, kept by completion.

@@ -86,17 +86,19 @@ def attend(
 def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> str | None:
     """What is wrong with FlexAttention here: a message, or None when it agrees with plain attention.
 
-    Outputs and gradients of a small random pack with every kind of place in it are compared, and of its first
-    row alone. Every variant of the kernel that a model needs is compiled here.
+    Outputs and gradients of a small random pack with every kind of place and of square in it are compared, and of
+    its first row alone. Every variant of the kernel that a model needs is compiled here.
     """
-    segments = torch.full((2, 300), PADDING)
-    for row, lengths in enumerate([(150, 40, 1, 70, 9), (131, 128, 5)]):
+    width = 430
+    segments = torch.full((2, width), PADDING)
+    # squares decided by the prompt, by two completions that meet in one, and by one completion over three blocks
+    for row, lengths in enumerate([(150, 40, 1, 70, 9), (100, 28, 300)]):
         known = torch.tensor([k for k, n in enumerate(lengths) for _ in range(n)])
         segments[row, : len(known)] = known
     segments = segments.to(device)
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        torch.randn(2, 300, h, size, generator=generator).to(device, dtype)
+        torch.randn(2, width, h, size, generator=generator).to(device, dtype)
         for h in (heads, kv_heads, kv_heads, heads)
     ]
     try:

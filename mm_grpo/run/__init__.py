@@ -6,6 +6,7 @@
     metrics      metrics.jsonl: one object a step
     rollout_log  rollouts/step-000001.jsonl and rollouts/images/
     checkpoint   checkpoints/step-000010: what a killed run needs to go on
+    resuming     what a resume refuses: other rows, other sets
     summary      summary.json: the run in a few numbers
     report       report.html, made from the folder alone; charts draws its curves
     step_metrics what a step's completions and rewards look like in numbers

@@ -262,6 +262,18 @@ def test_a_kernel_that_is_wrong_is_found_out_and_not_used(
     wrong = fault_with(no_mask)
     assert wrong is not None and wrong.startswith("its output is ")
     assert str(fault_with(no_gradient_of_values)).startswith("its gradient of the value is ")
+    table = flex._table
+
+    def lost_square(wanted: Tensor) -> Any:  # of the second row: one completion in both blocks, and no prompt
+        return table(
+            wanted & (torch.arange(wanted.numel()).view(wanted.shape) != wanted[0].numel() + 2 * 4 + 1)
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(flex, "_table", lost_square)
+        assert str(fault_with(emulated)).startswith("its output is ")
+    monkeypatch.setattr(flex, "_compiled", lambda: no_gradient_of_values)
+    flex.fault.cache_clear()
     config = ModelConfig(path=str(models["qwen2_vl"]), attn="flex_attention")
     with pytest.raises(
         ConfigError, match="'flex_attention' does not work on cpu: its gradient of the value is"
