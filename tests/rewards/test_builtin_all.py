@@ -155,7 +155,8 @@ def test_huge_texts_are_scored_fast(name: str) -> None:
         start = time.process_time()
         call(name, text if len(piece) > 1 else f"<answer>{text}</answer>")
         slowest = max(slowest, (time.process_time() - start, piece))
-    assert slowest[0] < 1.0, slowest
+    # a second on a slow machine; what grows with the square of the text would take minutes
+    assert slowest[0] < 5.0, slowest
 
 
 def test_loading_all_of_them_imports_no_heavy_library() -> None:
