@@ -29,6 +29,7 @@ SHARED, REGISTERS = 232_448, 65_536  # of an H100: bytes and registers that one 
 
 def kernels(how: str, case: str, folder: Path, deadline: float) -> dict[str, Any]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # vLLM sets it when it is imported, as by a test before
     command = [sys.executable, str(SCRIPT), str(folder), how, case]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=deadline)
     assert done.returncode == 0, done.stderr[-3000:]

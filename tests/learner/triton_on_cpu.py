@@ -102,7 +102,8 @@ def compile_for_gpu(graph: torch.fx.GraphModule, inputs: list[Any], **options: A
 
 
 def pretend_gpu() -> None:
-    # torch.cuda.is_available stays False: where it is True, tensors without memory set up a real GPU
+    # where this is True, dynamo and tensors without memory set up a real GPU; it may ask for the device count below
+    torch.cuda.is_available = lambda: False
     CudaInterface.is_available = CudaInterface.is_bf16_supported = lambda **options: True
     CudaInterface.get_device_properties = torch.cuda.get_device_properties = lambda *device: H100
     torch.cuda.device_count = lambda: 1
