@@ -145,10 +145,8 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 def section_within(field: FieldInfo) -> type[Section] | None:
     """The section class that a field holds, or may hold in place of null."""
-    kinds = [
-        kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)
-    ]
-    return section_of(field) or next(iter(kinds), None)
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def leaves(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:

@@ -209,13 +209,17 @@ class Optimizer:
 
 def probe(flat: Tensor, size: int, start: int = 0) -> Tensor:
     """Evenly spread elements of a flat tensor, which is the part from `start` of one with `size` elements."""
-    stride = max(1, math.ceil(size / PROBE))
+    stride = _stride(size)
     return flat[-start % stride :: stride]
 
 
 def stands_for(size: int) -> float:
     """How many elements of a tensor of `size` each one of its probe speaks for."""
-    return size / max(1, math.ceil(size / max(1, math.ceil(size / PROBE))))
+    return size / max(1, math.ceil(size / _stride(size)))
+
+
+def _stride(size: int) -> int:
+    return max(1, math.ceil(size / PROBE))
 
 
 def moments(adamw: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.rollout.prompting import context_of
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -65,7 +66,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
 
 def _longest(config: GRPOConfig, model: Any) -> int:
     """Prompt and completion at their limits and one token for scoring, else all that the model can take."""
-    context = int(getattr(model.config.get_text_config(), "max_position_embeddings", 32768))
+    context = context_of(model.config) or 32768
     longest = config.data.max_prompt_length
     answer = max(config.rollout.max_completion_length, config.rollout.eval.max_completion_length or 0)
     return context if longest is None else min(context, longest + answer + 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, DataError
 
@@ -100,6 +100,12 @@ class Prompter:
             if self.policy == "stop":
                 raise
             return None
+
+
+def context_of(config: Any) -> int | None:
+    """The longest text of a transformers model, in tokens, by its config; None where that does not say."""
+    context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return context
 
 
 class TooLong(DataError):

@@ -20,7 +20,7 @@ from mm_grpo.data.sets import load_eval, load_train
 from mm_grpo.errors import UserError
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards.scoring import Scorer
-from mm_grpo.rollout.prompting import Prompter, TooLong
+from mm_grpo.rollout.prompting import Prompter, TooLong, context_of
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.run.reward_check import RewardCheck, RewardReport
 
@@ -57,7 +57,9 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
     processor = load_processor(
         config.model.path, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
     )
-    prompter = Prompter(processor, config, _context(config.model.path))
+    from transformers import AutoConfig  # takes seconds, after what is told without it
+
+    prompter = Prompter(processor, config, context_of(AutoConfig.from_pretrained(config.model.path)))
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
@@ -99,14 +101,6 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
     problems = len(failures) + wrong
     console.print("ok" if not problems else f"{problems} problem(s)")
     return not problems
-
-
-def _context(path: str) -> int | None:
-    """The longest text of the model at `path`, in tokens, by its config: what a run learns from the model."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    return getattr(config, "max_position_embeddings", None)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mm_grpo.learner.policy import load_policy
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.rollout.build import build_engine
 from mm_grpo.rollout.engine import RolloutEngine
-from mm_grpo.rollout.prompting import Prompter
+from mm_grpo.rollout.prompting import Prompter, context_of
 from mm_grpo.run.sync import VerifiedSync
 
 
@@ -61,8 +61,7 @@ def load_sides(
         )
     if model is None:
         model = load_policy(config.model)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    prompter = Prompter(processor, config, context)
+    prompter = Prompter(processor, config, context_of(model.config))
     learner = Learner(model, processor, config, updates, ranks)
     engine = build_engine(config, model, processor)
     sync = VerifiedSync(engine, learner, config)
