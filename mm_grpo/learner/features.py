@@ -2,13 +2,13 @@
 
 A step runs the model over its prompts more than once when it has a reference policy, several updates or
 several iterations. Where no update can change the tower, its output is the same in all of them, so each
-image goes through it once. transformers takes such features in place of pixels (`mm_encoder_outputs`).
+image goes through it once.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,11 @@ from mm_grpo.types import Prompt
 class ImageFeatures:
     """What a tower makes of images, one entry per image: features [tokens, D], and the same per deepstack level.
 
-    The names are those that transformers' models read.
+    The names are those that transformers' models read. Before 5.19 they read a level as one tensor, of all images.
     """
 
     pooler_output: tuple[Tensor, ...]
-    deepstack_features: tuple[tuple[Tensor, ...], ...] = ()
+    deepstack_features: tuple[tuple[Tensor, ...] | Tensor, ...] = ()
 
 
 class KeptFeatures:
@@ -35,9 +35,9 @@ class KeptFeatures:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.encoded = 0
-        self._kept: dict[
-            int, tuple[Prompt, ImageFeatures]
-        ] = {}  # the prompt too, so that its id stays its own
+        # By a prompt's id: the prompt too, so that its id stays its own; its images' features, then each level's.
+        self._kept: dict[int, tuple[Prompt, list[tuple[Tensor, ...]]]] = {}
+        self._whole_levels = False
 
     def of(self, prompts: Sequence[Prompt]) -> ImageFeatures:
         """The features of all images of `prompts`, in order; every prompt has images."""
@@ -45,11 +45,22 @@ class KeptFeatures:
         if new:
             self._encode(list(new.values()))
         found = [self._kept[id(p)][1] for p in prompts]
-        levels = zip(*(f.deepstack_features for f in found), strict=True)
-        return ImageFeatures(
-            tuple(t for f in found for t in f.pooler_output),
-            tuple(tuple(t for part in level for t in part) for level in levels),
-        )
+        features, *levels = (tuple(t for part in parts for t in part) for parts in zip(*found, strict=True))
+        return ImageFeatures(features, tuple(torch.cat(x) if self._whole_levels else x for x in levels))
+
+    @contextmanager
+    def given_to(self, model: Any, prompts: Sequence[Prompt]) -> Iterator[None]:
+        """Within it `model`, or a reference with the same tower, takes these for whatever pixels it is given.
+
+        transformers has an argument for this since 5.19; the method that its models ask in their forward pass is
+        there in versions before.
+        """
+        features = self.of(prompts)
+        model.model.get_image_features = lambda *pixels, **options: features  # hides the method of the class
+        try:
+            yield
+        finally:
+            del model.model.get_image_features
 
     def _encode(self, prompts: Sequence[Prompt]) -> None:
         counts = [len(p.vision["image_grid_thw"]) for p in prompts]
@@ -58,16 +69,17 @@ class KeptFeatures:
         with torch.no_grad():
             made = self.model.model.get_image_features(pixels, grids, return_dict=True)
         levels = getattr(made, "deepstack_features", None) or ()
+        self._whole_levels = any(isinstance(level, Tensor) for level in levels)
+        lengths = [len(t) for t in made.pooler_output]
+        levels = [level.split(lengths) if self._whole_levels else level for level in levels]
         start = 0
         for prompt, count in zip(prompts, counts, strict=True):
             own = slice(start, start + count)
-            deep = tuple(tuple(level[own]) for level in levels)
-            self._kept[id(prompt)] = prompt, ImageFeatures(tuple(made.pooler_output[own]), deep)
+            self._kept[id(prompt)] = prompt, [tuple(x[own]) for x in (made.pooler_output, *levels)]
             start += count
         self.encoded += start
 
 
 def can_keep(model: Any) -> bool:
-    """Whether features may stand in for pixels: nothing trains the tower, and the model takes them."""
-    frozen = not any(p.requires_grad for p in model.model.visual.parameters())
-    return frozen and "mm_encoder_outputs" in inspect.signature(model.model.forward).parameters
+    """Whether an image's features are the same in all passes of a step: nothing trains the tower."""
+    return not any(p.requires_grad for p in model.model.visual.parameters())

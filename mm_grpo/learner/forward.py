@@ -9,6 +9,7 @@ gradients at the same moment at which others get theirs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,12 +48,18 @@ class PackForward(nn.Module):
     def forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """Log-probabilities [M] and entropies [M] of the pack's completion tokens, in the pack's order."""
         pack = pack.to(self.model.device)
-        hidden = self.model.model(
-            **self._inputs(pack),
-            **self.masks.of(pack.segments),
-            position_ids=pack.position_ids,
-            use_cache=False,
-        ).last_hidden_state
+        kept = (
+            self.features.given_to(self.model, pack.prompts)
+            if self.features and pack.prompts
+            else nullcontext()
+        )
+        with kept:
+            hidden = self.model.model(
+                **self._inputs(pack),
+                **self.masks.of(pack.segments),
+                position_ids=pack.position_ids,
+                use_cache=False,
+            ).last_hidden_state
         states = hidden.flatten(0, 1).index_select(0, pack.sources)
         return token_logprobs(
             states,
@@ -69,7 +76,7 @@ class PackForward(nn.Module):
             return {"inputs_embeds": self._embeds_touched_by_blank(pack.input_ids)}
         inputs: dict[str, Any] = {"input_ids": pack.input_ids}
         if pack.prompts and self.features is not None:
-            return inputs | {"mm_encoder_outputs": {"image": self.features.of(pack.prompts)}}
+            return inputs | {"pixel_values": torch.empty(0)}  # asked for, and not looked at
         return inputs | {key: tensor.to(self.model.device) for key, tensor in pack.vision.items()}
 
     def _embeds_touched_by_blank(self, input_ids: Tensor) -> Tensor:
