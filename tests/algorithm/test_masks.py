@@ -55,9 +55,7 @@ def test_what_is_not_active_neither_counts_nor_stays() -> None:
 
 
 def test_more_tokens_than_torch_quantile_takes() -> None:
-    many = torch.arange(2**24 + 3, dtype=torch.int32).float()
-    with pytest.raises(RuntimeError, match="too large"):
-        torch.quantile(many, 0.5)
+    many = torch.arange(2**24 + 3, dtype=torch.int32).float()  # torch 2.13's raises here, 2.15's does not
     assert entropy_threshold(many, 0.5) == 2**23 + 1
 
 
