@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-long lint bench requirements
+.PHONY: help setup demo test test-long test-lowest lint bench requirements
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
@@ -28,6 +28,12 @@ test: setup  ## run the tests that take seconds
 test-long: setup  ## run the tests that take minutes
 	$(BIN)/python -m pytest -m long
 
+# pyproject.toml says from which versions on its packages serve; nothing else would notice where that is wrong.
+# vLLM, TRL and the seconds that scoring takes are tested with the pins of requirements/cpu.txt alone.
+test-lowest: .venv-lowest/.ready  ## run the quick tests with the oldest packages allowed, without vLLM
+	.venv-lowest/bin/python -m pytest -m "not long" --ignore tests/engines --ignore tests/benchmarks \
+		--ignore-glob "tests/rewards/test_scoring_*"
+
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -44,22 +50,36 @@ bench: setup  ## measure against TRL on the CPU, in about ten minutes; ends in b
 	$(BIN)/python benchmarks/plot.py
 	$(BIN)/python benchmarks/readme.py
 
-requirements: setup  ## compile requirements/cpu.txt from requirements/cpu.in
+EXTRAS := $(addprefix --extra ,math text json judge tensorboard dev)
+requirements: setup  ## compile requirements/cpu.txt from requirements/cpu.in, and lowest.txt from pyproject.toml
 	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url \
 		--override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.txt
+	rm -f requirements/lowest.txt  # its pins would be kept where they still fit
+	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url --resolution lowest-direct \
+		$(EXTRAS) --constraint requirements/lowest.in pyproject.toml -o requirements/lowest.txt
 
+# $(call install,PINS): makes the environment of the target's folder from the pins.
+#
 # uv does not read pip's settings, so an index that only pip knows of is handed on to it. `uv pip sync`
 # takes the pins as they stand, without resolving, and removes what is not among them: this package
 # too, which is therefore installed after it.
+define install
+	@index="$${UV_DEFAULT_INDEX:-$${UV_INDEX_URL:-$${PIP_INDEX_URL:-$$($(BIN)/pip config get global.index-url 2>/dev/null)}}}"; \
+	if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
+	set -ex; \
+	$(BIN)/uv pip sync --python $(@D)/bin/python --compile-bytecode $(1); \
+	$(BIN)/uv pip install --python $(@D)/bin/python --no-deps --no-build-isolation -e .
+	@touch $@
+endef
+
 .venv/.ready: requirements/cpu.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"mm_grpo needs Python 3.11 or newer, and $(PYTHON) is %s; name another with: make PYTHON=python3.11" \
 		% sys.version.split()[0])'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^uv==' requirements/cpu.txt)"
-	@index="$${UV_DEFAULT_INDEX:-$${UV_INDEX_URL:-$${PIP_INDEX_URL:-$$($(BIN)/pip config get global.index-url 2>/dev/null)}}}"; \
-	if [ -n "$$index" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
-	set -ex; \
-	$(BIN)/uv pip sync --python $(BIN)/python --compile-bytecode requirements/cpu.txt; \
-	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation -e .
-	@touch $@
+	$(call install,requirements/cpu.txt)
+
+.venv-lowest/.ready: requirements/lowest.txt pyproject.toml | setup
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-lowest
+	$(call install,requirements/lowest.txt)

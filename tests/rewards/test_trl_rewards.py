@@ -4,9 +4,10 @@ import inspect
 import textwrap
 
 import pytest
-import trl.rewards
 
 from mm_grpo.rewards import Scorer
+
+theirs = pytest.importorskip("trl.rewards", reason="trl is not installed; it is among requirements/cpu.txt")
 
 TEXTS = [
     r"<think>one half</think>The answer is \boxed{\frac{1}{2}}",
@@ -19,12 +20,12 @@ TEXTS = [
 ]
 SOLUTIONS = [r"$\frac{1}{2}$", "0.5", "0.5", "0.5", "what is this", "3", r"\boxed{6}"]
 FUNCTIONS = {
-    "accuracy_reward": trl.rewards.accuracy_reward,
-    "reasoning_accuracy_reward": trl.rewards.reasoning_accuracy_reward,
-    "think_format_reward": trl.rewards.think_format_reward,
-    "get_cosine_scaled_reward": trl.rewards.get_cosine_scaled_reward(max_len=100),
-    "get_repetition_penalty_reward": trl.rewards.get_repetition_penalty_reward(ngram_size=2),
-    "get_soft_overlong_punishment": trl.rewards.get_soft_overlong_punishment(60, 20),
+    "accuracy_reward": theirs.accuracy_reward,
+    "reasoning_accuracy_reward": theirs.reasoning_accuracy_reward,
+    "think_format_reward": theirs.think_format_reward,
+    "get_cosine_scaled_reward": theirs.get_cosine_scaled_reward(max_len=100),
+    "get_repetition_penalty_reward": theirs.get_repetition_penalty_reward(ngram_size=2),
+    "get_soft_overlong_punishment": theirs.get_soft_overlong_punishment(60, 20),
 }
 
 
@@ -54,7 +55,7 @@ def as_trl_scores(function, batch):
 
 
 def test_no_function_is_forgotten():
-    public = {name for name in trl.rewards.__all__ if not inspect.ismodule(getattr(trl.rewards, name))}
+    public = {name for name in theirs.__all__ if not inspect.ismodule(getattr(theirs, name))}
     assert public == FUNCTIONS.keys()
 
 
