@@ -278,7 +278,8 @@ class Learner:
 
     def _run(self, items: Sequence[Item], module: PackForward) -> tuple[ByOwner, ByOwner]:
         """Log-probabilities [T] and entropies [T] of each completion under `module`, counted as work of the step."""
-        return _values(module, self._laid_out(self._plan(items)))
+        with self.ranks.together("a pass without gradients"):
+            return _values(module, self._laid_out(self._plan(items)))
 
     def _under_reference(self, items: Sequence[Item]) -> ByOwner:
         """Log-probabilities [T] of each completion under the reference policy."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from steps import LENGTHS, config_for, load, make_groups, plain_logp
 
 from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.learner import optimizer
+from mm_grpo.learner.distributed import Ranks
 from mm_grpo.learner.features import KeptFeatures
 from mm_grpo.learner.learner import Learner, Part, Policies
 from mm_grpo.processors.base import load_processor
@@ -219,3 +222,29 @@ def test_the_reference_takes_a_share_of_the_policy(dtype: torch.dtype, models: d
         torch.testing.assert_close(weight, want)
         moved += int(not torch.equal(weight, start[name]))
     assert moved > 0
+
+
+def test_an_error_of_a_pass_without_gradients_is_told_to_the_other_processes(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+
+    class Noted(Ranks):
+        @contextmanager
+        def together(self, what: str) -> Iterator[None]:
+            try:
+                yield
+            except ValueError as error:
+                told.append((what, str(error)))
+                raise
+
+    def fails(pack: Any) -> Any:
+        raise ValueError("no memory")
+
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    learner = Learner(load(path), processor, config_for(path, algorithm={"beta": 0.1}), 10, Noted())
+    monkeypatch.setattr(learner.reference, "forward", fails)
+    with pytest.raises(ValueError, match="no memory"):
+        learner.step(make_groups(processor))
+    assert told == [("a pass without gradients", "no memory")]
