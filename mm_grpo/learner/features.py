@@ -80,6 +80,6 @@ class KeptFeatures:
         self.encoded += start
 
 
-def can_keep(model: Any) -> bool:
-    """Whether an image's features are the same in all passes of a step: nothing trains the tower."""
+def tower_is_frozen(model: Any) -> bool:
+    """Whether nothing trains the vision tower: an image's features are then the same in all passes of a step."""
     return not any(p.requires_grad for p in model.model.visual.parameters())

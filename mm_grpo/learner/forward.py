@@ -8,15 +8,15 @@ gradients at the same moment at which others get theirs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mm_grpo.learner.attention import Masks
-from mm_grpo.learner.features import KeptFeatures
+from mm_grpo.learner.features import KeptFeatures, tower_is_frozen
 from mm_grpo.learner.logprobs import CHUNK_BYTES, token_logprobs
 from mm_grpo.learner.pack import Pack
 from mm_grpo.learner.towers import speed_up_tower
@@ -48,14 +48,9 @@ class PackForward(nn.Module):
     def forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """Log-probabilities [M] and entropies [M] of the pack's completion tokens, in the pack's order."""
         pack = pack.to(self.model.device)
-        kept = (
-            self.features.given_to(self.model, pack.prompts)
-            if self.features and pack.prompts
-            else nullcontext()
-        )
-        with kept:
+        with self._inputs(pack) as inputs:
             hidden = self.model.model(
-                **self._inputs(pack),
+                **inputs,
                 **self.masks.of(pack.segments),
                 position_ids=pack.position_ids,
                 use_cache=False,
@@ -70,14 +65,17 @@ class PackForward(nn.Module):
             chunk_bytes=self.chunk_bytes,
         )
 
-    def _inputs(self, pack: Pack) -> dict[str, Any]:
+    @contextmanager
+    def _inputs(self, pack: Pack) -> Iterator[dict[str, Any]]:
         """The tokens with their images: as pixels, or as features that an earlier pass of the step kept."""
-        if not pack.prompts and any(p.requires_grad for p in self.model.model.visual.parameters()):
-            return {"inputs_embeds": self._embeds_touched_by_blank(pack.input_ids)}
         inputs: dict[str, Any] = {"input_ids": pack.input_ids}
-        if pack.prompts and self.features is not None:
-            return inputs | {"pixel_values": torch.empty(0)}  # asked for, and not looked at
-        return inputs | {key: tensor.to(self.model.device) for key, tensor in pack.vision.items()}
+        if not pack.prompts and not tower_is_frozen(self.model):
+            yield {"inputs_embeds": self._embeds_touched_by_blank(pack.input_ids)}
+        elif pack.prompts and self.features is not None:
+            with self.features.given_to(self.model, pack.prompts):
+                yield inputs | {"pixel_values": torch.empty(0)}  # asked for, and not looked at
+        else:
+            yield inputs | {key: tensor.to(self.model.device) for key, tensor in pack.vision.items()}
 
     def _embeds_touched_by_blank(self, input_ids: Tensor) -> Tensor:
         # The embedding first, as the models do it: backward goes through nodes in the reverse order of their

@@ -29,7 +29,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.balance import Cost, balanced
 from mm_grpo.learner.distributed import Ranks
-from mm_grpo.learner.features import KeptFeatures, can_keep
+from mm_grpo.learner.features import KeptFeatures, tower_is_frozen
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.lora import has_adapters, merged_tensors, without_adapters
 from mm_grpo.learner.objective import PackTokens, Tally, Terms, pack_loss
@@ -292,7 +292,7 @@ class Learner:
         algorithm = self.config.algorithm
         in_loss = self.reference is not None and not algorithm.kl_in_reward
         passes = algorithm.num_iterations * (2 if algorithm.top_entropy_quantile < 1 else 1) + in_loss
-        if (passes > 1 or parts > 1) and can_keep(self.model):
+        if (passes > 1 or parts > 1) and tower_is_frozen(self.model):
             self._features = KeptFeatures(self.model)
         self._hand_on_features()
 
