@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-long test-lowest lint bench requirements
+.PHONY: help setup demo test test-long test-all test-lowest lint bench requirements
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
@@ -22,17 +22,29 @@ setup: .venv/.ready  ## make .venv with the pinned packages and this one
 demo: setup  ## train a small VLM on rendered shapes, on the CPU; ends in runs/demo/report.html
 	OMP_NUM_THREADS=1 $(BIN)/mm-grpo train examples/shapes/config.yaml run.dir=runs/demo run.overwrite=true
 
+PYTEST := -m pytest --durations=25
 test: setup  ## run the tests that take seconds
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python $(PYTEST) -m "not long"
 
 test-long: setup  ## run the tests that take minutes
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python $(PYTEST) -m long
+
+# One run imports torch and vLLM once, builds the tiny models once and starts one fork server.
+test-all: setup  ## run both
+	$(BIN)/python $(PYTEST)
 
 # pyproject.toml says from which versions on its packages serve; nothing else would notice where that is wrong.
-# vLLM, TRL and the seconds that scoring takes are tested with the pins of requirements/cpu.txt alone.
-test-lowest: .venv-lowest/.ready  ## run the quick tests with the oldest packages allowed, without vLLM
-	.venv-lowest/bin/python -m pytest -m "not long" --ignore tests/engines --ignore tests/benchmarks \
-		--ignore-glob "tests/rewards/test_scoring_*"
+# Run is what touches those packages: pydantic, typer and rich (config, cli), datasets and pillow (data),
+# transformers and peft (processors, learner, rollout, trainer), deepspeed and accelerate (distributed), math-verify,
+# rapidfuzz, jsonschema, pycocotools, openai and pebble (rewards), jinja2 and tensorboard (run). Arithmetic of our own
+# is the same with every version; vLLM and TRL are tested with the pins of requirements/cpu.txt alone.
+LOWEST := cli config data distributed preflight processors rollout run trainer \
+	learner/test_learner.py learner/test_lora.py learner/test_transformers_patches.py learner/test_vision_attention.py \
+	rewards/test_builtin_answers.py rewards/test_builtin_documents.py rewards/test_builtin_judge.py \
+	rewards/test_builtin_masks.py rewards/test_builtin_numbers.py rewards/test_builtin_text.py \
+	rewards/test_scoring_isolated.py
+test-lowest: .venv-lowest/.ready  ## run the quick tests of our dependencies with the oldest packages allowed
+	.venv-lowest/bin/python $(PYTEST) -m "not long" $(addprefix tests/,$(LOWEST))
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check
@@ -50,7 +62,7 @@ bench: setup  ## measure against TRL on the CPU, in about ten minutes; ends in b
 	$(BIN)/python benchmarks/plot.py
 	$(BIN)/python benchmarks/readme.py
 
-EXTRAS := $(addprefix --extra ,math text json judge tensorboard dev)
+EXTRAS := $(addprefix --extra ,math text json judge masks tensorboard dev)
 requirements: setup  ## compile requirements/cpu.txt from requirements/cpu.in, and lowest.txt from pyproject.toml
 	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url \
 		--override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.txt

@@ -41,8 +41,9 @@ from torch import Tensor
 
 from mm_grpo import GRPOConfig
 from mm_grpo.learner.forward import PackForward
-from mm_grpo.learner.objective import PackTokens, Tally, Terms, pack_loss
+from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
 from mm_grpo.learner.pack import Item, layout
+from mm_grpo.learner.step_report import LossStatistics
 from mm_grpo.processors.base import Processor
 from mm_grpo.types import Prompt
 
@@ -57,7 +58,7 @@ FIRST_WORD = 300  # ids below are the tokenizer's own; random answers take those
 
 
 class Ours:
-    """Our pack, objective and backward."""
+    """Our pack, loss and backward."""
 
     def __init__(
         self, model: Any, processor: Processor, prompt: Prompt, answers: Tensor, advantages: Tensor
@@ -65,19 +66,19 @@ class Ours:
         self.config = GRPOConfig.from_dict({"model": {"path": str(BASE)}}).algorithm
         # TRL's loss masks nothing, so neither do we here
         self.module = PackForward(
-            model, media_token_ids=frozenset(), blank=processor.blank(), temperature=1.0
+            model, media_token_ids=frozenset(), family=processor.family, temperature=1.0
         )
         items = [Item(i, 0, prompt, tuple(row)) for i, row in enumerate(answers.tolist())]
         self.pack = layout([items], frozenset()).to(model.device)
         count = answers.numel()
         weights = torch.full((len(answers),), 1.0 / count, dtype=torch.float64, device=model.device)
-        self.terms = Terms(advantages.double().to(model.device), weights, count)
+        self.inputs = LossInputs(advantages.double().to(model.device), weights, count)
 
     def __call__(self) -> None:
         logp, entropy = self.module(self.pack)
         old = logp.detach()
-        tokens = PackTokens(self.pack.owners, logp, entropy, old, old, None)
-        pack_loss(self.config, self.terms, tokens, Tally()).backward()
+        tokens = PackTokens(self.pack.completion_index, logp, entropy, old, old, None)
+        pack_loss(self.config, self.inputs, tokens, LossStatistics()).backward()
 
 
 class TRL:

@@ -39,7 +39,7 @@ class Clock(Stopwatch):
         self.wrap(trainer.engine, "generate", "generate")
         self.wrap(trainer.learner.optimizer, "forward", "forward")
         self.wrap(trainer.learner.optimizer, "backward", "backward")
-        self.wrap(trainer.learner.optimizer, "step", "optimizer")
+        self.wrap(trainer.learner.optimizer, "apply", "optimizer")
         self.silence(trainer.sync, "update")
 
     def on_step_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:

@@ -21,7 +21,7 @@ def page() -> str:
     """The whole page as Markdown, a table per section."""
     tables: dict[str, list[str]] = {}
     for field in GRPOConfig.field_help():
-        section, _, _ = field.path.rpartition(".")
+        section = field.path.rpartition(".")[0] or field.path
         head = f"\n## {section}\n\n| field | legal | default | meaning |\n|---|---|---|---|"
         cells = (f"`{field.path}`", field.type, f"`{field.default}`", field.description)
         row = "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

@@ -5,10 +5,15 @@ The way through the package, in the order in which the data flows::
     dataset row → Sample → Prompt → Completions → rewards → Group → Pack → loss → update → engine
        data/     processors/     rollout/      rewards/  algorithm/  learner/            rollout/
 
-    config    GRPOConfig and its sections          types      Sample, Prompt, Completion, Group
-    trainer   GRPOTrainer: the loop                errors     what is raised, and its exit code
-    cli       the command `mm-grpo`                health     guards against dead signals
-    run       the run folder: metrics, rollout log, checkpoints, report
+    trainer      GRPOTrainer: the algorithm on one page     build      a run's parts and plan, from its config
+    config       GRPOConfig and its sections                 types      Sample, Prompt, Completion, Group
+    cli          the command `mm-grpo`                       errors     what is raised, and its exit code
+    distributed  several processes: rank, collectives        health     guards against dead signals
+    parity       engine against learner, verified sync       preflight  check, doctor, smoke runs
+    run          the run folder and what is in it            testing    tiny models and fake engines for tests
+    files        atomic writes                               timing     seconds by phase
+    import_path  files and modules that a config names       terminal   text of data made safe to print
+    version      the version
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so
 `import mm_grpo` brings in neither torch nor vLLM. To add a name: the list, the branch that loads

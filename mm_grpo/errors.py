@@ -4,7 +4,12 @@ A `UserError` is a mistake in a config, a dataset, a reward or a command: the co
 message alone and exits with 2. A `GuardStop` is a run that stopped itself (exit 3). Every message
 names the field or the row, the value, what is legal and what to do. Anything else that escapes is a
 fault of ours, keeps its traceback and exits with 1.
+
+`did_you_mean` is the hint that a message about an unknown name gives.
 """
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -29,3 +34,20 @@ class EngineError(RuntimeError):
 
 class GuardStop(Exception):
     """A guard stopped the run. Exit code 3."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` most looks like, or None; case and `-` for `_` make no difference."""
+    folded = {each.casefold().replace("-", "_"): each for each in known}
+    matches = difflib.get_close_matches(name.casefold().replace("-", "_"), list(folded), n=1, cutoff=0.6)
+    return folded[matches[0]] if matches else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The question that a message about an unknown name asks, with a space behind it, or an empty text.
+
+    >>> f"unknown reward 'iuo'; {did_you_mean('iuo', ['iou', 'length'])}known names: iou, length"
+    "unknown reward 'iuo'; did you mean 'iou'? known names: iou, length"
+    """
+    found = nearest(name, known)
+    return f"did you mean {found!r}? " if found else ""

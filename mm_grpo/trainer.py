@@ -1,7 +1,7 @@
-"""The loop: rows → prompts → completions → rewards → groups → updates → weights back to the engine.
+"""The loop: prompts → completions → rewards → advantages → update → weights back to the engine.
 
-`GRPOTrainer` puts the parts together and reads top to bottom. What each part does is written in its
-own file; here is only the order in which they are called, and what is kept of each step.
+`GRPOTrainer._step` is the algorithm on one page. What each part does is written in its own file: prompts to
+advantages in rollout/collect.py, the update in learner/learner.py, the weight sync in parity/sync.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cached_property
 from itertools import islice
@@ -17,29 +18,30 @@ from typing import Any
 
 import torch
 
+from mm_grpo.build import build_parts, plan_run
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.order import PromptOrder
-from mm_grpo.data.sets import Source, load_eval, load_train
+from mm_grpo.data.sources import Source, load_eval, load_train
+from mm_grpo.distributed.ranks import start
 from mm_grpo.errors import ConfigError
-from mm_grpo.health.action import act
+from mm_grpo.health.duplicate_completions import duplicate_completions
+from mm_grpo.health.guards import Guards
 from mm_grpo.health.logp_gap import logp_gap
+from mm_grpo.health.unread_images import is_due, unread_images, with_other_pixels
 from mm_grpo.health.update_happens import update_happens
-from mm_grpo.learner.distributed import start
+from mm_grpo.parity.gaps import check_start, first_with_image, gap_of
+from mm_grpo.parity.sync import Canary
 from mm_grpo.processors.base import Processor
-from mm_grpo.rewards.resolve import describe
-from mm_grpo.rewards.scoring import Scorer
-from mm_grpo.rollout.seeds import SeedPlan
-from mm_grpo.run.checkpoint import Checkpoints
-from mm_grpo.run.collecting import Collector
-from mm_grpo.run.evaluation import Best, Evaluation, as_metrics, better, evaluate
-from mm_grpo.run.folder import RunFolder
+from mm_grpo.rewards.scorer import Scorer
+from mm_grpo.rollout.collect import Collector, Rollout
+from mm_grpo.rollout.evaluate import Best, Evaluation, Headline, as_metrics, better, evaluate
+from mm_grpo.run.checkpoint import Checkpoints, steps_between
+from mm_grpo.run.folder import RunFolder, folders_of, inputs_of
 from mm_grpo.run.metrics import read_metrics
-from mm_grpo.run.parity import check_start, first_with_image
 from mm_grpo.run.progress import Progress
-from mm_grpo.run.resuming import refuse_another_run, rows_of
-from mm_grpo.run.setup import load_sides
-from mm_grpo.run.timing import timed
+from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of
+from mm_grpo.run.stop_signals import StopSignals, interrupted
 from mm_grpo.run.trackers import Trackers
+from mm_grpo.timing import timed
 
 EVENTS = ("on_train_begin", "on_step_end", "on_train_end")
 
@@ -50,7 +52,8 @@ class GRPOTrainer:
     `config` is the whole run. `train` and `eval` override `data.train` and `data.eval` with rows, a
     `datasets.Dataset`, a path, or for `eval` a dict of named sets (the first is the headline).
     `rewards` overrides the config's list and mixes names, mappings and callables. `model` is a
-    transformers model to train in place of the one at `model.path`; `processor` one of ours. Callbacks
+    transformers model to train in place of the weights at `model.path` (in place; `model.lora` and the rest of the
+    section apply to it); `processor` one of ours. Callbacks
     are objects with any of `on_train_begin(trainer)`, `on_step_end(trainer, metrics)` and
     `on_train_end(trainer)`.
 
@@ -76,110 +79,241 @@ class GRPOTrainer:
                 " GRPOConfig.from_yaml(path)"
             )
         self.config, self.resume = config, resume
-        rollout = config.rollout
         config.check()
         self.ranks = start(config.model.device, config.run.process_timeout)
-        _refuse_deaf(callbacks)
+        check_callbacks(callbacks)
         self.callbacks = tuple(callbacks) if self.ranks.first else ()
         config.require_eval(given=eval is not None)
         self.train_set = load_train(config, train)
         self.eval_sets = load_eval(config, eval)
-        self.max_steps = config.run.max_steps or math.ceil(len(self.train_set) / rollout.prompts_per_step)
-        self.seeds = SeedPlan(
-            run_seed=config.run.seed,
-            prompts=rollout.prompts_per_step,
-            generations=rollout.num_generations,
-            attempts=rollout.max_attempts,
-            max_steps=self.max_steps,
-        )
-        updates = self.max_steps * config.optim.updates_per_step * config.algorithm.num_iterations
-        if config.optim.warmup_steps > updates:
-            raise ConfigError(
-                f"optim.warmup_steps = {config.optim.warmup_steps}: the run makes {updates} updates, so the learning "
-                "rate would never be reached; lower it, or raise run.max_steps"
-            )
-        self.order = PromptOrder(
-            len(self.train_set), rollout.prompts_per_step, config.run.seed, shuffle=config.data.shuffle
-        )
+        self.plan = plan_run(config, self.train_set)
         self.scorer = Scorer(
             _reward_entries(config, rewards),
             conversational=self.train_set.conversational,
-            max_steps=self.max_steps,
+            max_steps=self.plan.max_steps,
         )
+        self.headline = Headline.of(config, [spec.name for spec in self.scorer.specs])
         for dataset in (self.train_set, *self.eval_sets.values()):
             self.scorer.check(dataset.columns)
         if self.ranks.first:
             self.scorer.start()  # workers import their rewards while the model loads
-        reads = [p for p in (config.model.path, config.data.train) if isinstance(p, str)]
-        with self.ranks.together("looking at run.dir"):
-            held = {"resume": True} if resume or not self.ranks.first else {"overwrite": config.run.overwrite}
-            self.folder = RunFolder.prepare(config.run.dir, reads=reads, **held)
+        self.save_every = steps_between(config.run.save_every, self.plan.max_steps)
+        with self.ranks.fail_together("looking at run.dir"):
+            self.folder = RunFolder(
+                config.run.dir,
+                overwrite=config.run.overwrite,
+                inputs=inputs_of(config, train=train, eval=eval, rewards=rewards),
+                resume=resume,
+                writes=folders_of(config, saves=self.save_every > 0),
+            )
+            if self.ranks.first:
+                self.folder.check()
         self.trackers = Trackers.prepare(config.run.trackers if self.ranks.first else [])
 
         # adapters are drawn from the run's seed, and the caller's random numbers go on as they were
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(config.run.seed % 2**63)
-            sides = load_sides(config, updates, model=model, processor=processor, ranks=self.ranks)
-        self.processor, self.model, self.prompter = sides.processor, sides.model, sides.prompter
-        self.learner, self.engine, self.sync = sides.learner, sides.engine, sides.sync
+            parts = build_parts(config, self.plan.updates, model=model, processor=processor, ranks=self.ranks)
+        self.processor, self.model, self.prompt_builder = parts.processor, parts.model, parts.prompt_builder
+        self.learner, self.engine, self.sync = parts.learner, parts.engine, parts.sync
         self.collector = Collector(
-            config, self.train_set, self.order, self.seeds, sides, self.scorer, self.ranks
+            config,
+            self.train_set,
+            self.plan,
+            self.prompt_builder,
+            self.engine,
+            self.scorer,
+            self.ranks,
+            version=lambda: self.sync.version,
+            reference_logprobs=self.learner.reference_logprobs,
         )
         self.checkpoints = Checkpoints(self.folder.paths, self.learner, config)
+        self.guards = Guards(config, self.scorer.specs)
         self.tokens_seen = 0
+        self.signals = StopSignals(quiet=not self.ranks.first)
+        self._trained = False
 
     def train(self) -> dict[str, Any]:
         """Run to `max_steps`; returns what `summary.json` holds.
 
         Every process calls it; the first one writes the run folder. Raises GuardStop when a guard stops the
-        run; the folder then holds every finished step.
+        run; the folder then holds every finished step, and the trainer is closed. A run without one update ends
+        so too, after everything was saved. SIGINT, SIGTERM and SIGHUP end it after the running step, with a
+        checkpoint and RunInterrupted. A trainer trains once: ConfigError the second time.
         """
+        if self._trained:
+            raise ConfigError(
+                "train() was called on this trainer before, and its weights are those of then; to go on, make a "
+                "GRPOTrainer(config, ..., resume=True), with a higher run.max_steps if the run had ended"
+            )
+        self._trained = True
+        try:
+            with ExitStack() as held:
+                with self.ranks.fail_together("taking run.dir"):
+                    if self.ranks.first:
+                        held.enter_context(self.folder.claim())
+                with self.signals:
+                    return self._train()
+        except BaseException:
+            self.close()
+            raise
+
+    def evaluate(self, step: int = 0) -> dict[str, Evaluation]:
+        """Answer every evaluation set with the current weights, by name; the first set is the headline."""
+        run = (self.prompt_builder, self.engine, self.scorer, self.config, step, self.ranks)
+        sets = self.eval_sets.items()
+        return {name: evaluate(rows, *run, part=(i, len(sets))) for i, (name, rows) in enumerate(sets)}
+
+    def save(self, path: str | Path) -> None:
+        """Write weights, config, processor and chat template to `path`, loadable without mm_grpo."""
+        self.learner.save(path)
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapters of `model.lora` to `path`, in fp32, as `peft.PeftModel.from_pretrained` reads them."""
+        if self.config.model.lora is None:
+            raise ConfigError("model.lora = null: the run has no adapters to save; save the model")
+        self.learner.save_adapter(path)
+
+    def close(self) -> None:
+        """Free what the rollout engine holds and end the rewards' processes; the model stays."""
+        self.scorer.close()
+        self.engine.close()
+
+    # one step --------------------------------------------------------------------------------
+
+    def _step(self, step: int) -> dict[str, float]:
+        """Prompts, completions, rewards, advantages, update and sync of one step; returns its metrics.
+
+        The engine sleeps while the learner works; a step that fails leaves it asleep, to be closed.
+        """
+        collect, ranks, algorithm = self.collector, self.ranks, self.config.algorithm
+        rollout, times, guards = Rollout(step), dict[str, float](), self.guards
+        with timed(times, "step_time"):
+            for _ in range(self.config.rollout.max_attempts):  # more than one with dynamic sampling alone
+                prompts = collect.prompts(rollout)
+                completions = collect.completions(rollout, prompts)
+                collect.rewards(rollout, completions)
+                if not rollout.zero_std_slots:
+                    break
+            groups = collect.advantages(rollout)
+            with ranks.fail_together("guards"):
+                self._log_rollouts(rollout)  # the evidence, before a guard may stop the run
+                guards.apply("duplicate_completions", duplicate_completions(rollout.sampled), step)
+
+            with timed(times, "time/sync"), ranks.fail_together("weight sync"):
+                canary = self.sync.canary(groups)
+                images = self._image_metrics(step, canary)
+            self.engine.sleep()
+            with timed(times, "time/learner"):
+                report = self.learner.update(groups)
+            with ranks.fail_together("guards"):
+                guards.apply("logp_gap", logp_gap(report.mean_gap, report.max_gap, self.sync.limit), step)
+                for record in report.updates:
+                    guards.apply("update_happens", update_happens(record), step)
+
+            with timed(times, "time/sync"), ranks.fail_together("weight sync"):
+                self.engine.wake()
+                synced = self.sync.update(step, canary, noise=report.max_gap)
+                guards.apply("logp_gap", synced.problem, step)
+            if algorithm.sync_ref_model and step % algorithm.ref_model_sync_steps == 0:
+                self.learner.refresh_reference()
+        self.tokens_seen += rollout.tokens
+        counted = {
+            "num_tokens": self.tokens_seen,
+            "epoch": self.plan.order.epoch(step),
+            "prompts/dropped": rollout.dropped,
+        }
+        # a reward may log any name it likes, and a KL in rewards has the name of one in the loss; ours win
+        return {
+            **rollout.metrics, **report.metrics, **synced.metrics, **images, **counted, **rollout.times, **times
+        }  # fmt: skip
+
+    def _log_rollouts(self, rollout: Rollout) -> None:
+        """Every group that was sampled, on the first process, as often as the config says."""
+        step, every = rollout.step, self.config.run.log_rollouts_every
+        if not self.ranks.first or not (step % every == 0 or step in (1, self.plan.max_steps)):
+            return
+        with timed(rollout.times, "time/log"):
+            groups = sorted(rollout.sampled, key=lambda group: (group.slot, group.attempt))
+            self.folder.write_rollouts(step, groups)
+
+    def _image_metrics(self, step: int, canary: Canary | None) -> dict[str, float]:
+        """On some steps: how far other pixels move the learner's log-probs of the canary, in nats per token."""
+        prompt = with_other_pixels(canary.prompt) if canary is not None and is_due(step) else None
+        if canary is None or prompt is None:
+            return {}
+        change = gap_of([canary.logprobs], self.learner.score(prompt, [canary.token_ids])).mean
+        self.guards.apply("unread_images", unread_images(change, prompt.uid), step)
+        return {"images/logp_change": change} if math.isfinite(change) else {}
+
+    # the run around the steps ----------------------------------------------------------------
+
+    def _train(self) -> dict[str, Any]:
         started = time.perf_counter()
-        run, first = self.folder, self.ranks.first
-        done, kept = self._restore()
-        with self.ranks.together("starting"):
+        run, first, max_steps = self.folder, self.ranks.first, self.plan.max_steps
+        done, kept, log = self._restore()
+        with self.ranks.fail_together("starting"):
             if first:
-                specs = [{"name": s.name, **describe(s)} for s in self.scorer.specs]
-                run.start(self.config.to_yaml(), rewards=specs)
-                run.cut_after(done)
+                run.start(self.config.to_yaml(), rewards=self._rewards)
+                run.cut_after(done, log)
+                if done and run.paths.metrics.exists():
+                    self.guards.replay(read_metrics(run.paths.metrics))
         self._call("on_train_begin")
-        headline = self.config.batch_sentence(processes=self.ranks.world)
+        sentences = (self.config.batch_sentence(processes=self.ranks.world), self.learner.memory_sentence())
+        headline = "\n".join(filter(None, sentences))
+        headline += "\n" + self.checkpoints.sentence(self.save_every)
         with (
-            Progress(self.max_steps, headline=headline, first=done, quiet=not first) as progress,
+            Progress(max_steps, headline=headline, first=done, quiet=not first) as progress,
             self.trackers.open(self.config) as trackers,
         ):
             try:
                 if self.config.run.parity_check:
-                    with self.ranks.together("the parity check"):
+                    with self.ranks.fail_together("the parity check"):
                         self._check_parity()
                 if not kept:
                     before = after = self.evaluate()
                     best = better(None, before, 0)
+                    if first and (measured := as_metrics(before)):
+                        run.append_metrics(0, measured)
+                        trackers.log(0, measured)
                 else:
                     before, after = (
                         {n: Evaluation(**e) for n, e in kept[k].items()} for k in ("before", "after")
                     )
                     best = Best(**kept["best"]) if kept.get("best") else None
-                for step in range(done + 1, self.max_steps + 1):
-                    metrics = self._step(step, run)
-                    last, every = step == self.max_steps, self.config.run.eval_every
+                if (stopped := self.ranks.max(self.signals.asked, "stopping")) and done < max_steps:
+                    raise interrupted(stopped, done, done, run.paths.root)
+                for step in range(done + 1, max_steps + 1):
+                    metrics = self._step(step)
+                    last, every = step == max_steps, self.config.run.eval_every
                     if last or (every and step % every == 0):
                         clock = time.perf_counter()
                         after = self.evaluate(step)
                         best = better(best, after, step)
                         metrics |= as_metrics(after) | {"time/eval": time.perf_counter() - clock}
-                    if first:
-                        run.metrics.append(step, metrics)
+                    with self.ranks.fail_together("writing metrics.jsonl"):
+                        if first:
+                            run.append_metrics(step, metrics)
                     trackers.log(step, metrics)
-                    progress.step(step, metrics)
+                    progress.advance(step, metrics)
                     self._call("on_step_end", metrics)
-                    if (every := self.config.run.save_every) and (last or step % every == 0):
+                    with self.ranks.fail_together("guards"):
+                        if first:
+                            self.guards.observe(step, metrics)
+                    stopped, every = self.ranks.max(self.signals.asked, "stopping"), self.save_every
+                    if every and (last or stopped or step % every == 0):
                         extra = self._extra(before, after, best)
                         self.checkpoints.save(step, extra, spared=best.step if best else None)
-                with self.ranks.together("saving the model"):
+                    if stopped and not last:
+                        raise interrupted(stopped, step, step if every else None, run.paths.root)
+                with self.ranks.fail_together("saving the model"):
                     if first and self.config.run.save_model:
                         run.replace_folder("model", self.save)
-                summary = _summary(before, after, best, time.perf_counter() - started, self.max_steps)
+                        if self.config.model.lora is not None:
+                            run.replace_folder("adapter", self.save_adapter)
+                summary = _summary(
+                    self.headline, before, after, best, time.perf_counter() - started, max_steps
+                )
                 if first:
                     run.write_summary(summary)
             finally:
@@ -187,69 +321,38 @@ class GRPOTrainer:
                 if first and self.config.run.report:
                     run.write_report()
         self._call("on_train_end")
+        with self.ranks.fail_together("guards"):
+            if first:
+                self.guards.finish(max_steps)
         return summary
-
-    def evaluate(self, step: int = 0) -> dict[str, Evaluation]:
-        """Answer every evaluation set with the current weights, by name; the first set is the headline."""
-        return {
-            name: evaluate(dataset, self.prompter, self.engine, self.scorer, self.config, step, self.ranks)
-            for name, dataset in self.eval_sets.items()
-        }
-
-    def save(self, path: str | Path) -> None:
-        """Write weights, config, processor and chat template to `path`, loadable without mm_grpo."""
-        self.learner.save(path)
-
-    # one step --------------------------------------------------------------------------------
-
-    def _step(self, step: int, run: RunFolder) -> dict[str, float]:
-        """Rollout, rewards, update and sync of one step; returns its metrics."""
-        ranks, times = self.ranks, dict[str, float]()
-        actions, algorithm = self.config.run.guards, self.config.algorithm
-        with timed(times, "step_time"):
-            collected = self.collector.step(step, run)
-            with timed(times, "time/learner"):
-                witness = self.sync.witness(collected.groups)
-                report = self.learner.step(collected.groups)
-            with ranks.together("guards"):
-                act("logp_gap", logp_gap(report.mean_gap, report.max_gap, self.sync.limit), actions)
-                for record in report.updates:
-                    act("update_happens", update_happens(record), actions)
-            with timed(times, "time/sync"), ranks.together("weight sync"):
-                synced = self.sync.update(step, witness, noise=report.max_gap)
-                act("logp_gap", synced.problem, actions)
-            if algorithm.sync_ref_model and step % algorithm.ref_model_sync_steps == 0:
-                self.learner.refresh_reference()
-        self.tokens_seen += collected.tokens
-        counted = {
-            "num_tokens": self.tokens_seen,
-            "epoch": self.order.epoch(step),
-            "prompts/dropped": collected.dropped,
-        }
-        # a reward may log any name it likes, and a KL in rewards has the name of one in the loss; ours win
-        return {
-            **collected.metrics, **report.metrics, **synced.metrics, **counted, **collected.times, **times
-        }  # fmt: skip
 
     # resuming --------------------------------------------------------------------------------
 
-    def _restore(self) -> tuple[int, Mapping[str, Any]]:
-        """Take up the newest checkpoint when asked to: the steps that are done, and what was kept beside."""
+    def _restore(self) -> tuple[int, Mapping[str, Any], bytes | None]:
+        """Take up the newest checkpoint when asked to: the steps that are done, what was kept beside, and the log."""
         found = self.checkpoints.newest() if self.resume else None
         if found is None:
-            rows = len(read_metrics(self.folder.paths.metrics)) if self.folder.paths.metrics.exists() else 0
-            if self.resume and rows and not self.config.run.save_every:
+            path = self.folder.paths.metrics
+            rows = sum(row["step"] > 0 for row in read_metrics(path)) if path.exists() else 0
+            if self.resume and rows and not self.save_every:
                 raise ConfigError(
                     f"run.dir = '{self.folder.paths.root}' has {rows} finished steps and no checkpoint, for "
                     "run.save_every is 0; start again with run.overwrite=true, and set run.save_every"
                 )
-            return 0, {}
-        refuse_another_run(found, self._rows, self.max_steps)
+            return 0, {}, None
+        allowed = self.config.run.allow_changed_rewards
+        refuse_another_run(
+            found, self._rows, self._rewards, self.plan.max_steps, allow_changed_rewards=allowed
+        )
         self.checkpoints.load(found)
         self.tokens_seen = found.extra["tokens_seen"]
-        with self.ranks.together("weight sync"):
+        with self.ranks.fail_together("weight sync"):
             self.sync.send(found.step)
-        return found.step, found.extra
+        return found.step, found.extra, found.log
+
+    @cached_property
+    def _rewards(self) -> list[dict[str, Any]]:
+        return rewards_of(self.scorer.specs)
 
     @cached_property
     def _rows(self) -> dict[str, Any]:
@@ -263,15 +366,18 @@ class GRPOTrainer:
         return {
             "tokens_seen": self.tokens_seen,
             "rows": self._rows,
+            "rewards": self._rewards,
             "best": asdict(best) if best else None,
             **{key: {n: asdict(e) for n, e in sets.items()} for key, sets in found.items()},
         }
 
     def _check_parity(self) -> None:
         """Compare engine and learner on the first prompt with an image among the first P, else on the first."""
-        places = islice(self.prompter.first(self.train_set, self.order), self.config.rollout.prompts_per_step)
+        places = islice(
+            self.prompt_builder.first(self.train_set, self.plan.order), self.config.rollout.prompts_per_step
+        )
         step, slot, prompt = first_with_image(places)
-        seeds = self.seeds.group(step, slot)
+        seeds = self.plan.seeds.group(step, slot)
         check_start(self.engine, self.learner, self.config, prompt, seeds, self.sync.version)
 
     # small parts -----------------------------------------------------------------------------
@@ -283,7 +389,7 @@ class GRPOTrainer:
                 method(self, *args)
 
 
-def _refuse_deaf(callbacks: Sequence[Any]) -> None:
+def check_callbacks(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         if not any(hasattr(callback, event) for event in EVENTS):
             raise ConfigError(
@@ -301,27 +407,31 @@ def _reward_entries(config: GRPOConfig, given: Sequence[Any] | None) -> Sequence
 
 
 def _summary(
+    headline: Headline,
     before: Mapping[str, Evaluation],
     after: Mapping[str, Evaluation],
     best: Best | None,
     seconds: float,
     steps: int,
 ) -> dict[str, Any]:
-    """What `summary.json` holds: accuracies in [0, 1] of the headline set and of each set, seconds, steps.
+    """What `summary.json` holds: scores of the first set and of each set before and after, seconds, steps.
 
-    A set whose accuracy could not be measured is left out of `eval`.
+    A score is what `headline` says; `accuracy_*` are the same where it is an accuracy, else None. A set whose score
+    could not be measured is left out of `eval`.
     """
-    headline = next(iter(before), None)
+    first = next(iter(before), None)
+    ends = [sets[first].score if first else None for sets in (before, after)]
+    scores = dict(zip(("before", "after", "best"), [*ends, best.score if best else None], strict=True))
     return {
-        "accuracy_before": before[headline].accuracy if headline else None,
-        "accuracy_after": after[headline].accuracy if headline else None,
-        "accuracy_best": best.accuracy if best else None,
+        "headline": str(headline),
+        **{f"score_{when}": score for when, score in scores.items()},
+        **{f"accuracy_{when}": score if headline.name else None for when, score in scores.items()},
         "best_step": best.step if best else None,
         "seconds": round(seconds, 3),
         "steps": steps,
         "eval": {
-            n: {"before": before[n].accuracy, "after": after[n].accuracy, "rows": before[n].rows}
+            n: {"before": before[n].score, "after": after[n].score, "rows": before[n].rows}
             for n in before
-            if before[n].accuracy is not None and after[n].accuracy is not None
+            if before[n].score is not None and after[n].score is not None
         },
     }

@@ -49,9 +49,9 @@ class Prompt:
     """A processed sample.
 
     `token_ids` [L] are expanded: one image token per visual feature, what the learner trains on.
-    `position_ids` [3, L] are the model's own M-RoPE positions. `vision` holds the tensors of the
-    vision tower: `pixel_values` [patches, patch size] and `image_grid_thw` [images, 3]; it is empty
-    for a text-only prompt.
+    `position_ids` [*A, L] are the model's own positions, with the axes A of its family: [3, L] for M-RoPE, [L] where
+    tokens are counted. `vision` holds the tensors of the vision tower, in the family's own form; it is empty for a
+    text-only prompt.
     """
 
     sample: Sample
@@ -63,6 +63,11 @@ class Prompt:
     @property
     def uid(self) -> str:
         return self.sample.uid
+
+    @property
+    def next_position(self) -> int:
+        """The position of a completion's first token: M-RoPE positions of an image do not grow token by token."""
+        return int(self.position_ids.max()) + 1
 
 
 @dataclass(frozen=True)
@@ -84,18 +89,24 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt in its slot, its G completions, their total rewards and their advantages.
+    """One prompt in its slot and what is known of it so far: completions, then rewards, then advantages.
 
-    `rewards[g]` is None when no reward applied to completion g; its advantage is then 0. `attempt` is above 0
-    when the group took the place of one without spread.
+    Each stage fills its own fields (`dataclasses.replace`); all are [G], and empty before their stage. Completions:
+    `completions`, and `kl`, in nats, where rewards pay for the distance from the reference. Rewards: `rewards` are
+    the totals, None where no reward applied, `parts` the raw scores by reward, `extra` the columns that rewards
+    logged. Advantages: `advantages`, 0 where there is no reward. `attempt` is above 0 when the group took the place
+    of one whose rewards were all equal. In evaluation the slot is the number of the row.
     """
 
     slot: int
     prompt: Prompt
     completions: tuple[Completion, ...]
-    rewards: tuple[float | None, ...]
-    advantages: tuple[float, ...]
+    rewards: tuple[float | None, ...] = ()
+    advantages: tuple[float, ...] = ()
     attempt: int = 0
+    kl: tuple[float, ...] = ()
+    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Settings for every test, set before anything is imported."""
 
+import gc
 import os
 
 # Tests start processes; without bytecode each would spend 20 to 40 s compiling its imports.
@@ -13,16 +14,26 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Collection imports torch and more: a million objects that stay, and that each pass of the collector would visit.
+gc.disable()
 # New examples are looked for on people's machines; where a change is judged, the same ones each time.
 settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One tiny model folder per family, built once for the whole run. Tests never write into them."""
-    import tiny
+    from helpers import tiny
+    from transformers import PretrainedConfig
 
+    # transformers formats each config that it reads for a log line: half the time in which a tiny run is built
+    PretrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
     root = tmp_path_factory.mktemp("models")
     return {family: tiny.build(family, root / family) for family in tiny.FAMILIES}

@@ -1,10 +1,10 @@
-"""Algorithm: pure functions of rewards and tensors, no trainer in sight.
+"""The mathematics of GRPO: pure functions of rewards and tensors.
 
-- `advantages/`: rewards to advantages, one file per estimator.
-- `surrogate.py`: the clipped policy-gradient term of a token.
-- `importance.py`: probability ratios of tokens and of completions.
+- `advantages.py`: rewards to advantages, one function per estimator.
+- `losses.py`: the loss and the weight of each token, one function per loss type.
 - `kl.py`: the penalty against a reference policy, in the loss or in the reward.
 - `correction.py`: weights and masks for a policy that is not the one that sampled.
 - `masks.py`: which tokens enter the loss.
-- `losses/`: how tokens are weighed into one number, one file per loss type.
+
+A trainer is not needed to call any of it. `learner/loss.py` puts the loss of a pack together from these.
 """

@@ -1,16 +1,18 @@
-"""The KL penalty against the reference policy, from samples of the policy: a term of the loss, or of rewards.
+"""Estimators of the KL divergence from the reference policy, and the KL as a penalty on rewards.
 
-With d = ref_logp - logp (Schulman 2020, http://joschu.net/blog/kl-approx.html):
+With d = ref_logp - logp, per sampled token (Schulman 2020, http://joschu.net/blog/kl-approx.html):
 
     k1 = -d              unbiased, of either sign
     k2 = d^2 / 2         biased, never negative; its gradient is that of the KL divergence
     k3 = exp(d) - d - 1  unbiased, never negative; GRPO's (arXiv:2402.03300, eq. 4)
 
-In the loss (`pack_loss` adds beta times the estimate of each token) k1 is refused by the config: its
+In the loss (`learner/loss.py` adds beta times the estimate of each token) the config refuses k1: its
 gradient there has mean 0. In the reward (`algorithm.kl_in_reward`; RLOO, arXiv:2402.14740) it is the usual
 one: a completion's log-ratio, the sum of k1 over its tokens, times beta, comes off its reward before
-advantages. The log-probabilities are then those of the policy that sampled. The policy gradient of such a
-reward is that of the KL divergence with k1, and not with k2 or k3.
+advantages. The log-probabilities are then those of the policy that sampled. With k1 the policy gradient of
+such a reward is that of the KL divergence; with k2 or k3 it is not.
+
+Axes: [M] completion tokens, [T] tokens of one completion, [P][G] completions by group.
 """
 
 from __future__ import annotations

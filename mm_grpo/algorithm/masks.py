@@ -1,8 +1,8 @@
 """Which tokens enter the loss.
 
 `top_entropy_mask` keeps the share of tokens at which the policy was least sure (`algorithm.top_entropy_quantile`,
-Wang et al. 2025, arXiv:2506.01939): forks in the text, where a choice was made. The KL term is no part of
-it: it holds at every token, as in TRL.
+Wang et al. 2025, arXiv:2506.01939): forks in the text, where a choice was made. The KL term is not
+masked: it holds at every token, as in TRL.
 
 The threshold is TRL's `torch.quantile(entropies, 1 - share)`, found by rank: interpolation between two
 neighbours decides nothing, since no token lies between them, and `torch.quantile` refuses more than 2^24

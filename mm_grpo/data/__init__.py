@@ -1,13 +1,12 @@
 """Data: from whatever holds the rows to samples, in an order that a seed decides.
 
-    sources   a path, a list, a datasets.Dataset or a mapping → a dataset (`load`)
-    dataset   rows by index, each read as a `Sample` when it is asked for
-    layouts   one row → messages, image sources and columns
+    sources   a path, a list, a datasets.Dataset or a mapping → a dataset (`load`); those of a config
+    jsonl     rows in JSON files: read, and written with their images in a folder
+    dataset   rows by index, each read as a `Sample` when it is asked for; a dataset's fingerprint
+    rows      one row → messages, image sources and columns
+    image_columns   images that nothing would read: columns, placeholders, sets without any
     images    one image source → an upright RGB picture within the limits
-    jsonl     rows written to a file, with their images beside it
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
-    fingerprint  what tells one dataset from another
-    sets      which rows a config trains on and is evaluated on
     shapes    a task whose images are drawn, without any download
 
 Not here: what a sample becomes for a model (processors/). Importing this loads neither torch nor the

@@ -1,10 +1,10 @@
 """A dataset: rows by index, each as a `Sample` whose images are decoded when it is asked for.
 
-What a row may look like is in layouts.py, what an image may be in images.py, where rows come from in
+What a row may look like is in rows.py, what an image may be in images.py, where rows come from in
 sources.py, and in which order they are used in order.py.
 
-A sample's uid is the dataset's name and the row's index, "train:7", whatever the row says about
-itself: a column called `uid` stays a column for the rewards. Two equal rows thus have two uids.
+A sample's uid is the dataset's name and the row's index, "train:7"; a column called `uid` stays a column for
+the rewards. Two equal rows thus have two uids.
 
 Lists are checked whole at construction, without opening an image. Of other datasets, which may be
 large and on disk, only the first row is; `check` goes through everything.
@@ -13,16 +13,22 @@ large and on disk, only the first row is; `check` goes through everything.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from PIL import Image
+
 from mm_grpo.data.images import open_image
-from mm_grpo.data.layouts import PROMPT_FIELDS, Fields, check_columns, read_row, rename
+from mm_grpo.data.rows import PROMPT_FIELDS, Fields, check_columns, read_row, rename
 from mm_grpo.errors import DataError
 from mm_grpo.types import Sample
+
+FINGERPRINT_ROWS = 1000
 
 
 class DataSettings(Protocol):
@@ -183,12 +189,29 @@ class Dataset:
 
     def fields(self, index: int) -> Fields:
         """Row `index` (from 0) with its images closed. DataError when it is wrong."""
+        return self._read(self._rows[index], index)
+
+    def _read(self, row: Any, index: int) -> Fields:
         return read_row(
-            self._rows[index],
+            row,
             row_name=self.row_name(index),
             columns=self._settings.columns,
             system_prompt=self._settings.system_prompt,
         )
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the rows are a list, all of which can be looked at."""
+        return isinstance(self._rows, list | tuple)
+
+    def encoded_fields(self, index: int) -> Fields:
+        """As `fields`; images that are encoded in a datasets.Dataset stay so in the other columns too."""
+        encoded: Callable[[int], Any] = getattr(self._rows, "encoded_row", self._rows.__getitem__)
+        return self._read(encoded(index), index)
+
+    def dataset_column(self, name: str) -> str:
+        """The dataset's own name for one of our columns."""
+        return rename(self._dataset_columns, self._settings.columns).get(name, name)
 
     @cached_property
     def _dataset_columns(self) -> list[str]:
@@ -198,3 +221,29 @@ class Dataset:
             return list(names)
         rows = self._rows if isinstance(self._rows, list | tuple) else [self._rows[0]]
         return list(dict.fromkeys(name for row in rows if isinstance(row, Mapping) for name in row))
+
+
+def fingerprint(dataset: Dataset) -> dict[str, Any]:
+    """What tells one dataset from another, for a resume: the number of `rows`, and a `sha256` of them.
+
+    Of up to FINGERPRINT_ROWS rows, evenly spaced, the conversation, the columns and where the images come from are
+    hashed. Images are not opened: one that was exchanged behind its path is not noticed.
+    """
+    state = hashlib.sha256()
+    for index in range(0, len(dataset), -(-len(dataset) // FINGERPRINT_ROWS)):
+        fields = dataset.fields(index)
+        text = json.dumps([fields.messages, fields.images, fields.columns], sort_keys=True, default=_plain)
+        state.update(text.encode() + b"\0")
+    return {"rows": len(dataset), "sha256": state.hexdigest()}
+
+
+def _plain(value: Any) -> str:
+    """Anything that JSON does not hold, without what differs between two readings of the same row."""
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, Image.Image):
+        return f"{value.mode} {value.size}"
+    if hasattr(value, "tolist"):  # arrays
+        return str(value.tolist())
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text

@@ -10,7 +10,7 @@ or a PIL image. In this order:
     turn       by the EXIF orientation
     convert    to RGB: transparency over white, 16-bit grey scaled to 8 bits
 
-Not here: resizing (processors/), and which images belong to a row (layouts.py). Colour profiles are
+Not here: resizing (processors/), and which images belong to a row (rows.py). Colour profiles are
 not applied. To allow one more format: `FORMATS` and a case in the tests.
 """
 
@@ -30,27 +30,16 @@ from urllib.parse import unquote
 from PIL import Image, ImageOps
 
 from mm_grpo.errors import DataError
+from mm_grpo.files import expand_home, read_regular_file, short_path
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 LEGAL_SOURCES = (
     "a path, bytes, a mapping with 'bytes' or 'path', a data URL (data:image/png;base64,...) or a PIL image"
 )
 
-_EIGHT_BITS = {
-    "1",
-    "L",
-    "LA",
-    "P",
-    "PA",
-    "RGB",
-    "RGBA",
-    "RGBa",
-    "RGBX",
-    "CMYK",
-    "YCbCr",
-    "HSV",
-}  # Pillow's modes
-_SIXTEEN_BITS = {"I;16", "I;16L", "I;16B", "I;16N"}
+# Pillow's modes
+_EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
+_SIXTEEN_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
 _BITS_PER_SAMPLE = 258  # the TIFF tag
 _LONGEST_PATH = 4096
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
@@ -155,17 +144,23 @@ def _read_file(
         raise where.error("is a URL, and nothing is fetched; download it and give the file's path")
     if not name or "\0" in name or len(name) > _LONGEST_PATH:
         raise where.error(f"is not a path; legal is {LEGAL_SOURCES}")
-    path = Path(image_dir or ".", Path(name).expanduser())
     try:
+        path = Path(expand_home(str(image_dir or ".")), expand_home(name))
+    except ValueError as error:
+        raise where.error(f"is not a path: {error}") from error
+    try:
+        size = path.stat().st_size
         if not path.is_file():
             raise _not_a_file(path, where)
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > max_bytes:
-                raise _too_many_bytes(size, where, max_bytes)
-            return file.read(max_bytes + 1), where
+        if size > max_bytes:
+            raise _too_many_bytes(size, where, max_bytes)
+        return read_regular_file(path, max_bytes + 1), where
+    except (FileNotFoundError, NotADirectoryError):
+        raise _not_a_file(path, where) from None
     except OSError as error:
-        raise where.error(f"cannot be read from {path}: {error.strerror or error}") from error
+        raise where.error(f"cannot be read from {short_path(path)}: {error.strerror or error}") from error
+    except ValueError as error:  # half a character
+        raise where.error(f"is not a path: {error}") from error
 
 
 def _not_a_file(path: Path, where: _Where) -> DataError:
@@ -174,6 +169,8 @@ def _not_a_file(path: Path, where: _Where) -> DataError:
     if path.exists():
         return where.error(f"is not a regular file ({path.resolve()}); give the path of one image file")
     folder = path.resolve().parent
+    if path.is_symlink():
+        return where.error(f"is a link to {os.readlink(path)}, which does not exist; mend the link ({path})")
     state = "the folder exists" if folder.is_dir() else "nor does its folder"
     return where.error(
         f"does not exist at {path.resolve()} ({state}); relative paths start at data.image_dir, "

@@ -5,7 +5,7 @@ thousandths of the image's side, so one description can be rendered at any size;
 and `shapes_rows` puts questions to scenes, in TRL's row layout. Everything is a pure function of
 (seed, index, split) and the options.
 
-Train and held-out never share a scene: a hash of the scene's description, and nothing else, says
+Train and held-out never share a scene: a hash of the scene's description, and nothing else, decides
 which split it belongs to, so neither another seed nor more rows can bring one into the other.
 
 To add a kind of question: its name in `Kind`, a line in `QUESTIONS`, its answers in `answers`, and what
@@ -167,7 +167,7 @@ def shapes_rows(
         (x0, y0, x1, y1) in pixels of the image; the question is about the first object.
 
     Raises:
-        DataError: an option is out of range; the message says what is legal.
+        DataError: an option is out of range; the message lists what is legal.
     """
     _check(split=split, kinds=kinds, image_size=image_size, max_objects=max_objects)
     if size < 1:

@@ -1,19 +1,27 @@
 """The learner: groups in, an updated model out.
 
-- `policy.py`: loading the model that is trained.
+One step
+- `learner.py`: one step's updates: minibatches, old and reference log-probs, then forward, loss, backward, optimizer.
+- `minibatch.py`: the completions of one update, with their weights and log-probs.
+- `balance.py`: groups moved between processes before an update.
+- `loss.py`: the loss of a pack, from the pure functions of `algorithm`.
+- `step_report.py`: the metrics of a step.
+- `memory.py`: what a run will hold of a device's memory, estimated.
+
+Forward
 - `pack.py`: groups laid out as shared-prefix rows, and the plan that fills packs.
 - `forward.py`: the one module whose forward takes a pack.
-- `attention.py`, `flex.py`: attention that does not pay for what the mask forbids, on a CPU and on a GPU.
-- `towers.py`: transformers' vision towers, with attention and patches in fewer calls.
-- `features.py`: image features of a frozen tower, kept for the passes of a step.
+- `image_features.py`: image features that passes or packs share.
+- `attention.py`, `flex.py`: attention that skips what the mask forbids, on a CPU and on a GPU.
+- `vision_attention.py`: attention of vision towers over many images, in few calls.
+- `transformers_patches.py`: every change to transformers' models, with its reason.
 - `logprobs.py`: log-probabilities and entropies, tile by tile.
-- `owners.py`: values of a pack's tokens, kept by completion.
-- `balance.py`: groups handed between processes before an update.
-- `distributed.py`: which of how many processes this is, and what they tell each other.
+
+Weights
+- `model.py`: loading the model that is trained.
+- `lora.py`: adapters.
 - `optimizer.py`: AdamW, schedule, clipping, fp32 master weights, whole in each process.
-- `zero.py`: the same with its state shared out over the processes (DeepSpeed ZeRO-1 and ZeRO-2).
-- `state.py`: the state on disk, by parameter name, for any number of processes.
-- `objective.py`: the loss of a pack, from the pure functions of `algorithm`.
-- `report.py`: what a step did, in numbers.
-- `learner.py`: one step's updates.
+- `zero.py`: the same with its state sharded over the processes (DeepSpeed ZeRO-1 and ZeRO-2).
+- `reference.py`: a reference policy that moves during the run.
+- `state.py`: the optimizer's state on disk, by parameter name, for any number of processes.
 """

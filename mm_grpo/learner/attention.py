@@ -3,12 +3,12 @@
 A dense mask over a row of N = L + G * T tokens costs N^2, most of it between completions that may not see
 each other. Two ways around it, and `Masks` chooses:
 
-    flex     FlexAttention with a block table (flex.py), on GPUs in bfloat16, once it has shown that it is right
+    flex     FlexAttention with a block table (flex.py), on GPUs in bfloat16, where it was compared and is right
     blocks   prompts attend to themselves, causally, and each completion to [its prompt, itself], in plain
              sdpa: L^2 / 2 + G * T * (L + T), where `prefix_layout` finds that cheaper
 
-PackForward hands what `Masks` makes to every text layer as keyword arguments; without any the function is
-transformers' sdpa over the dense mask.
+What `Masks` makes reaches every text layer as keyword arguments of the model's forward; without any
+`prefix_attention` is transformers' sdpa over the dense mask.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.flex import BLOCK, attend, block_mask, fault
 from mm_grpo.learner.pack import attention_mask
+from mm_grpo.learner.transformers_patches import unread_mask, use_prefix_attention
 
-NAME = "mm_grpo_prefix"
 logger = logging.getLogger("mm_grpo")
 
 
@@ -131,23 +129,17 @@ def prefix_attention(
     return out.unflatten(0, (batch, width)), None
 
 
-AttentionInterface.register(NAME, prefix_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
 class Masks:
-    """Says to a model's text layers who sees whom in a pack. `attn` is the config's `model.attn`.
+    """The arguments that tell a model's text layers who sees whom in a pack. `attn` is the config's `model.attn`.
 
     Raises ConfigError when `flex_attention` is asked for and does not work here.
     """
 
     def __init__(self, model: Any, attn: str = "auto") -> None:
         text = model.config.get_text_config()
-        if text._attn_implementation == "sdpa":
-            text._attn_implementation = NAME
         self.dtype: torch.dtype = model.dtype
         self.eager = text._attn_implementation == "eager"
-        self.blocks = text._attn_implementation == NAME
+        self.blocks = use_prefix_attention(text, prefix_attention)
         self.flex = self.blocks and _flex_works(model, attn)
 
     @property
@@ -158,10 +150,10 @@ class Masks:
     def of(self, segments: Tensor) -> dict[str, Any]:
         """Keyword arguments of the model's forward for a pack's segments [B, N]."""
         if self.flex:
-            return {"flex": block_mask(segments)}
+            return {"flex": block_mask(segments), "attention_mask": unread_mask(segments.device)}
         prefix = prefix_layout(segments) if self.blocks else None
         if prefix is not None:
-            return {"prefix": prefix}
+            return {"prefix": prefix, "attention_mask": unread_mask(segments.device)}
         mask = attention_mask(segments)
         if self.eager:  # eager adds its mask, sdpa selects by it
             floor = torch.finfo(self.dtype).min

@@ -1,9 +1,9 @@
-"""Groups handed between processes before an update, so that none waits long for the busiest.
+"""Load balancing: groups are moved between processes before an update, so that none waits long for the busiest.
 
-Slots are dealt out before anything is known of them. After scoring, groups without advantage leave, answers
-turn out long or short, and one process may hold most of what is left; every one waits for it at each
-backward. What moves is a group with its image tensors, so only as many move as bring something. Sums do not
-care where their terms are made: the update stays what it was.
+Slots are assigned to processes before anything is known of them. After scoring, groups without advantage leave,
+answers turn out long or short, and one process may hold most of what is left; every one waits for it at each
+backward. What moves is a group with its image tensors, so a move has to bring enough (`GAIN`). An update is a sum
+over tokens, so where they are run does not change it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from mm_grpo.learner.distributed import Ranks
+from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.types import EnginePrompt, Group, Prompt, Sample
 
 GAIN = 0.05
@@ -25,7 +25,7 @@ def balanced(groups: Sequence[Group], cost: Callable[[Group], Cost], ranks: Rank
     """This process's groups after the exchange, in the order of their slots. Collective."""
     if ranks.world == 1:
         return list(groups)
-    shares = ranks.gather({g.slot: cost(g) for g in groups}, "loads")
+    shares = ranks.all_gather({g.slot: cost(g) for g in groups}, "loads")
     moves: dict[int, int] = {}
     for update in sorted({c[0] for share in shares for c in share.values()}):
         loads = [{slot: c for slot, (own, c) in share.items() if own == update} for share in shares]
@@ -35,8 +35,8 @@ def balanced(groups: Sequence[Group], cost: Callable[[Group], Cost], ranks: Rank
     parcels: list[list[Group]] = [[] for _ in range(ranks.world)]
     for group in groups:
         if group.slot in moves:
-            parcels[moves[group.slot]].append(replace(group, prompt=_bare(group.prompt)))
-    received = [group for parcel in ranks.exchange(parcels, "groups") for group in parcel]
+            parcels[moves[group.slot]].append(replace(group, prompt=_bare(group.prompt), parts={}, extra={}))
+    received = [group for parcel in ranks.all_to_all(parcels, "groups") for group in parcel]
     kept = [g for g in groups if g.slot not in moves]
     return sorted([*kept, *received], key=lambda g: g.slot)
 
@@ -44,8 +44,8 @@ def balanced(groups: Sequence[Group], cost: Callable[[Group], Cost], ranks: Rank
 def plan_moves(loads: Sequence[Mapping[int, int]]) -> dict[int, int]:
     """Which slot moves to which process, from the costs by slot that each process holds.
 
-    The busiest process hands the group that evens the two out best to the least busy one, as long as that
-    relieves it noticeably.
+    The busiest process gives the least busy one the group that evens the two out best, as long as that relieves it
+    by `GAIN`.
 
     >>> plan_moves([{0: 8, 2: 6, 4: 2}, {1: 2, 3: 0}])
     {2: 1}

@@ -1,18 +1,17 @@
-"""FlexAttention over shared-prefix rows: what a GPU runs, one kernel that skips the blocks nobody sees.
+"""FlexAttention over shared-prefix rows: what a GPU runs, one kernel that skips the blocks that are masked whole.
 
-The kernel is told of the mask twice. `mask_mod` decides each pair of places; the block table says which
-squares of 128 x 128 hold any legal pair, and which hold no other. The table is worked out here from what the
-segments of a block have in common, without looking at pairs, so it costs (N / 128)^2 and not N^2; a square
-that it wrongly takes for mixed costs time, never correctness. Both go through checkpointed layers as
-arguments, so a recomputation sees what the first pass saw.
+The kernel takes the mask in two forms. `mask_mod` decides each pair of places; the block table says which
+squares of 128 x 128 hold any legal pair, and which hold no other. The table is made from the smallest and largest
+segment of each block, without looking at pairs, so it costs (N / 128)^2 and not N^2; a square that it wrongly takes
+for mixed costs time, never correctness. Both go through checkpointed layers as arguments, so a recomputation has
+the mask of the first pass.
 
 The kernel is compiled four times for a model: for one row and for several, with gradients and without. All
 else is made alike before it is called (`attend`): whole blocks, two at least; all of query, key and value
-with gradients or none; one order in memory. Left to itself torch compiles anew for each such difference, and
-after eight goes over to attention that holds all N x N scores; here it raises an error instead.
+with gradients or none; one order in memory. By itself torch compiles anew for each such difference, and
+after eight uses attention that holds all N x N scores; here it raises an error instead.
 
-`fault` compiles the four and compares them with torch's plain attention on this machine, before anything is
-trusted to them.
+`fault` compiles the four and compares them with torch's plain attention on this machine, before they are used.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from mm_grpo.learner.pack import PADDING, PROMPT, attention_mask
 
 BLOCK = 128
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Largest distance from plain attention, as a share of the norm, that is put down to rounding (TF32 included)."""
+"""Largest distance from plain attention, as a share of the norm, that counts as rounding (TF32 included)."""
 
 
 def block_mask(segments: Tensor) -> BlockMask:
-    """The mask of a pack's segments [B, N] (see `pack.attention_mask`), for rows of N tokens and the padding
-    that fills their last block, or the second."""
+    """The mask of a pack's segments [B, N] (see `pack.attention_mask`), padded to whole blocks and two at least."""
     width = segments.shape[1]
     blocks = max(-(-width // BLOCK), 2)  # what is compiled for one block is compiled for no other number
     padded = torch.nn.functional.pad(segments, (0, blocks * BLOCK - width), value=PADDING)
@@ -150,16 +148,16 @@ def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
 
 
 def _mask_mod(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         key = segments[b, k]
-        allowed = (k <= q) & (key != PADDING) & ((key == PROMPT) | (key == segments[b, q]))
-        return allowed | (k == q)  # padding looks at itself, for a softmax over nothing is NaN
+        legal = (k <= q) & (key != PADDING) & ((key == PROMPT) | (key == segments[b, q]))
+        return legal | (k == q)  # padding attends to itself, for a softmax over nothing is NaN
 
-    return seen
+    return allowed
 
 
 def _table(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row of blocks takes [B, 1, n], and their numbers first [B, 1, n, n]."""
+    """Of each row of blocks the count of wanted ones [B, 1, n], and all numbers, the wanted first [B, 1, n, n]."""
     order = wanted.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return wanted.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
@@ -167,7 +165,7 @@ def _table(wanted: Tensor) -> tuple[Tensor, Tensor]:
 def _uniform(x: Tensor, width: int, learns: bool) -> Tensor:
     """`x` [B, h, N, d] padded to [B, h, width, d], as [B, width, h, d] in memory, with a gradient or without.
 
-    It is no view, for torch compiles anew for what a view is a view of; and a single row has the stride that it
+    It is no view, for torch compiles anew for what a view is a view of; and a single row has the strides that it
     would have among several.
     """
     x = x.transpose(1, 2)

@@ -1,13 +1,13 @@
 """One step's updates, in one process or several.
 
-The groups of a step are cut into `updates_per_step` parts by slot, and each part makes one optimizer
-update, `num_iterations` times over. Within an update the completions are packed, each pack runs
-forward and backward once, and the sums add up to the loss of the whole part. Work that cannot change an
-update is left out: the old-policy pass where the policy has not moved yet, the reference pass at beta 0,
-groups without advantage when neither penalty nor bonus needs them.
+The groups of a step are cut into `updates_per_step` minibatches, and each makes one optimizer update,
+`num_iterations` times over. Within an update the completions are packed, each pack runs forward and backward
+once, and the sums add up to the loss of the whole minibatch. Work that cannot change an update is left out:
+the old-policy pass where the policy has not moved yet, the reference pass at beta 0, completions without
+advantage when neither penalty nor bonus needs them.
 
 Each process is given the groups of its own slots, and hands some on where another has less to do
-(balance.py). What an update depends on is settled over all of them: denominators, whether there is anything
+(balance.py). What an update depends on is computed over all of them: denominators, whether there is anything
 to do, and the number of packs, for every process makes the same number of backward passes; one with fewer
 packs runs packs of weight 0. So the number of processes changes the time of an update and not the update.
 """
@@ -16,55 +16,46 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.config import GRPOConfig
+from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.balance import Cost, balanced
-from mm_grpo.learner.distributed import Ranks
-from mm_grpo.learner.features import KeptFeatures, tower_is_frozen
+from mm_grpo.learner.balance import balanced
 from mm_grpo.learner.forward import PackForward
-from mm_grpo.learner.lora import has_adapters, merged_tensors, without_adapters
-from mm_grpo.learner.objective import PackTokens, Tally, Terms, pack_loss
-from mm_grpo.learner.optimizer import AnyOptimizer, Optimizer
-from mm_grpo.learner.owners import ByOwner, in_order, split_by_owner
-from mm_grpo.learner.pack import Item, Pack, layout, plan, weightless
-from mm_grpo.learner.report import LearnerReport, Work, gap_metrics, update_metrics
+from mm_grpo.learner.image_features import KeptFeatures, SharedFeatures
+from mm_grpo.learner.lora import has_adapters, merge_lost, merged_tensors, save_adapter, without_adapters
+from mm_grpo.learner.loss import LossInputs, pack_loss
+from mm_grpo.learner.memory import device_memory, largest_pack, memory_of_run, memory_sentence
+from mm_grpo.learner.minibatch import (
+    ByCompletion,
+    LogProbs,
+    Minibatch,
+    group_cost,
+    make_minibatches,
+    split_by_completion,
+)
+from mm_grpo.learner.model import use_checkpointing
+from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
+from mm_grpo.learner.pack import Item, Pack, dummy_pack, layout, plan
+from mm_grpo.learner.reference import MovingReference
+from mm_grpo.learner.step_report import (
+    LearnerReport,
+    LossStatistics,
+    PackStatistics,
+    gap_metrics,
+    update_metrics,
+)
 from mm_grpo.processors.base import Processor
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
-
-
-@dataclass(frozen=True)
-class Part:
-    """The completions of one update that this process runs.
-
-    `items` are all of them, `live` those that can change the update; `terms` is what the loss knows of them.
-    """
-
-    items: Sequence[Item]
-    live: Sequence[Item]
-    terms: Terms
-
-
-@dataclass
-class Policies:
-    """Log-probs [T] by completion under the policies that the loss compares; `engine` [R][T] are the samples' own.
-
-    `old` is the policy at the start of the step where it is not the present one, `first` that of each
-    completion's first pass with gradients, `reference` None where the loss needs none.
-    """
-
-    engine: Sequence[Sequence[float]]
-    reference: ByOwner | None
-    old: ByOwner
-    first: ByOwner
 
 
 class Learner:
@@ -94,51 +85,42 @@ class Learner:
         self.model, self.processor, self.config = model, processor, config
         self.ranks = ranks or Ranks()
         # adapters, say, start from each process's random numbers
-        self.ranks.share_tensors(model.parameters())
-        if config.optim.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.ranks.broadcast_tensors(model.parameters())
+        self.checkpointing = _with_checkpointing(model, config)
+        use_checkpointing(model, self.checkpointing)
         self.reference: PackForward | None = None
         if config.algorithm.beta > 0 and has_adapters(model):
             self.reference = self._wrap(model)  # run without its adapters
         elif config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
             self.reference = self._wrap(copy.deepcopy(model).requires_grad_(False).eval())
+        moves = self.reference is not None and config.algorithm.sync_ref_model
+        self.moving = MovingReference(self.reference.model) if moves and self.reference is not None else None
         self.module = self._wrap(model)
-        self.optimizer = _optimizer(self.module, config, total_updates, self.ranks)
+        self.optimizer = _make_optimizer(self.module, config, total_updates, self.ranks)
         self._features: KeptFeatures | None = None
-        self._work = Work()
+        self._work = PackStatistics()
 
-    def step(self, groups: Sequence[Group]) -> LearnerReport:
+    def update(self, groups: Sequence[Group]) -> LearnerReport:
         """Make the step's updates from this process's groups; the weights have changed in place on return.
 
         The report is that of the whole step, equal on every process.
         """
-        groups = balanced(groups, self._cost, self.ranks)
-        items = self._items(groups)
-        tally, updates = Tally(), list[UpdateRecord]()
-        parts = [self._part(groups, part) for part in self._shares(groups, items)]
-        self._encode_once(len(parts))
-        policies = Policies([c.logprobs for g in groups for c in g.completions], None, {}, {})
+        groups = balanced(groups, partial(group_cost, config=self.config), self.ranks)
+        minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
+        self._keep_features(len(minibatches))
+        logprobs = LogProbs([c.logprobs for g in groups for c in g.completions])
         if self.reference is not None and not self.config.algorithm.kl_in_reward:
-            policies.reference = self._under_reference([i for part in parts for i in part.live])
-        # the first part meets the policy that sampled it; later parts need its log-probs kept from before
-        for part in parts[1:]:
-            policies.old |= self._run(part.live, self.module)[0]
+            logprobs.reference = self._under_reference([i for m in minibatches for i in m.live])
+        # the first minibatch meets the policy that sampled it; later ones need its log-probs from before
+        for minibatch in minibatches[1:]:
+            logprobs.old |= self._run(minibatch.live, self.module)[0]
+
+        statistics, updates = LossStatistics(), list[UpdateRecord]()
         for _ in range(self.config.algorithm.num_iterations):
-            for part in parts:
-                updates.append(self._update(part, policies, tally))
-            policies.old = {**policies.first, **policies.old}
-        tally.sums = self.ranks.sum(tally.sums, "loss")
-        work, self._work = self._work, Work()
-        work.images += self._features.encoded if self._features is not None else 0
-        self._features = None
-        self._hand_on_features()
-        metrics = {
-            **tally.metrics(len(updates)),
-            **update_metrics(updates),
-            **work.metrics(self.ranks, self.config.optim.max_tokens_per_pack),
-            **gap_metrics(policies.engine, policies.old, self.ranks),
-        }
-        return LearnerReport(metrics, updates)
+            for minibatch in minibatches:
+                updates.append(self._update_on(minibatch, logprobs, statistics))
+            logprobs.old = {**logprobs.first, **logprobs.old}
+        return self._report(statistics, updates, logprobs)
 
     def reference_logprobs(
         self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
@@ -151,16 +133,10 @@ class Learner:
         return [[next(values) for _ in ours] for _, ours in answered]
 
     def refresh_reference(self) -> None:
-        """Move the reference policy: `ref_model_mixup_alpha` of the present weights, the rest its own.
-
-        As in TR-DPO (Gorbatovski et al. 2024, arXiv:2404.09656), soft update.
-        """
-        if self.reference is None:
-            return
-        policy, alpha = dict(self.model.named_parameters()), self.config.algorithm.ref_model_mixup_alpha
-        with torch.no_grad():
-            for name, weight in self.reference.model.named_parameters():
-                weight.copy_(torch.lerp(weight.float(), policy[name].float(), alpha))
+        """Move the reference policy: `ref_model_mixup_alpha` of the present weights, the rest its own."""
+        if self.moving is not None:
+            policy = dict(self.model.named_parameters())
+            self.moving.move(policy, self.config.algorithm.ref_model_mixup_alpha)
 
     def score(
         self, prompt: Prompt, completions: Sequence[Sequence[int]], *, as_sampled: bool = False
@@ -175,8 +151,16 @@ class Learner:
         if not as_sampled:
             module.media_token_ids, module.temperature = [], 1.0
         packs = (self._layout(rows) for rows in self._plan(items))
-        found = _values(module, packs)[0]
+        found = _logprobs_and_entropies(module, packs)[0]
         return [found[i].tolist() for i in range(len(items))]
+
+    def memory_sentence(self) -> str:
+        """What this process will hold of its device's memory, estimated from the sizes of the model; "" if unknown."""
+        estimate = memory_of_run(self.model, self.config, self.ranks.world, self.checkpointing)
+        if estimate is None:
+            return ""
+        available, tokens = device_memory(self.model.device), largest_pack(self.config, self.ranks.world)
+        return memory_sentence(estimate, available, tokens=tokens, checkpointing=self.checkpointing)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its in-memory name, tied ones under each name, adapters merged: for an engine."""
@@ -188,165 +172,132 @@ class Learner:
         self.model.save_pretrained(str(path), **own)
         self.processor.save(path)
 
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapters alone, for peft. Only where `model.lora` is set."""
+        save_adapter(self.model, path, self.config.model.path)
+
+    def merge_lost(self) -> float | None:
+        """See `lora.merge_lost`: what an engine or a saved model does not get of the adapters' movement."""
+        return merge_lost(self.model)
+
     # one update ------------------------------------------------------------------------------
 
-    def _update(self, part: Part, policies: Policies, tally: Tally) -> UpdateRecord:
-        tally.count(sum(len(i.token_ids) for i in part.items if i.counts))
-        terms, chosen = self._top_entropy(part)
-        with self.ranks.together("planning packs"):
-            rows = self._plan(part.live)
-        count = self.ranks.max(len(rows), "packs")
+    def _update_on(
+        self, minibatch: Minibatch, logprobs: LogProbs, statistics: LossStatistics
+    ) -> UpdateRecord:
+        """One optimizer update: forward and backward of each pack, then the optimizer. Collective."""
+        statistics.count(sum(len(i.token_ids) for i in minibatch.items if i.counts))
+        inputs, chosen = self._top_entropy(minibatch)
+        with self.ranks.fail_together("planning packs"):
+            planned = self._plan(minibatch.live)
+        count = self.ranks.max(len(planned), "packs")
         if count == 0:
             return self.optimizer.skip()
-        before = tally.live_tokens
-        device = self.model.device
-        engine = {i.index: torch.tensor(policies.engine[i.index], device=device) for i in part.live}
-        for number, pack in enumerate(self._laid_out(rows), start=1):
-            logp, entropy = self.optimizer.forward(pack)
-            owned, own = pack.owners.tolist(), logp.detach()
-            for index, values in split_by_owner(own, owned).items():
-                policies.first.setdefault(index, values)
-            tokens = PackTokens(
-                owners=pack.owners.to(device),
-                logp=logp,
-                entropy=entropy,
-                old_logp=in_order(policies.old, owned, own) if policies.old else own,
-                sampling_logp=in_order(engine, owned, own),
-                ref_logp=None if policies.reference is None else in_order(policies.reference, owned, own),
-                chosen=None if chosen is None else in_order(chosen, owned, own),
-            )
-            loss = pack_loss(self.config.algorithm, terms, tokens, tally)
-            self.optimizer.backward(loss, last=number == count)
-        for number in range(len(rows) + 1, count + 1):
-            logp, entropy = self.optimizer.forward(weightless(min(self.processor.stop_token_ids)))
+        before = statistics.live_tokens
+        with self._shared_features(self.module, planned):
+            for number, pack in enumerate(self._packs(planned), start=1):
+                logp, entropy = self.optimizer.forward(pack)
+                logprobs.add_first(pack, logp)
+                tokens = logprobs.pack_tokens(pack, logp, entropy, chosen)
+                loss = pack_loss(self.config.algorithm, inputs, tokens, statistics)
+                self.optimizer.backward(loss, last=number == count)
+        for number in range(len(planned) + 1, count + 1):
+            logp, entropy = self.optimizer.forward(self._dummy_pack())
             self.optimizer.backward((logp + entropy).sum() * 0.0, last=number == count)
-        live = self.ranks.sum({"live": tally.live_tokens - before}, "live tokens")
-        return self.optimizer.step(int(live["live"]))
+        live = self.ranks.sum({"live": statistics.live_tokens - before}, "live tokens")
+        return self.optimizer.apply(int(live["live"]))
 
-    def _part(self, groups: Sequence[Group], items: Sequence[Item]) -> Part:
-        """An update's advantages and weights by completion index; completions of other updates get weight 0.
-
-        The weights come from the lengths of the whole update, in the order of its slots. Live are the items of
-        weight, and of a group with advantages where only these can act.
-        """
-        own = {(groups[i.group].slot, i.index): len(i.token_ids) if i.counts else 0 for i in items}
-        every = [
-            (slot, rank, index, length)
-            for rank, part in enumerate(self.ranks.gather(own, "lengths of completions"))
-            for (slot, index), length in part.items()
-        ]
-        every.sort()
-        lengths = torch.tensor([length for *_, length in every], dtype=torch.long)
-        scale = token_weights(
-            self.config.algorithm.loss_type, lengths, self.config.rollout.max_completion_length
-        )
-        scale = scale * (lengths > 0)
-        weights = torch.zeros(sum(len(g.completions) for g in groups), dtype=torch.float64)
-        for (_, rank, index, _), weight in zip(every, scale.tolist(), strict=True):
-            if rank == self.ranks.rank:
-                weights[index] = weight
-        advantages = torch.tensor([a for g in groups for a in g.advantages], dtype=torch.float64)
-        live = [
-            i
-            for i in items
-            if float(weights[i.index]) > 0 and (self._every_token_acts or float(advantages[i.index]) != 0)
-        ]
-        device = self.model.device
-        return Part(items, live, Terms(advantages.to(device), weights.to(device), int(lengths.sum())))
-
-    def _top_entropy(self, part: Part) -> tuple[Terms, ByOwner | None]:
+    def _top_entropy(self, minibatch: Minibatch) -> tuple[LossInputs, ByCompletion | None]:
         """Which tokens the loss is restricted to, 1 or 0 by completion; None where it takes all.
 
         The quantile is that of all tokens of the update that carry weight, over all processes, so it takes a
         pass of its own before the first backward.
         """
-        quantile = self.config.algorithm.top_entropy_quantile
+        inputs, quantile = minibatch.inputs, self.config.algorithm.top_entropy_quantile
         if quantile == 1.0:
-            return part.terms, None
-        weighty = [i for i in part.items if float(part.terms.weights[i.index]) > 0]
-        entropies = self._run(weighty, self.module)[1]
+            return inputs, None
+        weighted = [i for i in minibatch.items if float(inputs.weights[i.index]) > 0]
+        entropies = self._run(weighted, self.module)[1]
         own = torch.cat([*entropies.values(), torch.zeros(0, device=self.model.device)]).cpu()
-        shares = self.ranks.gather(own, "entropies")
+        shares = self.ranks.all_gather(own, "entropies")
         every = torch.cat(shares)
         chosen = top_entropy_mask(every, torch.ones_like(every, dtype=torch.bool), quantile)
         mine = chosen.split([len(share) for share in shares])[self.ranks.rank].to(self.model.device)
         cuts = mine.float().split([len(values) for values in entropies.values()])
-        terms = replace(part.terms, tokens=int(chosen.sum()))
-        return terms, dict(zip(entropies, cuts, strict=True))
+        return replace(inputs, tokens=int(chosen.sum())), dict(zip(entropies, cuts, strict=True))
+
+    def _report(
+        self, statistics: LossStatistics, updates: list[UpdateRecord], logprobs: LogProbs
+    ) -> LearnerReport:
+        """The step's metrics over all processes; forgets what was kept for the step. Collective."""
+        statistics.sums = self.ranks.sum(statistics.sums, "loss")
+        work, self._work = self._work, PackStatistics()
+        work.images += self._features.encoded if self._features is not None else 0
+        self._use_features(None)
+        metrics = {
+            **statistics.metrics(len(updates)),
+            **update_metrics(updates),
+            **work.metrics(self.ranks, self.config.optim.max_tokens_per_pack),
+            **gap_metrics(logprobs.engine, logprobs.old, self.ranks),
+        }
+        return LearnerReport(metrics, updates)
 
     # passes without gradients ----------------------------------------------------------------
 
-    def _run(self, items: Sequence[Item], module: PackForward) -> tuple[ByOwner, ByOwner]:
+    def _run(self, items: Sequence[Item], module: PackForward) -> tuple[ByCompletion, ByCompletion]:
         """Log-probabilities [T] and entropies [T] of each completion under `module`, counted as work of the step."""
-        with self.ranks.together("a pass without gradients"):
-            return _values(module, self._laid_out(self._plan(items)))
+        with self.ranks.fail_together("a pass without gradients"):
+            planned = self._plan(items)
+            with self._shared_features(module, planned):
+                return _logprobs_and_entropies(module, self._packs(planned))
 
-    def _under_reference(self, items: Sequence[Item]) -> ByOwner:
+    def _under_reference(self, items: Sequence[Item]) -> ByCompletion:
         """Log-probabilities [T] of each completion under the reference policy."""
         assert self.reference is not None
         with without_adapters(self.reference.model):
             return self._run(items, self.reference)[0]
 
-    def _encode_once(self, parts: int) -> None:
+    def _keep_features(self, minibatches: int) -> None:
         """Keep image features over the passes of this step where there are several and the tower is frozen."""
-        algorithm = self.config.algorithm
+        algorithm, family = self.config.algorithm, self.processor.family
         in_loss = self.reference is not None and not algorithm.kl_in_reward
         passes = algorithm.num_iterations * (2 if algorithm.top_entropy_quantile < 1 else 1) + in_loss
-        if (passes > 1 or parts > 1) and tower_is_frozen(self.model):
-            self._features = KeptFeatures(self.model)
-        self._hand_on_features()
+        several = passes > 1 or minibatches > 1
+        kept = several and family.tower_is_frozen(self.model)
+        self._use_features(KeptFeatures(self.model, family) if kept else None)
 
-    def _hand_on_features(self) -> None:
+    def _use_features(self, features: KeptFeatures | None) -> None:
+        self._features = features
         for module in (self.module, self.reference):
             if module is not None:
-                module.features = self._features
+                module.features = features
+
+    @contextmanager
+    def _shared_features(
+        self, module: PackForward, planned: Sequence[Sequence[Sequence[Item]]]
+    ) -> Iterator[None]:
+        """Let the packs of one pass share image features, where those are not kept for the whole step."""
+        if module.features is not None:
+            yield
+            return
+        prompts = ([row[0].prompt for row in rows if row[0].prompt.vision] for rows in planned)
+        module.features = shared = SharedFeatures(module.model, self.processor.family, prompts)
+        try:
+            yield
+        finally:
+            module.features = None
+            self._work.images += shared.encoded
 
     # packs -----------------------------------------------------------------------------------
 
     def _wrap(self, model: Any) -> PackForward:
         return PackForward(
             model,
+            family=self.processor.family,
             media_token_ids=self.processor.media_token_ids,
-            blank=self.processor.blank(),
             temperature=self.config.rollout.temperature,
             attn=self.config.model.attn,
         )
-
-    def _items(self, groups: Sequence[Group]) -> list[Item]:
-        items: list[Item] = []
-        for number, group in enumerate(groups):
-            for c in group.completions:
-                items.append(Item(len(items), number, group.prompt, c.token_ids, self._counts(c)))
-        return items
-
-    def _shares(self, groups: Sequence[Group], items: Sequence[Item]) -> Iterator[list[Item]]:
-        """The items of each update, whichever of its slots are filled."""
-        for update in range(self.config.optim.updates_per_step):
-            yield [i for i in items if self._update_of(groups[i.group].slot) == update]
-
-    def _update_of(self, slot: int) -> int:
-        """The update that a slot belongs to: slots are cut into `updates_per_step` equal runs."""
-        return slot * self.config.optim.updates_per_step // self.config.rollout.prompts_per_step
-
-    def _cost(self, group: Group) -> Cost:
-        """The tokens that a group has to run in its update."""
-        live = [
-            len(c.token_ids)
-            for c, a in zip(group.completions, group.advantages, strict=True)
-            if self._counts(c) and (self._every_token_acts or a != 0)
-        ]
-        return self._update_of(group.slot), len(group.prompt.token_ids) + sum(live) if live else 0
-
-    def _counts(self, completion: Completion) -> bool:
-        """Whether the config lets a completion into the loss."""
-        masks = self.config.algorithm.mask_truncated_completions
-        return not (masks and completion.finish_reason == "length")
-
-    @property
-    def _every_token_acts(self) -> bool:
-        """Whether a completion without advantage still changes an update: by a KL term or an entropy bonus."""
-        algorithm = self.config.algorithm
-        return (algorithm.beta > 0 and not algorithm.kl_in_reward) or algorithm.entropy_coef != 0
 
     def _plan(self, items: Sequence[Item]) -> list[list[list[Item]]]:
         return plan(items, self.config.optim.max_tokens_per_pack, self.module.masks.multiple)
@@ -354,29 +305,40 @@ class Learner:
     def _layout(self, rows: Sequence[Sequence[Item]]) -> Pack:
         return layout(rows, self.processor.media_token_ids, self.module.masks.multiple)
 
-    def _laid_out(self, packs: Sequence[Sequence[Sequence[Item]]]) -> Iterator[Pack]:
-        for rows in packs:
+    def _packs(self, planned: Sequence[Sequence[Sequence[Item]]]) -> Iterator[Pack]:
+        """The packs of a plan, laid out one at a time and counted as work of the step."""
+        for rows in planned:
             pack = self._layout(rows)
             self._work.add(pack, rows)
-            if self._features is None:
-                self._work.images += pack.images
             yield pack
 
+    def _dummy_pack(self) -> Pack:
+        return dummy_pack(min(self.processor.stop_token_ids), self.processor.family.position_axes)
 
-def _values(module: PackForward, packs: Iterable[Pack]) -> tuple[ByOwner, ByOwner]:
+
+def _logprobs_and_entropies(module: PackForward, packs: Iterable[Pack]) -> tuple[ByCompletion, ByCompletion]:
     """Log-probabilities [T] and entropies [T] of each completion of some packs, without gradients."""
-    logps: ByOwner = {}
-    entropies: ByOwner = {}
+    logps: ByCompletion = {}
+    entropies: ByCompletion = {}
     with torch.no_grad():
         for pack in packs:
-            owned = pack.owners.tolist()
+            order = pack.completion_index.tolist()
             for found, values in zip((logps, entropies), module(pack), strict=True):
-                found |= split_by_owner(values, owned)
+                found |= split_by_completion(values, order)
     return logps, entropies
 
 
-def _optimizer(module: PackForward, config: GRPOConfig, total_updates: int, ranks: Ranks) -> AnyOptimizer:
-    optim = config.optim
+def _with_checkpointing(model: Any, config: GRPOConfig) -> bool:
+    """`optim.gradient_checkpointing`, or where that is null, whether the model is on a GPU and can do it."""
+    wanted = config.optim.gradient_checkpointing
+    on_gpu = model.device.type == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
+    return bool(on_gpu if wanted is None else wanted)
+
+
+def _make_optimizer(
+    module: PackForward, config: GRPOConfig, total_updates: int, ranks: Ranks
+) -> BaseOptimizer:
+    optim = config.optim.with_values({"learning_rate": config.learning_rate})
     if optim.offload_optimizer or (ranks.world > 1 and optim.zero_stage > 0):
         from mm_grpo.learner.zero import ZeroOptimizer
 

@@ -1,10 +1,10 @@
-"""Log-probabilities of chosen tokens without ever holding all logits.
+"""Log-probabilities and entropies of tokens, from hidden states and the head, without holding all logits.
 
 Logits of M tokens over V entries are the largest tensor of a training step (64 completions of 512
 tokens over 152k entries take 20 GB in fp32). Here they exist a tile at a time, some rows over some of the
 vocabulary, in forward and again in backward, where a tile is computed anew. Forward goes along the
-vocabulary with a running maximum and running sums; backward finishes one stretch of the vocabulary after
-the other, so that the head's gradient is summed in fp32 for that stretch alone. The results are those of
+vocabulary with a running maximum and running sums; backward finishes one slice of the vocabulary after
+the other, so that the head's gradient is summed in fp32 for that slice alone. The results are those of
 the plain computation up to rounding.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 64 << 20
-"""Memory for what lives beside one tile: its logits, their exponentials, its stretch of the head's gradient."""
+"""Memory for what lives beside one tile: its logits, their exponentials, its slice of the head's gradient."""
 ROWS = 1024
-"""Most rows of a tile. Fewer leave the products thin: each tile reads its stretch of the head once."""
+"""Most rows of a tile. With fewer, reading the head dominates: each tile reads its columns of it once."""
 
 
 def token_logprobs(
@@ -78,10 +78,10 @@ def _cuts(total: int, size: int) -> Iterator[slice]:
 
 @dataclass
 class _Running:
-    """What is known of each row [R] after some of the vocabulary.
+    """Running sums of each row [R] over a slice of the vocabulary.
 
     `top` is the largest logit so far, `mass` the sum of exp(logit - top), `moment` that of
-    exp(logit - top) * (logit - top), and `chosen` the target's logit once it came by.
+    exp(logit - top) * (logit - top), and `chosen` the target's logit, 0 while no tile held it.
     """
 
     top: Tensor
@@ -101,11 +101,11 @@ class _Running:
         return cls(top, mass, moment, torch.where(inside, chosen, 0.0))
 
     def joined(self, other: _Running) -> _Running:
-        """Both stretches of the vocabulary together."""
+        """Both slices of the vocabulary together."""
         top = torch.maximum(self.top, other.top)
         mass, moment = torch.zeros_like(top), torch.zeros_like(top)
         for part in (self, other):
-            shift = (part.top - top).clamp(min=-1e3)  # a stretch that is banned has the floor for its top
+            shift = (part.top - top).clamp(min=-1e3)  # a slice that is banned has the floor for its top
             mass += part.mass * shift.exp()
             moment += (part.moment + part.mass * shift) * shift.exp()
         return _Running(top, mass, moment, self.chosen + other.chosen)
@@ -154,7 +154,7 @@ class _Tiled(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, device=hidden.device) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         for columns in _cuts(len(head), tiles.columns):
-            stretch = None if grad_head is None else grad_head[columns].float()  # itself, where it is fp32
+            slice_grad = None if grad_head is None else grad_head[columns].float()  # itself, where it is fp32
             for rows in _cuts(len(targets), tiles.rows):
                 if kept is None:
                     log_p = tiles.logits(hidden[rows], head, columns).sub_(normaliser[rows, None])
@@ -174,11 +174,11 @@ class _Tiled(torch.autograd.Function):
                 g = tiles.ban(g, columns, 0.0).mul_(tiles.scale).to(hidden.dtype)
                 if grad_hidden is not None:
                     _add_product(grad_hidden[rows], g, head[columns])
-                if stretch is not None:
-                    _add_product(stretch, g.T, hidden[rows])
+                if slice_grad is not None:
+                    _add_product(slice_grad, g.T, hidden[rows])
                 del g  # before the next tile is made
-            if grad_head is not None and stretch is not None and head.dtype != stretch.dtype:
-                grad_head[columns] = stretch
+            if grad_head is not None and slice_grad is not None and head.dtype != slice_grad.dtype:
+                grad_head[columns] = slice_grad
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_head, None, None
 
 

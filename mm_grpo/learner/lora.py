@@ -2,26 +2,38 @@
 
 peft puts its layers into the model in place, so every other part goes on seeing the same model. The base
 weights are never written: what an engine or a saved model gets is base + scale * B @ A, computed anew from the
-kept base each time, in fp32 and then rounded once. Merging into bf16 weights and taking the factors out again
-would drift a little at every sync. The reference policy is the same model with its adapters switched off.
+kept base each time, in fp32 and then rounded once to the base's dtype. So nothing drifts, but in bf16 the rounding
+takes away what is small beside a weight, which early in a run is most of it: `merge_lost` measures that, and
+`save_adapter` writes the factors themselves. The reference policy is the same model with its adapters switched off.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mm_grpo.config import LoRAConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.processors.family import Family
 
+logger = logging.getLogger("mm_grpo")
 ADAPTER = "default"
+MEASURED = 8
+"""Layers, evenly spaced, whose merge is measured at a sync."""
+MUCH = 0.1
+"""Share that is lost in a merge from which saving says so."""
 
 
-def add_adapters(model: nn.Module, config: LoRAConfig) -> None:
+def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
     """Put adapters beside the language model's target layers and freeze everything else, in place.
 
     The factors are fp32 whatever the base's dtype. ConfigError when a target name is that of no layer.
@@ -30,9 +42,12 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> None:
 
     alpha: Any = config.alpha  # peft divides it by the rank, and asks for an int only in its types
 
+    text = family.language_model(model)
+    prefix = next(name for name, module in model.named_modules() if module is text)
     names = "|".join(config.target_modules)
-    wanted = LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=rf".*language_model.*\.({names})")
-    linear = [f".{n}" for n, m in model.named_modules() if isinstance(m, nn.Linear) and "language_model" in n]
+    pattern = rf"{re.escape(prefix)}\.(.*\.)?({names})"
+    wanted = LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=pattern)
+    linear = [f".{n}" for n, m in text.named_modules() if isinstance(m, nn.Linear)]
     unknown = [name for name in config.target_modules if not any(n.endswith(f".{name}") for n in linear)]
     if unknown:
         inside = sorted({n.rpartition(".")[2] for n in linear})
@@ -41,6 +56,9 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> None:
             f"named {', '.join(inside)}"
         )
     inject_adapter_in_model(wanted, model, adapter_name=ADAPTER)
+    for name, parameter in model.named_parameters():  # peft makes them in the base's dtype
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -72,11 +90,59 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
-def _merged(layer: Any, base: Tensor) -> Tensor:
-    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+def merge_lost(model: nn.Module, layers: int = MEASURED) -> float | None:
+    """The share of the adapters' movement that rounding takes away where they are merged, over some of the layers.
+
+    ||round(base + delta) - base - delta|| / ||delta|| with delta = scale * B @ A, in [0, 1]: a bf16 weight does
+    not take a change that is smaller than 1/512 of it. None without adapters, or while delta is 0.
+    """
+    found = [layer for _, layer in _layers(model)]
+    lost = moved = 0.0
     with torch.no_grad():
-        delta: Tensor = up.float() @ down.float() * layer.scaling[ADAPTER]
-        return (base.detach().float() + delta).to(base.dtype)
+        for layer in found[:: max(1, -(-len(found) // layers))]:
+            base, delta = layer.base_layer.weight.detach(), _delta(layer)
+            error = _merged(layer, base).float() - base.float() - delta
+            lost += float(error.square().sum(dtype=torch.float64))
+            moved += float(delta.square().sum(dtype=torch.float64))
+    return (lost / moved) ** 0.5 if moved else None
+
+
+def save_adapter(model: nn.Module, path: str | Path, base: str) -> None:
+    """Write the factors, in fp32, as peft does: `peft.PeftModel.from_pretrained(base model, path)` reads them.
+
+    `base` is the folder or name of the base model that is written beside them.
+    """
+    Path(path).mkdir(parents=True, exist_ok=True)
+    factors = {}
+    for name, layer in _layers(model):
+        for part in ("lora_A", "lora_B"):
+            weight: Tensor = getattr(layer, part)[ADAPTER].weight
+            factors[f"base_model.model.{name}.{part}.weight"] = weight.detach().float().cpu().contiguous()
+    save_file(factors, Path(path) / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_configs: Any = model.peft_config
+    written = copy.copy(peft_configs[ADAPTER])
+    written.base_model_name_or_path, written.inference_mode = base, True
+    written.save_pretrained(str(path))
+    lost = merge_lost(model)
+    if lost is not None and lost > MUCH:
+        logger.warning(
+            "the saved model holds its weights in %s, which loses %.0f %% of what its adapters learned; the adapter "
+            "that is saved beside it holds all of it: put that on the base model (peft.PeftModel.from_pretrained)",
+            str(next(iter(model.parameters())).dtype).removeprefix("torch."),
+            100 * lost,
+        )
+
+
+def _merged(layer: Any, base: Tensor) -> Tensor:
+    with torch.no_grad():
+        return (base.detach().float() + _delta(layer)).to(base.dtype)
+
+
+def _delta(layer: Any) -> Tensor:
+    """scale * B @ A, in fp32 [out, in]."""
+    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    delta: Tensor = up.float() @ down.float() * layer.scaling[ADAPTER]
+    return delta
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ A row is one prompt followed by completions of its group:
 
     [ prompt | completion 1 | completion 2 | ... | padding ]
 
-Every completion sees the prompt and itself, never another completion, and starts at the position that
+Every completion attends to the prompt and itself, never to another completion, and starts at the position that
 follows the prompt's largest one (M-RoPE positions of an image do not grow token by token). So the
 prompt is run once and each image encoded once, whatever G is, and the result is that of running
 prompt + completion G times. The first token of each completion is predicted by the prompt's last state.
@@ -44,10 +44,10 @@ class Item:
 class Pack:
     """One forward and backward: B rows of N tokens that hold M completion tokens.
 
-    `input_ids` [B, N]; `position_ids` [3, B, N]; `segments` [B, N], where 0 is the prompt, k > 0 the
-    row's k-th completion and -1 padding. `sources` [M] index the flattened rows at the states that
-    predict `targets` [M]; `owners` [M] name the completion (its `Item.index`) of each token. `prompts` are
-    those of the rows that have images.
+    `input_ids` [B, N]; `position_ids` [*A, B, N], with the axes A of `Prompt.position_ids`; `segments` [B, N], where
+    0 is the prompt, k > 0 the row's k-th completion and -1 padding. `sources` [M] index the flattened rows at the
+    states that predict `targets` [M]; `completion_index` [M] names the completion (its `Item.index`) of each token.
+    `prompts` are those of the rows that have images.
     """
 
     input_ids: Tensor
@@ -55,18 +55,8 @@ class Pack:
     segments: Tensor
     sources: Tensor
     targets: Tensor
-    owners: Tensor
+    completion_index: Tensor
     prompts: tuple[Prompt, ...]
-
-    @property
-    def vision(self) -> dict[str, Tensor]:
-        """The tensors of the images, in row order; empty when no row has one."""
-        keys = sorted({key for prompt in self.prompts for key in prompt.vision})
-        return {key: torch.cat([p.vision[key] for p in self.prompts]) for key in keys}
-
-    @property
-    def images(self) -> int:
-        return sum(len(p.vision["image_grid_thw"]) for p in self.prompts)
 
     def to(self, device: torch.device | str) -> Pack:
         moved: dict[str, Any] = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
@@ -74,12 +64,12 @@ class Pack:
 
 
 def attention_mask(segments: Tensor) -> Tensor:
-    """Who sees whom [B, 1, N, N], True where the query (third axis) may look at the key (fourth)."""
+    """Attention mask [B, 1, N, N], True where the query (third axis) may attend to the key (fourth)."""
     n = segments.shape[1]
     query, key = segments[:, :, None], segments[:, None, :]
     causal = torch.ones(n, n, dtype=torch.bool, device=segments.device).tril()
     allowed = causal & (key != PADDING) & ((key == PROMPT) | (key == query))
-    # padding looks at itself, for a softmax over nothing is NaN
+    # padding attends to itself, for a softmax over nothing is NaN
     allowed |= torch.eye(n, dtype=torch.bool, device=segments.device)
     return allowed[:, None]
 
@@ -87,8 +77,8 @@ def attention_mask(segments: Tensor) -> Tensor:
 def plan(items: Sequence[Item], max_tokens: int, multiple: int = 1) -> list[list[list[Item]]]:
     """Packs of rows of items, each pack of several rows at most `max_tokens` once padded to a multiple.
 
-    Items of a group share a row while they fit. Rows of similar length meet in a pack, so padding is
-    small. Raises ConfigError when one prompt with one completion is larger than a pack.
+    Items of a group share a row while they fit. A pack takes rows of similar length, so padding is small.
+    Raises ConfigError when one prompt with one completion is larger than a pack.
     """
     rows = [row for group in _by_group(items) for row in _split(group, max_tokens)]
     rows.sort(key=_length, reverse=True)  # stable, so the plan is a function of the items alone
@@ -109,29 +99,30 @@ def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int], mult
     width = _rounded(max(_length(row) for row in rows), multiple)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
     segments = torch.full((len(rows), width), PADDING, dtype=torch.long)
-    positions = torch.zeros(3, len(rows), width, dtype=torch.long)
+    axes = rows[0][0].prompt.position_ids.shape[:-1]
+    positions = torch.zeros(*axes, len(rows), width, dtype=torch.long)
     sources: list[Tensor] = []
     targets: list[int] = []
-    owners: list[int] = []
+    completion_index: list[int] = []
     for b, row in enumerate(rows):
         prompt = row[0].prompt
         length = len(prompt.token_ids)
         input_ids[b, :length] = torch.tensor(prompt.token_ids)
         segments[b, :length] = PROMPT
-        positions[:, b, :length] = prompt.position_ids
-        first = int(prompt.position_ids.max()) + 1
+        positions[..., b, :length] = prompt.position_ids
+        first = prompt.next_position
         at = length
         for k, item in enumerate(row, start=1):
             _refuse_media(item, media_token_ids)
             count = len(item.token_ids)
             input_ids[b, at : at + count] = torch.tensor(item.token_ids)
             segments[b, at : at + count] = k
-            positions[:, b, at : at + count] = torch.arange(first, first + count)
+            positions[..., b, at : at + count] = torch.arange(first, first + count)
             source = torch.arange(at - 1, at + count - 1)
             source[0] = length - 1
             sources.append(source + b * width)
             targets += item.token_ids
-            owners += [item.index] * count
+            completion_index += [item.index] * count
             at += count
     return Pack(
         input_ids=input_ids,
@@ -139,20 +130,20 @@ def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int], mult
         segments=segments,
         sources=torch.cat(sources),
         targets=torch.tensor(targets),
-        owners=torch.tensor(owners),
+        completion_index=torch.tensor(completion_index),
         prompts=tuple(row[0].prompt for row in rows if row[0].prompt.vision),
     )
 
 
-def weightless(token: int) -> Pack:
+def dummy_pack(token: int, position_axes: tuple[int, ...]) -> Pack:
     """The smallest pack, of two text tokens: what a process runs while others have packs and it has none."""
     return Pack(
         input_ids=torch.full((1, 2), token),
-        position_ids=torch.arange(2).expand(3, 1, 2),
+        position_ids=torch.arange(2).expand(*position_axes, 1, 2),
         segments=torch.tensor([[PROMPT, 1]]),
         sources=torch.tensor([0]),
         targets=torch.tensor([token]),
-        owners=torch.tensor([0]),
+        completion_index=torch.tensor([0]),
         prompts=(),
     )
 

@@ -25,7 +25,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mm_grpo.learner.optimizer import AnyOptimizer
+from mm_grpo.learner.optimizer import BaseOptimizer
+from mm_grpo.learner.reference import MovingReference
 
 BLOCK = 16 << 20
 """Bytes that are copied and hashed at once."""
@@ -43,7 +44,7 @@ class FileMark:
         return asdict(self)
 
 
-def save_state(optimizer: AnyOptimizer, path: Path) -> FileMark:
+def save_state(optimizer: BaseOptimizer, path: Path) -> FileMark:
     """Write this process's share of the state; the file is on the disk when this returns."""
     tensors: dict[str, Tensor] = {}
     starts: dict[str, int] = {}
@@ -55,7 +56,7 @@ def save_state(optimizer: AnyOptimizer, path: Path) -> FileMark:
 
 
 def load_state(
-    optimizer: AnyOptimizer, files: Sequence[Path], updates: int, adam_steps: int, own: Path | None
+    optimizer: BaseOptimizer, files: Sequence[Path], updates: int, adam_steps: int, own: Path | None
 ) -> None:
     """Read this process's share from all `files`, and the random numbers from its `own` if it has one.
 
@@ -79,22 +80,21 @@ def load_state(
                     found += high - low
             if found != len(target):
                 raise KeyError(f"{key}: {found} of {len(target)} elements are in {len(files)} files")
-    optimizer.restored(updates, adam_steps)
+    optimizer.resume_at(updates, adam_steps)
     if own is not None:
         with safe_open(own, framework="pt") as file:
             set_random_state(json.loads(file.metadata()["random"]))
 
 
-def save_reference(model: nn.Module, path: Path) -> FileMark:
-    """Write the weights of a reference policy that has moved; the file is on the disk when this returns."""
-    return _write(path, {n: p.detach().view(-1) for n, p in model.named_parameters()}, {})
+def save_reference(reference: MovingReference, path: Path) -> FileMark:
+    """Write the fp32 weights of a reference policy that moves; the file is on the disk when this returns."""
+    return _write(path, {name: master.view(-1) for name, master in reference.masters.items()}, {})
 
 
-def load_reference(model: nn.Module, path: Path) -> None:
+def load_reference(reference: MovingReference, path: Path) -> None:
     """Read the weights of a reference policy, in place."""
-    with safe_open(path, framework="pt") as file, torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(file.get_tensor(name).view_as(parameter))
+    with safe_open(path, framework="pt") as file:
+        reference.load({name: file.get_tensor(name) for name in reference.masters})
 
 
 def mark_of(path: Path) -> FileMark:

@@ -1,14 +1,14 @@
-"""The optimizer of several processes: DeepSpeed's ZeRO stages 1 and 2, behind the interface of `Optimizer`.
+"""The optimizer of several processes: DeepSpeed's ZeRO stages 1 and 2 as a `BaseOptimizer`.
 
-Every process runs its own packs; gradients add up over all of them, and each process keeps the fp32
-weights and running means of its share of the parameters (and at stage 2 of the gradients).
+Every process runs its own packs; gradients add up over all of them, and each process keeps the fp32 weights and
+running means of its shard of the parameters (and at stage 2 of the gradients).
 
 Accumulation is ours. DeepSpeed's own stays at 1, which alone would make each backward an update's last,
 keep its gradient and drop those before it; so the boundary is set by hand before every backward, and
 counted: `UpdateRecord.boundaries` other than 1 is stopped by the guard `update_happens`.
 
 Stage 0 is not here: DeepSpeed's refuses fp32 sums of bf16 gradients, and `Optimizer` has them. Nor is
-stage 3, which shares out the weights themselves: a rollout engine in this process needs them whole.
+stage 3, which shards the weights themselves: a rollout engine in this process needs them whole.
 """
 
 from __future__ import annotations
@@ -23,24 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from mm_grpo.config import OptimConfig
+from mm_grpo.distributed.ranks import Ranks, open_group_alone, use_deepspeed
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner import optimizer as single
-from mm_grpo.learner.distributed import Ranks, open_group_alone, use_deepspeed
-from mm_grpo.learner.optimizer import MOMENTS, Fragment, probe, stands_for
-from mm_grpo.types import UpdateRecord
+from mm_grpo.learner import optimizer
+from mm_grpo.learner.optimizer import MOMENTS, BaseOptimizer, Fragment
 
 BUCKET = 200_000_000
 """Elements that are reduced or gathered at once."""
 
 
-class ZeroOptimizer:
-    """AdamW over the trainable parameters of `module`, its state shared out over `ranks`."""
+class ZeroOptimizer(BaseOptimizer):
+    """AdamW over the trainable parameters of `module`, its state sharded over `ranks`."""
 
     def __init__(self, module: nn.Module, config: OptimConfig, total_updates: int, ranks: Ranks) -> None:
-        self.config, self.total, self.ranks = config, total_updates, ranks
-        self.updates = 0
+        super().__init__(module, config, total_updates, ranks)
         self.boundaries = 0
-        self.named = single.trainable(module)
         params = list(self.named.values())
         dtype = _one_dtype(params)
         gpu = params[0].device.type == "cuda"
@@ -51,7 +48,7 @@ class ZeroOptimizer:
             open_group_alone(gpu)
         # torch's own fused AdamW serves the offloaded state: DeepSpeed's would compile C++ at the first start
         options = {"fused": True} if config.offload_optimizer else {}
-        self.adamw = single.adamw(list(params), config, **options)
+        self.adamw = optimizer.adamw(list(params), config, **options)
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=self.adamw, config=settings(config, dtype, gpu, module)
         )
@@ -64,75 +61,58 @@ class ZeroOptimizer:
         self.engine.backward(loss * self.scale)
         self.boundaries += bool(self.engine.is_gradient_accumulation_boundary())
 
-    def step(self, live_tokens: int) -> UpdateRecord:
-        rate = self.rate()
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
-        before = [part.clone() for part, _ in self._probes()]
-        self.engine.step()
-        changes = [(p - b).square().sum() * n for (p, n), b in zip(self._probes(), before, strict=True)]
-        squares = float(torch.stack(changes).sum()) if changes else 0.0
-        change = self.ranks.sum({"squares": squares}, "update norm")
-        # without a boundary DeepSpeed made no norm; that is for the guard, and not an overflow
-        norm = float(self.engine.get_global_grad_norm() or 0.0) if self.boundaries else 0.0
-        return self._record(rate, norm, math.sqrt(change["squares"]), live_tokens, math.isfinite(norm))
-
-    def skip(self) -> UpdateRecord:
-        self.boundaries = 1
-        return self._record(self.rate(), 0.0, 0.0, live_tokens=0, stepped=False)
-
-    def rate(self) -> float:
-        return single.schedule(self.config, self.updates, self.total)
-
-    # state -----------------------------------------------------------------------------------
-
-    @property
-    def adam_steps(self) -> int:
-        return single.adam_steps(self.adamw)
-
     def fragments(self) -> Iterator[Fragment]:
-        for name, param in self.named.items():
-            mapping: Any = param._hp_mapping  # type: ignore[attr-defined]
-            if mapping is None:  # no element of it is this process's
-                continue
+        for name, mapping in self._mappings():
             place = mapping.hp_fragment_address
             (flat,) = self.adamw.param_groups[mapping.param_group_index]["params"]
-            state = single.moments(self.adamw, flat)
+            state = self._moments(flat)
             tensors = {key: state[key].narrow(0, place.start, place.numel) for key in MOMENTS}
             master = mapping.hp_fragment.detach()
             yield Fragment(name, mapping.lp_fragment_address.start, {"master": master, **tensors})
 
-    def restored(self, updates: int, adam_steps: int) -> None:
-        self.updates = updates
-        single.set_adam_steps(self.adamw, adam_steps)
+    def _clip_and_update(self) -> float:
+        self.engine.step()
+        # without a boundary DeepSpeed made no norm; the guard reports that, and it is not an overflow
+        norm = float(self.engine.get_global_grad_norm() or 0.0) if self.boundaries else 0.0
+        if not math.isfinite(norm):
+            self._drop_sums()
+        return norm
+
+    def _drop_sums(self) -> None:
+        """Forget the gradients of an update that was not finite.
+
+        DeepSpeed's stage 2 sums bf16 gradients in fp32 buffers, and with offload it keeps these after an overflow
+        (0.19.8): the next update's gradients would be added to an infinity, and so on for ever.
+        """
+        sums: dict[int, Any] = getattr(self.engine.optimizer, "averaged_gradients", {})
+        for group in sums:
+            sums[group] = None
+
+    def _masters(self) -> Iterator[tuple[str, int, Tensor]]:
+        for name, mapping in self._mappings():
+            yield name, mapping.lp_fragment_address.start, mapping.hp_fragment.detach()
+
+    def _masters_to_parameters(self) -> None:
         self.engine.optimizer.update_lp_params()
 
-    def _record(
-        self, rate: float, norm: float, change: float, live_tokens: int, stepped: bool
-    ) -> UpdateRecord:
-        boundaries, self.boundaries = self.boundaries, 0
-        self.updates += 1
-        return UpdateRecord(
-            learning_rate=rate,
-            grad_norm=norm,
-            update_norm=change,
-            live_tokens=live_tokens,
-            trainable_parameters=sum(p.numel() for p in self.named.values()),
-            stepped=stepped,
-            boundaries=boundaries,
-        )
+    def _over_processes(self, squares: Tensor) -> Tensor:
+        total = self.ranks.sum({"squares": float(squares)}, "update norm")
+        return torch.tensor(total["squares"], dtype=torch.float64)
 
-    def _probes(self) -> Iterator[tuple[Tensor, float]]:
-        """The elements of this process's share that `Optimizer` would look at, and how many each stands for."""
-        for param in self.named.values():
+    def _boundaries(self) -> int:
+        found, self.boundaries = self.boundaries, 0
+        return found
+
+    def _mappings(self) -> Iterator[tuple[str, Any]]:
+        """Parameters of which this process holds elements, by name: DeepSpeed's addresses of their fp32 fragments."""
+        for name, param in self.named.items():
             mapping: Any = param._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
-                start = mapping.lp_fragment_address.start
-                yield probe(mapping.hp_fragment.detach(), param.numel(), start), stands_for(param.numel())
+                yield name, mapping
 
 
 def settings(config: OptimConfig, dtype: torch.dtype, gpu: bool, module: nn.Module) -> dict[str, Any]:
-    """DeepSpeed's config. Batch sizes are formal: what a step holds is our own affair."""
+    """DeepSpeed's config. Batch sizes are formal: the learner accumulates by itself."""
     largest = min(BUCKET, sum(p.numel() for p in module.parameters() if p.requires_grad))
     zero: dict[str, Any] = {
         "stage": config.zero_stage,

@@ -1,9 +1,11 @@
 """Processors: a `Sample` in, a `Prompt` out, one vision-language family per file.
 
-- `base.py`: the protocol and the registry (`load_processor`).
-- `resize.py`: the one resize of an image, to a fixed point of the family's rule.
+- `base.py`: what a processor is (`Processor`), and how one is found for a model (`load_processor`).
+- `model_folder.py`: what is read of a model before its weights: its config, without running code that it brings.
+- `family.py`: how the models of a family are built (`Family`), for the learner and the embedded engine.
 - `qwen_vl.py`: Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
-A new family is one file with a class that keeps `base.Processor`, decorated with
-`@register("its_model_type")`, and its module's name in `base._FAMILIES`.
+A new family is one file: a class that has what `base.Processor` lists, with a `Family` as its `family`. It may lie
+anywhere and be named in `model.processor`, as path/to/file.py:Class. Here it is decorated with
+`@register("its_model_type")`, and its module stands in `base._FAMILIES`.
 """

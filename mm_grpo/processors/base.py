@@ -1,21 +1,22 @@
 """What a processor is, and how one is found for a model.
 
 The registry is a dict from the `model_type` of a model's config to a class; `load_processor` imports
-the family's file when it is first asked for.
+the family's file when it is first asked for, or the file that `model.processor` names.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.import_path import load_named
+from mm_grpo.processors.model_folder import read_config, warn_of_unread_code
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from mm_grpo.processors.family import Family
     from mm_grpo.types import Prompt, Sample
 
 _FAMILIES = {"qwen2_vl": "qwen_vl", "qwen2_5_vl": "qwen_vl", "qwen3_vl": "qwen_vl"}
@@ -24,8 +25,9 @@ _C = TypeVar("_C", bound=type)
 
 
 class Processor(Protocol):
-    """One family of vision-language models, seen from the data side."""
+    """One family of vision-language models, seen from the data side; `family` is its models' layout."""
 
+    family: Family
     media_token_ids: frozenset[int]
     """Ids of images, videos and vision boundaries: never sampled, never normalised over."""
     stop_token_ids: frozenset[int]
@@ -40,10 +42,6 @@ class Processor(Protocol):
         """Process one sample. DataError names the row when it cannot be used."""
         ...
 
-    def blank(self) -> Mapping[str, Tensor]:
-        """The vision tensors of the smallest blank image, for batches without one."""
-        ...
-
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
         ...
@@ -51,6 +49,9 @@ class Processor(Protocol):
     def save(self, path: str | Path) -> None:
         """Write tokenizer, image processor and chat template beside a model's weights."""
         ...
+
+
+_MEMBERS = (*Processor.__annotations__, "prompt", "decode", "save")
 
 
 def register(*model_types: str) -> Callable[[_C], _C]:
@@ -64,33 +65,43 @@ def register(*model_types: str) -> Callable[[_C], _C]:
     return add
 
 
-def load_processor(path: str, *, min_pixels: int | None = None, max_pixels: int | None = None) -> Processor:
+def load_processor(
+    path: str,
+    *,
+    named: str | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    trust_remote_code: bool = False,
+) -> Processor:
     """The processor for the model at `path`, with our pixel limits or the model's own (pixels of an image).
 
-    Raises ConfigError when the folder holds no model or the family is unknown.
+    `named` is the config's `model.processor`: a class of the user's own, as `file.py:Class` or `module:Class`, which is
+    called as those of this package are, and given `trust_remote_code` only where that is true. Raises ConfigError when
+    the folder holds no model, the family is unknown or the class is no processor.
     """
-    from transformers import AutoConfig
-
-    try:
-        config: Any = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    # first, for the file may register its model's classes with transformers
+    cls = None if named is None else load_named(named, "model.processor", ConfigError)
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    if not trust_remote_code:
+        warn_of_unread_code(path, config)
+    cls = cls or _class_for(config.model_type, path)
+    trust: dict[str, bool] = {"trust_remote_code": True} if trust_remote_code else {}
+    loaded: Processor = cls(path, config, min_pixels=min_pixels, max_pixels=max_pixels, **trust)
+    if missing := [name for name in _MEMBERS if not hasattr(loaded, name)]:
         raise ConfigError(
-            f"model.path = '{path}': no model config can be read there ({_first_line(error)}); "
-            "give a folder that save_pretrained wrote, or a hub name that this machine can reach"
-        ) from error
-    if config.model_type not in _REGISTRY and config.model_type in _FAMILIES:
-        importlib.import_module(f"mm_grpo.processors.{_FAMILIES[config.model_type]}")
-    if config.model_type not in _REGISTRY:
-        known = ", ".join(sorted({*_FAMILIES, *_REGISTRY}))
-        raise ConfigError(
-            f"model.path = '{path}': no processor for model type '{config.model_type}'; known types are {known}; "
-            "mm_grpo.processors.base.register adds one"
+            f"{named or cls.__qualname__} is no processor: its objects have no {', '.join(missing)}; they need what "
+            "mm_grpo.processors.base.Processor lists (model.processor)"
         )
-    loaded: Processor = _REGISTRY[config.model_type](
-        path, config, min_pixels=min_pixels, max_pixels=max_pixels
-    )
     return loaded
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _class_for(model_type: str, path: str) -> Any:
+    if model_type not in _REGISTRY and model_type in _FAMILIES:
+        importlib.import_module(f"mm_grpo.processors.{_FAMILIES[model_type]}")
+    if model_type not in _REGISTRY:
+        known = ", ".join(sorted({*_FAMILIES, *_REGISTRY}))
+        raise ConfigError(
+            f"model.path = '{path}': no processor for model type '{model_type}'; known types are {known}; write one of "
+            "your own and name it in model.processor, as path/to/file.py:Class"
+        )
+    return _REGISTRY[model_type]

@@ -1,26 +1,61 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and chat messages to prompts.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and chat messages to prompts, and how the models are built.
 
 The three share a prompt format (`<|vision_start|><|image_pad|>...<|vision_end|>`), a resize rule and
 M-RoPE positions; what differs (patch size, position rule) is read from the model's own config, image
 processor and `get_rope_index`, so no layout constant of a family is written here.
+
+The resize. Both sides of an image are rounded to a multiple of `factor`, and the area is kept between two limits
+(`smart_resize` in transformers' image_processing_qwen2_vl, which vLLM calls too). Applied to its own result the rule
+mostly changes nothing, but not always: near the limits the area can fall outside again. Engines cannot be asked
+not to resize, so an image is resized once, to a size that the rule maps to itself, and refused where there is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, AutoProcessor, GenerationConfig
+from transformers import AutoModel, AutoProcessor, GenerationConfig
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import register
-from mm_grpo.processors.resize import NoFixedPoint, resize_once
+from mm_grpo.processors.family import Family
+from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.types import EnginePrompt, Prompt, Sample
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_WALK = 16
+"""Most times that the resize rule is applied before an image counts as having no stable size."""
 _BOUNDARIES = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+
+
+class QwenVLFamily(Family):
+    """`model.model.visual` makes features, its merger included; positions are those of M-RoPE."""
+
+    position_axes = (3,)
+
+    def tower(self, model: Any) -> nn.Module:
+        tower: nn.Module = model.model.visual
+        return tower
+
+    def blank(self, model: Any) -> dict[str, Tensor]:
+        """One merged patch of zeros: the least that the vision tower accepts."""
+        vision = model.config.vision_config
+        merge, width = vision.spatial_merge_size, vision.temporal_patch_size * vision.patch_size**2
+        return {
+            "pixel_values": torch.zeros(merge * merge, vision.in_channels * width),
+            "image_grid_thw": torch.tensor([[1, merge, merge]]),
+        }
+
+    def count(self, vision: Mapping[str, Tensor]) -> int:
+        return len(vision["image_grid_thw"]) if vision else 0
 
 
 @register("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -31,14 +66,28 @@ class QwenVLProcessor:
     Text-only and image prompts share one path.
     """
 
+    family = QwenVLFamily()
     layout: Literal["shared_prefix", "padded"] = "shared_prefix"
 
     def __init__(
-        self, path: str, config: Any, *, min_pixels: int | None = None, max_pixels: int | None = None
+        self,
+        path: str,
+        config: Any,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         try:
-            self.hf: Any = AutoProcessor.from_pretrained(path)
-        except (OSError, ValueError) as error:
+            self.hf: Any = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:  # by what the files lack
+            refuse_own_code(path, error, trust_remote_code)
             raise ConfigError(
                 f"model.path = '{path}': the model has no readable processor ({error}); copy tokenizer, "
                 "preprocessor_config.json and chat template beside the weights"
@@ -68,7 +117,9 @@ class QwenVLProcessor:
         self.config = config
         self.media_token_ids = self._media_ids()
         self.stop_token_ids = self._stop_ids(path)
-        self._rope = _rope_shell(config)
+        # its layers have no memory; only its method for positions is used
+        with torch.device("meta"):
+            self._rope: Any = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
 
     def prompt(self, sample: Sample) -> Prompt:
         """Process one sample: resize once, tokenize once, expand one placeholder per image.
@@ -81,9 +132,15 @@ class QwenVLProcessor:
                 f"{sample.uid}: the row has {len(sample.videos)} video(s); only images are supported"
             )
         images = tuple(self._resize(sample.uid, i, image) for i, image in enumerate(sample.images))
-        text = self.hf.apply_chat_template(
-            [dict(m) for m in sample.messages], tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = self.hf.apply_chat_template(
+                [dict(m) for m in sample.messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"{sample.uid}: the model's chat template does not take the prompt ({error}); change the prompt, or "
+                "the template in model.path"
+            ) from error
         collapsed = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         self._check_placeholders(sample.uid, collapsed, len(images))
 
@@ -105,15 +162,6 @@ class QwenVLProcessor:
             position_ids=self._positions(expanded, vision.get("image_grid_thw")),
             vision=vision,
         )
-
-    def blank(self) -> Mapping[str, Tensor]:
-        """One merged patch of zeros: the least that the vision tower accepts."""
-        vision, merge = self.config.vision_config, self.hf.image_processor.merge_size
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return {
-            "pixel_values": torch.zeros(merge * merge, width),
-            "image_grid_thw": torch.tensor([[1, merge, merge]]),
-        }
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
@@ -174,10 +222,37 @@ class QwenVLProcessor:
         return frozenset(int(i) for i in ids if i is not None)
 
 
-def _rope_shell(config: Any) -> Any:
-    """The model class with its config and no weights: all that `get_rope_index` reads."""
-    cls: Any = MODEL_MAPPING[type(config)]
-    shell = cls.__new__(cls)
-    nn.Module.__init__(shell)
-    shell.config = config
-    return shell
+class NoFixedPoint(ValueError):
+    """The resize rule never settles for this image under these limits."""
+
+
+def fixed_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """(height, width) in pixels that the rule maps to itself, reached from the given size.
+
+    Raises NoFixedPoint when the rule refuses the size (aspect ratio above 200) or does not settle.
+    """
+    size = (height, width)
+    for _ in range(MAX_WALK):
+        try:
+            following = smart_resize(*size, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
+        except ValueError as error:
+            raise NoFixedPoint(f"{width}x{height}: {error}") from error
+        if following == size:
+            return size
+        size = following
+    raise NoFixedPoint(
+        f"{width}x{height} pixels: no size with sides in multiples of {factor} has an area between "
+        f"min_pixels {min_pixels} and max_pixels {max_pixels} at this aspect ratio"
+    )
+
+
+def resize_once(image: Image, *, factor: int, min_pixels: int, max_pixels: int) -> Image:
+    """The image at its fixed size, by bicubic resampling; the same object when it is there already."""
+    from PIL.Image import Resampling
+
+    height, width = fixed_size(
+        image.height, image.width, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels
+    )
+    if (image.height, image.width) == (height, width):
+        return image
+    return image.resize((width, height), Resampling.BICUBIC)

@@ -5,7 +5,7 @@ name of an entry point in the group `mm_grpo.rewards`, a callable, or a mapping
 `{name: <any of those>, weight: 0.5, as: other_name, threshold: 0.5}`. To add another form, add a branch
 in `_find`.
 
-The keys of a mapping: `name`, `weight`, `as` and those of `policy.py` (isolated, timeout, retries,
+The keys of a mapping: `name`, `weight`, `as` and those of `options.py` (isolated, timeout, retries,
 max_concurrency, memory_limit, on_error, on_timeout, only_if, clip, completions) are reserved; every other
 key is bound to the function's parameter of that name, or where a class is named, to the parameter of its
 constructor. A class is called once, and the object it makes is the reward.
@@ -14,7 +14,6 @@ constructor. A class is called once, and the object it makes is the reward.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import inspect
 import numbers
@@ -24,14 +23,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.errors import RewardError
-from mm_grpo.rewards import policy, registry
-from mm_grpo.rewards.compose import RewardSum, parts_of
-from mm_grpo.rewards.places import FILE_MODULE, import_failed, importable, load_file, load_module
-from mm_grpo.rewards.registry import RewardSpec
+from mm_grpo.errors import RewardError, did_you_mean
+from mm_grpo.import_path import FILE_MODULE, import_failed, load_file, load_module
+from mm_grpo.rewards import registry
+from mm_grpo.rewards.options import KEYS, check_options, read_options
+from mm_grpo.rewards.spec import RewardSpec, RewardSum, check_name, check_weight, innermost, make_spec
 
 GROUP = "mm_grpo.rewards"
-RESERVED_KEYS = ("name", "weight", "as", *policy.KEYS)
+RESERVED_KEYS = ("name", "weight", "as", *KEYS)
 
 Entry = str | Mapping[str, Any] | Callable[..., Any] | RewardSpec | RewardSum
 
@@ -57,7 +56,7 @@ def resolve_entries(entries: Iterable[Entry], *, base: Path | None = None) -> li
 def _specs_of(entry: Any, base: Path | None) -> list[RewardSpec]:
     """The specs that an entry of the list stands for: one, or the parts of a sum."""
     if isinstance(entry, Mapping) and isinstance(entry.get("name"), RewardSum):
-        return parts_of(entry)
+        return _parts_of(entry)
     return list(entry.parts) if isinstance(entry, RewardSum) else [resolve_entry(entry, base=base)]
 
 
@@ -76,24 +75,24 @@ def resolve_entry(entry: Entry, *, base: Path | None = None) -> RewardSpec:
         if key not in spec.settable:
             raise RewardError(_unknown_key(spec, str(key)))
         _check_kind(spec, key, value)
-    said = {key: value for key, value in entry.items() if key in policy.KEYS}
-    how = policy.read(spec.name, said, spec.policy)
-    policy.check_fit(spec.name, how, is_async=spec.is_async, kind=spec.kind)
+    given = {key: value for key, value in entry.items() if key in KEYS}
+    options = read_options(spec.name, given, spec.options)
+    check_options(spec.name, options, is_async=spec.is_async, kind=spec.kind)
     return dataclasses.replace(
         spec,
-        weight=registry.check_weight(spec.name, entry.get("weight", spec.weight)),
+        weight=check_weight(spec.name, entry.get("weight", spec.weight)),
         bound={**spec.bound, **bound},
-        policy=how,
+        options=options,
     )
 
 
 def describe(spec: RewardSpec) -> dict[str, str | None]:
-    """What a saved config says of the function: its module, qualified name and the SHA-256 of its source.
+    """The identity of a reward's function in a saved config: its module, qualified name and its source's SHA-256.
 
     `sha256` is None where Python has no source (a function typed at a prompt). A closure's values
     and a partial's arguments are not part of the identity.
     """
-    inner = registry.innermost(spec.fn)
+    inner = innermost(spec.fn)
     if not hasattr(inner, "__qualname__"):
         inner = type(inner)
     try:
@@ -150,7 +149,7 @@ def _require_library(spec: RewardSpec) -> None:
 def _renamed(spec: RewardSpec, alias: str | None) -> RewardSpec:
     if alias is None:
         return spec
-    registry.check_name(alias)
+    check_name(alias)
     return dataclasses.replace(spec, name=alias)
 
 
@@ -166,10 +165,10 @@ def _of_function(
     made_with: dict[str, Any] = {}
     constructor: tuple[str, ...] = ()
     if held is None and inspect.isclass(fn):
-        address = address or importable(fn)
+        address = address or _importable(fn)
         constructor = _constructor(fn)
         fn, made_with = _made(fn, source, settings or {})
-    spec = held or registry.make_spec(fn, name=alias, source=source)
+    spec = held or make_spec(fn, name=alias, source=source)
     spec = dataclasses.replace(
         spec, source=source, address=address, made_with=made_with, constructor=constructor
     )
@@ -209,15 +208,15 @@ def _from_place(
             f"rewards: {what!r} is incomplete; write path/to/file.py:function or package.module:function"
         )
     is_file = place.endswith(".py") or os.sep in place
-    module = load_file(what, place, base) if is_file else load_module(what, place)
+    where = f"rewards: {what!r}"
+    module = load_file(where, place, RewardError, base) if is_file else load_module(where, place, RewardError)
     fn: Any = module
     for part in attribute.split("."):
         fn = getattr(fn, part, None)
     if not callable(fn):
         found = vars(module).items()
         functions = [n for n, f in found if inspect.isfunction(f) and f.__module__ == module.__name__]
-        near = difflib.get_close_matches(attribute, functions, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(attribute, functions)
         raise RewardError(
             f"rewards: {what!r}: {place} has no function {attribute!r}; {hint}its functions: "
             f"{', '.join(functions) or 'none'}"
@@ -240,7 +239,7 @@ def _from_entry_point(what: str, alias: str | None, settings: Mapping[str, Any] 
     try:
         fn = points[0].load()
     except (Exception, SystemExit) as error:
-        raise RewardError(import_failed(what, error)) from error
+        raise RewardError(import_failed(f"rewards: {what!r}", error)) from error
     if not callable(fn):
         raise RewardError(f"rewards: the entry point {what!r} ({points[0].value}) is not a function")
     value = points[0].value
@@ -273,11 +272,60 @@ def _check_kind(spec: RewardSpec, key: str, value: Any) -> None:
 
 def _unknown_key(spec: RewardSpec, key: str) -> str:
     own = [*spec.constructor, *spec.settable]
-    near = difflib.get_close_matches(key, [*RESERVED_KEYS, *own], n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(key, [*RESERVED_KEYS, *own])
     if key in spec.supplied:
         hint = "it is given to the function at every call. "
     return (
         f"rewards: reward {spec.name!r} has no setting {key!r}; {hint}legal keys: "
         f"{', '.join(own) or 'none'} of its own; of every reward {', '.join(RESERVED_KEYS)}"
     )
+
+
+def _parts_of(entry: Mapping[str, Any]) -> list[RewardSpec]:
+    """The parts of a sum that stands in a mapping, with the mapping's weight and prefix."""
+    total: RewardSum = entry["name"]
+    if strange := sorted(set(entry) - {"name", "weight", "as"}):
+        raise RewardError(
+            f"rewards: the sum {total} has no setting {strange[0]!r}; legal keys of its entry are name, weight "
+            f"and as. Set it on a part: resolve_entry({{'name': ..., {strange[0]!r}: ...}})"
+        )
+    prefix = entry.get("as")
+    if prefix is not None:
+        check_name(prefix)
+        total = RewardSum(
+            tuple(dataclasses.replace(part, name=f"{prefix}.{part.name}") for part in total.parts)
+        )
+    return list((total * check_weight(str(total), entry.get("weight", 1.0))).parts)
+
+
+def address_of(spec: RewardSpec) -> str:
+    """The address of a reward's function.
+
+    RewardError for what lives in this process alone: lambdas, closures, functions of a notebook, and those
+    of the script that runs, which would have to run again.
+    """
+    address = spec.address or _importable(spec.fn)
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    place = address.rpartition(":")[0] if address else "__main__"
+    if (
+        address is None
+        or place == "__main__"
+        or (script and os.path.realpath(place) == os.path.realpath(script))
+    ):
+        raise RewardError(
+            f"reward {spec.name!r} cannot be isolated: a worker process imports its function, and a lambda, a "
+            f"closure, a function of a notebook or of the script that runs exists in this process alone. Put "
+            f"it into a file of its own and name it as path/to/file.py:function or package.module:function, "
+            f"or leave out isolated (then a time-out stops the run)"
+        )
+    return address
+
+
+def _importable(what: Any) -> str | None:
+    """The address at which exactly this function or class is found; None when it has none."""
+    module, attribute = getattr(what, "__module__", None), getattr(what, "__qualname__", "<")
+    found: Any = sys.modules.get(module or "")
+    place = getattr(found, "__file__", None) if str(module).startswith(FILE_MODULE) else module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    return f"{place}:{attribute}" if place and found is what else None

@@ -1,168 +1,100 @@
-"""The process that runs isolated rewards: `python -m mm_grpo.rewards.worker`, started by `pool.py`.
+"""What runs in the worker processes of isolated rewards: a function imported by its address, and its calls.
 
-It imports functions by their address (`file.py:function` or `module:function`) and calls them one at a
-time. Frames on its pipes are a length of 8 bytes and a body. What comes in is a pickled tuple of plain
-data: `Setup` once, then `Load` and `Calls`. What goes out is JSON, one frame per call, so that nothing
-that a reward makes is ever unpickled by the trainer. The function's own prints go to the trainer's
-standard error.
+`isolation.py` starts the workers, each for one reward. What comes in is plain data that the trainer pickled. What
+goes out is a text: the JSON of the answers. So nothing that a reward makes, neither its result nor its exception,
+reaches pickle. What a function prints goes to the trainer's standard error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import json
 import os
 import pickle
 import signal
-import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Literal
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from typing import Any, Literal
 
-from mm_grpo.rewards.checks import Fault, fault_of, scores_of
+from mm_grpo.errors import RewardError
+from mm_grpo.import_path import digest_of
+from mm_grpo.rewards.call import fault_of, scores_of
+from mm_grpo.rewards.resolve import resolve_entry
+from mm_grpo.rewards.spec import is_async
 
-HEADER = struct.Struct("!Q")
 LONGEST = 2000
 """Characters kept of an exception's message; ten times as many of its traceback."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What the worker takes over from the trainer's process: `parent` is that process's id, or None when
-    the worker may outlive the thread that started it; `pythonpath` the variable as it was."""
-
-    path: Sequence[str]
-    pythonpath: str | None
-    parent: int | None
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Load:
-    """Import the function at `address` and call it `key`. `made_with` are the arguments of a class;
-    `digest` the SHA-256 of the file as the trainer loaded it."""
+    """The function that a worker imports, from `address`: `file.py:function` or `module:function`.
 
-    key: str
+    `made_with` are the arguments of a class; `digest` is the SHA-256 of the file as the trainer imported it.
+    `kind` and `memory_limit` are the reward's.
+    """
+
     address: str
     made_with: Mapping[str, Any]
     digest: str | None
+    kind: Literal["completion", "batch"]
+    memory_limit: int | None
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call: its number in the step, the completions it scores, its arguments, and which of the logging
-    functions it takes besides."""
+    """One call: how many completions it scores, its arguments, and which of `log_extra` and `log_metric` it takes."""
 
-    number: int
     rows: int
     arguments: Mapping[str, Any]
     logs: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Calls:
-    """Call `key` for each job, in order."""
-
-    key: str
-    kind: Literal["completion", "batch"]
-    memory_limit: int | None
-    jobs: Sequence[Job]
-
-
-@dataclass
-class _Loaded:
-    fn: Callable[..., Any]
-    is_async: bool
-
-
-@dataclass
 class Worker:
-    """The state of this process: its pipes and the functions it has imported."""
+    """The function of this process, or why it could not be imported."""
 
-    requests: BinaryIO
-    answers: BinaryIO
-    functions: dict[str, _Loaded] = field(default_factory=dict)
-    loop: Any = None
-
-    def serve(self) -> None:
-        """Answer until the trainer closes the pipe."""
-        self.setup(self.read())
-        while (request := self.read()) is not None:
-            if isinstance(request, Load):
-                self.load(request)
-            elif isinstance(request, Calls):
-                for job in request.jobs:
-                    self.write({"job": job.number, **self.call(request, job)})
-
-    def read(self) -> Any:
-        header = self.requests.read(HEADER.size)
-        if len(header) < HEADER.size:
-            return None
-        body = self.requests.read(HEADER.unpack(header)[0])
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.fn: Callable[..., Any] | None = None
+        self.fault: str | None = None
+        self.loop: Any = None
         try:
-            return pickle.loads(body)
-        except Exception as error:
-            self.write({"unreadable": f"{type(error).__name__}: {error}"})
-            return ()
-
-    def write(self, answer: Mapping[str, Any]) -> None:
-        try:
-            body = json.dumps(answer, default=_plain).encode()
-        except Exception as error:  # only what a function logged can be so
-            what = f"{type(error).__name__}: {error}, in what it gave to log_extra or log_metric"
-            body = json.dumps({"job": answer["job"], "raised": [what, None, None, ""]}).encode()
-        self.answers.write(HEADER.pack(len(body)) + body)
-        self.answers.flush()
-
-    def setup(self, setup: Setup) -> None:
-        sys.path[:] = setup.path
-        if setup.pythonpath is None:
-            os.environ.pop("PYTHONPATH", None)
-        else:
-            os.environ["PYTHONPATH"] = setup.pythonpath
-        if setup.parent is not None:
-            _die_with(setup.parent)
-        self.write({"ready": os.getpid()})
-
-    def load(self, request: Load) -> None:
-        from mm_grpo.rewards.places import digest_of
-        from mm_grpo.rewards.registry import is_async
-        from mm_grpo.rewards.resolve import resolve_entry
-
-        try:
-            fn = resolve_entry({"name": request.address, **request.made_with}).fn
-            if digest_of(request.address) != request.digest:
+            self.fn = resolve_entry({"name": load.address, **load.made_with}).fn
+            if digest_of(load.address) != load.digest:
                 raise RuntimeError("the file has changed since the trainer loaded it; start the run again")
         except BaseException as error:
-            self.write({"load": request.key, "fault": _words(error)})
-        else:
-            self.functions[request.key] = _Loaded(fn, is_async(fn))
-            self.write({"load": request.key})
+            known = isinstance(error, RewardError)  # its message is a sentence already
+            self.fault = str(error) if known else f"{type(error).__name__}: {error}"
 
-    def call(self, request: Calls, job: Job) -> dict[str, Any]:
-        """The answer to one job: its checked scores and what it logged, or its fault."""
-        loaded = self.functions[request.key]
+    def answer(self, job: Job) -> dict[str, Any]:
+        """What became of a call: its checked `scores` and what it `logged`; or the exception that it `raised`; or
+        why its answer is `refused`."""
+        fn, limit = self.fn, self.load.memory_limit
+        assert fn is not None
         logged: list[tuple[str, str, Any]] = []
-        arguments = {**job.arguments, **_loggers(request.kind, job.logs, logged)}
         try:
-            with _memory(request.memory_limit):
-                answer = loaded.fn(**arguments)
-                if inspect.isawaitable(answer) and loaded.is_async:
-                    answer = self._await(answer)
+            with _memory(limit):
+                answer = fn(**job.arguments, **_loggers(self.load.kind, job.logs, logged))
+                if inspect.isawaitable(answer) and is_async(fn):
+                    answer = self.awaited(answer)
         except BaseException as error:  # whatever it is, only this call has failed
-            fault = fault_of(error, loaded.fn, __file__)
-            limit = request.memory_limit
+            fault = fault_of(error, fn, __file__)
             what = fault.what[:LONGEST]
             if limit is not None and isinstance(error, MemoryError):
                 what += f" (memory_limit is {limit} bytes)"
             return {"raised": [what, fault.file, fault.line, fault.trace[-10 * LONGEST :]]}
         try:
-            return {"scores": scores_of(answer, request.kind, job.rows), "logged": logged}
+            return {"scores": scores_of(answer, self.load.kind, job.rows), "logged": logged}
         except ValueError as error:
             return {"refused": str(error)}
 
-    def _await(self, answer: Any) -> Any:
+    def awaited(self, answer: Any) -> Any:
+        """The result of a coroutine."""
         import asyncio
 
         if self.loop is None:  # one for the worker's life: clients that rewards keep belong to it
@@ -174,37 +106,75 @@ class Worker:
         return self.loop.run_until_complete(waiting())
 
 
-def fault_from(raised: Sequence[Any]) -> Fault:
-    """The fault that a worker wrote."""
-    what, file, line, trace = raised
-    return Fault(str(what), file, line, str(trace))
+_worker: Worker | None = None
 
 
-def _loggers(kind: str, names: Sequence[str], logged: list[tuple[str, str, Any]]) -> dict[str, Any]:
-    """`log_extra` and `log_metric`, which only note what they get; the trainer checks and keeps it."""
-    batch = kind == "batch"
-    every = {
-        "log_extra": lambda column, value: logged.append(
-            ("extra", str(column), list(value) if batch else [value])
-        ),
-        "log_metric": lambda name, value: logged.append(("metric", str(name), value)),
-    }
-    return {name: every[name] for name in names}
+def start(load: Load, environment: Mapping[str, str]) -> None:
+    """Make this process a worker: in a session of its own, so that it can be killed with what it starts. The
+    kernel kills it with the fork server, and that ends with the trainer."""
+    global _worker
+    parent = os.getppid()
+    os.setsid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    server: Any = forkserver._forkserver
+    os.close(server._forkserver_alive_fd)  # the server ends when nobody holds this: with the trainer alone
+    server.__init__()
+    for number in (signal.SIGINT, signal.SIGTERM):  # pebble's handlers are not for the user's functions
+        signal.signal(number, signal.SIG_DFL)
+    os.dup2(2, 1)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    _worker = Worker(load)
+
+
+def ready() -> str:
+    """Why the function could not be imported; an empty text if it was."""
+    assert _worker is not None
+    return _worker.fault or ""
+
+
+def serve(body: bytes) -> str:
+    """Make the calls of a pickled list of `Job`, in order; the JSON of their answers, or of one `fault` of all."""
+    assert _worker is not None
+    if _worker.fault is not None:
+        return json.dumps({"fault": _worker.fault})
+    try:
+        jobs: Sequence[Job] = pickle.loads(body)
+    except Exception as error:
+        return json.dumps({"unreadable": f"{type(error).__name__}: {error}"})
+    return "[" + ",".join(_json(_worker.answer(job)) for job in jobs) + "]"
+
+
+def _json(answer: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(answer, default=_plain)
+    except BaseException as error:  # only what a function logged can be so
+        what = f"{type(error).__name__}: {error}, in what it gave to log_extra or log_metric"
+        return json.dumps({"raised": [what, None, None, ""]})
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know, for logged values."""
+    """A logged value that JSON does not know, as one that it does."""
     for method in ("tolist", "item"):
         if hasattr(value, method):
             return getattr(value, method)()
     return repr(value)
 
 
-def _words(error: BaseException) -> str:
-    """An exception in one line; our own errors are sentences already."""
-    from mm_grpo.errors import RewardError
-
-    return str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+def _loggers(kind: str, names: Sequence[str], logged: list[tuple[str, str, Any]]) -> dict[str, Any]:
+    """`log_extra` and `log_metric`, which only note what they get; the trainer checks and keeps it."""
+    every = {
+        "log_extra": lambda column, value: logged.append(
+            ("extra", str(column), list(value) if kind == "batch" else [value])
+        ),
+        "log_metric": lambda name, value: logged.append(("metric", str(name), value)),
+    }
+    return {name: every[name] for name in names}
 
 
 @contextlib.contextmanager
@@ -224,30 +194,3 @@ def _memory(limit: int | None) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process with the trainer, even in the middle of a hanging call."""
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def main() -> None:
-    # The pipes move away from 0 and 1, where a function's input() and print() would meet them.
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    Worker(requests, answers).serve()
-
-
-if __name__ == "__main__":
-    # Pickle knows the records by this module's importable name, not as __main__.
-    from mm_grpo.rewards.worker import main as serve
-
-    serve()

@@ -1,10 +1,13 @@
 """Rollout: prompts in, completions out, each generation with its own seed.
 
-- `prompting.py`: which prompts a step asks, and what happens to one that is too long.
-- `seeds.py`: the seed law, and nothing else.
-- `engine.py`: the protocol that every engine keeps, and the request it is sent.
-- `build.py`: the engine that a config asks for.
-- `transformers_engine.py`: the embedded engine, a decode loop over the learner's own model.
+    collect              the groups of a step: prompts, completions, rewards, advantages
+    evaluate             how often the model answers a set of rows right
+    prompts              which prompts a step asks, and what happens to one that is too long
+    seeds                the seed law, and nothing else
+    engine               the protocol that every engine keeps, the request it is sent, the check of its answers
+    transformers_engine  the embedded engine, a decode loop over the learner's own model
+    vllm                 vLLM in the trainer's process
+    weights              which tensors an engine is due, and the digests that prove what arrived
 
-A new engine is one file that keeps the protocol of `engine.py`.
+A new engine is one file that keeps the protocol of `engine.py`, and a line in `build.ENGINES`.
 """

@@ -9,7 +9,7 @@ above 2^30 and offset a multiple of G. Hence, within a run of at most M / (A * P
 - the seeds of a group are consecutive, so one engine request for n = G generations obeys the law;
 - nothing about ranks, replicas, engines or batch splits enters, so neither does it change a sample.
 
-Evaluation draws from [2^30, 2^31 - 2^10), which training never reaches.
+Evaluation draws from [2^30, 2^31 - 2^10), which training never reaches, each set from a part of its own.
 """
 
 from __future__ import annotations
@@ -56,8 +56,12 @@ class SeedPlan:
         return range(first, first + self.generations)
 
 
-def eval_seeds(run_seed: int, index: int, generations: int) -> range:
-    """Consecutive seeds for the `index`-th evaluation prompt, the same at every evaluation of a run."""
-    span = EVAL_SEEDS // generations * generations
+def eval_seeds(run_seed: int, index: int, generations: int, part: int = 0, parts: int = 1) -> range:
+    """Consecutive seeds for the `index`-th row of an evaluation set, the same at every evaluation of a run.
+
+    The sets of a run share the range out: set number `part` of `parts` draws from its own part.
+    """
+    span = EVAL_SEEDS // parts // generations * generations
     first = (_offset(run_seed, span, generations) + index * generations) % span
-    return range(TRAIN_SEEDS + first, TRAIN_SEEDS + first + generations)
+    start = TRAIN_SEEDS + part * (EVAL_SEEDS // parts) + first
+    return range(start, start + generations)

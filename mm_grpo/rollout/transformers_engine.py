@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import logits_process as lp
 
-from mm_grpo.rollout.weight_sync import digest
+from mm_grpo.errors import GuardStop
+from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class TransformersEngine:
 
     def __init__(self, model: Any, processor: Processor, *, max_rows: int = MAX_ROWS) -> None:
         self.model = model
-        self.processor = processor
+        self.processor, self.family = processor, processor.family
         self.max_rows = max_rows
         self.version = 0
         self._banned = sorted(processor.media_token_ids)
@@ -56,11 +57,10 @@ class TransformersEngine:
         """Log-probabilities [T] of `token_ids` after `prompt`: no media mask, temperature 1."""
         with self._inference():
             ids = torch.tensor([[*prompt.token_ids, *token_ids]], device=self.model.device)
-            start = int(prompt.position_ids.max()) + 1
-            tail = torch.arange(start, start + len(token_ids)).expand(3, -1)
-            positions = torch.cat([prompt.position_ids, tail], 1)[:, None].to(self.model.device)
-            hidden = self._backbone(ids, positions, None, None, [prompt]).last_hidden_state
-            logits = self.model.lm_head(hidden[0, len(prompt.token_ids) - 1 : -1]).float()
+            tail = prompt.next_position + torch.arange(len(token_ids)).expand(*self.family.position_axes, -1)
+            positions = torch.cat([prompt.position_ids, tail], -1)[..., None, :].to(self.model.device)
+            hidden = self._hidden_states(ids, positions, None, None, [prompt])
+            logits = self.family.head(self.model)(hidden[0, len(prompt.token_ids) - 1 : -1]).float()
             chosen = torch.tensor(token_ids, device=logits.device)[:, None]
             return [float(x) for x in logits.log_softmax(-1).gather(1, chosen)[:, 0]]
 
@@ -86,6 +86,14 @@ class TransformersEngine:
         self.version = version
         return digests
 
+    holds_weights = True
+
+    def sleep(self) -> None:
+        """Nothing to free: the model belongs to the caller, and caches end with each call of `generate`."""
+
+    def wake(self) -> None:
+        """Nothing was freed."""
+
     def close(self) -> None:
         """Nothing to free: the model belongs to the caller."""
 
@@ -104,7 +112,7 @@ class TransformersEngine:
         cache.batch_select_indices(torch.repeat_interleave(repeats).to(device))
         hidden = hidden.repeat_interleave(repeats.to(device), 0)
         mask = mask.repeat_interleave(repeats.to(device), 0)
-        starts = torch.tensor([int(p.position_ids.max()) + 1 for p in prompts], device=device)
+        starts = torch.tensor([p.next_position for p in prompts], device=device)
         starts = starts.repeat_interleave(repeats.to(device))
 
         uniforms = torch.stack([_uniforms(r.seed, sampling.max_tokens) for r in rows]).to(device)
@@ -115,11 +123,17 @@ class TransformersEngine:
         stops = torch.tensor(sorted(self.processor.stop_token_ids), device=device)
 
         for step in range(sampling.max_tokens):
-            logits = self.model.lm_head(hidden).float()
+            logits = self.family.head(self.model)(hidden).float()
             context = [rows[i].prompt.token_ids for i in alive.tolist()] if sampling.truncated else None
             chosen, chosen_logp = _sample(
                 logits, uniforms[alive, step], sampling, self._banned, context, tokens
             )
+            if bool(chosen_logp.isnan().any()):
+                raise GuardStop(
+                    "the logits of the model are not finite, so nothing can be sampled: an update made its weights too "
+                    "large, or they were not finite from the start; lower optim.learning_rate and start again, or "
+                    "resume an earlier checkpoint"
+                )
             tokens = torch.cat([tokens, chosen[:, None]], 1)
             logprobs = torch.cat([logprobs, chosen_logp[:, None]], 1)
             ended = torch.isin(chosen, stops)
@@ -135,8 +149,8 @@ class TransformersEngine:
                 alive, tokens, logprobs = alive[keep], tokens[keep], logprobs[keep]
                 mask, starts, chosen = mask[keep], starts[keep], chosen[keep]
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            positions = (starts + step)[None, :, None].expand(3, -1, -1)
-            hidden = self._backbone(chosen[:, None], positions, mask, cache, []).last_hidden_state[:, -1]
+            positions = (starts + step)[:, None].expand(*self.family.position_axes, -1, -1)
+            hidden = self._hidden_states(chosen[:, None], positions, mask, cache, [])[:, -1]
 
         return [self._completion(r, *out) for r, out in zip(rows, output, strict=True)]
 
@@ -145,25 +159,22 @@ class TransformersEngine:
         device, longest = self.model.device, max(len(p.token_ids) for p in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask = torch.zeros(len(prompts), longest, dtype=torch.long)
-        positions = torch.zeros(3, len(prompts), longest, dtype=torch.long)
+        positions = torch.zeros(*self.family.position_axes, len(prompts), longest, dtype=torch.long)
         for i, prompt in enumerate(prompts):
             n = len(prompt.token_ids)
             ids[i, longest - n :] = torch.tensor(prompt.token_ids)
             mask[i, longest - n :] = 1
-            positions[:, i, longest - n :] = prompt.position_ids
+            positions[..., i, longest - n :] = prompt.position_ids
         ids, mask, positions = ids.to(device), mask.to(device), positions.to(device)
-        hidden = self._backbone(ids, positions, mask, cache, prompts).last_hidden_state
-        return hidden[:, -1], mask
+        return self._hidden_states(ids, positions, mask, cache, prompts)[:, -1], mask
 
-    def _backbone(
+    def _hidden_states(
         self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, prompts: Sequence[Prompt]
-    ) -> Any:
-        """The model below its head, with the images of `prompts` (none while decoding)."""
-        vision: dict[str, Tensor] = {}
-        for key in sorted({key for prompt in prompts for key in prompt.vision}):
-            tensors = [p.vision[key] for p in prompts if key in p.vision]
-            vision[key] = torch.cat(tensors).to(self.model.device)
-        return self.model.model(
+    ) -> Tensor:
+        """The last hidden states [B, N, D], with the images of `prompts` (none while decoding)."""
+        vision = {key: x.to(self.model.device) for key, x in self.family.vision(prompts).items()}
+        return self.family.hidden_states(
+            self.model,
             input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
@@ -236,7 +247,8 @@ def _sample(
         cumulative = logp.double().exp().cumsum(-1)
         # scaled by the last sum, which rounding leaves a hair off 1; the first entry above u wins
         target = (uniforms * cumulative[:, -1])[:, None]
-        chosen = torch.searchsorted(cumulative, target, right=True)[:, 0]
+        # past the end where logits are NaN, which the caller sees by their log-probs
+        chosen = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
     return chosen, logp.gather(1, chosen[:, None])[:, 0]
 
 

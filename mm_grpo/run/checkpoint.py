@@ -1,16 +1,18 @@
 """checkpoints/step-000010/: everything that a killed run needs to go on.
 
 A checkpoint is a folder with one `state-RANK-of-WORLD.safetensors` per process (see learner/state.py), the
-weights of the reference policy where it moves during the run (`reference.safetensors`), and `manifest.json`,
-which says what the checkpoint is of and marks each file with its size and SHA-256. It is filled beside, under a
-name that starts with a dot, and renamed when all of it is on the disk: a folder with the right name is whole,
-or was damaged later, which the marks tell.
+weights of the reference policy where it moves during the run (`reference.safetensors`), the log up to its step
+(`metrics.jsonl`), and `manifest.json`, which says what the checkpoint is of and marks each file with its size and
+SHA-256, and itself with the SHA-256 of what else it holds. It is filled beside, under a name that starts with a dot,
+and renamed when all of it is on the disk: a folder with the right name is whole, or was damaged later, which the
+marks tell.
 
 Any number of processes may resume it. The files have to lie where every process sees them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -22,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config_section import Section, section_of
+from mm_grpo.config.messages import Section, section_of
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import atomic_write
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
 from mm_grpo.learner.state import (
@@ -35,12 +38,20 @@ from mm_grpo.learner.state import (
     save_reference,
     save_state,
 )
-from mm_grpo.run.atomic import atomic_write
 from mm_grpo.run.paths import STEP_NAME, RunPaths
 
-FORMAT = 1
+FORMAT = 2
+"""2 has the digest of the manifest and the log; a checkpoint of format 1 is not resumed."""
 MANIFEST = "manifest.json"
 REFERENCE = "reference.safetensors"
+LOG = "metrics.jsonl"
+MOST_STEPS = 100
+"""Steps that a killed run redoes at most, where run.save_every is null."""
+KEYS: Mapping[str, type | tuple[type, ...]] = {
+    "format": int, "step": int, "extra": dict, "reference": (dict, type(None)), "config": dict, "parameters": dict,
+    "frozen": str, "updates": int, "adam_steps": int, "files": list, "log": (dict, type(None)), "sha256": str,
+}  # fmt: skip
+"""What a manifest holds, all of it required."""
 logger = logging.getLogger("mm_grpo")
 
 # Fields that may differ on resuming: none of them changes a sample or an update.
@@ -73,12 +84,17 @@ class Checkpoint:
         extra: Mapping[str, Any] = self.manifest["extra"]
         return extra
 
+    @property
+    def log(self) -> bytes | None:
+        """metrics.jsonl as it was; None when there was none."""
+        return (self.path / LOG).read_bytes() if self.manifest["log"] is not None else None
+
 
 class Checkpoints:
     """The checkpoints of one run, written and read by all processes of `learner.ranks` together."""
 
     def __init__(self, paths: RunPaths, learner: Learner, config: GRPOConfig) -> None:
-        self.folder, self.learner, self.config = paths.checkpoints, learner, config
+        self.folder, self.log, self.learner, self.config = paths.checkpoints, paths.metrics, learner, config
         self.ranks = learner.ranks
 
     def save(self, step: int, extra: Mapping[str, Any], *, spared: int | None = None) -> Path:
@@ -92,14 +108,14 @@ class Checkpoints:
         path = self.folder / f"step-{step:06d}"
         beside = self.folder / f".{path.name}.new"
         try:
-            with self.ranks.together("a checkpoint"):
+            with self.ranks.fail_together("a checkpoint"):
                 if self.ranks.first:
                     self._make_room(beside)
-            with self.ranks.together("a checkpoint"):
+            with self.ranks.fail_together("a checkpoint"):
                 mark = self._write_share(beside)
                 reference = self._write_reference(beside)
-            marks = self.ranks.gather(mark, "a checkpoint")
-            with self.ranks.together("a checkpoint"):
+            marks = self.ranks.all_gather(mark, "a checkpoint")
+            with self.ranks.fail_together("a checkpoint"):
                 if self.ranks.first:
                     contents = {"step": step, "extra": dict(extra), "reference": reference, **identity}
                     self._finish(beside, path, contents, marks)
@@ -125,20 +141,34 @@ class Checkpoints:
             faults.append(fault)
         if faults:
             raise ConfigError(
-                f"no checkpoint in '{self.folder}' is whole: {'; '.join(faults)}; start again with run.overwrite=true"
+                f"no checkpoint in '{self.folder}' is whole: {'; '.join(faults)}; put back what was changed, or start "
+                "again with run.overwrite=true"
             )
         return None
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Put the learner into the state of a checkpoint. ConfigError when it is another run's or model's."""
         manifest, identity = checkpoint.manifest, self._identity
-        with self.ranks.together("resuming"):
+        with self.ranks.fail_together("resuming"):
             self._refuse_others(checkpoint, identity)
             files = [checkpoint.path / str(mark["name"]) for mark in manifest["files"]]
             own = files[self.ranks.rank] if len(files) == self.ranks.world else None
             load_state(self.learner.optimizer, files, manifest["updates"], manifest["adam_steps"], own)
-            if manifest.get("reference") is not None and self.learner.reference is not None:
-                load_reference(self.learner.reference.model, checkpoint.path / REFERENCE)
+            if manifest["reference"] is not None and self.learner.moving is not None:
+                load_reference(self.learner.moving, checkpoint.path / REFERENCE)
+
+    def sentence(self, every: int) -> str:
+        """What the run keeps to resume from, said at its start, with the bytes on disk of one checkpoint."""
+        if not every:
+            return "no checkpoints (run.save_every is 0): a run that is killed starts again"
+        size = 12 * sum(
+            p.numel() for p in trainable(self.learner.module).values()
+        )  # weights and two means, fp32
+        keep = self.config.run.keep_checkpoints
+        return (
+            f"a checkpoint of {size / 1e9:.3g} GB every {every} step{'s' * (every > 1)} (run.save_every), the newest "
+            f"{keep} kept; a run that is killed or stopped goes on with --resume"
+        )
 
     # writing ---------------------------------------------------------------------------------
 
@@ -164,11 +194,10 @@ class Checkpoints:
 
     def _write_reference(self, beside: Path) -> dict[str, Any] | None:
         """The reference policy, where it is neither the base model nor this one without its adapters."""
-        if not self.config.algorithm.sync_ref_model or not self.ranks.first:
+        if self.learner.moving is None or not self.ranks.first:
             return None
-        assert self.learner.reference is not None  # the config asks for a KL term
         try:
-            return save_reference(self.learner.reference.model, beside / REFERENCE).as_dict()
+            return save_reference(self.learner.moving, beside / REFERENCE).as_dict()
         except OSError as error:
             raise self._unwritten(error) from error
 
@@ -185,8 +214,13 @@ class Checkpoints:
             "updates": self.learner.optimizer.updates,
             "adam_steps": self.learner.optimizer.adam_steps,
             "files": [mark.as_dict() for mark in marks],
+            "log": None,
         }
         try:
+            if self.log.is_file():
+                atomic_write(beside / LOG, self.log.read_bytes())
+                manifest["log"] = mark_of(beside / LOG).as_dict()
+            manifest["sha256"] = digest_of(manifest)
             atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
             _sync(beside)
             shutil.rmtree(path, ignore_errors=True)  # the step is taken again, so this one was not whole
@@ -222,10 +256,10 @@ class Checkpoints:
         fault: str | None = None
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            if manifest["format"] != FORMAT:
-                fault = f"{path.name} has format {manifest['format']}, and this version reads {FORMAT}"
-            kept = [*manifest["files"], manifest.get("reference")]
-            for wanted in self.ranks.mine([mark for mark in kept if mark is not None]):
+            fault = manifest_fault(manifest, _step_of(path))
+            fault = fault and f"{path.name}{fault}"
+            kept = [] if fault else [*manifest["files"], manifest["reference"], manifest["log"]]
+            for wanted in self.ranks.shard([mark for mark in kept if mark is not None]):
                 file = path / wanted["name"]
                 if fault is None and not file.is_file():
                     fault = f"{path.name} lacks {file.name}"
@@ -238,13 +272,16 @@ class Checkpoints:
                     fault = f"{path.name}/{file.name} is not what was written: its SHA-256 differs"
         except (OSError, ValueError, KeyError, TypeError) as error:
             fault = f"{path.name}/{MANIFEST} cannot be read ({error})"
-        told = [f for f in self.ranks.gather(fault, "looking for a checkpoint") if f]
+        told = [f for f in self.ranks.all_gather(fault, "looking for a checkpoint") if f]
         return manifest, told[0] if told else None
 
     def _refuse_others(self, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
         manifest, where = checkpoint.manifest, f"'{checkpoint.path}'"
-        for field, value in identity["config"].items():
-            known = manifest["config"].get(field, value)
+        config, then = identity["config"], manifest["config"]
+        # a field that the version of the checkpoint did not have is as it was then when it has its default
+        default = deciding_fields(GRPOConfig.from_dict({"model": {"path": self.config.model.path}}))
+        for field in [*config, *(then.keys() - config.keys())]:
+            value, known = config.get(field), then.get(field, default.get(field))
             if known != value:
                 raise ConfigError(
                     f"{field} = {json.dumps(value)}: the checkpoint {where} was made with {json.dumps(known)}, and "
@@ -273,8 +310,38 @@ class Checkpoints:
         return {
             "config": deciding_fields(self.config),
             "parameters": parameters,
-            "frozen": self.ranks.share(frozen, "frozen weights"),
+            "frozen": self.ranks.broadcast(frozen, "frozen weights"),
         }
+
+
+def steps_between(save_every: int | None, max_steps: int) -> int:
+    """Steps from one checkpoint to the next, 0 for none: what run.save_every says, or what null stands for."""
+    return max(1, min(MOST_STEPS, max_steps // 10)) if save_every is None else save_every
+
+
+def digest_of(manifest: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest without its own digest, whatever the order and the layout of its keys."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def manifest_fault(manifest: Any, step: int) -> str | None:
+    """What is wrong with what manifest.json of the checkpoint of `step` holds; it follows the folder's name."""
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        return f"/{MANIFEST} is no manifest"
+    if manifest["format"] != FORMAT:
+        return f" has format {manifest['format']}, and this version reads {FORMAT}"
+    if wrong := sorted({*manifest} ^ {*KEYS}):
+        return f"/{MANIFEST} lacks or should not have {', '.join(map(repr, wrong))}"
+    if manifest["sha256"] != digest_of(manifest):
+        return f"/{MANIFEST} is not what was written: its SHA-256 differs"
+    for key, kind in KEYS.items():
+        if not isinstance(manifest[key], kind) or isinstance(manifest[key], bool):
+            return f"/{MANIFEST} has {key} = {manifest[key]!r}, which is none"
+    if manifest["step"] != step:
+        return f" is the checkpoint of step {manifest['step']}: the folder was renamed"
+    return None
 
 
 def _step_of(path: Path) -> int:
@@ -296,6 +363,7 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
                 flat[path] = json.loads(json.dumps(value, default=str))
 
     walk(config, config.model_dump(), "")
+    flat["optim.learning_rate"] = config.learning_rate  # what null stands for
     if config.optim.lr_scheduler_type != "constant":  # the rate of every step goes by the length of the run
         flat["run.max_steps"] = config.run.max_steps
     return flat

@@ -1,38 +1,57 @@
-"""The run folder as the trainer uses it: prepared before a model loads, started, then written to.
+"""The run folder as the trainer uses it: prepared before a model loads, claimed, started, then written to.
 
-The names are in paths.py; each file has a module of its own (see the package's docstring). A folder
-that already holds a run is never written over unless the user asked for it, and then only what a
-run writes is removed: notes beside it stay.
+The names are in paths.py; each file has a module of its own (see the package's docstring). What carries no mark of
+a run (claim.py) is neither written over nor removed, and what a run reads may not lie in its folder. A run that is
+there is replaced only when the user asked for it, and then only what a run writes is removed: notes beside it stay.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.errors import ConfigError
-from mm_grpo.run.atomic import atomic_folder, atomic_write
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError, UserError
+from mm_grpo.files import atomic_folder, atomic_write
+from mm_grpo.run.claim import MARK, Claim, Mark, new_run, read_mark, refuse_running
 from mm_grpo.run.environment import describe_environment
-from mm_grpo.run.metrics import MetricsLog
+from mm_grpo.run.metrics import MetricsLog, read_metrics, write_summary
 from mm_grpo.run.paths import IMAGE_NAME, STEP_NAME, RunPaths
 from mm_grpo.run.report import write_report
 from mm_grpo.run.rollout_log import write_rollouts
-from mm_grpo.run.summary import write_summary
 from mm_grpo.types import Group
 
 AnyPath = str | PathLike[str]
+Inputs = Iterable[tuple[str, AnyPath]]
+FILES = (
+    "config.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "summary.json",
+    "report.html",
+    "rollouts",
+    "tensorboard",
+)
+FOLDERS = ("checkpoints", "model", "adapter")
+"""Written by some runs only, and most likely to be somebody else's in a folder without them."""
+logger = logging.getLogger("mm_grpo")
 
 
 class RunFolder:
-    """One run's folder. `prepare` then `start` make a new one, `create` does both, `open` finds one.
+    """One run's folder. `prepare`, then `claim` and `start`, make a new one, `create` does all, `open` finds one.
 
-    `overwrite` allows `start` to replace the run that is there. `reads` are paths that the new run
-    reads (its base model, its data): one that lies in what would be removed is refused.
+    `overwrite` allows `start` to replace the run that is there. `inputs` are the fields and paths that the run
+    reads (its base model, its data): one that lies in the folder is refused. `writes` are those of FOLDERS that
+    the run will write.
     """
 
     def __init__(
@@ -40,13 +59,16 @@ class RunFolder:
         dir: AnyPath,
         *,
         overwrite: bool = False,
-        reads: Iterable[AnyPath] = (),
+        inputs: Inputs = (),
         resume: bool = False,
+        writes: Collection[str] = FOLDERS,
     ) -> None:
         self.paths = RunPaths(Path(dir))
         self._overwrite = overwrite
         self._resume = resume
-        self._reads = tuple(reads)
+        self._inputs = tuple(inputs)
+        self._writes = (*FILES, *writes)
+        self._claim: Claim | None = None
 
     @classmethod
     def prepare(
@@ -54,16 +76,17 @@ class RunFolder:
         dir: AnyPath,
         *,
         overwrite: bool = False,
-        reads: Iterable[AnyPath] = (),
+        inputs: Inputs = (),
         resume: bool = False,
+        writes: Collection[str] = FOLDERS,
     ) -> RunFolder:
         """Check that a run may start in `dir`, or with `resume` go on there; writes nothing.
 
-        Raises ConfigError when a run is there and `overwrite` is false, when overwriting would
-        remove one of `reads`, or when there is a file at `dir`.
+        Raises ConfigError when a run is there and `overwrite` is false, when a run is going on there, when files
+        there are not a run's, when one of `inputs` lies there, or when there is a file at `dir`.
         """
-        folder = cls(dir, overwrite=overwrite, reads=reads, resume=resume)
-        folder._check()
+        folder = cls(dir, overwrite=overwrite, inputs=inputs, resume=resume, writes=writes)
+        folder.check()
         return folder
 
     @classmethod
@@ -81,75 +104,153 @@ class RunFolder:
             )
         return folder
 
+    def check(self) -> None:
+        """What `prepare` checks."""
+        self._check()
+        refuse_running(self.paths.root)
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Hold the folder's lock in the block. ConfigError as `prepare` raises it, and when it cannot be written."""
+        if self._claim is not None:
+            yield
+            return
+        self._check()
+        with self._making():
+            self._claim = Claim(self.paths.root)
+        try:
+            self._check()
+            yield
+        finally:
+            self._claim.release()
+            self._claim = None
+
     def start(self, config_yaml: str, *, rewards: Sequence[Mapping[str, Any]] = ()) -> RunFolder:
         """Write config.yaml and environment.json, after removing the run that may be replaced.
 
-        `rewards` say which function each reward is; they are kept in environment.json. Raises
-        ConfigError as `prepare` does, and when the folder cannot be written.
+        `rewards` name the function of each reward; they are kept in environment.json. Raises
+        ConfigError as `claim` does.
         """
-        self._check()
         paths = self.paths
         environment = describe_environment() | {"rewards": [dict(reward) for reward in rewards]}
-        try:
-            if held(paths) and not self._resume:
-                remove_run(paths)
-            paths.root.mkdir(parents=True, exist_ok=True)
+        with self.claim(), self._making():
+            assert self._claim is not None
+            if not self._resume and held(paths, self._claim.mark):
+                remove_run(paths, self._claim.mark)
+                self._claim.add(self._writes, run=new_run())
+            else:
+                self._claim.add(self._writes)
             atomic_write(paths.config, config_yaml)
             atomic_write(paths.environment, json.dumps(environment, indent=2) + "\n")
+        return self
+
+    @contextmanager
+    def _making(self) -> Iterator[None]:
+        root = self.paths.root
+        try:
+            yield
         except PermissionError as error:
             raise ConfigError(
-                f"run.dir = '{paths.root}': '{error.filename}' may not be written; name a folder that may"
+                f"run.dir = '{root}': '{error.filename}' may not be written; name a folder that may"
             ) from error
         except OSError as error:  # a read-only or a full disk, a folder that cannot be made there
             raise ConfigError(
-                f"run.dir = '{paths.root}': cannot be written ({error.strerror or error}); name a folder that can"
+                f"run.dir = '{root}': cannot be written ({error.strerror or error}); name a folder that can"
             ) from error
-        return self
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Turn a failed write of `what`, one of the run's files, into a ConfigError."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, OSError) and not _is_full(error):
+                raise
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise ConfigError(
+                f"run.dir = '{self.paths.root}': {what} cannot be written ({reason}); what was written before is "
+                "whole. Make room or let it be written, and go on with --resume"
+            ) from error
 
     @cached_property
     def metrics(self) -> MetricsLog:
         """metrics.jsonl, open for appending."""
         return MetricsLog(self.paths.metrics)
 
-    def write_rollouts(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        parts: Mapping[str, Sequence[float | None]],
-        extra: Mapping[str, Sequence[Any]] | None = None,
-    ) -> Path:
+    def write_rollouts(self, step: int, groups: Sequence[Group]) -> Path:
         """See `rollout_log.write_rollouts`."""
-        return write_rollouts(self.paths, step, groups, parts, extra)
+        with self.writing("the rollouts"):
+            return write_rollouts(self.paths, step, groups)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """See `summary.write_summary`."""
-        write_summary(self.paths, summary)
+        """See `metrics.write_summary`."""
+        with self.writing("summary.json"):
+            write_summary(self.paths, summary)
 
-    def write_report(self) -> Path:
-        """See `report.write_report`."""
-        return write_report(self.paths)
+    def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """See `MetricsLog.append`."""
+        with self.writing("metrics.jsonl"):
+            self.metrics.append(step, values)
+
+    def write_report(self) -> Path | None:
+        """See `report.write_report`; a report that cannot be written is a warning, for it can be made later."""
+        try:
+            return write_report(self.paths)
+        except (OSError, ValueError, KeyError, TypeError, UserError) as error:
+            logger.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
+            return None
 
     def replace_folder(self, name: str, write: Callable[[Path], None]) -> Path:
         """Let `write` fill a folder, such as "model", which then takes the place of the old one."""
         path = self.paths.root / name
-        atomic_folder(path, write)
+        with self.writing(f"{name}/"):
+            atomic_folder(path, write)
         return path
 
-    def cut_after(self, step: int) -> None:
+    def cut_after(self, step: int, log: bytes | None = None) -> None:
         """Forget what was logged after `step`: rows of metrics.jsonl, and rollout files.
 
-        A run that resumes from the checkpoint of `step` takes those steps again. The images stay:
-        they are named by their content.
+        A run that resumes from the checkpoint of `step` takes those steps again. `log` is metrics.jsonl as that
+        checkpoint kept it: what differs from it is put back, with a warning. The images stay: they are named by
+        their content. Raises DataError when there is no `log` and the rows are damaged.
         """
         self.__dict__.pop("metrics", None)
-        if self.paths.metrics.is_file():
-            lines = self.paths.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            atomic_write(self.paths.metrics, "".join(kept))
-        for file in self.paths.rollouts.glob("step-*.jsonl"):
-            match = STEP_NAME.fullmatch(file.stem)
-            if match and int(match[1]) > step:
-                file.unlink()
+        with self.writing("metrics.jsonl"):
+            if step == 0:
+                if self.paths.metrics.is_file() and self.paths.metrics.read_bytes().count(b"\n"):
+                    logger.warning(
+                        "%s has rows and there is no checkpoint: the run starts again", self.paths.metrics
+                    )
+                self.paths.metrics.unlink(missing_ok=True)
+            elif log is None and self.paths.metrics.is_file():
+                rows = read_metrics(self.paths.metrics)
+                lines = self.paths.metrics.read_bytes().splitlines(keepends=True)
+                atomic_write(
+                    self.paths.metrics,
+                    b"".join(x for row, x in zip(rows, lines, strict=False) if row["step"] <= step),
+                )
+            elif log is not None:
+                self._restore_log(step, log)
+            for file in self.paths.rollouts.glob("step-*.jsonl"):
+                match = STEP_NAME.fullmatch(file.stem)
+                if match and int(match[1]) > step:
+                    file.unlink()
+
+    def _restore_log(self, step: int, log: bytes) -> None:
+        path = self.paths.metrics
+        found = path.read_bytes() if path.is_file() else None
+        if found is None or not found.startswith(log):
+            what = "is gone" if found is None else f"is not what the run wrote up to step {step}"
+            logger.warning("%s %s; it was put back from the checkpoint of step %d", path, what, step)
+        elif rest := found[len(log) :]:
+            logger.warning(
+                "%s: %d lines after step %d are cut; those steps are taken again",
+                path.name,
+                rest.count(b"\n") + (not rest.endswith(b"\n")),
+                step,
+            )
+        if found != log:
+            atomic_write(path, log)
 
     def _check(self) -> None:
         paths = self.paths
@@ -164,47 +265,132 @@ class RunFolder:
                 raise ConfigError(
                     f"run.dir = '{paths.root}': there is a file at '{place}'; name a folder that can be made"
                 )
-        found = held(paths)
-        if self._resume:
-            return
-        if found and not self._overwrite:
+        refuse_inputs(paths.root, self._inputs)
+        mark = self._claim.mark if self._claim is not None else read_mark(paths.root)
+        self._refuse_foreign(mark)
+        found = held(paths, mark)
+        if found and not self._overwrite and not self._resume:
             raise ConfigError(
                 f"run.dir = '{paths.root}' already holds a run ({', '.join(found)}); name another folder with"
                 " run.dir=..., go on with this run with --resume, or replace it with run.overwrite=true"
             )
-        removed = [f.resolve() for f in (paths.model, paths.checkpoints, paths.rollouts)] if found else []
-        for read in self._reads:
-            if any(Path(read).resolve().is_relative_to(f) for f in removed):
-                raise ConfigError(
-                    f"run.overwrite = true would remove '{read}', which this run reads;"
-                    f" name another folder than run.dir = '{paths.root}'"
-                )
+
+    def _refuse_foreign(self, mark: Mark | None) -> None:
+        """ConfigError when something lies under a name that the run would write, and no run wrote it."""
+        root = self.paths.root
+        foreign = [n for n in self._writes if _is_there(root / n) and not (mark is not None and mark.owns(n))]
+        if not foreign:
+            return
+        names = ", ".join(f"{name}/" if (root / name).is_dir() else name for name in foreign)
+        if mark is None:
+            raise ConfigError(
+                f"run.dir = '{root}' holds {names}, and no {MARK}, the mark of a run folder: somebody else's files are "
+                "neither written over nor removed. Name another folder with run.dir=...; if an mm_grpo without marks "
+                f"made this run, mark it: touch {shlex.quote(str(root / MARK))}"
+            )
+        raise ConfigError(
+            f"run.dir = '{root}' holds {names}, which no run wrote: somebody else's files are neither written over nor "
+            "removed. Move them, or name another folder with run.dir=..."
+        )
 
 
-def held(paths: RunPaths) -> list[str]:
+def folders_of(config: GRPOConfig, *, saves: bool) -> list[str]:
+    """Those of FOLDERS that a run of this config writes; `saves` says whether it writes checkpoints."""
+    model = config.run.save_model
+    written = {"checkpoints": saves, "model": model, "adapter": model and config.model.lora is not None}
+    return [name for name, does in written.items() if does]
+
+
+def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
+    """What a run reads, as (field, path); `given` are `train`, `eval` and `rewards` that were passed in Python.
+
+    Those that are no files or folders here (a name on a hub, a task) are left out.
+    """
+    sets = given.get("eval") if given.get("eval") is not None else config.data.eval
+    named = sets.items() if isinstance(sets, Mapping) and "task" not in sets else [("", sets)]
+    train = given.get("train") if given.get("train") is not None else config.data.train
+    found: list[tuple[str, Any]] = [
+        ("model.path", config.model.path),
+        ("data.train", train),
+        *((f"data.eval.{name}".rstrip("."), source) for name, source in named),
+        ("data.image_dir", config.data.image_dir),
+    ]
+    for entry in given.get("rewards") or config.rewards:
+        name = entry.get("name") if isinstance(entry, Mapping) else entry
+        if isinstance(name, str) and ".py:" in name:
+            found.append(("rewards", name.rpartition(":")[0]))
+    return [
+        (field, path) for field, path in found if isinstance(path, (str, PathLike)) and os.path.exists(path)
+    ]
+
+
+def refuse_inputs(dir: AnyPath, inputs: Inputs) -> None:
+    """ConfigError when one of `inputs`, (field, path), lies in the run folder `dir`."""
+    # os.path's realpath, which takes a circle of links for what it is called
+    root = Path(os.path.realpath(dir))
+    for field, path in inputs:
+        if Path(os.path.realpath(path)).is_relative_to(root):
+            raise ConfigError(
+                f"{field} = '{path}' lies in run.dir = '{dir}', where a run writes and removes files; move it, or name "
+                "another folder with run.dir=..."
+            )
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something is at `path`; an empty folder is nothing."""
+    return path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
+def _is_full(error: Exception) -> bool:
+    """safetensors' own error for what the system refused."""
+    return type(error).__name__ == "SafetensorError" and "os error" in str(error)
+
+
+def held(paths: RunPaths, mark: Mark | None) -> list[str]:
     """What of a run is there, in words; empty when the folder is new, or its run never took a step."""
+    if mark is None:
+        return []
     found = []
-    if paths.metrics.is_file() and (rows := paths.metrics.read_bytes().count(b"\n")):
+    if (
+        mark.owns("metrics.jsonl")
+        and paths.metrics.is_file()
+        and (rows := paths.metrics.read_bytes().count(b"\n"))
+    ):
         found.append(f"{rows} row{'s' if rows > 1 else ''} in metrics.jsonl")
-    if paths.summary.is_file():
+    if mark.owns("summary.json") and paths.summary.is_file():
         found.append("summary.json")
-    if paths.config.is_file():  # without one, a model/ is somebody else's
-        found += [f"{f.name}/" for f in (paths.checkpoints, paths.model) if f.is_dir() and any(f.iterdir())]
+    found += [
+        f"{f.name}/"
+        for f in (paths.checkpoints, paths.model, paths.adapter)
+        if mark.owns(f.name) and _is_there(f)
+    ]
     return found
 
 
-def remove_run(paths: RunPaths) -> None:
-    """Remove what a run writes and nothing else; folders only once they are empty."""
-    for file in (paths.config, paths.environment, paths.metrics, paths.summary, paths.report):
-        file.unlink(missing_ok=True)
-    _remove(f for f in paths.rollouts.glob("step-*.jsonl") if STEP_NAME.fullmatch(f.stem))
-    _remove(f for f in paths.images.glob("*.png") if IMAGE_NAME.fullmatch(f.name))
-    _remove(f for f in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(f.name))
-    _remove(paths.checkpoints.glob(".step-*.new"))
-    _remove(paths.tensorboard.glob("events.out.tfevents.*"))
-    _remove([paths.model])
+def remove_run(paths: RunPaths, mark: Mark) -> None:
+    """Remove what runs wrote by the `mark` and nothing else; folders only once they are empty."""
+    written: dict[str, Iterable[Path]] = {
+        **{
+            file.name: [file]
+            for file in (paths.config, paths.environment, paths.metrics, paths.summary, paths.report)
+        },
+        "rollouts": [
+            *(f for f in paths.rollouts.glob("step-*.jsonl") if STEP_NAME.fullmatch(f.stem)),
+            *(f for f in paths.images.glob("*.png") if IMAGE_NAME.fullmatch(f.name)),
+        ],
+        "checkpoints": [
+            *(f for f in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(f.name)),
+            *paths.checkpoints.glob(".step-*.new"),
+        ],
+        "tensorboard": list(paths.tensorboard.glob("events.out.tfevents.*")),
+        "model": [paths.model],
+        "adapter": [paths.adapter],
+    }
+    for name, found in written.items():
+        if mark.owns(name):
+            _remove(found)
     for left in (paths.images, paths.rollouts, paths.checkpoints, paths.tensorboard):
-        if left.is_dir() and not any(left.iterdir()):
+        if left.is_dir() and not left.is_symlink() and not any(left.iterdir()):
             left.rmdir()
 
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a step, under TRL's metric names.
+"""The numbers of a run: metrics.jsonl, one JSON object a step under TRL's metric names, and summary.json at its end.
 
 A row is complete or absent: the last line that a killed process left unfinished is cut when the log
 is opened again, and passed over by the reader. A value that was not measured is None, and never
@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import DataError
+from mm_grpo.files import atomic_write
+from mm_grpo.run.paths import RunPaths
 
 Value = float | int | str | bool | None
+SUMMARY_KEYS = ("accuracy_before", "accuracy_after", "seconds", "steps", "eval")
 
 
 class MetricsLog:
@@ -67,6 +70,30 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def write_summary(paths: RunPaths, summary: Mapping[str, Any]) -> None:
+    """Write summary.json: the SUMMARY_KEYS, and any further keys of JSON values. None stands for "not measured".
+
+    `eval` maps the name of an evaluation set to its score before and after, by what `run.headline` says. The trainer
+    adds the scores of the first set, `score_before`, `score_after` and `score_best`, and `best_step`, after which the
+    best was found; `accuracy_before`, `accuracy_after` and `accuracy_best` are the same where the headline is an
+    accuracy.
+    Raises ValueError, naming the key, when one of SUMMARY_KEYS is missing or a number is not finite.
+    """
+    missing = [key for key in SUMMARY_KEYS if key not in summary]
+    if missing:
+        raise ValueError(f"summary.json: missing {', '.join(missing)}")
+    _require_finite(summary, "")
+    atomic_write(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_summary(paths: RunPaths) -> dict[str, Any] | None:
+    """What summary.json holds; None when the run has not ended."""
+    if not paths.summary.is_file():
+        return None
+    summary: dict[str, Any] = json.loads(paths.summary.read_text(encoding="utf-8"))
+    return summary
+
+
 def _checked(step: int, key: str, value: Value) -> Value:
     if value is not None and not isinstance(value, (bool, int, float, str)):
         raise TypeError(f"metric '{key}' of step {step} is a {type(value).__name__}; log a plain number")
@@ -79,3 +106,14 @@ def _cut_torn_line(path: Path) -> None:
     with path.open("rb+") as file:
         data = file.read()
         file.truncate(data.rfind(b"\n") + 1)
+
+
+def _require_finite(value: Any, where: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"summary.json: '{where}' is {value}; a number is finite, or None")
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _require_finite(inner, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _require_finite(inner, f"{where}[{index}]")

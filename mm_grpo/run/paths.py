@@ -53,6 +53,10 @@ class RunPaths:
         return self.root / "model"
 
     @property
+    def adapter(self) -> Path:
+        return self.root / "adapter"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 

@@ -1,9 +1,10 @@
-"""What a run says on the terminal while it goes: one bar, or one line a step where there is no terminal."""
+"""Progress on the terminal: one bar, or one line a step where there is no terminal."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-# (word on the terminal, the metrics that may hold it: the first that is there counts)
+from mm_grpo.terminal import printable
+
+# (label on the terminal, the metrics that may hold it: the first that is there counts)
 SHOWN = (
     ("reward", ("reward",)),
     ("accuracy", ("accuracy", "rewards/accuracy/mean")),
@@ -57,32 +60,45 @@ class Progress:
     def __enter__(self) -> Self:
         self._last = time.monotonic()
         if self._headline:
-            self.say(self._headline)
+            self.print(self._headline)
         if self._bar is not None:
-            self._bar.start()
+            with self._while_there_is_a_terminal():
+                self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with self._while_there_is_a_terminal():
+                self._bar.stop()
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def advance(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step `step`, counted from 1, is done. Its seconds are `step_time`, or the time since the last."""
         now = time.monotonic()
         seconds = metrics.get("step_time", now - self._last)
         self._last = now
         words = describe(metrics, seconds)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, metrics=words)
-        elif not self._quiet:
-            self.console.print(Text(f"step {step}/{self.total}  {words}"), soft_wrap=True)
+            with self._while_there_is_a_terminal():
+                self._bar.update(self._task, completed=step, metrics=words)
+        else:
+            self.print(f"step {step}/{self.total}  {words}")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line, above the bar where there is one; nothing in it is read as markup."""
         if not self._quiet:
-            self.console.print(Text(text), soft_wrap=True)
+            with self._while_there_is_a_terminal():
+                self.console.print(Text(printable(text)), soft_wrap=True)
+
+    @contextmanager
+    def _while_there_is_a_terminal(self) -> Iterator[None]:
+        """A terminal or a pipe that was closed ends the output, not the run."""
+        try:
+            yield
+        except OSError:
+            self._quiet = True
+            self.console.quiet = True
 
 
 def describe(metrics: Mapping[str, Any], seconds: float) -> str:

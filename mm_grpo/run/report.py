@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.run.atomic import atomic_write
+from mm_grpo.files import atomic_write
 from mm_grpo.run.charts import Series, line_chart, number, running_mean
-from mm_grpo.run.metrics import read_metrics
+from mm_grpo.run.metrics import read_metrics, read_summary
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import logged_steps, read_rollouts
-from mm_grpo.run.summary import read_summary
 
 GROUPS_PER_STEP = 3
 COMPLETIONS_PER_GROUP = 8
@@ -38,7 +37,7 @@ class Curve:
 
     `limits` fix the ends of the y axis; a None is as high as the values. `smooth` adds the running
     mean. `from_summary` puts the accuracy before the first step in front. `least` is the number of
-    lines from which the chart says something.
+    lines from which the chart is drawn.
     """
 
     title: str
@@ -218,7 +217,7 @@ def picture(paths: RunPaths, name: str) -> str | None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them.
+    """Seconds in words.
 
     >>> duration(59.6), duration(3725)
     ('60 s', '1 h 2 min')

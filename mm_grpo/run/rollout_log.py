@@ -1,6 +1,6 @@
 """rollouts/step-000001.jsonl: every completion of a step, and rollouts/images/: what the model saw.
 
-One object per completion, in the order of the groups, so that one line tells the whole story of one
+One object per completion, in the order of the groups, so that one line holds all there is of one
 sample: its row, its prompt, its text, seed and weight version, its reward with the raw parts, its
 advantage. Images are written once, named by their content, and the rows name them.
 
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.run.atomic import atomic_write
+from mm_grpo.files import atomic_write
 from mm_grpo.run.paths import STEP_NAME, RunPaths
 from mm_grpo.types import Group
 
@@ -29,22 +29,20 @@ LONGEST_TEXT = 2000
 LONGEST_LIST = 64
 
 
-def write_rollouts(
-    paths: RunPaths,
-    step: int,
-    groups: Sequence[Group],
-    parts: Mapping[str, Sequence[float | None]],
-    extra: Mapping[str, Sequence[Any]] | None = None,
-) -> Path:
-    """Write the rollout file of `step` and the images that are new; returns the file.
+def write_rollouts(paths: RunPaths, step: int, groups: Sequence[Group]) -> Path:
+    """Write the rollout file of `step` from scored groups, and the images that are new; returns the file.
 
-    `parts` maps a reward's name to its raw scores and `extra` a column that a reward logged to its
-    values; both are flat, [P·G], group after group. Raises ValueError when a list has another length.
+    A column that rewards logged for some groups only (`Group.extra`) is null for the others. Raises ValueError when
+    a list of scores or a column has another length than its group.
     """
-    total = sum(len(group.completions) for group in groups)
-    for name, column in [*parts.items(), *(extra or {}).items()]:
-        if len(column) != total:
-            raise ValueError(f"'{name}' has {len(column)} values for the {total} completions of step {step}")
+    for group in groups:
+        for name, column in [*group.parts.items(), *group.extra.items()]:
+            if len(column) != len(group.completions):
+                raise ValueError(
+                    f"'{name}' has {len(column)} values for the {len(group.completions)} completions of "
+                    f"{group.prompt.uid} in step {step}"
+                )
+    extra = list(dict.fromkeys(name for group in groups for name in group.extra))
     paths.images.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     for group in groups:
@@ -56,7 +54,6 @@ def write_rollouts(
         columns = _plain_columns(group.prompt.sample.columns)
         scored = zip(group.completions, group.rewards, group.advantages, strict=True)
         for generation, (completion, reward, advantage) in enumerate(scored):
-            at = len(lines)
             row = {
                 "step": step,
                 "slot": group.slot,
@@ -69,12 +66,15 @@ def write_rollouts(
                 "seed": completion.seed,
                 "weight_versions": completion.weight_versions,
                 "reward": reward,
-                "parts": {name: column[at] for name, column in parts.items()},
+                "parts": {name: values[generation] for name, values in group.parts.items()},
                 "advantage": advantage,
                 "columns": columns,
             }
             if extra:
-                row["extra"] = {name: _plain(column[at]) for name, column in extra.items()}
+                row["extra"] = {
+                    name: _plain(group.extra[name][generation]) if name in group.extra else None
+                    for name in extra
+                }
             lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
     file = paths.rollout_file(step)
     atomic_write(file, "".join(lines))
@@ -122,7 +122,7 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _plain_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that say what the answer is: scalars, texts, and short lists of scalars (boxes)."""
+    """The columns that hold the answer: scalars, texts, and short lists of scalars (boxes)."""
     return {name: plain for name, value in columns.items() if (plain := _plain(value)) is not None}
 
 

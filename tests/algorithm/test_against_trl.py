@@ -15,7 +15,8 @@ from mm_grpo.algorithm.correction import mismatch_weights
 from mm_grpo.algorithm.losses import LOSSES, token_weights
 from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.config import AlgorithmConfig
-from mm_grpo.learner.objective import PackTokens, Tally, Terms, pack_loss
+from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
+from mm_grpo.learner.step_report import LossStatistics
 
 trl = pytest.importorskip("trl", reason="trl is not installed; it is among requirements/cpu.txt")
 
@@ -119,19 +120,19 @@ def ours(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Ten
     logp, entropy = (given[k].clone().requires_grad_() for k in ("logp", "entropy"))
     lengths = MASK.sum(1)
     chosen = top_entropy_mask(given["entropy"], MASK, config.top_entropy_quantile)
-    terms = Terms(
+    loss_inputs = LossInputs(
         given["advantages"].double(), token_weights(config.loss_type, lengths, LIMIT), int(chosen.sum())
     )
-    tally, total = Tally(), torch.zeros(())
+    statistics, total = LossStatistics(), torch.zeros(())
     for rows in ([3, 1, 5], [0, 4, 2]):
         keep = MASK[rows].bool()
-        owners = torch.tensor(rows)[:, None].expand(-1, WIDTH)[keep]
+        completion_index = torch.tensor(rows)[:, None].expand(-1, WIDTH)[keep]
 
         def picked(values: Tensor, rows: list[int] = rows, keep: Tensor = keep) -> Tensor:
             return values[rows][keep]
 
         tokens = PackTokens(
-            owners,
+            completion_index,
             picked(logp),
             picked(entropy),
             picked(given["old"]),
@@ -139,9 +140,9 @@ def ours(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Ten
             picked(given["ref"]) if config.beta else None,
             picked(chosen).float() if config.top_entropy_quantile < 1 else None,
         )
-        total = total + pack_loss(config, terms, tokens, tally)
+        total = total + pack_loss(config, loss_inputs, tokens, statistics)
     total.backward()
-    assert float(total) == pytest.approx(tally.metrics()["loss"], abs=1e-6)
+    assert float(total.detach()) == pytest.approx(statistics.metrics()["loss"], abs=1e-6)
     return total.detach(), filled(logp.grad), filled(entropy.grad)
 
 
@@ -172,10 +173,10 @@ def test_the_loss_and_its_gradients_are_trls(case: dict[str, Any], seed: int) ->
 
 
 def test_mismatch_weights_are_trls() -> None:
-    given, owners = inputs(3), torch.arange(ROWS)[:, None].expand(-1, WIDTH)[MASK.bool()]
+    given, completion_index = inputs(3), torch.arange(ROWS)[:, None].expand(-1, WIDTH)[MASK.bool()]
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
         config = AlgorithmConfig(importance_sampling_mode=mode, importance_sampling_clip_min=0.7)
         want = weights_as_trl(config, given).expand(ROWS, WIDTH)[MASK.bool()]
         flat = (given["old"][MASK.bool()], given["sampling"][MASK.bool()])
-        got = mismatch_weights(*flat, owners, mode, 0.7, 3.0)  # type: ignore[arg-type]
+        got = mismatch_weights(*flat, completion_index, mode, 0.7, 3.0)  # type: ignore[arg-type]
         assert torch.allclose(got, want, atol=1e-5), mode

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from mm_grpo.algorithm.correction import mismatch_weights, off_policy_keep
-from mm_grpo.algorithm.losses import LOSSES, token_weights
-from mm_grpo.algorithm.losses.tokens import Tokens
+from mm_grpo.algorithm.losses import LOSSES, Tokens, token_weights
 from mm_grpo.config import AlgorithmConfig
 
 LENGTHS = torch.tensor([2, 4, 0, 10])  # the third is masked
@@ -59,7 +58,7 @@ TOKENS = Tokens(
     logp=torch.tensor([-1.0, -2.0, -0.5]),
     old_logp=torch.tensor([-1.0, -2.0, -0.5]) - torch.tensor([0.5, 2.0, 1.5]).log(),
     advantages=torch.tensor([1.0, 1.0, -2.0]),
-    owners=torch.tensor([3, 3, 7]),
+    completion_index=torch.tensor([3, 3, 7]),
 )
 
 
@@ -163,24 +162,24 @@ def test_the_sequence_level_by_hand() -> None:
 def test_mismatch_weights_by_hand() -> None:
     # learner over engine: 2, 0.5 in one completion (product 1), 4 in the other
     old = torch.tensor([2.0, 0.5, 4.0]).log()
-    sampled, owners = torch.zeros(3), torch.tensor([3, 3, 7])
+    sampled, completion_index = torch.zeros(3), torch.tensor([3, 3, 7])
     for mode, want in {
         "token_truncate": [2.0, 0.6, 3.0],
         "token_mask": [2.0, 0.0, 0.0],
         "sequence_truncate": [1.0, 1.0, 3.0],
         "sequence_mask": [1.0, 1.0, 0.0],
     }.items():
-        got = mismatch_weights(old, sampled, owners, mode, 0.6, 3.0)  # type: ignore[arg-type]
+        got = mismatch_weights(old, sampled, completion_index, mode, 0.6, 3.0)  # type: ignore[arg-type]
         assert got.tolist() == pytest.approx(want, abs=1e-6), mode
-    assert mismatch_weights(old, sampled, owners, "token_mask", None, None).tolist() == pytest.approx(
-        [2.0, 0.5, 4.0]
-    )
+    assert mismatch_weights(
+        old, sampled, completion_index, "token_mask", None, None
+    ).tolist() == pytest.approx([2.0, 0.5, 4.0])
 
 
 def test_off_policy_keep_by_hand() -> None:
     # mean drift 0.75 and 0.2; only the first is too far, and only where its advantage is negative
     logp, sampled = torch.tensor([-2.0, -1.5, -1.0]), torch.tensor([-1.0, -1.0, -0.8])
-    owners = torch.tensor([0, 0, 1])
-    negative = off_policy_keep(logp, sampled, torch.tensor([-1.0, -1.0, -1.0]), owners, 0.5)
-    positive = off_policy_keep(logp, sampled, torch.tensor([1.0, 1.0, -1.0]), owners, 0.5)
+    completion_index = torch.tensor([0, 0, 1])
+    negative = off_policy_keep(logp, sampled, torch.tensor([-1.0, -1.0, -1.0]), completion_index, 0.5)
+    positive = off_policy_keep(logp, sampled, torch.tensor([1.0, 1.0, -1.0]), completion_index, 0.5)
     assert (negative.tolist(), positive.tolist()) == ([False, False, True], [True, True, True])

@@ -26,11 +26,11 @@ ACTIVE = torch.ones(5, dtype=torch.bool)
         (1e-6, [False, True, False, False, False]),
     ],
 )
-def test_by_hand(share: float, kept: list[bool]) -> None:
+def test_the_top_entropy_mask_by_hand(share: float, kept: list[bool]) -> None:
     assert top_entropy_mask(ENTROPIES, ACTIVE, share).tolist() == kept
 
 
-def test_the_threshold_by_hand() -> None:
+def test_the_entropy_threshold_by_hand() -> None:
     assert entropy_threshold(ENTROPIES, 0.5) == pytest.approx(0.5)
     assert entropy_threshold(torch.zeros(0), 0.5) == math.inf
     # 0.29 * 100 is 28.999999999999996: 30 of 101 tokens all the same, from the 72nd, which is 71
@@ -61,7 +61,7 @@ def test_more_tokens_than_torch_quantile_takes() -> None:
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.29, 0.5, 0.8, 0.99])
 @pytest.mark.parametrize("ties", [False, True])
-def test_against_trl(share: float, ties: bool) -> None:
+def test_the_top_entropy_mask_is_trls(share: float, ties: bool) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed; it is among requirements/cpu.txt")
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)

@@ -1,4 +1,4 @@
-"""Surrogate and KL against numbers worked by hand."""
+"""The clipped surrogate and the KL estimators against numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mm_grpo.algorithm.kl import k2, k3
-from mm_grpo.algorithm.surrogate import clipped_surrogate
+from mm_grpo.algorithm.losses import clipped_surrogate
 
 
 def test_surrogate_by_hand() -> None:
@@ -46,7 +46,7 @@ def test_delta_bounds_the_ratio_of_negative_advantages() -> None:
     assert log_weight.grad is not None and log_weight.grad.tolist() == [0.0, 0.0]
 
 
-def test_tokens_past_delta_are_known_to_be_silent() -> None:
+def test_tokens_past_delta_are_marked_as_capped() -> None:
     # ratio 3 with the advantages -1 and 1, 6 with -1: only the last is past delta, and the second past its upper clip
     s = clipped_surrogate(torch.tensor([3.0, 3.0, 6.0]).log(), torch.tensor([-1.0, 1.0, -1.0]), 0.2, 0.2, 4.0)
     assert s.capped.tolist() == [False, False, True]

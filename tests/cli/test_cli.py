@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import yaml
+from helpers import tiny
 
 
 @pytest.fixture
@@ -160,6 +160,78 @@ def test_rewards_that_fail(source: str, words: list[str], run: Any, job: Path) -
     )
 
 
+def test_control_characters_of_data_never_reach_the_terminal(run: Any, job: Path) -> None:
+    hostile = "\x1b[31m\x07\u202e\u2028[bold]"
+    rows(job, {**GOOD, "answer": hostile, "image": f"{hostile}.png"})
+    for command in ("train", "check"):
+        result = run(command, job)
+        both = result.err + result.out
+        assert result.code == 2 and r"\x1b[31m\x07\u202e\u2028[bold].png" in both
+        assert not set(both) & set("\x1b\x07\u202e\u2028")
+    (job.parent / "mine.py").write_text(f"def mine(completion):\n    raise RuntimeError({hostile!r})\n")
+    rows(job, GOOD)
+    for command in ("train", "check"):
+        result = run(command, job)
+        both = result.err + result.out
+        assert result.code == 2 and r"\x1b[31m" in both
+        assert not set(both) & set("\x1b\x07\u202e\u2028")
+
+
+@pytest.mark.parametrize("more", [(), ("--resume",), ("run.overwrite=true",)])
+def test_inputs_in_the_run_folder_are_refused(more: tuple[str, ...], run: Any, job: Path) -> None:
+    before = {p: p.read_bytes() for p in job.parent.rglob("*") if p.is_file()}
+    refused(
+        run("train", job, f"run.dir={job.parent}", *more), f"the config file = '{job}' lies in run.dir = "
+    )
+    folder, field = job.parent / "run", "data.train"
+    folder.mkdir()
+    (job.parent / "rows.jsonl").rename(folder / "rows.jsonl")
+    refused(
+        run("train", job, f"{field}={folder}/rows.jsonl", *more),
+        f"{field} = '{folder}/rows.jsonl' lies in run.dir",
+    )
+    (folder / "rows.jsonl").rename(job.parent / "rows.jsonl")
+    (job.parent / "mine.py").rename(folder / "mine.py")
+    refused(
+        run("train", job, f"rewards=[{folder}/mine.py:mine]", *more), f"rewards = '{folder}/mine.py' lies in"
+    )
+    (folder / "mine.py").rename(job.parent / "mine.py")
+    assert {p: p.read_bytes() for p in job.parent.rglob("*") if p.is_file()} == before
+
+
+def test_a_run_is_resumed_by_its_own_config(run: Any, job: Path) -> None:
+    assert run("train", job).code == 0
+    own = job.parent / "run" / "config.yaml"
+    refused(run("train", own), "the config file")
+    done = run("train", own, "--resume", "run.max_steps=3")
+    assert done.code == 0 and "done: 3 steps" in done.out, done.err
+
+
+def test_a_reward_that_changed_is_refused_on_resume(run: Any, job: Path) -> None:
+    assert run("train", job, "run.max_steps=1").code == 0
+    (job.parent / "mine.py").write_text(
+        "def mine(completion):\n    return len(set(completion))\n\nHELPER = 2\n"
+    )
+    refused(
+        run("train", job, "--resume"),
+        "rewards: ",
+        "(the source or the weight of mine changed)",
+        "put them back",
+    )
+    done = run("train", job, "--resume", "run.allow_changed_rewards=true")
+    assert done.code == 0 and "done: 2 steps" in done.out, done.err
+
+
+def test_smoke_leaves_nothing_in_the_temporary_folder(
+    run: Any, job: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    done = run("train", job, "--smoke", "data.train=" + str(job.parent / "rows.jsonl"))
+    assert done.code == 0 and "results are not kept; set run.dir=... to keep them" in done.out, done.err
+    assert list(place.glob("mm_grpo*")) == []
+
+
 def test_a_guard_stops_with_3(run: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mm_grpo.learner import optimizer
 
@@ -168,6 +240,15 @@ def test_a_guard_stops_with_3(run: Any, job: Path, monkeypatch: pytest.MonkeyPat
     result = run("train", job)
     assert result.code == 3, result.err
     assert "stopped: guard update_happens" in result.err and "Traceback" not in result.err
+
+
+def test_ctrl_c_before_a_run_is_one_word(run: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mm_grpo.cli.train.load_config", interrupt)
+    result = run("train", job)
+    assert (result.code, result.err, result.out) == (130, "interrupted\n", "")
 
 
 def test_lists(run: Any) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import yaml
+from helpers import tiny
 
 
 @pytest.fixture
@@ -134,3 +134,23 @@ def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, job:
     )
     assert length.code == 2 and "more than rollout.vllm.max_model_len = 40" in length.out
     assert command("check", job, "rollout.engine=vllm", "rollout.vllm.max_images=2").code == 0
+
+
+def test_a_reward_that_applies_to_no_row_is_a_problem(command: Any, job: Path) -> None:
+    rows = job.parent / "rows.jsonl"
+    null = [json.dumps({"prompt": "what is it", "image": f"{i}.png", "answer": None}) for i in range(4)]
+    rows.write_text("\n".join(null) + "\n")
+    result = command("check", job)
+    assert result.code == 2 and result.out.rstrip().endswith("1 problem(s)")
+    assert "reward 'exact_match' applies to no row of train: in all 4 a column" in result.out
+    assert row_of(result.out, "train", "exact_match")[7] == "applies to no row"
+    watched = command("check", job, "rewards=[format,{name: exact_match, weight: 0}]")
+    assert watched.code == 0, watched.out
+    assert command("check", job, "--rows", "2").code == 0  # two rows do not show what the others hold
+
+
+def test_a_reward_that_scores_right_and_wrong_alike_is_named(command: Any, job: Path) -> None:
+    (job.parent / "mine.py").write_text("def mine(completion, answer):\n    return 0.5\n")
+    result = command("check", job, f"rewards=[{job.parent}/mine.py:mine]")
+    assert result.code == 2 and "4 problem(s)" in result.out
+    assert "reward 'mine' cannot tell right from wrong: on 4 of 4 rows of train" in result.out

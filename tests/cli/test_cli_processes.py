@@ -1,4 +1,7 @@
-"""`mm-grpo train --processes N`: one run in several processes that ends with one message and one exit code."""
+"""`mm-grpo train --processes N`: one run in several processes that ends with one message and one exit code.
+
+One training is whole; where only the end matters, the processes are those of tests/distributed/peers.py.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import yaml
+from helpers import processes, tiny
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from mm_grpo import cli
-from mm_grpo.cli_launch import verdict
-from mm_grpo.learner.distributed import RankLost
-from mm_grpo.learner.parting import lost_another
+from mm_grpo.cli import train as train_module
+from mm_grpo.distributed.exit_message import lost_another
+from mm_grpo.distributed.launch import exit_code
+from mm_grpo.distributed.ranks import RankLost
 
-PATIENCE = 150.0
+DEADLINE = 150.0
+PEERS = processes.ROOT / "tests" / "distributed" / "peers.py"
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+LAUNCH = "import sys; from mm_grpo.distributed.launch import launch; sys.exit(launch(2, sys.argv[1:]))"
 
 
 @pytest.fixture
 def job(tmp_path: Path, models: dict[str, Path]) -> Path:
-    """A config of four rows, and a reward that notes the environment of the process that calls it."""
+    """A config of four rows, and a reward in a Python file."""
     for i in range(4):
         tiny.picture(i).save(tmp_path / f"{i}.png")
     rows = [{"prompt": "what is it", "image": f"{i}.png"} for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (tmp_path / "mine.py").write_text(
-        "import os, pathlib\n"
-        "def mine(completion):\n"
-        f"    pathlib.Path({str(tmp_path / 'threads')!r}).write_text(os.environ['OMP_NUM_THREADS'])\n"
-        "    return len(set(completion))\n"
-    )
+    (tmp_path / "mine.py").write_text("def mine(completion):\n    return len(set(completion))\n")
     config = {
         "model": {"path": str(models["qwen2_5_vl"])},
         "data": {"train": str(tmp_path / "rows.jsonl")},
@@ -54,14 +55,12 @@ def job(tmp_path: Path, models: dict[str, Path]) -> Path:
 
 
 @contextmanager
-def started(job: Path, *arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """`mm-grpo train JOB --processes 2 ARGUMENTS`; killed with its processes when the test goes wrong."""
-    command = [sys.executable, "-m", "mm_grpo.cli", "train", str(job), "--processes", "2", *arguments]
-    known = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    paths = os.pathsep.join([str(Path(cli.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+def started(*arguments: object, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """`python ARGUMENTS`; killed with its processes when the test goes wrong."""
+    known = {k: v for k, v in processes.environment(0, 1, 0).items() if k not in NUMBERS}
     process = subprocess.Popen(
-        command,
-        env={**known, "PYTHONPATH": paths, "DS_ACCELERATOR": "cpu", **env},
+        [sys.executable, *map(str, arguments)],
+        env={**known, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -74,8 +73,13 @@ def started(job: Path, *arguments: str, **env: str) -> Iterator[subprocess.Popen
         process.wait()
 
 
+def peers(folder: Path, mode: str) -> list[object]:
+    """What starts two processes of peers.py as `mm-grpo train --processes 2` starts trainings."""
+    return ["-c", LAUNCH, PEERS, folder, mode]
+
+
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=PATIENCE)
+    out, err = process.communicate(timeout=DEADLINE)
     return process.returncode, out, err
 
 
@@ -89,52 +93,50 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < end, "the moment never came"
         time.sleep(0.02)
 
 
-def rows(job: Path) -> int:
-    file = job.parent / "run" / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
+def threads(folder: Path) -> list[str]:
+    return [json.loads((folder / f"rank-{rank}.json").read_text())["threads"] for rank in (0, 1)]
 
 
 @pytest.mark.long
-def test_two_processes_are_one_run(job: Path) -> None:
-    with started(job) as process:
+def test_two_processes_make_one_run(job: Path) -> None:
+    with started("-m", "mm_grpo.cli", "train", job, "--processes", "2") as process:
         code, out, err = ended(process)
     assert code == 0, err
     assert out.count("done: 2 steps") == 1 and "tokens on 2 processes -> 1 update" in out
-    assert rows(job) == 2 and (job.parent / "run" / "model" / "model.safetensors").exists()
-    assert (job.parent / "threads").read_text() == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    run = job.parent / "run"
+    assert (run / "metrics.jsonl").read_bytes().count(b"\n") == 2
+    assert (run / "model" / "model.safetensors").exists()
     assert "is deprecated" not in err and "Traceback" not in err
 
 
 @pytest.mark.long
-def test_a_mistake_that_is_found_late_is_said_once(job: Path) -> None:
-    with started(job, "optim.max_tokens_per_pack=8") as process:
+def test_an_error_of_all_processes_is_printed_once(tmp_path: Path) -> None:
+    with started(*peers(tmp_path, "refused")) as process:
         code, _, err = ended(process)
     assert code == 2
-    assert err.count("error: ") == 1 and err.count("optim.max_tokens_per_pack = 8") == 1, err
-    assert "Traceback" not in err and "elastic" not in err, err
+    assert err == "error: optim.max_tokens_per_pack = 8: a prompt is longer\n"
+    assert threads(tmp_path) == [str(max(1, len(os.sched_getaffinity(0)) // 2))] * 2
 
 
 @pytest.mark.long
-def test_a_guard_ends_the_run_with_3_and_the_report_is_written(job: Path) -> None:
-    settings = "run.max_logp_gap=1e-12", "run.parity_check=false"
-    with started(job, *settings, OMP_NUM_THREADS="5") as process:
+def test_a_guard_ends_the_run_with_3_and_the_report_is_written(tmp_path: Path) -> None:
+    with started(*peers(tmp_path, "guard"), OMP_NUM_THREADS="5") as process:
         code, _, err = ended(process)
-    assert code == 3, err
-    assert (job.parent / "threads").read_text() == "5"  # what the user has set stays
-    assert err.count("stopped: guard logp_gap") == 1 and "Traceback" not in err, err
-    assert (job.parent / "run" / "report.html").stat().st_size > 2000
+    assert (code, err) == (3, "stopped: guard logp_gap: too far\n")
+    assert threads(tmp_path) == ["5", "5"]  # what the user has set stays
+    assert (tmp_path / "report").read_text() == "whole"
 
 
 @pytest.mark.long
-def test_a_killed_process_is_named_and_leaves_no_other(job: Path) -> None:
-    with started(job, "run.max_steps=500") as process:
-        wait_for(lambda: rows(job) >= 1 or process.poll() is not None)
+def test_a_killed_process_is_named_and_leaves_no_other(tmp_path: Path) -> None:
+    with started(*peers(tmp_path, "loop")) as process:
+        wait_for(lambda: (tmp_path / "exchanged").exists() or process.poll() is not None)
         ranks = ranks_of(process)
         assert sorted(ranks) == [0, 1]
         os.kill(ranks[1], signal.SIGKILL)
@@ -146,14 +148,78 @@ def test_a_killed_process_is_named_and_leaves_no_other(job: Path) -> None:
 
 
 @pytest.mark.long
-def test_ctrl_c_ends_all_with_130(job: Path) -> None:
-    with started(job, "run.max_steps=500") as process:
-        wait_for(lambda: rows(job) >= 1 or process.poll() is not None)
+def test_ctrl_c_ends_all_with_130(tmp_path: Path) -> None:
+    with started(*peers(tmp_path, "loop")) as process:
+        wait_for(lambda: (tmp_path / "exchanged").exists() or process.poll() is not None)
         ranks = ranks_of(process)
         process.send_signal(signal.SIGINT)
         code, _, err = ended(process)
     assert (code, err.strip()) == (130, "interrupted")
     assert len(ranks) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+@pytest.mark.long
+def test_a_second_ctrl_c_kills_processes_that_hang(tmp_path: Path) -> None:
+    with started(*peers(tmp_path, "deaf")) as process:
+        wait_for(lambda: len(list(tmp_path.glob("deaf-*"))) == 2 or process.poll() is not None)
+        ranks = ranks_of(process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)  # is no Ctrl-C
+        process.send_signal(signal.SIGINT)
+        code, _, err = ended(process)
+    assert (code, err.strip()) == (130, "interrupted")
+    assert len(ranks) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+@pytest.mark.long
+def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
+    with started(*peers(tmp_path, "loop")) as process:
+        wait_for(lambda: (tmp_path / "exchanged").exists() or process.poll() is not None)
+        ranks = ranks_of(process)
+        assert sorted(ranks) == [0, 1]
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(running(pid) for pid in ranks.values()))
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "world"),
+    [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGHUP, 2)],
+)
+def test_a_stopped_training_goes_on_with_resume(
+    number: signal.Signals, world: int, job: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = ("-m", "mm_grpo.cli", "train", job, "--processes", str(world), "run.max_steps=400")
+    with started(*arguments) as process:
+        wait_for(lambda: (run / "metrics.jsonl").exists() or process.poll() is not None)
+        process.send_signal(number)
+        code, _, err = ended(process)
+    assert code == 128 + number, err
+    (newest,) = (run / "checkpoints").iterdir()
+    step = int(newest.name[5:])
+    lines = err.strip().splitlines()[-3:]
+    assert lines[-1] == (
+        f"stopped by {number.name} after step {step}; the checkpoint of step {step} is in '{run}': go on with the same "
+        "command and --resume"
+    ), err
+    assert err.count("the run ends after this step") == 1 and "Traceback" not in err
+    assert (run / "report.html").exists()
+    rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row for row in rows if row] == list(range(1, step + 1))
+    with started(*arguments[:-1], f"run.max_steps={step + 1}", "--resume") as process:
+        code, out, err = ended(process)
+    assert code == 0 and f"done: {step + 1} steps" in out, err
 
 
 @pytest.mark.parametrize(
@@ -166,11 +232,11 @@ def test_ctrl_c_ends_all_with_130(job: Path) -> None:
         (["--processes", "2", "rollout.num_generations=1"], "num_generations counts completions per prompt"),
     ],
 )
-def test_what_cannot_work_is_told_before_anything_starts(
+def test_processes_that_cannot_work_are_refused_before_any_starts(
     arguments: list[str], words: str, command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(cli, "launch", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(train_module, "launch", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     result = command("train", job, *arguments)
@@ -189,18 +255,20 @@ def test_inside_a_launch_there_is_no_second_one(
     )
 
 
-def test_what_is_passed_on(command: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_gets_the_command_again(
+    command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     calls: list[Any] = []
-    monkeypatch.setattr(cli, "launch", lambda *given: calls.append(given) or 3)
+    monkeypatch.setattr(train_module, "launch", lambda *given: calls.append(given) or 3)
     result = command("train", job, "model.device=cpu", "--resume", "--processes", "2")
     assert result.code == 3
-    assert calls == [(2, ["train", str(job), "model.device=cpu", "--resume"])]
+    assert calls == [(2, ["-m", "mm_grpo.cli", "train", str(job), "model.device=cpu", "--resume"])]
 
 
 def test_one_process_is_a_plain_run(command: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(cli, "launch", lambda *_: pytest.fail("a launcher was started"))
+    monkeypatch.setattr(train_module, "launch", lambda *_: pytest.fail("a launcher was started"))
     result = command("train", job, "run.max_steps=1", "--processes", "1")
     assert result.code == 0 and "tokens on 1 process ->" in result.out
 
@@ -214,7 +282,7 @@ def failures(*ends: tuple[int, int, int]) -> dict[int, ProcessFailure]:
 
 
 @pytest.mark.parametrize(
-    ("ends", "code", "said"),
+    ("ends", "code", "printed"),
     [
         ([(0, 2, 5), (1, 2, 5)], 2, ""),
         ([(1, 1, 5), (0, 3, 6)], 3, ""),  # what it lost was a process that a guard had stopped
@@ -223,15 +291,25 @@ def failures(*ends: tuple[int, int, int]) -> dict[int, ProcessFailure]:
         ([(0, -15, 6), (1, -15, 5)], 1, "process 1 of 2 (pid 1001) was ended by SIGTERM; the others"),
         ([(0, 1, 7), (1, -9, 7)], 1, "process 1 of 2 (pid 1001) was ended by SIGKILL; the system does so"),
         ([(0, -11, 4), (1, 1, 7)], 1, "process 0 of 2 (pid 1000) was ended by SIGSEGV; the others"),
+        ([(1, 130, 4), (0, -15, 7)], 130, ""),  # it stopped after a whole step, and printed so
     ],
 )
-def test_the_verdict(ends: list[tuple[int, int, int]], code: int, said: str) -> None:
-    found, message = verdict(failures(*ends), 2)
-    assert found == code and said in message and bool(said) == bool(message)
+def test_the_exit_code_of_a_launch(ends: list[tuple[int, int, int]], code: int, printed: str) -> None:
+    found, message = exit_code(failures(*ends), 2)
+    assert found == code and printed in message and bool(printed) == bool(message)
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("asked", "code", "printed"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
+)
+def test_the_exit_code_of_a_launch_that_a_signal_ended(asked: int, code: int, printed: str) -> None:
+    assert exit_code(failures((0, -9, 5), (1, -2, 5)), 2, asked) == (code, printed)
+    assert exit_code(failures((0, 3, 5), (1, -2, 5)), 2, asked) == (3, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "printed"),
     [
         (RankLost("process 0 of 2 lost another one"), "process 0 of 2 lost another one"),
         (
@@ -243,5 +321,5 @@ def test_the_verdict(ends: list[tuple[int, int, int]], code: int, said: str) -> 
         (RuntimeError("CUDA out of memory"), None),
     ],
 )
-def test_a_lost_connection_is_told_from_a_fault(error: RuntimeError, said: str | None) -> None:
-    assert lost_another(error) == said
+def test_a_lost_connection_is_told_from_a_fault(error: RuntimeError, printed: str | None) -> None:
+    assert lost_another(error) == printed

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+from helpers import tiny
 
-from mm_grpo.cli_rewards import page
+from mm_grpo.cli.rewards import page
 from mm_grpo.config import apply_overrides
 from mm_grpo.rewards import names, resolve_entry
 

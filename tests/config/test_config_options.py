@@ -1,4 +1,4 @@
-"""Options that contradict or ignore one another, told in one line each; and names from other trainers."""
+"""Options that contradict or ignore one another, a line for each; and what other trainers call them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def config(**sections: Any) -> GRPOConfig:
     return GRPOConfig.from_dict({**sections, "model": {"path": "m", **sections.get("model", {})}})
 
 
-def told(**sections: Any) -> list[str]:
+def lines_of(**sections: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         config(**sections)
     return str(caught.value).splitlines()
@@ -33,6 +33,16 @@ def test_defaults_change_nothing() -> None:
     assert (made.algorithm.sync_ref_model, made.algorithm.ref_model_mixup_alpha) == (False, 0.6)
     assert (made.algorithm.ref_model_sync_steps, made.algorithm.top_entropy_quantile) == (512, 1.0)
     assert (made.rollout.dynamic_sampling, made.rollout.max_attempts) == (False, 1)
+
+
+@pytest.mark.parametrize("bound", [None, 0.2])
+def test_cispo_asks_for_its_bound(bound: float | None) -> None:
+    (line,) = lines_of(algorithm={"loss_type": "cispo", "epsilon_high": bound})
+    shown = "null" if bound is None else bound
+    assert line.startswith(
+        f"algorithm.epsilon_high = {shown}: algorithm.loss_type = 'cispo' multiplies the gradient"
+    )
+    assert config(algorithm={"loss_type": "cispo", "epsilon_high": 5.0}).algorithm.epsilon_high == 5.0
 
 
 @pytest.mark.parametrize(
@@ -125,8 +135,8 @@ def test_defaults_change_nothing() -> None:
         ),
     ],
 )
-def test_a_contradiction_is_told_in_one_line(sections: dict[str, Any], line: str) -> None:
-    assert told(**sections) == [line]
+def test_a_contradiction_gets_one_line(sections: dict[str, Any], line: str) -> None:
+    assert lines_of(**sections) == [line]
 
 
 @pytest.mark.parametrize(
@@ -151,15 +161,11 @@ def test_what_agrees_is_kept_and_survives_a_file(sections: dict[str, Any]) -> No
         assert getattr(made.algorithm, name) == value
 
 
-def test_fields_that_need_each_other_are_set_in_any_order_and_checked_together() -> None:
-    made = config()
-    made.rollout.max_attempts = 4
+def test_fields_that_need_each_other_are_changed_together() -> None:
     with pytest.raises(ConfigError, match=r"^rollout\.max_attempts = 4: must be 1 without"):
-        made.check()
-    made.rollout.dynamic_sampling = True
-    made.algorithm.kl_in_reward = True
-    made.algorithm.beta = 0.1
-    made.check()
+        config().with_values({"rollout.max_attempts": 4})
+    made = config().with_values({"rollout.max_attempts": 4, "rollout.dynamic_sampling": True})
+    assert made.with_values({"algorithm.kl_in_reward": True, "algorithm.beta": 0.1}).algorithm.kl_in_reward
 
 
 @pytest.mark.parametrize(
@@ -174,8 +180,8 @@ def test_fields_that_need_each_other_are_set_in_any_order_and_checked_together()
         ("advantage_estimator", "ppo", "one of grpo, rloo, reinforce_plus_plus_baseline"),
     ],
 )
-def test_ranges(field: str, value: Any, legal: str) -> None:
-    (line,) = told(algorithm={field: value})
+def test_ranges_of_the_algorithm(field: str, value: Any, legal: str) -> None:
+    (line,) = lines_of(algorithm={field: value})
     assert line.startswith(f"algorithm.{field} = {value!r}: must be {legal}")
 
 
@@ -190,7 +196,7 @@ def test_ranges(field: str, value: Any, legal: str) -> None:
     ],
 )
 def test_an_estimator_by_its_name_elsewhere(name: str, advice: str) -> None:
-    (line,) = told(algorithm={"advantage_estimator": name})
+    (line,) = lines_of(algorithm={"advantage_estimator": name})
     assert line.startswith(
         f"algorithm.advantage_estimator = {name!r}: must be one of grpo, rloo, reinforce_plus_plus_baseline;"
         f" {advice}"
@@ -198,7 +204,7 @@ def test_an_estimator_by_its_name_elsewhere(name: str, advice: str) -> None:
 
 
 def test_the_scale_gdpo_is_an_aggregation_here() -> None:
-    assert told(algorithm={"scale_rewards": "gdpo"}) == [
+    assert lines_of(algorithm={"scale_rewards": "gdpo"}) == [
         "algorithm.scale_rewards = 'gdpo': must be one of group, batch, none; write"
         " algorithm.multi_objective_aggregation: normalize_then_sum"
     ]
@@ -220,11 +226,11 @@ def test_the_scale_gdpo_is_an_aggregation_here() -> None:
     ],
 )
 def test_a_key_of_another_trainer(key: str, advice: str) -> None:
-    assert told(**{key: 1}) == [f"{key}: unknown key; {advice}"]
+    assert lines_of(**{key: 1}) == [f"{key}: unknown key; {advice}"]
 
 
 def test_the_filter_of_verl_is_translated() -> None:
-    assert told(algorithm={"filter_groups": {"enable": True, "max_num_gen_batches": 10}}) == [
+    assert lines_of(algorithm={"filter_groups": {"enable": True, "max_num_gen_batches": 10}}) == [
         "algorithm.filter_groups.enable: unknown key; write rollout.dynamic_sampling",
         "algorithm.filter_groups.max_num_gen_batches: unknown key; write rollout.max_attempts",
     ]

@@ -9,12 +9,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-import tiny
+from helpers import tiny
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data import fingerprint as module
-from mm_grpo.data.fingerprint import fingerprint
+from mm_grpo.data import dataset as module
+from mm_grpo.data.dataset import fingerprint
 from mm_grpo.data.sources import load
 
 SETTINGS = GRPOConfig.from_dict({"model": {"path": "x"}}).data
@@ -66,7 +66,7 @@ def test_a_file_and_a_dataset_of_it_are_read_the_same_twice(tmp_path: Path) -> N
 
 
 def test_of_many_rows_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOKED_AT", 3)
+    monkeypatch.setattr(module, "FINGERPRINT_ROWS", 3)
     rows = [row(answer=str(n)) for n in range(7)]
     found = of(rows)
     for place, noticed in ((0, True), (1, False), (3, True), (6, True)):

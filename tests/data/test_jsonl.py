@@ -7,7 +7,7 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-import tiny
+from helpers import tiny
 
 from mm_grpo.config import DataConfig
 from mm_grpo.data import load, write_jsonl

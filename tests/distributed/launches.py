@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import several
+from helpers import processes
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
@@ -21,11 +21,11 @@ NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 @contextmanager
 def running(command: Sequence[object], output: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """The command on the CPU, its output in a file. What is left of it at the end is killed."""
-    known = {k: v for k, v in several.environment(0, 1, 0).items() if k not in NUMBERS}
+    known = {k: v for k, v in processes.environment(0, 1, 0).items() if k not in NUMBERS}
     with output.open("wb") as file:
         process = subprocess.Popen(
             list(map(str, command)),
-            cwd=several.ROOT,
+            cwd=processes.ROOT,
             env={**known, **env},
             stdout=file,
             stderr=subprocess.STDOUT,

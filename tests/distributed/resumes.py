@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import updates
 
-from mm_grpo.learner import distributed
-from mm_grpo.learner.distributed import Ranks
+from mm_grpo.distributed import ranks as distributed
+from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.paths import RunPaths
 
@@ -36,9 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
 def two_steps(path: Path, folder: Path, ranks: Ranks, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Two steps with a checkpoint between them; the weights at the end."""
     learner, groups = updates.build(path, case, ranks)
-    learner.step(groups)
+    learner.update(groups)
     Checkpoints(RunPaths(folder), learner, learner.config).save(1, {"tokens_seen": 123})
-    learner.step(groups)
+    learner.update(groups)
     updates.close(learner)
     return updates.weights_of(learner)
 
@@ -51,7 +51,7 @@ def second_step(path: Path, folder: Path, ranks: Ranks, case: dict[str, Any]) ->
     assert found is not None and found.step == 1 and found.extra == {"tokens_seen": 123}
     checkpoints.load(found)
     assert learner.optimizer.updates == learner.optimizer.adam_steps == 1
-    learner.step(groups)
+    learner.update(groups)
     updates.close(learner)
     return updates.weights_of(learner)
 

@@ -28,8 +28,10 @@ def train(config: str) -> None:
 
 
 def rows_of(folder: Path) -> int:
+    """Rows of the log; that of step 0 is the first evaluation."""
     file = folder / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    return sum(line.endswith(b"\n") and not line.startswith(b'{"step": 0,') for line in lines)
 
 
 def newest(folder: Path) -> int:

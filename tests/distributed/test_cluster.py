@@ -12,19 +12,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import peers
 import pytest
-import several
+import torch
 import yaml
-from folders import metrics_of, write_config
+from helpers import processes
+from helpers.run_folders import assert_the_same_run, write_config
 from launches import ACCELERATE, TRAIN, finished, running
 
-from mm_grpo.config import GRPOConfig
-from mm_grpo.learner.launchers import check_launcher
+from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.distributed.accelerate_env import check_launcher
 
-CLUSTER = several.ROOT / "examples" / "cluster"
+CLUSTER = processes.ROOT / "examples" / "cluster"
 ONE, TWO = CLUSTER / "accelerate_one_host.yaml", CLUSTER / "accelerate_two_hosts.yaml"
 SLURM = CLUSTER / "train.slurm"
+SCRIPT = Path(peers.__file__)
 DEADLINE = 150.0
+STEPS = 2
 OURS = GRPOConfig.from_dict({"model": {"path": "x", "device": "cpu"}})
 
 
@@ -43,20 +47,21 @@ def test_the_files_are_those_that_the_page_names() -> None:
     assert len(leaves) > 12 and set(leaves) <= fields
 
 
-def test_their_values_are_our_defaults() -> None:
-    for file, processes in ((ONE, 8), (TWO, 16)):
+def test_their_values_are_our_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for file, count in ((ONE, 8), (TWO, 16)):
         values = read(file)
-        assert (values["distributed_type"], values["mixed_precision"]) == ("DEEPSPEED", "no")
-        assert values["num_processes"] == processes == 8 * values["num_machines"]
+        assert values["distributed_type"] == "DEEPSPEED" and values.get("mixed_precision", "no") == "no"
+        assert values["num_processes"] == count == 8 * values["num_machines"]
     section = read(ONE)["deepspeed_config"]
     assert section["zero_stage"] == OURS.optim.zero_stage and section["gradient_accumulation_steps"] == 1
     assert section["gradient_clipping"] == OURS.optim.max_grad_norm
     assert read(TWO)["deepspeed_config"]["deepspeed_config_file"] == "examples/cluster/deepspeed.json"
-    said = json.loads((CLUSTER / "deepspeed.json").read_text())
-    assert said["zero_optimization"]["stage"] == OURS.optim.zero_stage
-    assert said["gradient_accumulation_steps"] == 1
-    env = {"WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_DEEPSPEED": "true"}
-    check_launcher(OURS, {**env, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(CLUSTER / "deepspeed.json")})
+    file = json.loads((CLUSTER / "deepspeed.json").read_text())
+    assert file["zero_optimization"]["stage"] == OURS.optim.zero_stage
+    assert file["gradient_accumulation_steps"] == 1
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(CLUSTER / "deepspeed.json"))
+    check_launcher(OURS, torch.device("cpu"), torch.float32)
 
 
 def test_the_first_lines_say_command_hardware_and_outcome() -> None:
@@ -66,42 +71,54 @@ def test_the_first_lines_say_command_hardware_and_outcome() -> None:
         assert "of 8 GPUs" in second and second.endswith("yet")
 
 
-def config_for(models: dict[str, Path], folder: Path) -> Path:
-    settings = {"dir": str(folder), "max_steps": 1, "eval_every": 0, "report": False, "save_every": 1}
-    return write_config(models["qwen2_5_vl"], folder, run=settings)
+def assert_two_joined(folder: Path) -> None:
+    assert [(one["rank"], one["world"], one["sum"]) for one in peers.joined(folder)] == [
+        (0, 2, 3.0),
+        (1, 2, 3.0),
+    ]
 
 
 @pytest.mark.long
-def test_accelerate_takes_the_file_of_one_host(models: dict[str, Path], tmp_path: Path) -> None:
-    config = config_for(models, tmp_path / "run")
-    smaller = ["--num_processes", 2, "--main_process_port", several.free_port()]
-    code, said = finished(
-        [*ACCELERATE, "--config_file", ONE, *smaller, *TRAIN, config], tmp_path / "said.txt", DEADLINE
-    )
-    assert code == 0 and "tokens on 2 processes" in said, said
-    assert len(metrics_of(tmp_path / "run")) == 1
+def test_processes_of_the_file_of_one_host_join(tmp_path: Path) -> None:
+    smaller = ["--num_processes", 2, "--main_process_port", processes.free_port()]
+    command = [*ACCELERATE, "--config_file", ONE, *smaller, SCRIPT, tmp_path]
+    code, output = finished(command, tmp_path / "output.txt", DEADLINE)
+    assert code == 0, output
+    assert_two_joined(tmp_path)
 
 
 @pytest.mark.long
-def test_accelerate_takes_the_file_of_two_hosts(models: dict[str, Path], tmp_path: Path) -> None:
-    config, port = config_for(models, tmp_path / "run"), several.free_port()
+def test_the_file_of_two_hosts_trains_as_one_process(models: dict[str, Path], tmp_path: Path) -> None:
+    configs = {}
+    for name in ("alone", "hosts"):
+        run = {"dir": str(tmp_path / name), "max_steps": STEPS, "eval_every": 0, "report": False}
+        configs[name] = write_config(models["qwen2_5_vl"], tmp_path / name, run=run)
+    GRPOTrainer(GRPOConfig.from_yaml(configs["alone"])).train()
+    port = processes.free_port()
     smaller = ["--num_processes", 2, "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    command = [*ACCELERATE, "--config_file", TWO, *smaller]
+    outputs = [tmp_path / f"host-{n}.txt" for n in (0, 1)]
     with ExitStack() as stack:
         hosts = [
             stack.enter_context(
-                running(
-                    [*ACCELERATE, "--config_file", TWO, *smaller, "--machine_rank", n, *TRAIN, config],
-                    tmp_path / f"host-{n}.txt",
-                )
+                running([*command, "--machine_rank", n, *TRAIN, configs["hosts"]], outputs[n])
             )
             for n in (0, 1)
         ]
         for host in hosts:
             host.wait(DEADLINE)
-    said = [(tmp_path / f"host-{n}.txt").read_text() for n in (0, 1)]
-    assert [host.returncode for host in hosts] == [0, 0], said
-    assert "tokens on 2 processes" in said[0] and "has no effect" not in said[0]
-    assert len(metrics_of(tmp_path / "run")) == 1
+    first, second = (file.read_text() for file in outputs)
+    assert [host.returncode for host in hosts] == [0, 0], (first, second)
+    assert "tokens on 2 processes" in first and first.count("done: 2 steps") == 1
+    assert "step 1/2" not in second and "done: " not in second and "has no effect" not in first
+    assert_the_same_run(tmp_path / "hosts", tmp_path / "alone", STEPS)
+
+
+TORCHRUN = """
+for argument; do [ "$argument" = train ] || arguments+=("${{argument/#mm_grpo.cli/peers}}"); done
+exec {python} -m torch.distributed.run "${{arguments[@]}}"
+"""
+"""torchrun with peers.py in place of `mm_grpo.cli train`."""
 
 
 def stand_in(folder: Path, name: str, lines: str) -> None:
@@ -110,11 +127,11 @@ def stand_in(folder: Path, name: str, lines: str) -> None:
 
 
 def slurm(folder: Path, srun: str) -> dict[str, str]:
-    """The variables of a job on one host with two GPUs, and stand-ins for SLURM's commands."""
+    """The variables of a job on one host with two GPUs, and stand-ins for SLURM's commands and for torchrun."""
     folder.mkdir()
     stand_in(folder, "scontrol", '[ "$*" = "show hostnames n[7-8]" ] && printf "localhost\\nelsewhere\\n"')
     stand_in(folder, "srun", srun)
-    stand_in(folder, "torchrun", f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"')
+    stand_in(folder, "torchrun", TORCHRUN.format(python=shlex.quote(sys.executable)))
     return {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "n[7-8]",
@@ -145,12 +162,9 @@ def test_what_the_slurm_script_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_slurm_script_trains_and_goes_on(models: dict[str, Path], tmp_path: Path) -> None:
-    config = config_for(models, tmp_path / "run")
+def test_processes_of_the_slurm_script_join(tmp_path: Path) -> None:
     env = slurm(tmp_path / "bin", 'shift; exec "$@"')  # its own option, then the command
-    for steps in (1, 2):  # the second time as a job that was put back into the queue
-        job = ["bash", SLURM, config, f"run.max_steps={steps}"]
-        code, said = finished(job, tmp_path / f"said-{steps}.txt", DEADLINE, **env)
-        assert code == 0 and "tokens on 2 processes" in said, said
-    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2]
-    assert "step 1/" not in said
+    code, output = finished(["bash", SLURM, tmp_path], tmp_path / "output.txt", DEADLINE, **env)
+    assert code == 0, output
+    assert_two_joined(tmp_path)
+    assert [one["arguments"] for one in peers.joined(tmp_path)] == [["--resume"], ["--resume"]]

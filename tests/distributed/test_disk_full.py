@@ -6,13 +6,12 @@ The limit on the size of a file stands for the disk; the run's own reward sets i
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from folders import metrics_of, rollouts_of, weights_of, write_config
-from launches import TORCHRUN, TRAIN, finished
+from helpers import processes
+from helpers.run_folders import metrics_of, rollouts_of, weights_of, write_config
 
 from mm_grpo.learner.state import mark_of
 
@@ -31,10 +30,12 @@ def length(completion):
 
 def train(
     config: Path, folder: Path, *arguments: str, disk: str = "large", world: int = 1
-) -> tuple[int, str]:
-    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", world] if world > 1 else [sys.executable]
-    output = config.with_suffix(f".{len(list(config.parent.iterdir()))}.txt")
-    return finished([*launcher, *TRAIN, config, *arguments], output, RUN_DIR=str(folder), DISK=disk)
+) -> tuple[list[int], str]:
+    """Exit codes and outputs of `mm-grpo train CONFIG` in so many ranks."""
+    output = config.parent / f"output-{len(list(config.parent.iterdir()))}"
+    command, settings = ("-m", "mm_grpo.cli", "train"), {"RUN_DIR": str(folder), "DISK": disk}
+    codes = processes.launch(command, world, [config, *arguments], output, env=settings)
+    return codes, processes.outputs(output, world)
 
 
 @pytest.mark.long
@@ -47,12 +48,12 @@ def test_a_disk_that_fills_up(world: int, models: dict[str, Path], tmp_path: Pat
         rewards = [f"{tmp_path / 'mine.py'}:length"]
         configs[name] = write_config(models["qwen2_5_vl"], tmp_path / name, run=run, rewards=rewards)
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    code, said = train(configs["straight"], straight, world=world)
-    assert code == 0, said
+    codes, said = train(configs["straight"], straight, world=world)
+    assert codes == [0] * world, said
 
-    code, said = train(configs["stopped"], stopped, disk="small", world=world)
-    assert code == (2 if world == 1 else 1), said  # torchrun says 1 whatever the reason
-    assert said.count("error: ") == 1 and (world > 1 or "Traceback" not in said), said
+    codes, said = train(configs["stopped"], stopped, disk="small", world=world)
+    assert codes == [2] * world, said
+    assert said.count("error: ") == 1 and "Traceback" not in said, said
     assert (
         f"error: run.dir = '{stopped}': a checkpoint cannot be written (File too large); the last good one is "
         "step-000002. Make room, or lower run.keep_checkpoints, and resume" in said
@@ -63,10 +64,12 @@ def test_a_disk_that_fills_up(world: int, models: dict[str, Path], tmp_path: Pat
     assert len(manifest["files"]) == world
     assert all(mark_of(good / mark["name"]).as_dict() == mark for mark in manifest["files"])
     assert min(mark["bytes"] for mark in manifest["files"]) > LIMIT
-    assert len(metrics_of(stopped)) == 4 and not (stopped / "model").exists()
+    assert [row["step"] for row in metrics_of(stopped)] == [0, 1, 2, 3, 4] and not (
+        stopped / "model"
+    ).exists()
 
-    code, said = train(configs["stopped"], stopped, "--resume", world=world)
-    assert code == 0, said
+    codes, said = train(configs["stopped"], stopped, "--resume", world=world)
+    assert codes == [0] * world, said
     assert metrics_of(stopped) == metrics_of(straight) and rollouts_of(stopped) == rollouts_of(straight)
     for name, weight in weights_of(straight).items():
         assert torch.equal(weights_of(stopped)[name], weight), name

@@ -1,16 +1,17 @@
-"""What processes tell each other, and what one hears when another fails or keeps it waiting."""
+"""Object collectives of several processes, and the error of one when another fails or is late."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
+import collectives
 import pytest
-import several
-import talks
+from helpers import processes
 
+from mm_grpo.distributed.ranks import Ranks, start, world_size
 from mm_grpo.errors import ConfigError, DataError
-from mm_grpo.learner.distributed import Ranks, launched, start
 
 LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "9"}
 
@@ -18,36 +19,48 @@ LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h
 def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
-    assert launched() == (0, 1, 0)
+    assert world_size() == 1
     ranks = start("cpu", deadline=7.0)
     assert ranks == Ranks(0, 1, None, 7.0) and ranks.first
-    assert (ranks.gather("x", ""), ranks.collect(5, ""), ranks.max(4, "")) == (["x"], [5], 4)
+    assert (ranks.all_gather("x", ""), ranks.gather(5, ""), ranks.max(4, "")) == (["x"], [5], 4)
     assert (
-        ranks.share(7, "") == 7
+        ranks.broadcast(7, "") == 7
         and ranks.sum({"a": 1.5}, "") == {"a": 1.5}
-        and ranks.mine("abc") == ["a", "b", "c"]
-        and ranks.exchange([7], "") == [7]
+        and ranks.shard("abc") == ["a", "b", "c"]
+        and ranks.all_to_all([7], "") == [7]
     )
-    with pytest.raises(DataError, match="as it was"), ranks.together("x"):
+    with pytest.raises(DataError, match="as it was"), ranks.fail_together("x"):
         raise DataError("as it was")
 
 
-def test_what_a_launcher_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_of_a_launcher_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LAUNCHER.items():
         monkeypatch.setenv(name, value)
-    assert launched() == (3, 4, 1)
+    assert world_size() == 4
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(
         ConfigError, match=r"WORLD_SIZE=4 says .* RANK, MASTER_PORT is not set; start them with torchrun"
     ):
-        launched()
+        world_size()
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    codes = several.launch(Path(talks.__file__), 2, [tmp_path], tmp_path / "output", deadline=200)
-    assert codes == [0, 0], several.outputs(tmp_path / "output", 2)
-    first, second = (ast.literal_eval((tmp_path / f"said-{rank}.txt").read_text()) for rank in (0, 1))
+def test_a_process_state_that_was_made_before_for_one_process_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("accelerate.PartialState", lambda **_: SimpleNamespace(num_processes=1))
+    with pytest.raises(
+        ConfigError, match=r"WORLD_SIZE=4, and accelerate's PartialState was made before, for 1 "
+    ):
+        start("cpu")
+
+
+def test_collectives_of_two_processes(tmp_path: Path) -> None:
+    codes = processes.launch(Path(collectives.__file__), 2, [tmp_path], tmp_path / "output", deadline=200)
+    assert codes == [0, 0], processes.outputs(tmp_path / "output", 2)
+    first, second = (ast.literal_eval((tmp_path / f"results-{rank}.txt").read_text()) for rank in (0, 1))
     assert first[:6] == [
         ["a", "b"], [0, 1], {"both": 3.0, "only-0": 2.0, "only-1": 2.0}, 11, [["s0", "s2"], ["", ""]],
         [[[3.0, 3.0], [3.0, 3.0]], 6.0],

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import resumes
-import several
 import torch
 import updates
+from helpers import processes
 
-from mm_grpo.learner.distributed import Ranks
+from mm_grpo.distributed.ranks import Ranks
 
 
 @pytest.mark.long
@@ -19,8 +19,8 @@ def test_the_second_step_does_not_depend_on_who_wrote_the_first(
 ) -> None:
     path = models["qwen2_5_vl"]
     want = resumes.two_steps(path, tmp_path / "alone", Ranks(), resumes.CASES["replicated"])
-    codes = several.launch(Path(resumes.__file__), 2, (path, tmp_path), tmp_path / "output")
-    assert codes == [0, 0], several.outputs(tmp_path / "output", 2)
+    codes = processes.launch(Path(resumes.__file__), 2, (path, tmp_path), tmp_path / "output")
+    assert codes == [0, 0], processes.outputs(tmp_path / "output", 2)
     names = sorted(p.name for p in (tmp_path / "checkpoints" / "step-000001").iterdir())
     assert names == ["manifest.json", *(f"state-0000{r}-of-00002.safetensors" for r in (0, 1))]
     results = torch.load(tmp_path / "results-0.pt") | {

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import runs
-import several
 import torch
-from folders import metrics_of, rollouts_of, weights_of, write_config
+from helpers import processes
+from helpers.run_folders import metrics_of, rollouts_of, weights_of, write_config
 from safetensors.torch import load_file
 
 SCRIPT = Path(runs.__file__)
 
 
 def run(config: Path, world: int, output: Path, *arguments: object) -> None:
-    codes = several.launch(SCRIPT, world, [config, *arguments], output, deadline=280)
-    assert codes == [0] * world, several.outputs(output, world)
+    codes = processes.launch(SCRIPT, world, [config, *arguments], output, deadline=280)
+    assert codes == [0] * world, processes.outputs(output, world)
 
 
 REFILLED: dict[str, Any] = {
@@ -87,7 +87,9 @@ def test_a_run_that_is_killed_ten_times_is_the_run_that_was_not(
     kills = json.loads((killed / "kills.json").read_text())
     assert len(kills) == 10 and sum(bool(k["left"]) for k in kills) >= 2  # some in the midst of a checkpoint
     assert all(k["rows"] - k["checkpoint"] <= every for k in kills)
-    assert metrics_of(killed) == metrics_of(straight) and len(metrics_of(killed)) == steps
+    assert (
+        metrics_of(killed) == metrics_of(straight) and len(metrics_of(killed)) == steps + 1
+    )  # and the first evaluation
     assert rollouts_of(killed) == rollouts_of(straight)
     for name, weight in weights_of(straight).items():
         assert torch.equal(weights_of(killed)[name], weight), name
@@ -105,14 +107,14 @@ def test_two_processes_that_are_killed_go_on(models: dict[str, Path], tmp_path: 
             killed_after(config, folder, 3, tmp_path / "output-first")
         run(config, 2, tmp_path / f"output-{name}")
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert metrics_of(killed) == metrics_of(straight) and len(metrics_of(killed)) == 6
+    assert metrics_of(killed) == metrics_of(straight) and len(metrics_of(killed)) == 7
     for name, weight in weights_of(straight).items():
         assert torch.equal(weights_of(killed)[name], weight), name
 
 
 def killed_after(config: Path, folder: Path, rows: int, output: Path) -> None:
     """Start two processes and kill the second one when the log has so many rows; the first then ends too."""
-    codes = several.launch(
+    codes = processes.launch(
         SCRIPT, 2, [config], output, deadline=280, kill=(1, lambda: runs.rows_of(folder) >= rows)
     )
     assert codes[1] == -9 and codes[0] != 0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import runs
-import several
-from folders import assert_the_same_run, metrics_of, rollouts_of, write_config
+from helpers import forkserver, processes
+from helpers.run_folders import assert_the_same_run, metrics_of, rollouts_of, write_config
 
 STEPS = 3
 
@@ -22,12 +22,15 @@ def test_two_processes_with_vllm_make_the_run_of_one(models: dict[str, Path], tm
             rollout={"engine": "vllm"},
             run={"dir": str(folder), "max_steps": STEPS, "eval_every": 0, "report": False},
         )
-        codes = several.launch(
-            Path(runs.__file__), world, [config], tmp_path / f"output-{world}", deadline=140
+        output = tmp_path / f"output-{world}"
+        codes = processes.launch(
+            Path(runs.__file__), world, [config], output, deadline=140, preload=forkserver.VLLM
         )
-        assert codes == [0] * world, several.outputs(tmp_path / f"output-{world}", world)
+        assert codes == [0] * world, processes.outputs(output, world)
     one, two = tmp_path / "of-1", tmp_path / "of-2"
     assert_the_same_run(two, one, STEPS)
     assert '"seed"' in rollouts_of(two)["step-000003.jsonl"]
-    for mine, theirs in zip(metrics_of(two), metrics_of(one), strict=True):
+    steps = [[row for row in metrics_of(folder) if row["step"]] for folder in (one, two)]
+    assert len(steps[0]) == STEPS
+    for theirs, mine in zip(*steps, strict=True):
         assert mine["sync/bytes"] == theirs["sync/bytes"] > 0 and mine["sync/logp_gap"] < 1e-4

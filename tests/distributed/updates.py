@@ -6,20 +6,24 @@ FOLDER/CASE-RANK.pt: the change of every weight, the metrics, the records, the o
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
+from helpers import tiny
+from helpers.configs import merged, small_config
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config_fields import LoRAConfig
-from mm_grpo.learner import distributed, optimizer, zero
-from mm_grpo.learner.distributed import Ranks
+from mm_grpo.config.sections import LoRAConfig
+from mm_grpo.distributed import ranks as distributed
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner import optimizer, zero
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.lora import add_adapters
 from mm_grpo.processors.base import Processor, load_processor
@@ -73,8 +77,7 @@ def make_groups(processor: Processor, rows: str, advantages: str, scale: float) 
 
 def config_of(path: Path, case: Mapping[str, Any]) -> GRPOConfig:
     """`optimizer` is sgd (at rate 1) or adamw; `config` are sections laid over what is here."""
-    values: dict[str, Any] = {
-        "model": {"path": str(path)},
+    values = {
         "rollout": {
             "prompts_per_step": len(SETS[case.get("set", "even")].ljust(4)),
             "num_generations": GENERATIONS,
@@ -87,26 +90,30 @@ def config_of(path: Path, case: Mapping[str, Any]) -> GRPOConfig:
         },
         "run": {"max_steps": 10},
     }
-    for section, fields in case.get("config", {}).items():
-        values.setdefault(section, {}).update(fields)
-    return GRPOConfig.from_dict(values)
+    return small_config(path, **merged(values, case.get("config", {})))
+
+
+@functools.cache
+def loaded(path: Path, dtype: torch.dtype) -> tuple[Any, Processor]:
+    """The model, which is to be copied, and its processor."""
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).train(), load_processor(str(path))
 
 
 def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, list[Group]]:
     """The learner of a case, and the groups that are this process's."""
-    dtype = getattr(torch, case.get("dtype", "float32"))
-    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).train()
+    kept, processor = loaded(path, getattr(torch, case.get("dtype", "float32")))
+    model = copy.deepcopy(kept)
     if case.get("freeze_vision"):
         model.model.visual.requires_grad_(False)
     if "lora" in case:  # other random numbers on every process: the first one's count
         torch.manual_seed(ranks.rank)
-        add_adapters(model, LoRAConfig(rank=case["lora"]))
-    processor = load_processor(str(path))
+        add_adapters(model, LoRAConfig(rank=case["lora"]), processor.family)
     scale = 500.0 if case.get("optimizer") == "sgd" else 1.0
     groups = make_groups(processor, SETS[case.get("set", "even")], case.get("advantages", "all"), scale)
     config = config_of(path, case)
     if case.get("packs") == "many":  # as small as they can be
-        config.optim.max_tokens_per_pack = max(len(g.prompt.token_ids) for g in groups) + 8
+        tokens = max(len(g.prompt.token_ids) for g in groups) + 8
+        config = config.with_values({"optim.max_tokens_per_pack": tokens})
     adamw = optimizer.adamw
     if case.get("optimizer") == "sgd":
         optimizer.adamw = lambda params, *_, **__: torch.optim.SGD(params, lr=1.0)
@@ -127,7 +134,7 @@ def run(path: Path, case: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: order[-1].append(name))
     learner.optimizer.backward = _noted(learner.optimizer, order, case.get("fault"))  # type: ignore[method-assign]
-    report = learner.step(groups)
+    report = learner.update(groups)
     update = {name: weight - before[name] for name, weight in weights_of(learner).items()}
     close(learner)
     records = [r.__dict__ for r in report.updates]

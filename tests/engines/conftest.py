@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy
 import pytest
-import tiny
 import torch
+from helpers import tiny
 from vllm_rig import Rig, process_state
 
-from mm_grpo.rollout.vllm_engine import VLLMEngine
+from mm_grpo.rollout.vllm.engine import VLLMEngine
 
 
 @pytest.fixture(scope="session")

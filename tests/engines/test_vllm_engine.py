@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from helpers import tiny
 from vllm_rig import Rig
 
 from mm_grpo.errors import ConfigError
@@ -97,7 +97,7 @@ def test_media_tokens_cannot_be_sampled_even_when_the_model_wants_them(rig: Rig)
     with torch.no_grad():
         rig.model.lm_head.weight[unread] = 20.0 * states[0] / states[0].norm()
     assert max(rig.expected(prompt, [t], mask=False)[0] for t in unread) > -2.0  # one would surely be drawn
-    rig.engine.update_weights(rig.tensors(), 1)
+    rig.send(1)
     for sampling in (
         TWELVE,
         Sampling(12, temperature=0.3),
@@ -117,7 +117,7 @@ def test_sampling_follows_the_distribution(one: Rig) -> None:
     """Frequencies of the first token over 2,000 seeds against the learner's own probabilities."""
     prompt = one.prompts()[0]
     one.change("lm_head", "embed_tokens", scale=12.0)  # a peaked distribution has frequencies worth comparing
-    one.engine.update_weights(one.tensors(), 1)
+    one.send(1)
     done = one.engine.generate(requests_for([prompt], [range(2000)], Sampling(1)))
     counts: dict[int, int] = {}
     for c in done:

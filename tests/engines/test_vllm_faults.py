@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+from helpers import processes, tiny
 from vllm_rig import Rig
 
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.health.duplicate_completions import duplicate_completions
-from mm_grpo.rollout import vllm_internals
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
-from mm_grpo.rollout.vllm_launch import launch
+from mm_grpo.rollout.vllm import internals as vllm_internals
+from mm_grpo.rollout.vllm.launch import launch
 from mm_grpo.types import EnginePrompt, Group
 
 TWELVE = Sampling(max_tokens=12)
@@ -186,31 +186,23 @@ def test_more_context_than_the_model_has(one: Rig) -> None:
         launch(dataclasses.replace(one.settings, max_model_len=4096))
 
 
-def test_a_tensor_parallel_size_that_does_not_divide_the_processes(one: Rig) -> None:
-    with pytest.raises(
-        ConfigError, match=r"tensor_parallel_size = 2 does not divide the number of processes, 1"
-    ):
-        launch(dataclasses.replace(one.settings, tensor_parallel_size=2))
-
-
 def test_a_rank_of_many_without_a_process_group(tmp_path: Path, models: dict[str, Path]) -> None:
     code = (
-        "from mm_grpo.rollout.vllm_launch import EngineSettings, launch\n"
+        "from mm_grpo.rollout.vllm.launch import EngineSettings, launch\n"
         f"launch(EngineSettings('{models['qwen2_vl']}', 'float32', 256, 784, 7840))"
     )
-    env = {**os.environ, "WORLD_SIZE": "2", "RANK": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "the vLLM engine must start after the process group" in done.stderr.splitlines()[-1]
+    status, said = processes.finished(["-c", code], tmp_path / "said.txt", WORLD_SIZE="2", RANK="1")
+    assert status == 1
+    assert "the vLLM engine must start after the process group" in said.splitlines()[-1]
 
 
 START = """
 import sys, time
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Request, Sampling
-from mm_grpo.rollout import vllm_engine
-from mm_grpo.rollout.vllm_launch import EngineSettings
-import tiny
+from mm_grpo.rollout.vllm import engine as vllm_engine
+from mm_grpo.rollout.vllm.launch import EngineSettings
+from helpers import tiny
 path = sys.argv[1]
 processor = load_processor(path)
 prompt = processor.prompt(tiny.sample("a", images=(tiny.picture(1),)))
@@ -226,12 +218,14 @@ print(built, time.perf_counter() - clock - built)
 @pytest.mark.long
 def test_the_engine_starts_in_15_seconds_and_answers_in_2(models: dict[str, Path]) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    for attempt in (1, 2):  # the first may write bytecode
+    for attempt in (1, 2):  # the first may write bytecode, and is enough where it is quick
         done = subprocess.run(
             [sys.executable, "-c", START, str(models["qwen2_5_vl"])],
             env=env, capture_output=True, text=True, timeout=240, check=True,
         )  # fmt: skip
         built, first = map(float, done.stdout.split()[-2:])
         print(f"attempt {attempt}: engine {built:.1f} s, first generate {first:.2f} s")
+        if built <= 15 and first <= 2:
+            break
     assert built <= 15
     assert first <= 2

@@ -1,57 +1,93 @@
-"""LoRA under vLLM: the engine gets exact merges of the kept base, and answers as the adapted learner does."""
+"""LoRA under vLLM: the engine gets merges of the kept base, rounded once, and answers as the adapted learner does.
+
+And a model that is passed in: vLLM is built from `model.path` and samples from the weights that it is sent.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import tiny
+import pytest
 import torch
+from helpers import tiny
+from helpers.configs import small_config
+from helpers.small_runs import rows_of, vowels
+from transformers import AutoModelForImageTextToText
 
 from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.build import build_engine, build_parts
 from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.policy import load_policy
+from mm_grpo.learner.model import load_model
+from mm_grpo.parity.sync import VerifiedSync
 from mm_grpo.processors.base import load_processor
-from mm_grpo.rollout.build import build_engine
-from mm_grpo.run.sync import VerifiedSync
+from mm_grpo.processors.qwen_vl import QwenVLFamily
 
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
 IDS = tuple(range(20, 36))
 
 
 def config_of(path: Any, folder: Path, dtype: str, lora: dict[str, Any] | None) -> GRPOConfig:
-    return GRPOConfig.from_dict(
-        {
-            "model": {"path": str(path), "dtype": dtype, "lora": lora},
-            "rollout": {
-                "engine": "vllm",
-                "vllm": {"max_model_len": 1024, "max_images": 2},
-                "prompts_per_step": 2,
-                "num_generations": 4,
-                "max_completion_length": 6,
-            },
-            "optim": {"learning_rate": 1e-2},
-            "run": {"dir": str(folder), "max_steps": 3},
-        }
+    return small_config(
+        path,
+        folder,
+        model={"dtype": dtype, "lora": lora},
+        rollout={
+            "engine": "vllm",
+            "vllm": {"max_model_len": 1024, "max_images": 2},
+            "prompts_per_step": 2,
+            "num_generations": 4,
+        },
+        optim={"learning_rate": 1e-2},
     )
-
-
-def vowels(completion: str) -> float:
-    return sum(c in "aeiou" for c in completion) + len(completion) / 100
 
 
 def test_a_run_with_adapters_of_q_and_v_stays_in_step(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_of(models["qwen2_5_vl"], tmp_path / "run", "float32", LORA)
     GRPOTrainer(config, train=shapes_rows(split="train", size=4, image_size=56), rewards=[vowels]).train()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    whole = sum(p.numel() * 4 for p in load_policy(config.model).parameters())
-    for row in rows:
+    whole = sum(p.numel() * 4 for p in load_model(config.model, QwenVLFamily()).parameters())
+    for row in rows_of(tmp_path / "run"):
         assert row["sampling/sampling_logp_difference/max"] <= 1e-5
         assert row["sync/logp_gap"] <= 1e-5
         assert 0 < row["sync/bytes"] < whole / 4  # the adapted layers and their fused siblings, nothing else
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-4])
+def test_a_bfloat16_run_says_what_merging_keeps_from_the_engine(
+    rate: float, models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = config_of(models["qwen2_5_vl"], tmp_path / "run", "bfloat16", LORA)
+    config = config.with_values({"optim.learning_rate": rate, "run.max_steps": 8})
+    GRPOTrainer(config, train=shapes_rows(split="train", size=40, image_size=56), rewards=[vowels]).train()
+    lost = [row["lora/merge_lost"] for row in rows_of(tmp_path / "run")]
+    assert all(0 < share <= 1 for share in lost)
+    assert min(lost) > 0.9 if rate == 1e-6 else lost[-1] < lost[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_is_passed_in_is_what_vllm_samples_from(
+    dtype: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    path = models["qwen2_5_vl"]
+    config = config_of(path, tmp_path / "run", dtype, None)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.model.language_model.layers.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    parts = build_parts(config, 10, model=model)
+    prompt = parts.processor.prompt(tiny.sample("r", "what is it", (tiny.picture(1),)))
+    on_disk = Learner(load_model(config.model, parts.processor.family), parts.processor, config, 10)
+    assert gap(parts.learner, parts.engine, prompt) <= (1e-5 if dtype == "float32" else 0.03)
+    assert gap(on_disk, parts.engine, prompt) > 0.1
+    model.config.text_config.rms_norm_eps = 1e-3
+    with pytest.raises(
+        ConfigError, match=r"text_config\.rms_norm_eps is .* the engine is made from model\.path"
+    ):
+        build_parts(config, 10, model=model)
 
 
 def gap(learner: Learner, engine: Any, prompt: Any) -> float:
@@ -65,14 +101,14 @@ def test_a_hundred_syncs_in_bfloat16_do_not_drift(models: dict[str, Path], tmp_p
     processor = load_processor(str(path))
     prompt = processor.prompt(tiny.sample("r", "what is it", (tiny.picture(1),)))
     plain = config_of(path, tmp_path, "bfloat16", None)
-    unadapted = load_policy(plain.model)
+    unadapted = load_model(plain.model, processor.family)
     engine = build_engine(plain, unadapted, processor)
     first = Learner(unadapted, processor, plain, 10)
     VerifiedSync(engine, first, plain).start()
     allowed = gap(first, engine, prompt)
 
     config = config_of(path, tmp_path, "bfloat16", LORA)
-    model = load_policy(config.model)
+    model = load_model(config.model, processor.family)
     base = {n: p.detach().clone() for n, p in model.named_parameters() if ".lora_" not in n}
     learner = Learner(model, processor, config, 200)
     engine = build_engine(config, model, processor)  # a second trainer takes the running engine over

@@ -7,18 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import tiny
+from helpers import tiny
 from torch import Tensor
 
-from mm_grpo import GRPOConfig
+from mm_grpo import GRPOConfig, build
 from mm_grpo.errors import EngineError, GuardStop
 from mm_grpo.learner.learner import Learner
-from mm_grpo.rollout import build
-from mm_grpo.rollout.engine import Request, Sampling, requests_for
-from mm_grpo.rollout.vllm_engine import VLLMEngine
-from mm_grpo.run.doctor import examine
-from mm_grpo.run.parity import check_start
-from mm_grpo.run.sync import SyncReport, VerifiedSync
+from mm_grpo.parity.gaps import check_start
+from mm_grpo.parity.sync import SyncReport, VerifiedSync
+from mm_grpo.preflight.doctor import examine
+from mm_grpo.rollout.engine import Digest, Request, Sampling, requests_for
+from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.types import Completion, Group
 
 SEEDS = range(40, 44)
@@ -52,13 +51,14 @@ class Both:
         self.prompt = rig.prompt("r:0", tiny.picture(1), text=LONG)
 
     def step(self, version: int = 1, rate: float = 1e-3) -> SyncReport:
-        self.config.optim.learning_rate = rate
+        optimizer = self.learner.optimizer
+        optimizer.config = optimizer.config.with_values({"learning_rate": rate})
         done = tuple(self.engine.generate(requests_for([self.prompt], [SEEDS], Sampling(10))))
         group = Group(0, self.prompt, done, (1.0, 0.0, 1.0, 0.0), (1.0, -1.0, 1.0, -1.0))
-        witness = self.sync.witness([group])
-        report = self.learner.step([group])
+        canary = self.sync.canary([group])
+        report = self.learner.update([group])
         assert report.max_gap < 1e-5
-        return self.sync.update(version, witness, noise=report.max_gap)
+        return self.sync.update(version, canary, noise=report.max_gap)
 
 
 def test_a_sound_engine_follows_every_update(rig: Any) -> None:
@@ -83,8 +83,8 @@ def test_an_update_of_the_vision_tower_alone_is_followed(one: Any) -> None:
 
 
 class NoTransfer(VLLMEngine):
-    def _sent(self, transfer: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        return transfer if not self.version and not self.sync._held else []
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
+        return super().update_weights(tensors if version == 0 else [], version)
 
 
 class NoEncoderReset(VLLMEngine):
@@ -104,14 +104,14 @@ class OneSeed(VLLMEngine):
 
 
 class OtherImage(VLLMEngine):
-    def _work(self, group: Sequence[Request]) -> Any:
-        work = super()._work(group)
-        return replace(work, images=tuple(image.transpose(1) for image in work.images))
+    def _engine_request(self, group: Sequence[Request]) -> Any:
+        sent = super()._engine_request(group)
+        return replace(sent, images=tuple(image.transpose(1) for image in sent.images))
 
 
 def test_a_skipped_transfer_stops_at_any_learning_rate(one: Any) -> None:
     both = Both(one, NoTransfer)
-    with pytest.raises(GuardStop, match="changed tensors never reached the engine"):
+    with pytest.raises(GuardStop, match=r"of \d+ tensors \d+ never arrived"):
         both.step(1, rate=1e-7)
 
 
@@ -136,7 +136,7 @@ def test_another_image_stops_before_the_first_step(one: Any) -> None:
 
 def test_the_doctor_finds_the_real_engine_sound(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        build.BUILDERS, "transformers", lambda c, m, p: VLLMEngine(rig.settings, rig.processor)
+        build.ENGINES, "transformers", lambda c, m, p: VLLMEngine(rig.settings, rig.processor)
     )
     report = examine(config_of(rig, temperature=0.8), 4)
     assert report.failures == [] and report.ids_equal is True
@@ -146,6 +146,6 @@ def test_the_doctor_finds_the_real_engine_sound(rig: Any, monkeypatch: pytest.Mo
 
 
 def test_the_doctor_sees_one_seed_for_all(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(build.BUILDERS, "transformers", lambda c, m, p: OneSeed(one.settings, one.processor))
+    monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: OneSeed(one.settings, one.processor))
     report = examine(config_of(one), 2)
     assert any("4 of 4 completions are the same" in failure for failure in report.failures)

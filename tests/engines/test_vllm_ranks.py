@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import tiny
+from helpers import forkserver, processes, tiny
 from vllm_rig import Rig
 
 from mm_grpo.rollout.engine import Sampling, requests_for
 
-RANK = """
+SCRIPT = """
 import json, sys
+sys.path.append("tests/engines")
 import torch, torch.distributed as dist
 from pathlib import Path
-import deepspeed
-deepspeed.init_distributed("gloo")
+from mm_grpo.distributed import ranks
+ranks.start("cpu")  # as a run joins its processes
+deepspeed = ranks.use_deepspeed(gpu=False)
 zero, *_ = deepspeed.initialize(
     model=torch.nn.Linear(4, 1), model_parameters=None,
     config={
@@ -30,7 +28,7 @@ zero, *_ = deepspeed.initialize(
 )
 from vllm_rig import Rig
 from mm_grpo.rollout.engine import Sampling, requests_for
-import tiny
+from helpers import tiny
 rig, rank = Rig(Path(sys.argv[1])), dist.get_rank()
 rows = []
 for step in range(2):
@@ -44,7 +42,7 @@ for step in range(2):
     zero.step()
     assert not torch.equal(before, zero.module.weight)
     rig.change("")
-    rig.engine.update_weights(rig.tensors(), step + 1)
+    rig.send(step + 1)
 total = torch.ones(1)
 dist.all_reduce(total)  # the trainer's own group still works
 assert total.item() == 2
@@ -54,30 +52,14 @@ dist.barrier()
 
 
 @pytest.mark.long
-def test_two_ranks_sample_the_union_of_one(models: dict[str, Path]) -> None:
+def test_two_ranks_sample_the_union_of_one(models: dict[str, Path], tmp_path: Path) -> None:
     path = models["qwen2_5_vl"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        env = {
-            **os.environ,
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "PYTHONPATH": os.pathsep.join(sys.path), "DS_ACCELERATOR": "cpu",
-        }  # fmt: skip
-        command = [sys.executable, "-c", RANK, str(path)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen(command, env=env, text=True, **pipes))
-    try:
-        answers = [process.communicate(timeout=200) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, (_, errors) in zip(ranks, answers, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    lines = [next(x for x in out.splitlines() if x.startswith("ROWS ")) for out, _ in answers]
+    script = tmp_path / "rank.py"
+    script.write_text(SCRIPT)
+    codes = processes.launch(script, 2, [path], tmp_path, deadline=200, preload=forkserver.VLLM)
+    assert codes == [0, 0], processes.outputs(tmp_path, 2)
+    written = [(tmp_path / f"rank-{rank}.txt").read_text().splitlines() for rank in (0, 1)]
+    lines = [next(x for x in said if x.startswith("ROWS ")) for said in written]
     rows = [(seed, tuple(ids)) for line in lines for seed, ids in json.loads(line[5:])]
     assert len({seed for seed, _ in rows}) == len(rows) == 32
     assert len({ids for _, ids in rows}) == 32  # distinct samples across ranks
@@ -91,5 +73,5 @@ def test_two_ranks_sample_the_union_of_one(models: dict[str, Path]) -> None:
         done = rig.engine.generate(requests_for(prompts, seeds, Sampling(12)))
         alone |= {c.seed: c.token_ids for c in done}
         rig.change("")
-        rig.engine.update_weights(rig.tensors(), step + 1)
+        rig.send(step + 1)
     assert dict(rows) == alone

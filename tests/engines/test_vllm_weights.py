@@ -1,26 +1,23 @@
-"""Weights reach vLLM whole and verified; each skipped safety is caught by the engine's own proofs."""
+"""Weights reach vLLM whole and verified; each skipped safety is caught by digests or by re-scoring."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+from helpers import forkserver, processes, tiny
 from torch import Tensor
 from vllm_rig import Rig
 
 from mm_grpo.errors import EngineError, GuardStop
+from mm_grpo.parity.gaps import gap_of
+from mm_grpo.parity.sync import stale_engine
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
-from mm_grpo.rollout.vllm_engine import VLLMEngine
-from mm_grpo.rollout.weight_sync import unit_of
-from mm_grpo.run.parity import gap_of
-from mm_grpo.run.sync import not_followed
+from mm_grpo.rollout.vllm.engine import VLLMEngine
+from mm_grpo.rollout.weights import unit_of
 from mm_grpo.types import Prompt
 
 TWELVE = Sampling(max_tokens=12)
@@ -44,7 +41,7 @@ def proof(rig: Rig, prompt: Prompt) -> None:
     score = gap_of([rig.engine.score(prompt, ids)], [rig.expected(prompt, ids, mask=False)])
     probe = gap_of([done.logprobs], [rig.expected(prompt, done.token_ids)])
     for gap, what in ((probe, "new samples for"), (score, "a fixed completion of")):
-        problem = not_followed(gap, moved=0.0, noise=1.0, limit=LIMIT, what=f"{what} {prompt.uid}")
+        problem = stale_engine(gap, moved=0.0, noise=1.0, limit=LIMIT, what=f"{what} {prompt.uid}")
         if problem is not None:
             raise GuardStop(problem)
 
@@ -54,8 +51,8 @@ def test_every_weight_changed(rig: Rig) -> None:
     assert sampled_gap(rig, prompts) <= LIMIT
     rig.change("")
     assert sampled_gap(rig, prompts) > 1e-2  # the test could tell
-    received = rig.engine.update_weights(rig.tensors(), 1)
-    assert received.keys() == {n for n, _ in rig.tensors()}
+    sent = rig.send(1).digests
+    assert sent.keys() == {n for n, _ in rig.tensors()}
     assert sampled_gap(rig, prompts) <= LIMIT
     proof(rig, long_prompt(rig))
     done = rig.engine.generate([Request(prompts[0], 1, TWELVE)])[0]
@@ -66,17 +63,16 @@ def test_the_vision_tower_alone_with_the_same_images(rig: Rig) -> None:
     prompts = rig.prompts()
     assert sampled_gap(rig, prompts) <= LIMIT
     rig.change("visual")
-    received = rig.engine.update_weights(rig.tensors(), 2)
-    assert all("visual" in name for name in received)
+    sent = rig.send(2).digests
+    assert all("visual" in name for name in sent)
     assert sampled_gap(rig, prompts) <= LIMIT
     proof(rig, prompts[0])
 
 
-def test_a_tied_head_that_named_parameters_leaves_out(rig: Rig) -> None:
+def test_a_tied_head_follows_its_embedding(rig: Rig) -> None:
     prompts = rig.prompts()
     rig.change("embed_tokens")
-    received = rig.engine.update_weights(rig.model.named_parameters(), 3)
-    assert set(received) == {
+    assert set(rig.send(3).digests) == {
         "lm_head.weight",
         "model.language_model.embed_tokens.weight",
         "model.language_model.norm.weight",  # of the same unit
@@ -88,30 +84,26 @@ def test_a_tied_head_that_named_parameters_leaves_out(rig: Rig) -> None:
 def test_q_and_v_alone_take_their_whole_layer_along(rig: Rig) -> None:
     prompts = rig.prompts()
     rig.change("q_proj", "v_proj")
-    received = rig.engine.update_weights(rig.tensors(), 4)
+    transfer = rig.send(4)
     attention = {n for n, _ in rig.tensors() if ".self_attn." in n}
-    assert set(received) == attention
-    assert {unit_of(n) for n in received} == {f"model.language_model.layers.{i}.self_attn" for i in range(3)}
-    assert any("k_proj" in n for n in received)
+    assert set(transfer.digests) == attention
+    assert {unit_of(n) for n in attention} == {f"model.language_model.layers.{i}.self_attn" for i in range(3)}
+    assert any("k_proj" in n for n in attention)
     assert sampled_gap(rig, prompts) <= LIMIT
-    assert rig.engine.metrics["sync/tensors"] == len(attention)
-    assert rig.engine.metrics["sync/bytes"] == sum(t.nbytes for n, t in rig.tensors() if n in attention)
-    assert rig.engine.metrics["sync/bytes_unchanged"] == sum(
-        t.nbytes for n, t in rig.tensors() if n not in attention
-    )
-    assert 0 < rig.engine.metrics["sync/seconds"] < 30
+    assert transfer.bytes == sum(t.nbytes for n, t in rig.tensors() if n in attention)
+    assert transfer.skipped_bytes == sum(t.nbytes for n, t in rig.tensors() if n not in attention)
 
 
 def test_nothing_changed_nothing_sent(rig: Rig) -> None:
-    assert rig.engine.update_weights(rig.tensors(), 5) == {}
+    assert rig.send(5).digests == {}
     assert rig.engine.version == 5
     assert sampled_gap(rig, rig.prompts()) <= LIMIT
 
 
 def test_all_again_after_the_engine_lost_its_weights(rig: Rig) -> None:
     """What `sleep` at level 2 does on a GPU."""
-    rig.engine.sync.forget()
-    assert set(rig.engine.update_weights(rig.tensors(), 6)) == {n for n, _ in rig.tensors()}
+    rig.engine._current = False
+    assert set(rig.send(6).digests) == {n for n, _ in rig.tensors()}
     assert sampled_gap(rig, rig.prompts()) <= LIMIT
 
 
@@ -133,12 +125,12 @@ def test_sleep_and_wake(one: Rig, monkeypatch: pytest.MonkeyPatch, level: int) -
         assert engine.generate([Request(prompt, 1, TWELVE)])[0].token_ids == before[0].token_ids
         assert calls == [1, ["weights", "kv_cache"]]
         engine.sleep()
-        assert engine.update_weights(one.tensors(), 1) == {}
+        assert one.send(1).digests == {}
         assert calls == [1, ["weights", "kv_cache"], 1, ["weights"], ["kv_cache"]]
     else:
         with pytest.raises(EngineError, match="does not hold this trainer's weights"):
             engine.generate([Request(prompt, 1, TWELVE)])
-        assert len(engine.update_weights(one.tensors(), 1)) == len(list(one.tensors()))
+        assert len(one.send(1).digests) == len(list(one.tensors()))
         assert calls == [2, ["weights"], ["kv_cache"]]
     assert engine.generate([Request(prompt, 1, TWELVE)])[0].token_ids == before[0].token_ids
 
@@ -150,22 +142,23 @@ def test_a_learner_that_fails_half_way(rig: Rig) -> None:
                 raise ConnectionError("the learner is gone")
             yield pair
 
-    rig.engine.sync.forget()
+    rig.change("")
     with pytest.raises(ConnectionError, match="the learner is gone"):
-        rig.engine.update_weights(breaking(), 1)
+        rig.send(1, breaking())
     with pytest.raises(EngineError, match="does not hold this trainer's weights"):
         rig.engine.generate([Request(rig.prompts()[0], 1, TWELVE)])
-    assert len(rig.engine.update_weights(rig.tensors(), 2)) == len(list(rig.tensors()))
+    assert len(rig.send(2).digests) == len(list(rig.tensors()))
     assert sampled_gap(rig, rig.prompts()) <= LIMIT
 
 
 MISFIT = """
 import sys
+sys.path.append("tests/engines")
 import pytest, torch
 from pathlib import Path
 from vllm_rig import Rig
 from mm_grpo.rollout.engine import Request, Sampling
-from mm_grpo.rollout.vllm_engine import VLLMEngine
+from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.errors import EngineError
 rig = Rig(Path(sys.argv[1]))
 misfit = [(n, t[:-1] if "k_proj.weight" in n else t) for n, t in rig.tensors()]
@@ -182,18 +175,17 @@ print("REFUSED")
 
 
 @pytest.mark.long
-def test_a_worker_that_fails_in_an_update_ends_the_engine(models: dict[str, Path]) -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", MISFIT, str(models["qwen2_5_vl"])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    assert "REFUSED" in done.stdout, done.stderr[-3000:]
+def test_a_worker_that_fails_in_an_update_ends_the_engine(models: dict[str, Path], tmp_path: Path) -> None:
+    program = ["-c", MISFIT, models["qwen2_5_vl"]]
+    _, said = processes.finished(program, tmp_path / "said.txt", preload=forkserver.VLLM)
+    assert "REFUSED" in said, said[-3000:]
 
 
 def test_an_untied_model(untied: tuple[Rig, Any, Any]) -> None:
     rig = untied[0]
     rig.reset()
     rig.change("lm_head")
-    assert set(rig.engine.update_weights(rig.tensors(), 1)) == {"lm_head.weight"}
+    assert set(rig.send(1).digests) == {"lm_head.weight"}
     assert sampled_gap(rig, rig.prompts()) <= LIMIT
 
 
@@ -205,8 +197,9 @@ def test_a_second_trainer_takes_the_engine_over_and_must_send_its_weights(one: R
         second.generate([Request(prompt, 1, TWELVE)])
     with pytest.raises(EngineError, match="another trainer of this process has taken"):
         one.engine.generate([Request(prompt, 1, TWELVE)])
-    received = second.update_weights(one.tensors(), 0)
-    assert len(received) == len(list(one.tensors()))  # everything, though it is what was there
+    assert not second.holds_weights and not one.engine.holds_weights
+    sent = one.ledger.send(second, one.tensors(), 0)
+    assert len(sent.digests) == len(list(one.tensors()))  # everything, though it is what was there
     assert one.gap([prompt], second.generate([Request(prompt, 1, TWELVE)])) <= LIMIT
     second.close()
     with pytest.raises(EngineError, match="does not hold this trainer's weights"):
@@ -227,7 +220,7 @@ def test_without_the_reset_of_the_encoder_cache(rig: Rig, monkeypatch: pytest.Mo
     rig.change("visual")
     with monkeypatch.context() as patched:
         patched.setattr(rig.engine, "_reset_encoder_cache", lambda: None)
-        rig.engine.update_weights(rig.tensors(), 1)
+        rig.send(1)
     with pytest.raises((GuardStop, EngineError), match=r"one.*Encoder cache miss|differ"):
         proof(rig, prompt)
     rig.engine._reset_encoder_cache()
@@ -240,38 +233,44 @@ def test_without_the_reset_of_the_prefix_cache(rig: Rig, monkeypatch: pytest.Mon
     rig.change("language_model")
     with monkeypatch.context() as patched:
         patched.setattr(rig.engine, "_reset_prefix_cache", lambda: None)
-        rig.engine.update_weights(rig.tensors(), 1)
+        rig.send(1)
     with pytest.raises(GuardStop, match=r"log-probs of new samples for long differ from the learner's"):
         proof(rig, prompt)
 
 
-def drop(*names: str) -> Any:
-    def sent(transfer: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        return ((n, t) for n, t in transfer if n not in names)
+Change = Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
 
-    return sent
+
+def sabotage(rig: Rig, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    """Let the engine be given something else than was sent."""
+    take = rig.engine.update_weights
+    monkeypatch.setattr(rig.engine, "update_weights", lambda tensors, version: take(change(tensors), version))
+
+
+def drop(*names: str) -> Change:
+    return lambda tensors: ((n, t) for n, t in tensors if n not in names)
 
 
 def test_without_the_tied_head(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     one.change("embed_tokens")
-    monkeypatch.setattr(one.engine, "_sent", drop("lm_head.weight"))
+    sabotage(one, monkeypatch, drop("lm_head.weight"))
     with pytest.raises(GuardStop, match=r"of 3 tensors 1 never arrived: 'lm_head.weight'"):
-        one.engine.update_weights(one.tensors(), 1)
+        one.send(1)
 
 
 def test_without_one_tensor_of_the_transfer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.language_model.layers.1.self_attn.k_proj.weight"
     rig.change("q_proj", "v_proj")
-    monkeypatch.setattr(rig.engine, "_sent", drop(name))
+    sabotage(rig, monkeypatch, drop(name))
     with pytest.raises(GuardStop, match=f"1 never arrived: '{name}'"):
-        rig.engine.update_weights(rig.tensors(), 1)
+        rig.send(1)
 
 
 def test_without_the_transfer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.change("mlp")
-    monkeypatch.setattr(rig.engine, "_sent", lambda transfer: (list(transfer), [])[1])
+    sabotage(rig, monkeypatch, lambda tensors: (list(tensors), [])[1])
     with pytest.raises(GuardStop, match=r"never arrived: .* and \d+ more"):
-        rig.engine.update_weights(rig.tensors(), 1)
+        rig.send(1)
 
 
 def test_without_an_update_at_all(rig: Rig) -> None:
@@ -283,8 +282,6 @@ def test_without_an_update_at_all(rig: Rig) -> None:
 def test_a_tensor_that_changes_on_its_way(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.visual.blocks.0.attn.qkv.weight"
     rig.change("visual")
-    monkeypatch.setattr(
-        rig.engine, "_sent", lambda transfer: ((n, t.roll(1, 0) if n == name else t) for n, t in transfer)
-    )
+    sabotage(rig, monkeypatch, lambda tensors: ((n, t.roll(1, 0) if n == name else t) for n, t in tensors))
     with pytest.raises(GuardStop, match=f"1 arrived changed: '{name}'"):
-        rig.engine.update_weights(rig.tensors(), 1)
+        rig.send(1)

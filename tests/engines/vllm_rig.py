@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import tiny
 import torch
+from helpers import tiny
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.processors.base import Processor, load_processor
-from mm_grpo.rollout.vllm_engine import VLLMEngine
-from mm_grpo.rollout.vllm_launch import EngineSettings
+from mm_grpo.rollout.vllm.engine import VLLMEngine
+from mm_grpo.rollout.vllm.launch import EngineSettings
+from mm_grpo.rollout.weights import Transfer, WeightLedger
 from mm_grpo.types import Completion, Prompt
 
 
@@ -39,6 +40,7 @@ class Rig:
         started = time.perf_counter()
         self.engine = VLLMEngine(self.settings, self.processor)
         self.seconds = time.perf_counter() - started
+        self.ledger = WeightLedger()
         self.original = {n: t.clone() for n, t in self.tensors()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -60,7 +62,11 @@ class Rig:
             tensor.copy_(self.original[name])
         if self.engine._handle.owner is not self.engine:
             self.engine = VLLMEngine(self.settings, self.processor)
-        self.engine.update_weights(self.tensors(), 0)
+        self.send(0)
+
+    def send(self, version: int, tensors: Iterable[tuple[str, Tensor]] | None = None) -> Transfer:
+        """Bring the engine to the learner's weights as a run does; the record of what was sent."""
+        return self.ledger.send(self.engine, self.tensors() if tensors is None else tensors, version)
 
     def prompt(self, uid: str, *images: Any, text: str = "what is it") -> Prompt:
         return self.processor.prompt(tiny.sample(uid, text, images))

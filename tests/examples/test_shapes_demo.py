@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from helpers import processes
 
 
 @pytest.mark.long
@@ -21,13 +17,10 @@ ROOT = Path(__file__).parents[2]
 def test_accuracy_rises_from_chance_and_falls_back_when_images_are_shuffled(
     seed: int, engine: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "mm_grpo.cli", "train", "examples/shapes/config.yaml"]
-    command += [f"run.dir={tmp_path}/run", f"run.seed={seed}", f"rollout.engine={engine}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=390, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    program = ["-m", "mm_grpo.cli", "train", "examples/shapes/config.yaml"]
+    program += [f"run.dir={tmp_path}/run", f"run.seed={seed}", f"rollout.engine={engine}"]
+    code, said = processes.finished(program, tmp_path / "said.txt", deadline=390)
+    assert code == 0, said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     print(f"seed {seed}: {summary}")
     assert summary["accuracy_before"] <= 0.45

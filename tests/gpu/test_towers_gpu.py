@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
+from helpers import tiny
 from transformers import AutoModelForImageTextToText
 
-from mm_grpo.learner.towers import NAME, speed_up_tower
+from mm_grpo.learner.transformers_patches import VARLEN_ATTENTION
+from mm_grpo.learner.vision_attention import patch_vision_tower
 
 GRIDS = [[1, 12, 20], [1, 8, 8], [1, 12, 20], [1, 4, 26]]
 
@@ -28,8 +29,8 @@ def test_features_are_transformers_own(
     found = []
     for ours in (False, True):
         if ours:
-            speed_up_tower(model)
+            patch_vision_tower(model.model.visual)
         made = model.model.get_image_features(pixels, torch.tensor(GRIDS).cuda(), return_dict=True)
         found.append(torch.cat([*made.pooler_output]).float())
-    assert model.config.vision_config._attn_implementation == NAME
+    assert model.config.vision_config._attn_implementation == VARLEN_ATTENTION
     assert float((found[1] - found[0]).norm()) <= limit * float(found[0].norm())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mm_grpo.errors import GuardStop
-from mm_grpo.health.action import act
+from mm_grpo.health import apply_guard
 from mm_grpo.health.duplicate_completions import copies_chance, duplicate_completions, unique_ratio
 from mm_grpo.health.update_happens import update_happens
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample, UpdateRecord
@@ -64,7 +64,9 @@ HEALTHY = UpdateRecord(1e-4, 0.5, 1e-3, live_tokens=10, trainable_parameters=100
         ({"trainable_parameters": 0, "grad_norm": 0.0, "update_norm": 0.0}, "no trainable parameter"),
         ({"grad_norm": math.inf, "update_norm": 0.0, "stepped": False}, "overflow"),
         ({"grad_norm": 0.0, "update_norm": 0.0}, "detached"),
+        ({"grad_norm": 0.0, "update_norm": 0.0}, "gives every token probability 1"),
         ({"update_norm": 0.0}, "holds other tensors"),
+        ({"update_norm": math.inf}, "moved the weights by inf at learning rate 0.0001"),
         (
             {"update_norm": 0.0, "grad_norm": 0.0, "boundaries": 0},
             "0 backward passes of this update were marked",
@@ -91,10 +93,10 @@ def test_healthy_zeros_pass(record: UpdateRecord) -> None:
 
 
 def test_actions(caplog: pytest.LogCaptureFixture) -> None:
-    assert act("update_happens", None, {}) is False
+    assert apply_guard("update_happens", None, {}) is False
     with pytest.raises(GuardStop, match=r"guard update_happens: broken \(run.guards.update_happens=stop\)"):
-        act("update_happens", "broken", {})
-    assert act("update_happens", "broken", {"update_happens": "off"}) is False
+        apply_guard("update_happens", "broken", {})
+    assert apply_guard("update_happens", "broken", {"update_happens": "off"}) is False
     with caplog.at_level(logging.WARNING, logger="mm_grpo"):
-        assert act("update_happens", "broken", {"update_happens": "warn"}) is True
+        assert apply_guard("update_happens", "broken", {"update_happens": "warn"}) is True
     assert "broken" in caplog.text

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mm_grpo.errors import GuardStop
-from mm_grpo.health.action import act
+from mm_grpo.health import apply_guard
 from mm_grpo.health.logp_gap import limit_for, logp_gap
 
 
@@ -50,7 +50,7 @@ def test_not_a_number_is_a_gap() -> None:
 def test_the_guard_stops_warns_or_is_off(caplog: pytest.LogCaptureFixture) -> None:
     message = logp_gap(0.25, 1.5, 1e-3)
     with pytest.raises(GuardStop, match=r"guard logp_gap: the engine's log-probs .*run.guards.logp_gap=stop"):
-        act("logp_gap", message, {})
-    assert act("logp_gap", message, {"logp_gap": "warn"}) is True
+        apply_guard("logp_gap", message, {})
+    assert apply_guard("logp_gap", message, {"logp_gap": "warn"}) is True
     assert "the limit is 0.001" in caplog.text
-    assert act("logp_gap", message, {"logp_gap": "off"}) is False
+    assert apply_guard("logp_gap", message, {"logp_gap": "off"}) is False

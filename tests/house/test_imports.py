@@ -6,32 +6,37 @@ parts of the layers below its own, and itself; parts of one layer do not know ea
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import grimp
+import networkx
 import pytest
 
 import mm_grpo
 
 ROOT = Path(mm_grpo.__file__).parent
 
-# From the bottom up; a part is the first name under mm_grpo, module or package. `config` stands for
-# config_load and its like too.
+# From the bottom up; a part is the first name under mm_grpo, module or package.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"version", "types", "errors", "config"}),
-    frozenset({"data", "processors", "rewards", "algorithm"}),
-    frozenset({"rollout", "learner", "health"}),
+    frozenset({"version", "types", "errors", "files", "import_path", "terminal", "timing", "config"}),
+    frozenset({"data", "processors", "rewards", "algorithm", "distributed"}),
+    frozenset({"health"}),
+    frozenset({"rollout", "learner"}),
     frozenset({"run"}),
+    frozenset({"parity"}),
+    frozenset({"build", "testing"}),
+    frozenset({"preflight"}),
     frozenset({"trainer"}),
-    frozenset({"cli_launch", "cli_rewards"}),
     frozenset({"cli"}),
 )
-# Parts of one layer that may import each other: the ground floor, where config uses errors.
+# Parts of one layer that may import each other: the lowest, where config uses errors.
 GROUND = 0
 # (importing part, imported part): each needs a reason beside it.
 EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
@@ -42,8 +47,7 @@ def part(module: str) -> str:
 
 
 def level(name: str) -> int | None:
-    family = "config" if name.startswith("config_") else name
-    return next((i for i, layer in enumerate(LAYERS) if family in layer), None)
+    return next((i for i, layer in enumerate(LAYERS) if name in layer), None)
 
 
 def faults(importer: str, imported: str) -> str | None:
@@ -72,6 +76,28 @@ def test_every_module_belongs_to_a_layer(graph: grimp.ImportGraph) -> None:
     assert strays == [], f"{strays} belong to no layer in tests/house/test_imports.py"
 
 
+def test_no_modules_import_each_other_in_a_circle(graph: grimp.ImportGraph) -> None:
+    edges = networkx.DiGraph(
+        (importer, imported)
+        for importer in graph.modules
+        for imported in graph.find_modules_directly_imported_by(importer)
+    )
+    circles = [sorted(c) for c in networkx.strongly_connected_components(edges) if len(c) > 1]
+    assert circles == []
+
+
+def test_every_package_docstring_names_its_modules() -> None:
+    missing = []
+    for init in sorted(ROOT.rglob("__init__.py")):
+        docstring = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        beside = {p.stem for p in init.parent.glob("*.py")} | {
+            p.parent.name for p in init.parent.glob("*/__init__.py")
+        }
+        modules = sorted(name for name in beside if not name.startswith("__"))
+        missing += [f"{init}: {name}" for name in modules if not re.search(rf"\b{name}\b", docstring)]
+    assert missing == []
+
+
 def test_imports_run_one_way(graph: grimp.ImportGraph) -> None:
     found = [
         f"{importer} imports {imported}: {why}"
@@ -87,8 +113,8 @@ def test_imports_run_one_way(graph: grimp.ImportGraph) -> None:
     [
         ("mm_grpo.cli", "mm_grpo.trainer", None),
         ("mm_grpo.run.folder", "mm_grpo.errors", None),
-        ("mm_grpo.config_load", "mm_grpo.errors", None),
-        ("mm_grpo.rewards.registry", "mm_grpo.rewards.scoring", None),
+        ("mm_grpo.config.yaml_file", "mm_grpo.errors", None),
+        ("mm_grpo.rewards.registry", "mm_grpo.rewards.scorer", None),
         ("mm_grpo.types", "mm_grpo.data", "'types' may not import 'data'"),
         ("mm_grpo.data.rows", "mm_grpo.processors.base", "'data' may not import 'processors'"),
         ("mm_grpo.learner.pack", "mm_grpo.rollout.engine", "'learner' may not import 'rollout'"),

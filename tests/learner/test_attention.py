@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from steps import segments_of
+from helpers.steps import segments_of
 from torch.nn.functional import scaled_dot_product_attention
 
 from mm_grpo.learner.attention import prefix_attention, prefix_layout

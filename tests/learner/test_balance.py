@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import torch
+from helpers import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm_grpo.learner.balance import GAIN, plan_moves
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.balance import GAIN, balanced, plan_moves
+from mm_grpo.types import Completion, EnginePrompt, Group, Prompt
 
 
 @pytest.mark.parametrize(
@@ -22,7 +29,7 @@ from mm_grpo.learner.balance import GAIN, plan_moves
         ([{0: 4, 4: 4}, {1: 4, 5: 4}, {2: 4, 6: 4}, {}], {0: 3}),
     ],
 )
-def test_by_hand(loads: list[dict[int, int]], moves: dict[int, int]) -> None:
+def test_moves_by_hand(loads: list[dict[int, int]], moves: dict[int, int]) -> None:
     assert plan_moves(loads) == moves
 
 
@@ -45,3 +52,30 @@ def test_moves_even_out_and_lose_nothing(costs: list[list[int]]) -> None:
     busiest, gap = after.index(max(after)), max(after) - min(after)
     left = [c for slot, c in cost.items() if (where | moves)[slot] == busiest and 0 < c < gap]
     assert all(min(c, gap - c) < max(GAIN * mean, 1e-9) for c in left)
+
+
+def test_a_moved_group_leaves_what_only_rewards_and_engines_look_at() -> None:
+    sent: list[list[Group]] = []
+
+    class Two(Ranks):
+        """Rank 0 of two, of which the other has no group."""
+
+        def all_gather(self, value: Any, what: str) -> list[Any]:
+            return [value, {}]
+
+        def all_to_all(self, parcels: Any, what: str) -> list[Any]:
+            sent.extend(parcels)
+            return [parcels[0], []]
+
+    sample = tiny.sample("r:0", "what", (tiny.picture(1),))
+    prompt = Prompt(sample, (1, 2), EnginePrompt((1,), sample.images), torch.arange(2), {"p": torch.ones(1)})
+    completion = Completion((5,), (-1.0,), "a", "stop", seed=0)
+    one = Group(0, prompt, (completion,), (1.0,), (1.0,), parts={"r": [1.0]}, extra={"note": ["n"]})
+    kept = balanced([one, replace(one, slot=2)], lambda group: (0, 5), Two(0, 2))
+    assert [g.slot for g in kept] == [2] and kept[0].prompt is prompt and kept[0].extra == {"note": ["n"]}
+    ((), (moved,)) = sent
+    assert (moved.slot, moved.prompt.sample.images, moved.prompt.engine_prompt.images) == (0, (), ())
+    assert (moved.parts, moved.extra) == ({}, {})
+    # what the learner needs is there
+    assert moved.prompt.uid == "r:0" and moved.prompt.vision is prompt.vision
+    assert (moved.completions, moved.advantages) == ((completion,), (1.0,))

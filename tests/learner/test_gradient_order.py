@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from helpers import tiny
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.learner.forward import PackForward
-from mm_grpo.learner.pack import Item, Pack, layout, weightless
+from mm_grpo.learner.pack import Item, Pack, dummy_pack, layout
 from mm_grpo.processors.base import Processor, load_processor
 
 
@@ -29,7 +29,7 @@ def packs_of(processor: Processor) -> dict[str, Pack]:
         "long": [[items["text"], *more]],
     }
     media = processor.media_token_ids
-    return {name: layout(each, media) for name, each in rows.items()} | {"weightless": weightless(7)}
+    return {name: layout(each, media) for name, each in rows.items()} | {"dummy_pack": dummy_pack(7, (3,))}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -44,7 +44,7 @@ def test_every_pack_gives_every_gradient_in_one_order(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     processor = load_processor(str(path))
     module = PackForward(
-        model, media_token_ids=processor.media_token_ids, blank=processor.blank(), temperature=1.0
+        model, media_token_ids=processor.media_token_ids, family=processor.family, temperature=1.0
     )
     order: list[str] = []
     for name, parameter in model.named_parameters():
@@ -60,6 +60,6 @@ def test_every_pack_gives_every_gradient_in_one_order(
 
 
 def test_the_smallest_pack_has_no_weight() -> None:
-    pack = weightless(7)
+    pack = dummy_pack(7, (3,))
     assert pack.input_ids.tolist() == [[7, 7]] and pack.segments.tolist() == [[0, 1]]
-    assert (pack.sources.tolist(), pack.targets.tolist(), pack.vision) == ([0], [7], {})
+    assert (pack.sources.tolist(), pack.targets.tolist(), pack.prompts) == ([0], [7], ())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import LENGTHS, config_for, load, make_groups, plain_logp
+from helpers.steps import LENGTHS, config_for, load, make_groups, plain_logp
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
@@ -85,7 +85,7 @@ def test_the_update_equals_that_of_a_plain_loop(
     ours, theirs = load(path), load(path)
     before = {n: p.detach().clone() for n, p in ours.named_parameters()}
 
-    report = Learner(ours, processor, config, total_updates=10).step(groups)
+    report = Learner(ours, processor, config, total_updates=10).update(groups)
     plain_step(theirs, config, sorted(processor.media_token_ids), groups)
 
     for name, parameter in theirs.named_parameters():
@@ -102,7 +102,7 @@ def test_groups_without_advantage_are_left_out_and_change_nothing(models: dict[s
     processor = load_processor(str(path))
     config, groups = config_for(path), make_groups(processor)
     learner = Learner(load(path), processor, config, 10)
-    report = learner.step(groups)
+    report = learner.update(groups)
     # prompts of three groups, and of their nine completions the eight with advantage
     kept = [len(g.prompt.token_ids) for g in groups if g.slot != 1]
     completions = sum(n for slot in (0, 2, 3) for n in LENGTHS[slot]) - LENGTHS[3][2]
@@ -110,7 +110,7 @@ def test_groups_without_advantage_are_left_out_and_change_nothing(models: dict[s
     assert report.metrics["learner/images_encoded"] == 5
     zero = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0, 0.0, 0.0)) for g in groups]
     state = copy.deepcopy(learner.model.state_dict())
-    record = learner.step(zero).updates[0]
+    record = learner.update(zero).updates[0]
     assert not record.stepped and update_happens(record) is None
     assert all(torch.equal(state[n], t) for n, t in learner.model.state_dict().items())
 
@@ -120,7 +120,7 @@ def test_an_update_whose_prompts_were_dropped_is_skipped(models: dict[str, Any])
     path = models["qwen2_vl"]
     processor = load_processor(str(path))
     config = config_for(path, algorithm={"loss_type": "dr_grpo"}, optim={"updates_per_step": 2})
-    report = Learner(load(path), processor, config, 10).step(make_groups(processor)[:2])
+    report = Learner(load(path), processor, config, 10).update(make_groups(processor)[:2])
     assert [u.stepped for u in report.updates] == [True, False]
 
 
@@ -130,17 +130,17 @@ def test_means_are_over_every_token_and_absent_where_none_was_run(models: dict[s
     groups = make_groups(processor)
     # the second iteration starts from weights that have moved far, so that tokens are clipped
     config = config_for(path, algorithm={"num_iterations": 2}, optim={"learning_rate": 0.05})
-    report = Learner(load(path), processor, config, 10).step(groups)
+    report = Learner(load(path), processor, config, 10).update(groups)
     whole = config_for(
         path, algorithm={"num_iterations": 2, "entropy_coef": 1e-30}, optim={"learning_rate": 0.05}
     )  # which leaves no completion out
-    every = Learner(load(path), processor, whole, 10).step(groups)
+    every = Learner(load(path), processor, whole, 10).update(groups)
     assert report.metrics["clip_ratio/region_mean"] > 0
     for name in ("low", "high", "region"):
         key = f"clip_ratio/{name}_mean"
         assert report.metrics[key] == pytest.approx(every.metrics[key])
     zero = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0, 0.0, 0.0)) for g in groups]
-    idle = Learner(load(path), processor, config_for(path), 10).step(zero).metrics
+    idle = Learner(load(path), processor, config_for(path), 10).update(zero).metrics
     assert "entropy" not in idle  # 0 would say that the policy has collapsed
     assert idle["loss"] == 0.0 and idle["clip_ratio/region_mean"] == 0.0
 
@@ -156,7 +156,7 @@ def test_the_loss_of_a_step_is_the_mean_of_its_updates(models: dict[str, Any]) -
             algorithm={"num_iterations": iterations, "entropy_coef": 0.1},
             optim={"learning_rate": 0.0, "updates_per_step": 2},
         )
-        report = Learner(load(path), processor, config, 10).step(make_groups(processor))
+        report = Learner(load(path), processor, config, 10).update(make_groups(processor))
         assert len(report.updates) == 2 * iterations
         losses.append(report.metrics["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -168,7 +168,7 @@ def test_metrics_by_hand(models: dict[str, Any]) -> None:
     path = models["qwen2_vl"]
     processor = load_processor(str(path))
     config, groups = config_for(path, algorithm={"entropy_coef": 1e-9}), make_groups(processor)
-    report = Learner(load(path), processor, config, 10).step(groups)
+    report = Learner(load(path), processor, config, 10).update(groups)
     model = load(path)
     with torch.no_grad():
         pieces = [
@@ -197,7 +197,7 @@ def test_a_frozen_vision_tower_stays_and_the_rest_moves(models: dict[str, Any]) 
     model = load(path)
     model.model.visual.requires_grad_(False)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    Learner(model, processor, config_for(path), 10).step(make_groups(processor))
+    Learner(model, processor, config_for(path), 10).update(make_groups(processor))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == (".visual." in name), name
 
@@ -219,7 +219,7 @@ def test_bfloat16_keeps_updates_that_its_weights_cannot_show() -> None:
     optimizer = Optimizer(module, config, 500)
     for _ in range(500):
         module.weight.grad = torch.ones_like(module.weight)
-        record = optimizer.step(live_tokens=1)
+        record = optimizer.apply(live_tokens=1)
         assert record.update_norm == pytest.approx(1e-5, rel=0.02)
     assert float(optimizer.masters[0]) == pytest.approx(1 - 500e-5, abs=2e-5)
     assert module.weight.item() == pytest.approx(0.9949, abs=4e-3) and module.weight.item() < 1.0
@@ -230,7 +230,7 @@ def test_a_gradient_that_is_not_finite_is_held_back() -> None:
     before = module.weight.detach().clone()
     optimizer = Optimizer(module, config_for("x").optim, 10)
     module.weight.grad = torch.tensor([[float("inf"), 1.0]])
-    record = optimizer.step(live_tokens=3)
+    record = optimizer.apply(live_tokens=3)
     assert not record.stepped and record.grad_norm == float("inf")
     assert torch.equal(module.weight, before) and module.weight.grad is None
     message = update_happens(record)
@@ -244,7 +244,7 @@ def test_clipping_by_norm_by_hand() -> None:
     )
     before = module.weight.detach().clone()
     module.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert optimizer.step(1).grad_norm == pytest.approx(5.0)
+    assert optimizer.apply(1).grad_norm == pytest.approx(5.0)
     # clipped to 0.6, 0.8; Adam's first step is g / (|g| + eps)
     moved = (before - module.weight.detach())[0].tolist()
     assert moved == pytest.approx([1e-3 * 0.6 / 0.6001, 1e-3 * 0.8 / 0.8001], rel=1e-4)
@@ -255,7 +255,7 @@ def test_the_change_of_a_large_tensor_is_that_of_all_its_elements() -> None:
     module = torch.nn.Linear(512, 512, bias=False)
     optimizer = Optimizer(module, config_for("x", optim={"adam_epsilon": 1e-8}).optim, 10)
     module.weight.grad = torch.ones_like(module.weight)
-    assert optimizer.step(1).update_norm == pytest.approx(512 * 1e-3, rel=1e-3)
+    assert optimizer.apply(1).update_norm == pytest.approx(512 * 1e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize(

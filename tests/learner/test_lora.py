@@ -1,28 +1,37 @@
-"""LoRA: exact at the start, base weights untouched to the bit, merged weights that are the adapted model's."""
+"""LoRA: the base model at the start, base weights untouched to the bit, merges rounded once, factors saved whole."""
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from steps import config_for, make_groups
+from helpers.configs import small_config
+from helpers.small_runs import ROWS, rows_of, vowels
+from helpers.steps import config_for, make_groups
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from mm_grpo import GRPOTrainer
 from mm_grpo.config import LoRAConfig, ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.lora import add_adapters, has_adapters, merged_tensors, without_adapters
-from mm_grpo.learner.policy import load_policy
+from mm_grpo.learner.lora import add_adapters, has_adapters, merge_lost, merged_tensors, without_adapters
+from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import load_processor
+from mm_grpo.processors.qwen_vl import QwenVLFamily
+from mm_grpo.run.checkpoint import deciding_fields
 
+FAMILY = QwenVLFamily()
 SMALL = LoRAConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj"])
 
 
 def policy(path: Path, lora: LoRAConfig = SMALL, dtype: str = "float32") -> Any:
-    return load_policy(ModelConfig(path=str(path), dtype=dtype, device="cpu", lora=lora))
+    return load_model(ModelConfig(path=str(path), dtype=dtype, device="cpu", lora=lora), FAMILY)
 
 
 def base_of(model: Any) -> dict[str, torch.Tensor]:
@@ -33,9 +42,12 @@ def learner_for(path: Path, policy: Any, **changes: Any) -> Learner:
     return Learner(policy, load_processor(str(path)), config_for(path, **changes), 200)
 
 
-def test_only_the_factors_train_and_the_start_is_the_base_model(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_the_factors_train_and_the_start_is_the_base_model(dtype: str, models: dict[str, Path]) -> None:
     path = models["qwen2_5_vl"]
-    model, plain = policy(path), load_policy(ModelConfig(path=str(path), device="cpu"))
+    model = policy(path, dtype=dtype)
+    plain = load_model(ModelConfig(path=str(path), device="cpu", dtype=dtype), FAMILY)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     trainable = [n for n, p in model.named_parameters() if p.requires_grad]
     assert trainable and all(".lora_" in n and ".language_model." in n for n in trainable)
     assert len(trainable) == 3 * 2 * 2  # layers x (q, v) x (A, B)
@@ -45,13 +57,15 @@ def test_only_the_factors_train_and_the_start_is_the_base_model(models: dict[str
     assert got == want
 
 
-def test_updates_move_the_factors_alone_and_merging_is_exact(models: dict[str, Path], tmp_path: Path) -> None:
+def test_updates_move_the_factors_alone_and_merges_are_the_adapted_model(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     path = models["qwen3_vl"]
     model = policy(path)
     before, learner = base_of(model), learner_for(path, model)
     groups = make_groups(learner.processor)
     for _ in range(3):
-        assert learner.step(groups).metrics["learner/update_norm"] > 0
+        assert learner.update(groups).metrics["learner/update_norm"] > 0
     assert all(torch.equal(before[n], p) for n, p in base_of(model).items())
 
     merged = dict(merged_tensors(model))
@@ -78,7 +92,7 @@ def test_a_hundred_syncs_in_bfloat16_leave_the_base_to_the_bit(models: dict[str,
     before, learner = base_of(model), learner_for(path, model, model={"dtype": "bfloat16"})
     groups = make_groups(learner.processor)
     for _ in range(100):
-        learner.step(groups)
+        learner.update(groups)
         merged = dict(learner.named_tensors())
     assert all(torch.equal(before[n], p) for n, p in base_of(model).items())
     layer = model.model.language_model.layers[0].self_attn.q_proj
@@ -89,35 +103,123 @@ def test_a_hundred_syncs_in_bfloat16_leave_the_base_to_the_bit(models: dict[str,
     assert torch.equal(merged["model.language_model.layers.0.self_attn.q_proj.weight"], want)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "change", "lost"),
+    [
+        ("bfloat16", 0.003, 1.0),  # a bf16 number at 1 has neighbours at 1 + 1/128 and 1 - 1/256
+        ("bfloat16", 0.006, (1 / 128 - 0.006) / 0.006),
+        ("bfloat16", 1 / 128, 0.0),
+        ("float32", 0.003, 0.0),
+    ],
+)
+def test_what_a_merge_loses_by_hand(dtype: str, change: float, lost: float, models: dict[str, Path]) -> None:
+    model = policy(models["qwen2_vl"], dtype=dtype)
+    assert merge_lost(model) is None  # the adapters have not moved
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "base_layer.weight" in name or ".lora_A" in name:
+                parameter.fill_(1.0)
+            elif ".lora_B" in name:
+                parameter.fill_(change / (4 * 2.0))  # a rank of 4 and a scale of 8 / 4
+    assert merge_lost(model) == pytest.approx(lost, abs=1e-4)
+    assert merge_lost(model, layers=1) == pytest.approx(lost, abs=1e-4)
+
+
+def test_no_adapters_lose_nothing(models: dict[str, Path]) -> None:
+    path = models["qwen2_vl"]
+    assert merge_lost(load_model(ModelConfig(path=str(path), device="cpu"), FAMILY)) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_reports_what_merging_loses_and_saves_the_adapter_for_peft(
+    dtype: str, models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from peft import PeftModel
+
+    path = models["qwen2_5_vl"]
+    model = {"dtype": dtype, "device": "cpu", "lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}}
+    config = small_config(path, tmp_path / "run", model=model, optim={"learning_rate": None})
+    trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
+    with caplog.at_level(logging.WARNING, "mm_grpo"):
+        trainer.train()
+    rows = rows_of(tmp_path / "run")
+    assert [row["learning_rate"] for row in rows] == [1e-4] * 3
+    lost = [row["lora/merge_lost"] for row in rows]
+    assert lost[-1] == merge_lost(trainer.model)
+    assert (min(lost) > 0.1 and max(lost) < 1) if dtype == "bfloat16" else max(lost) < 1e-2
+    said = [r.message for r in caplog.records if "loses" in r.message]
+    assert len(said) == (dtype == "bfloat16") and all("of what its adapters learned" in each for each in said)
+
+    base = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        start = base(input_ids=ids).logits
+        loaded = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
+        got, want = loaded(input_ids=ids).logits, trainer.model(input_ids=ids).logits
+    assert torch.equal(got, want) and not torch.equal(got, start)
+    stored = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert {t.dtype for t in stored.values()} == {torch.float32} and len(stored) == 3 * 2 * 2
+    described = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert (described["base_model_name_or_path"], described["r"]) == (str(path), 4)
+
+
+def test_a_run_without_adapters_has_none_to_save(models: dict[str, Path], tmp_path: Path) -> None:
+    config = small_config(models["qwen2_vl"], tmp_path / "run", run={"max_steps": 1})
+    trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
+    trainer.train()
+    assert "lora/merge_lost" not in rows_of(tmp_path / "run")[0]
+    assert not (tmp_path / "run" / "adapter").exists()
+    with pytest.raises(ConfigError, match=r"model\.lora = null: the run has no adapters to save"):
+        trainer.save_adapter(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("lora", "given", "rate"),
+    [
+        (None, None, 1e-6),
+        ({"rank": 2}, None, 1e-4),
+        ({"rank": 2}, 3e-6, 3e-6),
+        (None, 2e-6, 2e-6),
+        ({}, 0, 0.0),
+    ],
+)
+def test_adapters_have_a_default_learning_rate_of_their_own(lora: Any, given: Any, rate: float) -> None:
+    config = small_config("m", model={"lora": lora}, optim={"learning_rate": given})
+    assert config.learning_rate == rate
+    said = "learning rate 0.0001 (the default for adapters)" in config.batch_sentence()
+    assert said == (lora is not None and given is None)
+    assert deciding_fields(config)["optim.learning_rate"] == rate
+
+
 def test_the_reference_is_the_model_without_its_adapters(models: dict[str, Path]) -> None:
     path = models["qwen2_vl"]
     model = policy(path)
     learner = learner_for(path, model, algorithm={"beta": 0.1})
     groups = make_groups(learner.processor)
-    assert learner.step(groups).metrics["kl"] == pytest.approx(0.0, abs=1e-9)
-    moved = learner.step(groups).metrics["kl"]
+    assert learner.update(groups).metrics["kl"] == pytest.approx(0.0, abs=1e-9)
+    moved = learner.update(groups).metrics["kl"]
     assert moved > 1e-6
     ids = [c.token_ids for c in groups[0].completions]
-    plain = learner_for(path, load_policy(ModelConfig(path=str(path), device="cpu")))
+    plain = learner_for(path, load_model(ModelConfig(path=str(path), device="cpu"), FAMILY))
     with without_adapters(model):
         assert learner.score(groups[0].prompt, ids) == plain.score(groups[0].prompt, ids)
     assert learner.score(groups[0].prompt, ids) != plain.score(groups[0].prompt, ids)
 
 
 def test_a_target_that_is_not_there_names_those_that_are(models: dict[str, Path]) -> None:
-    model = load_policy(ModelConfig(path=str(models["qwen2_vl"]), device="cpu"))
+    model = load_model(ModelConfig(path=str(models["qwen2_vl"]), device="cpu"), FAMILY)
     for names in (["query"], ["q_proj", "query"]):
         with pytest.raises(
             ConfigError, match=r"target_modules: no linear layer .* is named query; .* q_proj"
         ):
-            add_adapters(model, LoRAConfig(target_modules=names))
+            add_adapters(model, LoRAConfig(target_modules=names), FAMILY)
     assert not has_adapters(model)
 
 
-def test_weights_that_were_cut_off_are_told(models: dict[str, Path], tmp_path: Path) -> None:
+def test_truncated_weights_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
     cut = tmp_path / "model"
     shutil.copytree(models["qwen2_vl"], cut)
     file = cut / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ConfigError, match="the weights cannot be loaded"):
-        load_policy(ModelConfig(path=str(cut), device="cpu"))
+        load_model(ModelConfig(path=str(cut), device="cpu"), FAMILY)

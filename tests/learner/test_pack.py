@@ -47,7 +47,7 @@ def test_layout_by_hand() -> None:
     assert pack.position_ids[1].tolist() == [[0, 0, 7, 8, 9, 8]]  # both follow the largest position
     assert pack.sources.tolist() == [2, 3, 2]  # first tokens are predicted by the last prompt state
     assert pack.targets.tolist() == [50, 51, 60]
-    assert pack.owners.tolist() == [4, 4, 9]
+    assert pack.completion_index.tolist() == [4, 4, 9]
 
 
 def test_rows_of_unequal_length_are_padded_and_indexed() -> None:

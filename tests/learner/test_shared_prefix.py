@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from helpers import tiny
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -64,7 +64,7 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
     module = PackForward(
         model,
         media_token_ids=processor.media_token_ids,
-        blank=processor.blank(),
+        family=processor.family,
         temperature=1.0,
         chunk_bytes=5000,
     )
@@ -93,7 +93,7 @@ def test_a_pack_without_images_gives_every_parameter_a_gradient(family: str, mod
     prompt = processor.prompt(tiny.sample("c", "no picture at all"))
     answer = answers(0, 270, processor.media_token_ids)[1]
     module = PackForward(
-        model, media_token_ids=processor.media_token_ids, blank=processor.blank(), temperature=1.0
+        model, media_token_ids=processor.media_token_ids, family=processor.family, temperature=1.0
     )
     logp, _ = module(layout([[Item(0, 0, prompt, answer)]], processor.media_token_ids))
     assert torch.allclose(logp, plain(model, processor, prompt, answer)[0], atol=1e-5)
@@ -107,7 +107,7 @@ def test_two_groups_with_one_text_see_their_own_image(models: dict[str, Any]) ->
     model = AutoModelForImageTextToText.from_pretrained(models["qwen2_5_vl"], dtype=torch.float32)
     processor = load_processor(str(models["qwen2_5_vl"]))
     module = PackForward(
-        model, media_token_ids=processor.media_token_ids, blank=processor.blank(), temperature=1.0
+        model, media_token_ids=processor.media_token_ids, family=processor.family, temperature=1.0
     )
     answer = answers(3, 270, processor.media_token_ids)[3]
     prompts = [processor.prompt(tiny.sample(f"r:{i}", images=(tiny.picture(i),))) for i in range(3)]

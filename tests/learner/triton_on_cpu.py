@@ -5,11 +5,12 @@
     triton_on_cpu.py FOLDER assemble 16/2/128/bfloat16
 
 FOLDER is new, and takes what torch and Triton write. A case is heads / heads of keys and values / size of a
-head / dtype; `flex.fault` goes through it as it does on a GPU, and what it says is printed as JSON with what was
-seen on the way (see `main`). `broken` puts in a mask that lets completions see each other.
+head / dtype; `flex.fault` goes through it as it does on a GPU, and its answer is printed as JSON with the kernels and
+launches that were counted (see `main`). `broken` puts in a mask that lets completions attend to each other.
 
-torch has no backward pass of FlexAttention on a CPU, and writes no Triton kernels where there is no GPU. So this
-process is told lies, and is good for nothing else; test_flex_kernels.py starts it. In the order of use:
+torch has no backward pass of FlexAttention on a CPU, and writes no Triton kernels where there is no GPU. So in
+this process torch is made to believe in a GPU, and nothing else can be done in it; test_flex_kernels.py starts it. In
+the order of use:
 
 - tracing (`allow_gradients`): what FlexAttention refuses or leaves out on a CPU;
 - the graphs (`compile_for_gpu`): traced on CPU tensors, they are on cuda:0 when inductor gets them;
@@ -18,7 +19,7 @@ process is told lies, and is good for nothing else; test_flex_kernels.py starts 
 - the kernels: Triton's interpreter runs them (`count_launches`), or ptxas assembles them and none is run
   (`assemble`).
 
-Left alone are flex.py, inductor's choices and the text of the kernels. What the interpreter cannot show: races, for
+Unchanged are flex.py, inductor's choices and the text of the kernels. What the interpreter cannot show: races, for
 it takes one place of the grid after the other; rounding to TF32; bfloat16, whose bits it multiplies as integers.
 float16 has the same block sizes and stands in for it.
 
@@ -31,7 +32,7 @@ import sys
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
 os.environ["TRITON_INTERPRET"] = "1" if sys.argv[2] == "interpret" else "0"  # read when Triton is imported
 os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # other processes would not have been told
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # other processes would not have these patches
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real GPU would contradict
 
 import io

@@ -7,8 +7,8 @@ from shutil import copy
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from helpers import tiny
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -59,7 +59,7 @@ def test_a_text_only_prompt_counts_upwards(models: dict[str, Any]) -> None:
     assert dict(prompt.vision) == {} and prompt.engine_prompt.images == ()
 
 
-def test_limits_are_ours_when_given_and_the_models_otherwise(models: dict[str, Any]) -> None:
+def test_pixel_limits_are_ours_when_given_and_the_models_otherwise(models: dict[str, Any]) -> None:
     path = str(models["qwen2_vl"])
     big = tiny.sample("r", images=(tiny.picture(1, 230, 230),))
     assert load_processor(path).prompt(big).engine_prompt.images[0].size == (224, 224)  # 64 patches of 28
@@ -101,7 +101,7 @@ def test_an_image_without_a_stable_size_and_a_video_are_refused(models: dict[str
         processor.prompt(Sample("train:1", [{"role": "user", "content": "x"}], videos=("clip.mp4",)))
 
 
-def test_unknown_models_are_told_apart(tmp_path: Any) -> None:
+def test_unreadable_and_unknown_models_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="no model config can be read"):
         load_processor(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
+from helpers import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_grpo.processors.resize import NoFixedPoint, fixed_size, resize_once
+from mm_grpo.processors.qwen_vl import NoFixedPoint, fixed_size, resize_once
 
 SIDES = st.integers(1, 4000)
 

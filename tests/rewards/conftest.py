@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from helpers.chat_server import Server
 from PIL import Image
 
 from mm_grpo.rewards import registry
+from mm_grpo.rewards.builtins import chat
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
 
 Rows = tuple[list[Prompt], list[Completion]]
@@ -39,3 +41,12 @@ def rows() -> Callable[..., Rows]:
         return prompts, completions
 
     return make
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(chat, "FIRST_WAIT", 0.01)
+    running = Server()
+    yield running
+    running.http.shutdown()
+    running.http.server_close()

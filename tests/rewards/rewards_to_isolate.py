@@ -32,6 +32,8 @@ def behave(completion, label="none"):
         re.match(r"(a+)+b", "a" * 50)
     if completion == "exit":
         os._exit(3)
+    if completion == "exit 0":
+        os._exit(0)
     if completion == "sys.exit":
         sys.exit(0)
     if completion == "segfault":

@@ -62,6 +62,7 @@ PIECES = [
         "x=1, y=1 ",
         "x=",
     ),
+    *("A", "A,", "A or ", "A) \n", "answer ", "Answer: ", "the answer is ", "option ", "A is ", "**"),
     *(
         "<answer>",
         "</answer>",
@@ -94,6 +95,9 @@ PIECES = [
         '{"counts": [',
         '{"a":',
         "a\tb\n",
+        "a\u0301\u0323",
+        "<think>x</think> ",
+        "<think>x</think> <answer>",
     ),
 ]
 
@@ -104,7 +108,7 @@ def call(name: str, completion: str, **changed: Any) -> float | None:
     return score
 
 
-def test_at_least_22_are_registered() -> None:
+def test_24_built_ins_are_registered() -> None:
     assert len(BUILTINS) == 24 and set(BUILTINS) <= set(names())
     assert {*ARGUMENTS, "judge", "reward_model"} == set(BUILTINS)
 
@@ -162,8 +166,8 @@ def test_huge_texts_are_scored_fast(name: str) -> None:
 def test_loading_all_of_them_imports_no_heavy_library() -> None:
     code = (
         "import sys; from mm_grpo.rewards import registry; [registry.get(n) for n in registry.BUILTINS];"
-        "print(*{'torch', 'numpy', 'PIL', 'transformers', 'rapidfuzz', 'jsonschema', 'httpx', 'math_verify',"
-        " 'sympy'} & set(sys.modules))"
+        "print(*{'torch', 'numpy', 'PIL', 'transformers', 'rapidfuzz', 'jsonschema', 'openai', 'math_verify',"
+        " 'httpx', 'sympy', 'pycocotools'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []

@@ -1,170 +1,124 @@
+"""json_schema and table_f1, and how tables are read."""
+
+import json
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mm_grpo.rewards.builtins.anls import anls
-from mm_grpo.rewards.builtins.chart_relaxed import chart_relaxed
-from mm_grpo.rewards.builtins.edit_similarity import edit_similarity
-from mm_grpo.rewards.builtins.table_f1 import table_f1
-from mm_grpo.rewards.builtins.tables import read_table
+from mm_grpo.rewards.builtins.documents import json_schema, read_table, table_f1
+
+# json_schema -----------------------------------------------------------------------------------
 
 
-def edits(one, other) -> int:
-    """The Levenshtein distance by its definition."""
-    row = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
-        above, row = row, [i]
-        for j, b in enumerate(other, 1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (a != b)))
-    return row[-1]
-
-
-def reference_anls(given: str, golds: list[str], threshold: float) -> float:
-    """ANLS as its paper states it."""
-    best = 0.0
-    for gold in golds:
-        given_, gold_ = (" ".join(text.lower().split()) for text in (given, gold))
-        share = edits(given_, gold_) / max(len(given_), len(gold_), 1)
-        best = max(best, 1 - share if share < threshold else 0.0)
-    return best
-
-
-# anls ------------------------------------------------------------------------------------------
+RECEIPT = {
+    "type": "object",
+    "properties": {"total": {"type": "number"}, "items": {"type": "array", "items": {"type": "string"}}},
+    "required": ["total"],
+    "additionalProperties": False,
+}
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "score"),
+    ("completion", "score"),
     [
-        ("boeing", "Boeing", 1.0),
-        ("  BOEING\n", "boeing", 1.0),
-        ("boeng", "boeing", 5 / 6),
-        ("boe", "boeing", 0.0),  # 3 edits of 6 are not below a half
-        ("boei", "boeing", 4 / 6),
-        ("<answer>boeing</answer> 747", "boeing", 1.0),
-        ("the boeing company", "boeing", 0.0),
-        ("12.5%", "12.5 %", 5 / 6),
-        ("", "boeing", 0.0),
-        ("猫犬", "猫", 0.0),
-        ("猫犬鳥", "猫犬", 2 / 3),
-        ("dog", ["cat", "dog"], 1.0),
-        ("dog", [None, "cat"], 0.0),
-        ("3", 3, 1.0),
-        ("dog", None, None),
+        ('{"total": 12.5}', 1.0),
+        (' {"total": 1, "items": ["é", "猫"]}\n', 1.0),
+        ('```json\n{"total": 1}\n```', 1.0),
+        ('<think>{}</think> <answer>\n```\n{"total": 1}\n```\n</answer>', 1.0),
+        ('{"total": "12"}', 0.0),
+        ('{"total": 1, "tip": 2}', 0.0),
+        ("{}", 0.0),
+        ("[]", 0.0),
+        ('{"total": NaN}', 0.0),
+        ('{"total": 1e400}', 1.0),
+        ('{"total": 1} so', 0.0),
+        ('so {"total": 1}', 0.0),
+        ('{"total": 1}{"total": 1}', 0.0),
+        ("{'total': 1}", 0.0),
+        ('{"total": ' + "9" * 5000 + "}", 0.0),
+        ("", 0.0),
+        ("\x00", 0.0),
     ],
 )
-def test_anls(completion, answer, score):
-    assert anls(completion, answer) == (score if score is None else pytest.approx(score))
+def test_json_schema(completion, score):
+    assert json_schema(completion, RECEIPT) == score
+    assert json_schema(completion, json.dumps(RECEIPT)) == score
 
 
-words = st.text(alphabet="abAB 1é", max_size=8)
+def test_without_a_schema_any_json_will_do():
+    assert [json_schema(text) for text in ("3", "[]", '"a"', "null", "", "[1,]", "[" * 100_000)] == [
+        1,
+        1,
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
-@given(words, st.lists(words.filter(str.strip), min_size=1, max_size=3), st.sampled_from([0.3, 0.5, 1.0]))
-def test_anls_is_that_of_the_paper(completion, golds, threshold):
-    expected = reference_anls(completion, golds, threshold)
-    assert anls(completion, golds, threshold=threshold) == pytest.approx(expected)
+def test_deep_json_under_a_schema_that_recurses():
+    nested = {"type": "array", "items": {"$ref": "#"}}
+    assert json_schema("[" * 50 + "]" * 50, nested) == 1.0
+    assert json_schema("[" * 900 + "]" * 900, nested) in (0.0, 1.0)
 
 
-def test_anls_has_a_threshold():
-    assert anls("boe", "boeing", threshold=0.6) == 0.5
-    for threshold in (0, 1.5):
-        with pytest.raises(
-            ValueError, match=rf"threshold={threshold}; it is a normalised edit distance in \(0, 1\]"
-        ):
-            anls("a", "a", threshold=threshold)
+def test_bad_schemas():
+    with pytest.raises(ValueError, match="the schema is not a JSON schema: 'obj' is not valid under any"):
+        json_schema("{}", {"type": "obj"})
+    with pytest.raises(ValueError, match=r"the schema is not JSON \(Expecting"):
+        json_schema("{}", "{type: object}")
+    with pytest.raises(ValueError, match="the schema cannot be written as JSON"):
+        json_schema("{}", {"type": {1}})
+    with pytest.raises(Exception, match=r"http://127.0.0.1:9/never"):  # and nothing is fetched
+        json_schema("{}", {"$ref": "http://127.0.0.1:9/never"})
 
 
-# edit_similarity -------------------------------------------------------------------------------
-
-
-@given(st.text(max_size=10), st.text(max_size=10))
-def test_edit_similarity_is_symmetric_and_in_its_range(one, other):
-    if "<" in one + other:
-        return  # tags are read
-    value = edit_similarity(one, other)
-    assert value is not None and 0 <= value <= 1 and value == edit_similarity(other, one)
-    assert edit_similarity(one, one) == 1.0
+TREE = {
+    "$ref": "#/$defs/n",
+    "$defs": {
+        "n": {
+            "anyOf": [
+                {"items": {"$ref": "#/$defs/n"}, "maxItems": 0},
+                {"items": {"$ref": "#/$defs/n"}, "minItems": 9},
+                {"items": {"$ref": "#/$defs/n"}},
+            ]
+        }
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "unit", "score"),
+    ("completion", "schema", "score"),
     [
-        ("kitten", "sitting", "characters", 4 / 7),
-        ("abc", "abc", "characters", 1.0),
-        ("a  b\nc", "a b c", "characters", 1.0),
-        ("ABC", "abc", "characters", 0.0),
-        ("", "abc", "characters", 0.0),
-        ("abc", "", "characters", 0.0),
-        ("", "", "characters", 1.0),
-        ("cafe\u0301", "caf\u00e9", "characters", 1.0),
-        ("the cat sat", "the cat sat down", "words", 0.75),
-        ("a b c d", "d c b a", "words", 0.0),
-        ("x", None, "words", None),
+        (json.dumps([{"k": i} for i in range(9000)]), {"uniqueItems": True}, 1.0),
+        (json.dumps([{"k": i % 8999} for i in range(9000)]), {"uniqueItems": True}, 0.0),
+        ("[" * 40 + "]" * 40, TREE, 0.0),  # every level tries three branches
+        (json.dumps(["a"] * 40_000), {"items": {"anyOf": [{"type": "null"}, {"type": "string"}]}}, 0.0),
+        (json.dumps(["a"] * 9_000), {"items": {"anyOf": [{"type": "null"}, {"type": "string"}]}}, 1.0),
+        ("```\n" + " " * 100_000, {}, 0.0),
+        ('{"total": ' + "9" * 400 + "}", {"properties": {"total": {"multipleOf": 0.5}}}, 0.0),
     ],
 )
-def test_edit_similarity(completion, answer, unit, score):
-    assert edit_similarity(completion, answer, unit=unit) == (
-        score if score is None else pytest.approx(score)
-    )
+def test_json_schema_is_bounded(completion, schema, score):
+    start = time.process_time()
+    assert json_schema(completion, schema) == score
+    assert time.process_time() - start < 3
 
 
-def test_edit_similarity_with_its_options():
-    assert edit_similarity("ABC", "abc", ignore_case=True) == 1.0
-    with pytest.raises(ValueError, match="unit='lines'; legal are 'characters' and 'words'"):
-        edit_similarity("a", "a", unit="lines")  # type: ignore[arg-type]
-    start = time.perf_counter()
-    assert edit_similarity("ab" * 50_000, "ba" * 5_000) == pytest.approx(0.1, abs=0.001)
-    assert time.perf_counter() - start < 2
-
-
-# chart_relaxed ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "score"),
-    [
-        ("100", "100", 1.0),
-        ("105", 100, 1.0),
-        ("95", 100, 1.0),
-        ("105.1", 100, 0.0),
-        ("94.9", 100, 0.0),
-        ("-100", 100, 0.0),
-        ("-102", -100, 1.0),
-        ("0", 0, 1.0),
-        ("0.01", 0, 0.0),
-        ("12%", "0.12", 1.0),
-        ("12%", "12", 0.0),
-        ("1,050", "1000", 1.0),
-        ("$5", "5", 1.0),
-        ("2010", "2015", 1.0),
-        ("The answer is 100", "100", 0.0),
-        ("<answer>Blue.</answer>", "blue", 1.0),
-        ("blue", "light blue", 0.0),
-        ("", "blue", 0.0),
-        ("nan", "nan", 1.0),
-        ("inf", "100", 0.0),
-        ("1_00", "100", 0.0),
-        ("1e999", "100", 0.0),
-        ("x", None, None),
-        ("Yes", ["No", "yes"], 1.0),
-    ],
-)
-def test_chart_relaxed(completion, answer, score):
-    assert chart_relaxed(completion, answer) == score
-
-
-def test_chart_relaxed_with_its_options():
-    assert chart_relaxed("2010", "2015", exact_years=True) == 0.0
-    assert chart_relaxed("2015.0", "2015", exact_years=True) == 1.0
-    assert chart_relaxed("2010.4", "2010.5", exact_years=True) == 1.0
-    assert chart_relaxed("101", "100", tolerance=0) == 0.0
-    with pytest.raises(ValueError, match=r"tolerance=5; it is a share of the gold number, in \[0, 1\)"):
-        chart_relaxed("1", "1", tolerance=5)
+def test_unique_items_are_equal_as_json_says():
+    for text, score in (
+        ("[1, 1.0]", 0.0),
+        ("[1, true]", 1.0),
+        ("[[1], [1.0]]", 0.0),
+        ('[{"a": 0}, {"a": false}]', 1.0),
+    ):
+        assert json_schema(text, {"uniqueItems": True}) == score
+        assert json_schema(text, {"uniqueItems": False}) == 1.0
 
 
 # table_f1 --------------------------------------------------------------------------------------
+
 
 GOLD = "| | 2020 | 2021 |\n|---|---|---|\n| Oslo | 1 | 2 |\n| Rome | 3 | 4 |"
 ROWS = [["", "2020", "2021"], ["Oslo", "1", "2"], ["Rome", "3", "4"]]
@@ -236,3 +190,19 @@ def test_table_f1_refuses_what_means_nothing():
         table_f1(GOLD, "words")
     with pytest.raises(ValueError, match="align='rows'; legal are 'headers' and 'position'"):
         table_f1(GOLD, GOLD, align="rows")  # type: ignore[arg-type]
+
+
+def test_what_html_may_hold_besides_cells():
+    cells = "<td title=x>1 &lt; 2<td>a<br>b<td>&#65;&#9999999999;<td>3 < 4"
+    assert read_table(f"<!DOCTYPE html><table><!-- <td>no --><tr>{cells}</table>") == [
+        ["1 < 2", "a b", "A", "3 < 4"]
+    ]
+
+
+@pytest.mark.parametrize(
+    "piece", ["<td ", "<!--", "</", "<td a='", "&#9", "<tr><td>", "<td>a\u0301\u0323", "<", "|-|\n"]
+)
+def test_tables_are_read_in_linear_time(piece):
+    start = time.process_time()
+    assert table_f1("<table><td>x" + piece * (200_000 // len(piece)), GOLD) == 0.0
+    assert time.process_time() - start < 2

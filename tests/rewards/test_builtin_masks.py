@@ -1,21 +1,27 @@
+"""mask_iou: RLEs and polygons, read, drawn by pycocotools and compared."""
+
 import json
+import time
 
 import numpy as np
+import pycocotools.mask as coco
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_grpo.rewards.builtins.mask_iou import mask_iou
-from mm_grpo.rewards.builtins.masks import Rle, mask_in, read_mask, render
+from mm_grpo.rewards.builtins.masks import Rle, encode, mask_in, mask_iou, read_mask
 from mm_grpo.types import Sample
+
+# pycocotools 2.0.11 knows no numpy 2 in its decode, which only tests call
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
 UNIT = {"space": "normalized", "gold_space": "normalized"}
 LEFT = {"size": [4, 4], "counts": [0, 8, 8]}  # the two columns at the left of a 4 × 4 image
 SQUARE = [0, 0, 1, 0, 1, 1, 0, 1]
 
 
-def encode(mask: np.ndarray) -> list[int]:
+def runs_of(mask: np.ndarray) -> list[int]:
     """Runs column by column, the first one of zeros."""
     runs, value = [0], False
     for cell in mask.T.reshape(-1):
@@ -26,37 +32,34 @@ def encode(mask: np.ndarray) -> list[int]:
     return runs
 
 
-def compress(runs: list[int]) -> str:
-    """Six bits a character: five of the number from the lowest up, and one that says more follow."""
-    text = ""
-    for i, run in enumerate(runs):
-        rest = run - runs[i - 2] if i > 2 else run
-        while True:
-            five, rest = rest & 31, rest >> 5
-            done = rest == (-1 if five & 16 else 0)
-            text += chr(48 + (five if done else five | 32))
-            if done:
-                break
-    return text
+def compressed(mask: np.ndarray) -> bytes:
+    return coco.encode(np.asfortranarray(mask.astype(np.uint8)))["counts"]
+
+
+def drawn(shape, extent, grid) -> np.ndarray:
+    return coco.decode(encode(shape, extent, grid))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
 def test_rles_of_both_forms_are_read(height, width, data):
     cells = data.draw(st.lists(st.booleans(), min_size=height * width, max_size=height * width))
     mask = np.array(cells).reshape(height, width)
-    runs = encode(mask)
-    for counts in (runs, compress(runs), compress(runs).encode()):
+    runs = runs_of(mask)
+    for counts in (runs, compressed(mask), compressed(mask).decode()):
         shape = read_mask({"size": [height, width], "counts": counts})
         assert shape == Rle(height, width, tuple(runs))
-        assert (render(shape, (1, 1), (height, width)) == mask).all()
+        assert (drawn(shape, (1, 1), (height, width)) == mask).all()
+        assert (drawn(shape, (1, 1), (2 * height, width)) == mask.repeat(2, axis=0)).all()
 
 
 def test_a_compressed_rle_with_long_runs():
-    runs = [100_000, 5, 3, 99_992]
-    assert read_mask({"size": [400, 500], "counts": compress(runs)}) == Rle(400, 500, tuple(runs))
-    assert (
-        compress([6, 1, 40, 4, 5, 4, 5, 4, 21]) == "61X13mN000`0"
-    )  # the example in COCO's own documentation
+    mask = np.zeros((400, 500), dtype=np.uint8)
+    mask[0:5, 250], mask[8:, 250], mask[:, 251:] = 1, 1, 1
+    assert read_mask({"size": [400, 500], "counts": compressed(mask)}) == Rle(
+        400, 500, (100_000, 5, 3, 99_992)
+    )
+    # the example in COCO's own documentation
+    assert read_mask({"size": [9, 10], "counts": "61X13mN000`0"}) == Rle(9, 10, (6, 1, 40, 4, 5, 4, 5, 4, 21))
 
 
 @pytest.mark.parametrize(
@@ -85,26 +88,27 @@ def test_masks_in_a_text():
 def test_polygons_are_drawn_by_the_centres_of_cells():
     triangle = read_mask([0, 0, 4, 0, 0, 4])
     assert triangle is not None
-    assert render(triangle, (4, 4), (4, 4)).astype(int).tolist() == [
+    assert drawn(triangle, (4, 4), (4, 4)).tolist() == [
         [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]  # fmt: skip
+    box = read_mask([1, 0, 3, 2])
+    assert box is not None and drawn(box, (4, 2), (2, 4)).tolist() == [[0, 1, 1, 0]] * 2
 
 
 @given(st.lists(st.tuples(st.integers(-8, 24), st.integers(-8, 24)), min_size=3, max_size=7))
-def test_a_polygon_is_filled_as_the_crossing_rule_says(points):
+def test_a_polygon_is_filled_by_the_even_odd_rule_but_at_its_edges(points):
     shape = read_mask([list(point) for point in points])
     assert shape is not None
-    drawn = render(shape, (16, 16), (16, 16))
+    cells = drawn(shape, (16, 16), (16, 16))
+    edges = [(np.array(a), np.array(b)) for a, b in zip(points, points[1:] + points[:1], strict=True)]
     for y in range(16):
         for x in range(16):
-            cx, cy, inside = x + 0.5, y + 0.5, False
-            for (x0, y0), (x1, y1) in zip(points, points[1:] + points[:1], strict=True):
-                if (y0 > cy) != (y1 > cy):
-                    crossing = x0 + (cy - y0) * (x1 - x0) / (y1 - y0)
-                    if abs(crossing - cx) < 1e-9:
-                        break  # on the edge: either is right
-                    inside ^= crossing < cx
-            else:
-                assert drawn[y, x] == inside
+            centre, inside, nearest = np.array((x + 0.5, y + 0.5)), False, np.inf
+            for a, b in edges:
+                share = np.clip((centre - a) @ (b - a) / max((b - a) @ (b - a), 1), 0, 1)
+                nearest = min(nearest, float(np.hypot(*(a + share * (b - a) - centre))))
+                if (a[1] > centre[1]) != (b[1] > centre[1]):
+                    inside ^= a[0] + (centre[1] - a[1]) * (b[0] - a[0]) / (b[1] - a[1]) < centre[0]
+            assert nearest < 0.75 or cells[y, x] == inside
 
 
 @pytest.mark.parametrize(
@@ -159,16 +163,61 @@ def test_mask_iou_is_symmetric_and_in_its_range(data):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mask": "here"}, "the gold mask is here; it must be an RLE with size and counts, or polygons"),
+        ({"mask": "here"}, "the gold mask is here; it must be an RLE with size and counts, of at most"),
         (
             {"mask": {"size": [2, 2], "counts": [4]}},
             "the gold mask is empty on its grid; see the options gold_space",
         ),
         ({"mask": [5, 5, 6, 6], "gold_space": "normalized"}, "the gold mask is empty on its grid"),
         ({"mask": SQUARE}, "coordinates in the space 'original' need the image's size"),
-        ({"mask": SQUARE, "resolution": 0}, "resolution=0; it is a number of cells"),
+        (
+            {"mask": SQUARE, "resolution": 0},
+            "resolution=0; it is a number of cells, at least 1 and at most 4000",
+        ),
+        ({"mask": SQUARE, "resolution": 100_000}, "resolution=100000; it is a number of cells"),
+        (
+            {"mask": {"size": [10**5, 10**5], "counts": [10**10]}},
+            "of at most 16,000,000 cells, or polygons of at most",
+        ),
+        (
+            {"mask": [-1e7, 0, 1e7, 0, 0, 1], "gold_space": "normalized"},
+            "the gold mask is over 500,000 cells around; see the option gold_space",
+        ),
     ],
 )
 def test_golds_that_cannot_be_used(arguments, message):
     with pytest.raises(ValueError, match=message):
         mask_iou("[0, 0, 1, 1]", **arguments)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        '{"size": [100000, 100000], "counts": [10000000000]}',
+        '{"size": [4000, 4001], "counts": [0, 16004000]}',
+        '{"size": [1, 1], "counts": [' + "0, " * 50_000 + "1]}",
+        '{"size": [1, 1], "counts": "' + "0" * 100_000 + '"}',
+        '{"size": [4, 4], "counts": "' + "P" * 100_000 + '"}',
+        "[-1e7, -1e7, 1e7, -1e7, 1e7, 1e7]",
+        "[1e7, 1e7, 1e7, 9999999, 9999999, 1e7]",
+        json.dumps([[i % 2 * 900, i] for i in range(2000)]),
+        '{"mask": ' * 600 + "1" + "}" * 600,
+    ],
+)
+@pytest.mark.parametrize("gold", [SQUARE, LEFT])
+def test_what_would_take_gigabytes_scores_0(completion, gold):
+    start = time.process_time()
+    assert mask_iou(completion, gold, **UNIT) == 0.0
+    assert time.process_time() - start < 1
+
+
+def test_the_largest_masks():
+    half = {"size": [4000, 4000], "counts": [8_000_000, 8_000_000]}
+    assert mask_iou(json.dumps(half), half) == 1.0
+    assert mask_iou("[0, 0, 1, 1]", half, space="normalized") == 0.5
+    assert mask_iou(json.dumps(half), LEFT) == 0.0
+
+
+def test_masks_of_many_runs_in_another_size():
+    stripes = {"size": [800, 2], "counts": [1] * 1600}  # 1600 runs: every second cell
+    assert mask_iou(json.dumps({"size": [1600, 4], "counts": ([2] * 800) * 4}), stripes) == 1.0

@@ -1,3 +1,5 @@
+"""Numbers in a text; numeric, count, chart_relaxed and math."""
+
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm_grpo.rewards import get
-from mm_grpo.rewards.builtins.count import count
 from mm_grpo.rewards.builtins.maths import maths
-from mm_grpo.rewards.builtins.numerals import number_words, numbers
-from mm_grpo.rewards.builtins.numeric import numeric
+from mm_grpo.rewards.builtins.numeric import chart_relaxed, count, number_words, numbers, numeric
 
 # numbers in text -------------------------------------------------------------------------------
 
@@ -206,6 +206,51 @@ def test_count_with_its_options():
             count("3", gold)
 
 
+# chart_relaxed ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        ("100", "100", 1.0),
+        ("105", 100, 1.0),
+        ("95", 100, 1.0),
+        ("105.1", 100, 0.0),
+        ("94.9", 100, 0.0),
+        ("-100", 100, 0.0),
+        ("-102", -100, 1.0),
+        ("0", 0, 1.0),
+        ("0.01", 0, 0.0),
+        ("12%", "0.12", 1.0),
+        ("12%", "12", 0.0),
+        ("1,050", "1000", 1.0),
+        ("$5", "5", 1.0),
+        ("2010", "2015", 1.0),
+        ("The answer is 100", "100", 0.0),
+        ("<answer>Blue.</answer>", "blue", 1.0),
+        ("blue", "light blue", 0.0),
+        ("", "blue", 0.0),
+        ("nan", "nan", 1.0),
+        ("inf", "100", 0.0),
+        ("1_00", "100", 0.0),
+        ("1e999", "100", 0.0),
+        ("x", None, None),
+        ("Yes", ["No", "yes"], 1.0),
+    ],
+)
+def test_chart_relaxed(completion, answer, score):
+    assert chart_relaxed(completion, answer) == score
+
+
+def test_chart_relaxed_with_its_options():
+    assert chart_relaxed("2010", "2015", exact_years=True) == 0.0
+    assert chart_relaxed("2015.0", "2015", exact_years=True) == 1.0
+    assert chart_relaxed("2010.4", "2010.5", exact_years=True) == 1.0
+    assert chart_relaxed("101", "100", tolerance=0) == 0.0
+    with pytest.raises(ValueError, match=r"tolerance=5; it is a share of the gold number, in \[0, 1\)"):
+        chart_relaxed("1", "1", tolerance=5)
+
+
 # math ------------------------------------------------------------------------------------------
 
 
@@ -256,8 +301,8 @@ def test_math_refuses_a_gold_answer_that_it_cannot_read():
 
 
 def test_math_runs_isolated_and_masks_what_hangs():
-    policy = get("math").policy
-    assert policy.isolated and policy.on_timeout == "mask"
+    options = get("math").options
+    assert options.isolated and options.on_timeout == "mask"
 
 
 def test_math_works_in_many_threads_at_once():

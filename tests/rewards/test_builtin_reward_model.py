@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,23 @@ def test_what_cannot_be_scored(make: Any, rows: Any, tmp_path: Path) -> None:
         scored(str(tmp_path / "none"), rows, ["a"])
     with pytest.raises(RewardError, match=r"model=\['x'\].*set a folder or hub name"):
         Scorer(["reward_model"]).score(*rows(["a"], model=["x"]), step=1)
+
+
+def test_code_that_a_reward_model_brings_along_is_not_run_and_nobody_is_asked(
+    rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda words="": asked.append(words) or "n")
+    (tmp_path / "own.py").write_text("raise AssertionError('it ran')\n")
+    classes = {
+        "AutoConfig": "own.C",
+        "AutoTokenizer": ["own.T", None],
+        "AutoModelForSequenceClassification": "own.M",
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": classes}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Own", "auto_map": classes})
+    )
+    with pytest.raises(RewardError, match="cannot be loaded as a sequence classifier"):
+        scored(str(tmp_path), rows, ["a"])
+    assert asked == []

@@ -1,12 +1,118 @@
+"""format, length, soft_overlong, cosine_length, repetition_penalty and language."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mm_grpo.rewards import Scorer
-from mm_grpo.rewards.builtins.cosine_length import cosine_length
-from mm_grpo.rewards.builtins.language import SCRIPTS, language
-from mm_grpo.rewards.builtins.repetition_penalty import repetition_penalty
-from mm_grpo.rewards.builtins.soft_overlong import soft_overlong
+from mm_grpo.rewards.builtins.shaping import (
+    SCRIPTS,
+    cosine_length,
+    follows_format,
+    language,
+    length,
+    repetition_penalty,
+    soft_overlong,
+)
+
+# format ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, score",
+    [
+        ("<think>a</think> <answer>b</answer>", 1.0),
+        ("\n<think>\na\n\nb\n</think>\n\n<answer>b</answer>\n", 1.0),
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("<think>猫</think> <answer>é</answer>", 1.0),
+        ("<think>a < b > c</think> <answer>b</answer>", 1.0),
+        ("", 0.0),
+        ("b", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<answer>b</answer>", 0.0),
+        ("<think> </think> <answer>b</answer>", 0.0),
+        ("<think>a</think> <answer></answer>", 0.0),
+        ("<think>a</think> and <answer>b</answer>", 0.0),
+        ("so <think>a</think> <answer>b</answer>", 0.0),
+        ("<think>a</think> <answer>b</answer> so", 0.0),
+        ("<think>a</think> <answer>b</answer> <answer>c</answer>", 0.0),
+        ("<think>a</think> <think>b</think> <answer>c</answer>", 0.0),
+        ("<think>a</think> <answer>b</answer></answer>", 0.0),
+        ("<answer>b</answer> <think>a</think>", 0.0),
+        ("<Think>a</Think> <answer>b</answer>", 0.0),
+    ],
+)
+def test_the_default_format(text, score):
+    assert follows_format(text) == score
+
+
+def test_other_templates_and_patterns():
+    assert follows_format("a</think> <answer>b</answer>", template="...</think> <answer>...</answer>") == 1.0
+    assert (
+        follows_format("<think>a</think> <answer>b</answer>", template="...</think> <answer>...</answer>")
+        == 1.0
+    )
+    assert follows_format("The answer is this.", template="The answer is ...") == 1.0
+    assert follows_format("The answer is ", template="The answer is ...") == 0.0
+    assert follows_format("I think so", template="...so") == 1.0
+    assert follows_format("yes", template="yes") == 1.0
+    assert follows_format("yes!", template="yes") == 0.0
+    assert follows_format("a\nb", pattern="a.b") == 1.0
+    assert follows_format("a\nbc", pattern="a.b") == 0.0
+    with pytest.raises(ValueError, match="a template or a pattern, not both"):
+        follows_format("a", template="a", pattern="a")
+    for template in ("", "<a>......</a>"):
+        with pytest.raises(ValueError, match="is empty or has two neighbouring"):
+            follows_format("a", template=template)
+
+
+# length ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "size, score",
+    [
+        (0, 0.0),
+        (5, 0.5),
+        (9, 0.9),
+        (10, 1.0),
+        (20, 1.0),
+        (21, 0.95),
+        (30, 0.5),
+        (40, 0.0),
+        (100_000, 0.0),
+    ],
+)
+def test_length_falls_linearly_outside_its_bounds(size, score):
+    assert length("é" * size, min_length=10, max_length=20) == pytest.approx(score, abs=1e-12)
+
+
+def test_length_with_its_own_decay_and_in_tokens():
+    assert length("x" * 8, min_length=10, decay=4) == 0.5
+    assert length("x" * 3, min_length=10, decay=4) == 0.0
+    assert length("x" * 21, max_length=20, decay=2) == 0.5
+    assert length("x", max_length=0) == 0.0
+    assert length("x" * 99, [1, 2, 3], max_length=2, unit="tokens") == 0.5
+    assert length("x" * 99, (), min_length=2, unit="tokens") == 0.0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({}, "length has no bound; set min_length, max_length or both"),
+        (
+            {"min_length": 3, "max_length": 2},
+            "min_length=3, max_length=2; legal is 0 <= min_length <= max_length",
+        ),
+        ({"min_length": -1}, "legal is 0 <= min_length"),
+        ({"max_length": 2, "decay": 0}, "decay=0; it counts characters"),
+        ({"max_length": 2, "unit": "words"}, "unit='words'; legal are 'characters' and 'tokens'"),
+    ],
+)
+def test_length_refuses_settings_that_mean_nothing(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        length("x", **arguments)
+
 
 # soft_overlong ---------------------------------------------------------------------------------
 
@@ -157,3 +263,14 @@ def test_language_refuses_a_code_that_it_does_not_know():
     with pytest.raises(ValueError, match="code='english'; legal are ar bg bn cs da"):
         language("a", code="english")
     assert " ".join(sorted(SCRIPTS)) in " ".join((language.__doc__ or "").split())
+
+
+# together --------------------------------------------------------------------------------------
+
+
+def test_the_built_ins_score_rows(rows):
+    entries = ["choice", {"name": "format", "weight": 0.5, "template": "<answer>...</answer>"},
+               {"name": "length", "weight": 0.25, "max_length": 2, "unit": "tokens"}]  # fmt: skip
+    scores = Scorer(entries).score(*rows(["<answer>B</answer>", "B", ""], answer=["B", "B", None]), step=1)
+    assert scores.parts == {"choice": [1.0, 1.0, None], "format": [1.0, 0.0, 0.0], "length": [0.0, 1.0, 1.0]}
+    assert scores.totals == [1.5, 1.25, 0.25]

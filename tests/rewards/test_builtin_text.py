@@ -1,9 +1,214 @@
-import json
+"""exact_match, choice, contains, anls and edit_similarity."""
+
+import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mm_grpo.rewards.builtins.contains import contains
-from mm_grpo.rewards.builtins.json_schema import json_schema
+from mm_grpo.rewards.builtins.text import anls, choice, chosen, contains, edit_similarity, exact_match
+
+# exact_match -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "completion, answer, score",
+    [
+        ("3", "3", 1.0),
+        ("3.", 3, 1.0),
+        ("3", 3.0, 1.0),
+        ("3.0", "3", 0.0),
+        ("-3", "3", 0.0),
+        ("Three", "three", 1.0),
+        ("three or four", "three", 0.0),
+        ("<think>4</think><answer> 3 </answer>", "3", 1.0),
+        ("<answer>3</answer> <answer>4</answer>", "3", 0.0),
+        ("<answer>$\\boxed{3}$</answer>", "<answer>3</answer>", 1.0),
+        ("3", "\\boxed{3}", 1.0),
+        ("", "3", 0.0),
+        ("<answer></answer>", "3", 0.0),
+        ("\x00\ufffd", "3", 0.0),
+        ("", "?", 0.0),
+        ("?", "?", 1.0),
+        ("cafe\u0301", "caf\u00e9", 1.0),
+        ("dog", ["cat", "dog"], 1.0),
+        ("dog", ["cat", None], 0.0),
+        ("true", True, 1.0),
+        ("anything", None, None),
+        ("", "", None),
+        ("", " \n", None),
+        ("dog", [], None),
+        ("dog", [None], None),
+    ],
+)
+def test_exact_match(completion, answer, score):
+    assert exact_match(completion, answer) == score
+
+
+def test_exact_match_with_case_and_strictly():
+    assert exact_match("Cat", "cat", ignore_case=False) == 0.0
+    assert exact_match("cat.", "cat", strict=True) == 0.0
+    assert exact_match("cat", "cat", strict=True) == 1.0
+    assert exact_match("<answer>cat</answer>", "cat", strict=True) == 0.0
+
+
+# choice ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "B",
+        "b",
+        " B\n",
+        "(B)",
+        "(b)",
+        "B.",
+        "b.",
+        "B)",
+        "**B**",
+        "**B.**",
+        "[B]",
+        "`B`",
+        "B!",
+        "B\r\n",
+        "Answer: B",
+        "answer: b",
+        "ANSWER: B",
+        "Answer : B.",
+        "**Answer:** B",
+        "**Answer**: (B) a dog",
+        "Answer：B",
+        "Answer:\nB",
+        "The answer is B",
+        "The answer is **B**",
+        "the answer is (b) a dog",
+        "the answer is 'B'.",
+        "The answer is: B",
+        "The answer is $B$",
+        "The answer is B because A is small",
+        "The answer is B, a dog",
+        "The answer is option B",
+        "The correct option is B.",
+        "Final answer - B",
+        "Option B is correct",
+        "B is correct",
+        "B is the right answer",
+        "\\boxed{B}",
+        "$\\boxed{\\text{B}}$",
+        "\\boxed{(B)}",
+        "\\boxed{B. a dog}",
+        "The answer is \\boxed{B}.",
+        "<answer>B</answer>",
+        "<answer>b",
+        "<answer> (B) a dog </answer>",
+        "<think>Answer: A</think>\nB",
+        "<answer>A</answer> no <answer>B</answer>",
+        "Answer: A. No: the answer is B",
+        "The answer is A? No.\nAnswer: B",
+        "A\nB",
+        "\\boxed{A} so \\boxed{B}",
+        "b) a dog",
+        "B) a dog",
+        "(B) a dog",
+        "B. a dog",
+        "B: a dog",
+        "B, because",
+        "- B) a dog",
+        "**B. a dog**",
+        "B. The dog. Option A is wrong",
+        "B\n\nBecause option A is wrong",
+        "(B) since (A) is not",
+        "I choose B",
+        "It is (B)",
+        "I think **B**",
+        "that would be option B, then",
+    ],
+)
+def test_many_ways_to_choose_b(text):
+    assert chosen(text) == "B"
+    assert choice(text, "B") == 1.0
+    assert choice(text, "A") == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "a dog",
+        "A dog",
+        "Answer: A dog",
+        "the answer is a dog",
+        "Answer: Blue",
+        "AB",
+        "F",
+        "é",
+        "Ⓑ",
+        "\x00",
+        "A or B",
+        "Answer: A or B",
+        "Answer: A, B, C",
+        "Answer: A/B",
+        "\\boxed{A, B}",
+        "A) a cat\nB) a dog",
+        "either option A or option B",
+        "it is not so",
+        "The answer is not B",
+        "The answer isn't B",
+        "A's dog",
+        "\\boxed{}",
+        "The answer is B's dog",
+        "the answer is e.g. a dog",
+        "Banana",
+        "<answer></answer>",
+        "<answer>a dog</answer> B",
+    ],
+)
+def test_what_chooses_nothing(text):
+    assert chosen(text) is None
+    assert choice(text, "A") == 0.0
+
+
+def test_the_start_decides_over_later_mentions():
+    assert chosen("(A) is red, (B) is blue") == "A"
+
+
+@pytest.mark.parametrize("letter", "ABCDE")
+def test_every_letter_is_read_in_every_form(letter):
+    for form in (
+        "{}",
+        "({})",
+        "{}) a dog",
+        "Answer: {}",
+        "The answer is {}.",
+        "\\boxed{{{}}}",
+        "It is ({})",
+        "option {}",
+    ):
+        assert chosen(form.format(letter)) == letter
+    assert chosen(f"({letter.lower()})") == letter
+
+
+@pytest.mark.parametrize("gold", ["B", "b", "(B)", " B. ", "B. a dog", "<answer>B</answer>", "\\boxed{B}"])
+def test_forms_of_the_gold_letter(gold):
+    assert choice("Answer: B", gold) == 1.0
+
+
+def test_other_letters_and_bad_golds():
+    assert choice("Answer: H", "H", letters="ABCDEFGH") == 1.0
+    assert choice("Answer: I", "I", letters="ABCDEFGHI") == 1.0
+    assert choice("Answer: B", None) is None
+    assert choice("Answer: B", " ") is None
+    with pytest.raises(
+        ValueError, match="the gold answer 'F' names none of the options ABCDE; see the option `letters`"
+    ):
+        choice("Answer: B", "F")
+    with pytest.raises(
+        ValueError, match="letters='abc'; it lists the options as two or more different capitals"
+    ):
+        choice("Answer: B", "B", letters="abc")
+
 
 # contains --------------------------------------------------------------------------------------
 
@@ -48,67 +253,109 @@ def test_contains_with_its_options():
         contains("a", "a", mode="most")  # type: ignore[arg-type]
 
 
-# json_schema -----------------------------------------------------------------------------------
+# anls ------------------------------------------------------------------------------------------
 
-RECEIPT = {
-    "type": "object",
-    "properties": {"total": {"type": "number"}, "items": {"type": "array", "items": {"type": "string"}}},
-    "required": ["total"],
-    "additionalProperties": False,
-}
+
+def edits(one, other) -> int:
+    """The Levenshtein distance by its definition."""
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        above, row = row, [i]
+        for j, b in enumerate(other, 1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (a != b)))
+    return row[-1]
+
+
+def reference_anls(given: str, golds: list[str], threshold: float) -> float:
+    """ANLS as its paper states it."""
+    best = 0.0
+    for gold in golds:
+        given_, gold_ = (" ".join(text.lower().split()) for text in (given, gold))
+        share = edits(given_, gold_) / max(len(given_), len(gold_), 1)
+        best = max(best, 1 - share if share < threshold else 0.0)
+    return best
 
 
 @pytest.mark.parametrize(
-    ("completion", "score"),
+    ("completion", "answer", "score"),
     [
-        ('{"total": 12.5}', 1.0),
-        (' {"total": 1, "items": ["é", "猫"]}\n', 1.0),
-        ('```json\n{"total": 1}\n```', 1.0),
-        ('<think>{}</think> <answer>\n```\n{"total": 1}\n```\n</answer>', 1.0),
-        ('{"total": "12"}', 0.0),
-        ('{"total": 1, "tip": 2}', 0.0),
-        ("{}", 0.0),
-        ("[]", 0.0),
-        ('{"total": NaN}', 0.0),
-        ('{"total": 1e400}', 1.0),
-        ('{"total": 1} so', 0.0),
-        ('so {"total": 1}', 0.0),
-        ('{"total": 1}{"total": 1}', 0.0),
-        ("{'total': 1}", 0.0),
-        ('{"total": ' + "9" * 5000 + "}", 0.0),
-        ("", 0.0),
-        ("\x00", 0.0),
+        ("boeing", "Boeing", 1.0),
+        ("  BOEING\n", "boeing", 1.0),
+        ("boeng", "boeing", 5 / 6),
+        ("boe", "boeing", 0.0),  # 3 edits of 6 are not below a half
+        ("boei", "boeing", 4 / 6),
+        ("<answer>boeing</answer> 747", "boeing", 1.0),
+        ("the boeing company", "boeing", 0.0),
+        ("12.5%", "12.5 %", 5 / 6),
+        ("", "boeing", 0.0),
+        ("猫犬", "猫", 0.0),
+        ("猫犬鳥", "猫犬", 2 / 3),
+        ("dog", ["cat", "dog"], 1.0),
+        ("dog", [None, "cat"], 0.0),
+        ("3", 3, 1.0),
+        ("dog", None, None),
     ],
 )
-def test_json_schema(completion, score):
-    assert json_schema(completion, RECEIPT) == score
-    assert json_schema(completion, json.dumps(RECEIPT)) == score
+def test_anls(completion, answer, score):
+    assert anls(completion, answer) == (score if score is None else pytest.approx(score))
 
 
-def test_without_a_schema_any_json_will_do():
-    assert [json_schema(text) for text in ("3", "[]", '"a"', "null", "", "[1,]", "[" * 100_000)] == [
-        1,
-        1,
-        1,
-        1,
-        0,
-        0,
-        0,
-    ]
+words = st.text(alphabet="abAB 1é", max_size=8)
 
 
-def test_deep_json_under_a_schema_that_recurses():
-    nested = {"type": "array", "items": {"$ref": "#"}}
-    assert json_schema("[" * 50 + "]" * 50, nested) == 1.0
-    assert json_schema("[" * 900 + "]" * 900, nested) in (0.0, 1.0)
+@given(words, st.lists(words.filter(str.strip), min_size=1, max_size=3), st.sampled_from([0.3, 0.5, 1.0]))
+def test_anls_is_that_of_the_paper(completion, golds, threshold):
+    expected = reference_anls(completion, golds, threshold)
+    assert anls(completion, golds, threshold=threshold) == pytest.approx(expected)
 
 
-def test_bad_schemas():
-    with pytest.raises(ValueError, match="the schema is not a JSON schema: 'obj' is not valid under any"):
-        json_schema("{}", {"type": "obj"})
-    with pytest.raises(ValueError, match=r"the schema is not JSON \(Expecting"):
-        json_schema("{}", "{type: object}")
-    with pytest.raises(ValueError, match="the schema cannot be written as JSON"):
-        json_schema("{}", {"type": {1}})
-    with pytest.raises(Exception, match=r"http://127.0.0.1:9/never"):  # and nothing is fetched
-        json_schema("{}", {"$ref": "http://127.0.0.1:9/never"})
+def test_anls_has_a_threshold():
+    assert anls("boe", "boeing", threshold=0.6) == 0.5
+    for threshold in (0, 1.5):
+        with pytest.raises(
+            ValueError, match=rf"threshold={threshold}; it is a normalised edit distance in \(0, 1\]"
+        ):
+            anls("a", "a", threshold=threshold)
+
+
+# edit_similarity -------------------------------------------------------------------------------
+
+
+@given(st.text(max_size=10), st.text(max_size=10))
+def test_edit_similarity_is_symmetric_and_in_its_range(one, other):
+    if "<" in one + other:
+        return  # tags are read
+    value = edit_similarity(one, other)
+    assert value is not None and 0 <= value <= 1 and value == edit_similarity(other, one)
+    assert edit_similarity(one, one) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "unit", "score"),
+    [
+        ("kitten", "sitting", "characters", 4 / 7),
+        ("abc", "abc", "characters", 1.0),
+        ("a  b\nc", "a b c", "characters", 1.0),
+        ("ABC", "abc", "characters", 0.0),
+        ("", "abc", "characters", 0.0),
+        ("abc", "", "characters", 0.0),
+        ("", "", "characters", 1.0),
+        ("cafe\u0301", "caf\u00e9", "characters", 1.0),
+        ("the cat sat", "the cat sat down", "words", 0.75),
+        ("a b c d", "d c b a", "words", 0.0),
+        ("x", None, "words", None),
+    ],
+)
+def test_edit_similarity(completion, answer, unit, score):
+    assert edit_similarity(completion, answer, unit=unit) == (
+        score if score is None else pytest.approx(score)
+    )
+
+
+def test_edit_similarity_with_its_options():
+    assert edit_similarity("ABC", "abc", ignore_case=True) == 1.0
+    with pytest.raises(ValueError, match="unit='lines'; legal are 'characters' and 'words'"):
+        edit_similarity("a", "a", unit="lines")  # type: ignore[arg-type]
+    start = time.perf_counter()
+    assert edit_similarity("ab" * 50_000, "ba" * 5_000) == pytest.approx(0.1, abs=0.001)
+    assert time.perf_counter() - start < 2

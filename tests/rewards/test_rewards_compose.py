@@ -2,8 +2,7 @@ import pytest
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer, get, resolve_entries, resolve_entry
-from mm_grpo.rewards.compose import RewardSum
-from mm_grpo.rewards.registry import RewardSpec
+from mm_grpo.rewards.spec import RewardSpec, RewardSum
 
 
 def fails(match: str):

@@ -44,7 +44,7 @@ def test_what_is_no_score_stops_the_run(rows, value, message):
         scorer.score(*rows(["some text"]), step=1)
 
 
-def test_an_exception_stops_the_run_and_says_where(rows):
+def test_an_exception_stops_the_run_and_names_its_line(rows):
     def inner(box):
         return 1 / box
 

@@ -6,8 +6,8 @@ import pytest
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import get, names, registry, reward
-from mm_grpo.rewards.registry import make_spec
 from mm_grpo.rewards.resolve import resolve_entries
+from mm_grpo.rewards.spec import make_spec
 
 
 def fails(match: str):
@@ -21,7 +21,7 @@ def test_the_decorator_returns_the_function_unchanged_and_registers_it():
     assert reward("brief", weight=0.5, needs=("box",))(short) is short
     spec = get("brief")
     assert (spec.fn, spec.weight, spec.needs, spec.kind) == (short, 0.5, ("box",), "completion")
-    assert (spec.required, spec.optional, spec.options) == (("completion", "box"), ("label",), ("limit",))
+    assert (spec.required, spec.optional, spec.config_only) == (("completion", "box"), ("label",), ("limit",))
     assert spec.takes_kwargs and not spec.is_async and spec.source == "registered"
     assert spec.settable == ("box", "label", "limit")
 
@@ -53,7 +53,7 @@ def test_a_name_is_held_by_one_function():
         def two(completion):
             return 1.0
 
-    with fails("reward 'format' is already registered by mm_grpo.rewards.builtins.format.follows_format"):
+    with fails("reward 'format' is already registered by mm_grpo.rewards.builtins.shaping.follows_format"):
         reward("format")(one)
 
 
@@ -72,7 +72,7 @@ def test_one_file_under_two_module_names_is_one_function(tmp_path):
     assert get("mine").fn.__module__ == "own"
 
 
-def test_an_unknown_name_is_told_with_the_nearest():
+def test_an_unknown_name_is_refused_with_the_nearest():
     with fails("unknown reward 'exact_mach'; did you mean 'exact_match'. known names: anls, box_match,"):
         get("exact_mach")
 
@@ -86,7 +86,7 @@ def test_an_unknown_name_is_told_with_the_nearest():
         ("completion, /", "completion cannot be positional-only; remove the '/'"),
     ],
 )
-def test_parameters_that_say_nothing_are_refused(parameters, message):
+def test_parameters_without_completions_are_refused(parameters, message):
     scope: dict = {}
     exec(f"def f({parameters}): return 1.0", scope)
     with fails(message):
@@ -134,9 +134,9 @@ def test_objects_methods_partials_and_wrapped_functions():
     judge = make_spec(Judge())
     assert (judge.name, judge.kind, judge.is_async) == ("Judge", "batch", True)
     near = make_spec(Judge().near)
-    assert (near.name, near.required, near.options) == ("near", ("completion", "box"), ("threshold",))
+    assert (near.name, near.required, near.config_only) == ("near", ("completion", "box"), ("threshold",))
     part = make_spec(functools.partial(plain, threshold=0.9))
-    assert (part.name, part.optional, part.options) == ("plain", ("label",), ("threshold",))
+    assert (part.name, part.optional, part.config_only) == ("plain", ("label",), ("threshold",))
     assert part.bound == {"threshold": 0.9}
     assert make_spec(wrapped, name="w").is_async
 

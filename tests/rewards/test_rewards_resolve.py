@@ -179,7 +179,7 @@ def test_entries_that_mean_nothing(own, entry, message):
         resolve_entry(entry)
 
 
-def test_a_file_that_fails_to_import_says_where(own):
+def test_a_file_that_fails_to_import_is_refused_with_its_line(own):
     (own / "bad.py").write_text("x = 1\ny = x / 0\n")
     with fails(r"'bad.py:f' cannot be imported: ZeroDivisionError: division by zero at .*bad.py:2$"):
         resolve_entry("bad.py:f")
@@ -238,7 +238,7 @@ def test_the_identity_of_an_object():
         ({"name": "own.py:typed", "longest": "40"}, "'typed': longest is '40'; legal is an integer or null"),
     ],
 )
-def test_an_option_of_another_kind_than_its_annotation_says(own, entry, told):
+def test_an_option_of_another_kind_than_its_annotation_is_refused(own, entry, told):
     (own / "own.py").write_text("def typed(completion, *, longest: int | None = 40, loose=1): return 1.0\n")
     with fails(re.escape(f"rewards: reward {told}")):
         resolve_entry(entry)

@@ -125,8 +125,8 @@ def test_a_function_gets_what_it_asks_for_by_name(rows):
     Scorer([named("f", f)], max_steps=9).score(prompts, completions, step=4)
     assert seen["completion"] == "xyz" and seen["completion_ids"] == [0, 1, 2]
     assert seen["prompt"] == prompts[0].sample.messages
-    assert seen["images"] is prompts[0].engine_prompt.images and seen["images"][0].size == (2, 2)
-    assert seen["sample"] is prompts[0].sample
+    assert [i.tobytes() for i in seen["images"]] == [i.tobytes() for i in prompts[0].engine_prompt.images]
+    assert seen["images"][0].size == (2, 2) and seen["sample"].uid == prompts[0].sample.uid
     assert seen["trainer_state"] == TrainerState(global_step=4, max_steps=9)
     assert (seen["box"], seen["label"], seen["k"], seen["columns"]) == ((1, 2), "cat", 2, {"area": 7})
 
@@ -211,7 +211,7 @@ def test_log_metric_is_the_mean_and_log_extra_a_column(rows):
 # before the start ------------------------------------------------------------------------------
 
 
-def test_a_parameter_that_nothing_supplies_is_told_at_the_start(rows):
+def test_a_parameter_that_nothing_supplies_is_refused_at_the_start(rows):
     def f(completion, box):
         return 1.0
 
@@ -226,7 +226,7 @@ def test_a_parameter_that_nothing_supplies_is_told_at_the_start(rows):
     Scorer([named("f", f, box=1)]).check([])
 
 
-def test_a_needed_column_is_told_at_the_start():
+def test_an_absent_needed_column_is_refused_at_the_start():
     with fails("reward 'exact_match' asks for 'answer', .*the dataset's columns: none"):
         Scorer(["exact_match"]).check([])
 
@@ -238,7 +238,7 @@ def test_a_needed_column_is_told_at_the_start():
         Scorer(["n"]).check(["answer"])
 
 
-def test_an_option_that_is_also_a_column_is_told_at_the_start():
+def test_an_option_that_is_also_a_column_is_refused_at_the_start():
     with fails(
         "reward 'length': 'max_length' is an option .* has a column of that name, which would not be used"
     ):

@@ -99,6 +99,13 @@ def test_run_seeds_give_other_seeds_and_evaluation_stays_apart() -> None:
     assert len({eval_seeds(3, i, 4)[0] for i in range(1000)}) == 1000
 
 
+def test_evaluation_sets_share_no_seed() -> None:
+    own = [{s for i in range(500) for s in eval_seeds(9, i, 4, part, 3)} for part in range(3)]
+    assert [len(seeds) for seeds in own] == [2000, 2000, 2000] and len(set.union(*own)) == 6000
+    assert min(map(min, own)) >= TRAIN_SEEDS and max(map(max, own)) < TRAIN_SEEDS + EVAL_SEEDS
+    assert eval_seeds(9, 2**28, 4, 2, 3)[-1] < TRAIN_SEEDS + EVAL_SEEDS
+
+
 def test_keys_outside_the_plan_are_refused() -> None:
     plan = SeedPlan(0, 4, 8, 1, 10)
     for step, slot, attempt in ((0, 0, 0), (11, 0, 0), (1, 4, 0), (1, 0, 1)):

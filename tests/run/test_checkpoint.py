@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from helpers import tiny
+from helpers.configs import merged, small_config
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -21,21 +22,18 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import load_processor
-from mm_grpo.run.checkpoint import Checkpoints, deciding_fields
+from mm_grpo.run.checkpoint import Checkpoints, deciding_fields, digest_of, steps_between
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.types import Completion, Group
 
 
 def config_for(path: Path, **changes: Any) -> GRPOConfig:
-    values: dict[str, Any] = {
-        "model": {"path": str(path)},
+    values = {
         "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 8},
-        "optim": {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 1},
+        "optim": {"lr_scheduler_type": "cosine", "warmup_steps": 1},
         "run": {"max_steps": 6},
     }
-    for section, fields in changes.items():
-        values.setdefault(section, {}).update(fields)
-    return GRPOConfig.from_dict(values)
+    return small_config(path, **merged(values, changes))
 
 
 def build(path: Path, dtype: torch.dtype = torch.float32, frozen: bool = False, **changes: Any) -> Learner:
@@ -67,7 +65,7 @@ def saved(folder: Path, path: Path, steps: tuple[int, ...] = (1, 2)) -> Learner:
     """A learner that made two steps, with a checkpoint after each of `steps`."""
     learner = build(path)
     for step in (1, 2):
-        learner.step(groups_of(learner, step))
+        learner.update(groups_of(learner, step))
         if step in steps:
             checkpoints_of(learner, folder).save(step, {"tokens_seen": 10 * step})
     return learner
@@ -81,17 +79,17 @@ def test_resuming_is_exact_to_the_bit(
     path = models["qwen2_5_vl"]
     straight = build(path, dtype, frozen)
     for step in (1, 2, 3):
-        straight.step(groups_of(straight, step))
+        straight.update(groups_of(straight, step))
     checkpoints_of(straight, tmp_path).save(3, {"tokens_seen": 77})
     drawn = [random.random(), float(torch.rand(()))]
-    records = [straight.step(groups_of(straight, step)).updates for step in (4, 5)]
+    records = [straight.update(groups_of(straight, step)).updates for step in (4, 5)]
 
     resumed = build(path, dtype, frozen)
     found = checkpoints_of(resumed, tmp_path).newest()
     assert found is not None and found.step == 3 and found.extra == {"tokens_seen": 77}
     checkpoints_of(resumed, tmp_path).load(found)
     assert [random.random(), float(torch.rand(()))] == drawn
-    assert [resumed.step(groups_of(resumed, step)).updates for step in (4, 5)] == records
+    assert [resumed.update(groups_of(resumed, step)).updates for step in (4, 5)] == records
     for (name, one), two in zip(straight.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, two), name
     kept = straight.optimizer.fragments(), resumed.optimizer.fragments()
@@ -104,7 +102,7 @@ def test_what_a_checkpoint_holds(models: dict[str, Path], tmp_path: Path) -> Non
     folder = tmp_path / "checkpoints" / "step-000002"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert {k: manifest[k] for k in ("format", "step", "updates", "adam_steps", "extra")} == {
-        "format": 1, "step": 2, "updates": 2, "adam_steps": 2, "extra": {"tokens_seen": 20},
+        "format": 2, "step": 2, "updates": 2, "adam_steps": 2, "extra": {"tokens_seen": 20},
     }  # fmt: skip
     assert manifest["parameters"]["model.visual.merger.ln_q.weight"] == [64]
     tensors = load_file(folder / "state-00000-of-00001.safetensors")
@@ -131,7 +129,7 @@ def test_a_damaged_one_of_later_does_not_push_out_the_whole_ones(
 ) -> None:
     """The run went on from step 1, and takes step 2 and what is after it again."""
     learner = saved(tmp_path, models["qwen2_vl"])
-    learner.config.run.keep_checkpoints = 1
+    learner.config = learner.config.with_values({"run.keep_checkpoints": 1})
     kept = checkpoints_of(learner, tmp_path)
     shutil.copytree(kept.folder / "step-000002", kept.folder / "step-000005")
     truncate(kept.folder / "step-000005")
@@ -169,12 +167,43 @@ def tear_manifest(folder: Path) -> str:
     return "manifest.json cannot be read"
 
 
+def change_number(key: str) -> Any:
+    def change(folder: Path) -> str:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest[key] = manifest[key] + 1 if isinstance(manifest[key], int) else {"changed": 1}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        return "manifest.json is not what was written: its SHA-256 differs"
+
+    return change
+
+
+def drop_key(folder: Path) -> str:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["adam_steps"]
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    return "lacks or should not have 'adam_steps'"
+
+
+def mistype(folder: Path) -> str:
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"updates": "2"}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+    return "has updates = '2', which is none"
+
+
 def lose_state(folder: Path) -> str:
     next(folder.glob("state-*")).unlink()
     return "lacks state-00000-of-00001.safetensors"
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, lose_manifest, tear_manifest, lose_state])
+CHANGED = [
+    change_number(key) for key in ("step", "updates", "adam_steps", "extra", "reference", "config", "frozen")
+]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, flip, lose_manifest, tear_manifest, lose_state, *CHANGED, drop_key, mistype],
+)
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
     damage: Any, models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,6 +219,35 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
         kept.newest()
 
 
+def test_a_renamed_checkpoint_is_passed_over(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = checkpoints_of(saved(tmp_path, models["qwen2_vl"]), tmp_path)
+    (kept.folder / "step-000002").rename(kept.folder / "step-000009")
+    found = kept.newest()
+    assert found is not None and found.step == 1
+    assert "step-000009 is the checkpoint of step 2: the folder was renamed" in caplog.text
+
+
+def test_the_log_is_kept_with_the_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    kept = checkpoints_of(saved(tmp_path, models["qwen2_vl"], (1,)), tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    found = kept.newest()
+    assert found is not None and found.log == b'{"step": 1}\n'
+    (kept.folder / "step-000001" / "metrics.jsonl").write_text("junk")
+    with pytest.raises(ConfigError, match=r"metrics.jsonl has 4 bytes and was written with 12"):
+        kept.newest()
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "every"),
+    [(None, 3, 1), (None, 80, 8), (None, 200, 20), (None, 5000, 100), (0, 80, 0), (7, 80, 7)],
+)
+def test_steps_between_checkpoints(given: int | None, steps: int, every: int) -> None:
+    assert steps_between(given, steps) == every
+
+
 def test_no_checkpoint_is_none(models: dict[str, Path], tmp_path: Path) -> None:
     assert checkpoints_of(build(models["qwen2_vl"]), tmp_path).newest() is None
 
@@ -197,7 +255,8 @@ def test_no_checkpoint_is_none(models: dict[str, Path], tmp_path: Path) -> None:
 def test_another_models_checkpoint_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     saved(tmp_path, models["qwen2_vl"], (1,))
     other = build(models["qwen3_vl"])
-    other.config.model.path = str(models["qwen2_vl"])  # as if the folder had been replaced
+    # as if the folder had been replaced
+    other.config = other.config.with_values({"model.path": str(models["qwen2_vl"])})
     kept = checkpoints_of(other, tmp_path)
     found = kept.newest()
     assert found is not None

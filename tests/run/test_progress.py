@@ -24,9 +24,9 @@ def test_a_step_in_words() -> None:
 def test_without_a_terminal_each_step_is_a_line() -> None:
     where, out = console(terminal=False)
     with Progress(3, headline="8 prompts × 8 [generations]", console=where) as progress:
-        progress.step(1, {"reward": 0.25, "step_time": 2.0})
-        progress.say("[red]a guard warns[/red]")
-        progress.step(2, {"reward": 0.5, "step_time": 1.5})
+        progress.advance(1, {"reward": 0.25, "step_time": 2.0})
+        progress.print("[red]a guard warns[/red]")
+        progress.advance(2, {"reward": 0.5, "step_time": 1.5})
     assert out.getvalue().splitlines() == [
         "8 prompts × 8 [generations]",
         "step 1/3  reward 0.250  2.0 s/step",
@@ -40,20 +40,20 @@ def test_without_a_step_time_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("mm_grpo.run.progress.time.monotonic", lambda: next(times))
     where, out = console(terminal=False)
     with Progress(1, console=where) as progress:
-        progress.step(1, {})
+        progress.advance(1, {})
     assert out.getvalue() == "step 1/1  2.5 s/step\n"
 
 
 def test_a_long_line_is_not_broken() -> None:
     where, out = console(terminal=False)
-    Progress(1, console=where).say("x" * 300)
+    Progress(1, console=where).print("x" * 300)
     assert out.getvalue() == "x" * 300 + "\n"
 
 
 def test_on_a_terminal_it_is_a_bar() -> None:
     where, out = console(terminal=True)
     with Progress(4, first=1, console=where) as progress:
-        progress.step(2, {"reward": 0.25, "step_time": 2.0})
+        progress.advance(2, {"reward": 0.25, "step_time": 2.0})
     shown = out.getvalue()
     assert "2/4" in shown and "reward 0.250  2.0 s/step" in shown
     assert "step 2/4  " not in shown
@@ -63,6 +63,6 @@ def test_on_a_terminal_it_is_a_bar() -> None:
 def test_quiet_says_nothing(terminal: bool) -> None:
     where, out = console(terminal)
     with Progress(2, headline="hello", quiet=True, console=where) as progress:
-        progress.step(1, {"reward": 1.0})
-        progress.say("anything")
+        progress.advance(1, {"reward": 1.0})
+        progress.print("anything")
     assert out.getvalue() == ""

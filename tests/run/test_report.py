@@ -20,7 +20,9 @@ from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample
 EVIL = "</td><script>alert(1)</script><img src=x onerror=alert(2)>\"'"
 
 
-def group(slot: int, rewards: tuple[float | None, ...], text: str = "red", side: int = 8) -> Group:
+def group(
+    slot: int, rewards: tuple[float | None, ...], text: str = "red", side: int = 8, parts: Any = None
+) -> Group:
     content = [{"type": "image"}, {"type": "text", "text": f"What colour? {text}"}]
     images = (Image.new("RGB", (side, side // 2), (slot, 0, 0)),)
     sample = Sample(
@@ -30,7 +32,8 @@ def group(slot: int, rewards: tuple[float | None, ...], text: str = "red", side:
     completions = tuple(Completion((1, 2), (-1.0, -1.0), text, "stop", g) for g in range(len(rewards)))
     known = [r for r in rewards if r is not None]
     mean = sum(known) / len(known) if known else 0.0
-    return Group(slot, prompt, completions, rewards, tuple(0.0 if r is None else r - mean for r in rewards))
+    advantages = tuple(0.0 if r is None else r - mean for r in rewards)
+    return Group(slot, prompt, completions, rewards, advantages, parts=parts or {})
 
 
 def run(path: Path, text: str = "red") -> RunFolder:
@@ -41,8 +44,11 @@ def run(path: Path, text: str = "red") -> RunFolder:
         if step % 10 == 0:
             row["eval/heldout/accuracy"] = step / 40
         folder.metrics.append(step, row)
-        parts = {text: [1.0, 0.0, None, 1.0]}
-        folder.write_rollouts(step, [group(0, (1.0, 0.0), text), group(1, (None, 1.0), text)], parts)
+        both = (
+            group(0, (1.0, 0.0), text, parts={text: [1.0, 0.0]}),
+            group(1, (None, 1.0), text, parts={text: [None, 1.0]}),
+        )
+        folder.write_rollouts(step, both)
     scores = {"before": 0.125, "after": 0.75}
     folder.write_summary(
         {
@@ -123,7 +129,7 @@ def test_a_run_under_way_has_a_page(tmp_path: Path) -> None:
 def test_only_pictures_of_the_run_are_read(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "x: 1\n")
     Image.new("RGB", (2, 2)).save(tmp_path / "secret.png")
-    folder.write_rollouts(1, [group(0, (1.0, 0.0))], {})
+    folder.write_rollouts(1, [group(0, (1.0, 0.0))])
     file = folder.paths.rollout_file(1)
     file.write_text(re.sub(r'"images": \["[^"]*"\]', '"images": ["../../../secret.png"]', file.read_text()))
     (shown,) = gather(folder.paths)["rollouts"][0]["groups"]
@@ -132,7 +138,7 @@ def test_only_pictures_of_the_run_are_read(tmp_path: Path) -> None:
 
 def test_a_large_picture_is_made_smaller(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "x: 1\n")
-    folder.write_rollouts(1, [group(0, (1.0,), side=1024)], {})
+    folder.write_rollouts(1, [group(0, (1.0,), side=1024)])
     (uri,) = gather(folder.paths)["rollouts"][0]["groups"][0]["images"]
     with Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))) as image:
         assert image.size == (512, 256)
@@ -141,7 +147,7 @@ def test_a_large_picture_is_made_smaller(tmp_path: Path) -> None:
 def test_the_groups_that_differ_most_are_shown(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "x: 1\n")
     rewards: list[tuple[float | None, ...]] = [(0.5, 0.5), (0.0, 1.0), (None, None), (0.2, 0.6), (0.1, 0.9)]
-    folder.write_rollouts(1, [group(i, r) for i, r in enumerate(rewards)], {})
+    folder.write_rollouts(1, [group(i, r) for i, r in enumerate(rewards)])
     groups = gather(folder.paths)["rollouts"][0]["groups"]
     assert [g["slot"] for g in groups] == [1, 3, 4]
     first = groups[0]
@@ -155,7 +161,7 @@ def test_the_groups_that_differ_most_are_shown(tmp_path: Path) -> None:
 
 def test_completions_beyond_the_eighth_are_counted(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "x: 1\n")
-    folder.write_rollouts(1, [group(0, tuple(float(g) for g in range(10)))], {})
+    folder.write_rollouts(1, [group(0, tuple(float(g) for g in range(10)))])
     (shown,) = gather(folder.paths)["rollouts"][0]["groups"]
     assert (len(shown["completions"]), shown["left_out"]) == (8, 2)
     assert "and 2 more in the rollout log" in write_report(folder.paths).read_text()

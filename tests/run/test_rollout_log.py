@@ -22,6 +22,8 @@ def group(
     image: Image.Image | None = RED,
     columns: dict[str, Any] | None = None,
     content: list[dict[str, Any]] = QUESTION,
+    parts: dict[str, list[float | None]] | None = None,
+    extra: dict[str, list[Any]] | None = None,
 ) -> Group:
     """A group of two: the first right, the second cut off."""
     images = () if image is None else (image,)
@@ -31,13 +33,14 @@ def group(
         Completion((7, 8), (-0.5, -0.25), "red", "stop", 41, ((0, 3),)),
         Completion((7, 9, 9), (-0.5, -1.0, -1.0), "blue 🙂", "length", 42, ((0, 3), (2, 4))),
     )
-    return Group(slot, prompt, completions, (1.0, None), (0.75, 0.0))
+    return Group(slot, prompt, completions, (1.0, None), (0.75, 0.0), parts=parts or {}, extra=extra or {})
 
 
 def test_a_row_tells_the_whole_story_of_a_completion(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    parts = {"exact": [1.0, 0.0], "iou": [None, None]}
-    file = write_rollouts(paths, 12, [group(5, columns={"answer": "red"})], parts, {"parsed": ["red", None]})
+    parts: Any = {"exact": [1.0, 0.0], "iou": [None, None]}
+    scored = group(5, columns={"answer": "red"}, parts=parts, extra={"parsed": ["red", None]})
+    file = write_rollouts(paths, 12, [scored])
     assert file == tmp_path / "rollouts" / "step-000012.jsonl"
     first, second = read_rollouts(paths, 12)
     (name,) = first.pop("images")
@@ -67,7 +70,8 @@ def test_a_row_tells_the_whole_story_of_a_completion(tmp_path: Path) -> None:
 
 
 def test_parts_are_read_group_after_group(tmp_path: Path) -> None:
-    write_rollouts(RunPaths(tmp_path), 1, [group(0), group(3)], {"exact": [0.1, 0.2, 0.3, 0.4]})
+    groups = [group(0, parts={"exact": [0.1, 0.2]}), group(3, parts={"exact": [0.3, 0.4]})]
+    write_rollouts(RunPaths(tmp_path), 1, groups)
     rows = read_rollouts(RunPaths(tmp_path), 1)
     assert [(r["slot"], r["generation"], r["parts"]["exact"]) for r in rows] == [
         (0, 0, 0.1),
@@ -78,10 +82,16 @@ def test_parts_are_read_group_after_group(tmp_path: Path) -> None:
     assert "extra" not in rows[0]
 
 
+def test_a_column_that_one_group_logged_is_null_for_the_others(tmp_path: Path) -> None:
+    write_rollouts(RunPaths(tmp_path), 1, [group(0), group(3, extra={"parsed": ["red", "blue"]})])
+    rows = read_rollouts(RunPaths(tmp_path), 1)
+    assert [r["extra"]["parsed"] for r in rows] == [None, None, "red", "blue"]
+
+
 def test_an_image_is_saved_once_and_told_apart_by_content(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    write_rollouts(paths, 1, [group(0), group(1), group(2, BLUE), group(3, None)], {})
-    write_rollouts(paths, 2, [group(0, RED.copy())], {})
+    write_rollouts(paths, 1, [group(0), group(1), group(2, BLUE), group(3, None)])
+    write_rollouts(paths, 2, [group(0, RED.copy())])
     images = [row["images"] for row in read_rollouts(paths, 1)]
     assert images[0] == images[2] != images[4]
     assert images[6] == []
@@ -92,7 +102,7 @@ def test_an_image_is_saved_once_and_told_apart_by_content(tmp_path: Path) -> Non
 
 def test_equal_bytes_of_another_shape_are_another_image(tmp_path: Path) -> None:
     wide, tall = Image.new("RGB", (8, 2)), Image.new("RGB", (2, 8))
-    write_rollouts(RunPaths(tmp_path), 1, [group(0, wide), group(1, tall)], {})
+    write_rollouts(RunPaths(tmp_path), 1, [group(0, wide), group(1, tall)])
     assert len(list((tmp_path / "rollouts" / "images").iterdir())) == 2
 
 
@@ -107,7 +117,7 @@ def test_columns_keep_what_can_be_read(tmp_path: Path) -> None:
         "nothing": None,
         "right": True,
     }
-    write_rollouts(RunPaths(tmp_path), 1, [group(0, columns=columns)], {})
+    write_rollouts(RunPaths(tmp_path), 1, [group(0, columns=columns)])
     assert read_rollouts(RunPaths(tmp_path), 1)[0]["columns"] == {
         "answer": "x" * 2000 + "…",
         "box": [0, 0, 10, 20],
@@ -118,19 +128,19 @@ def test_columns_keep_what_can_be_read(tmp_path: Path) -> None:
 
 def test_media_in_messages_is_left_to_the_images(tmp_path: Path) -> None:
     odd = group(0, content=[{"type": "image", "image": RED}, {"type": "text", "text": "?", "cache": {}}])
-    write_rollouts(RunPaths(tmp_path), 1, [odd], {})
+    write_rollouts(RunPaths(tmp_path), 1, [odd])
     (message,) = read_rollouts(RunPaths(tmp_path), 1)[0]["messages"]
     assert message["content"] == [{"type": "image"}, {"type": "text", "text": "?"}]
 
 
 def test_a_column_of_another_length_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'exact' has 3 values for the 2 completions of step 1"):
-        write_rollouts(RunPaths(tmp_path), 1, [group(0)], {"exact": [1.0, 1.0, 1.0]})
+    with pytest.raises(ValueError, match=r"'exact' has 3 values for the 2 completions of rows:0 in step 1"):
+        write_rollouts(RunPaths(tmp_path), 1, [group(0, parts={"exact": [1.0, 1.0, 1.0]})])
 
 
 def test_a_line_separator_in_a_text_breaks_no_line(tmp_path: Path) -> None:
     odd = group(0, columns={"answer": "one\u2028two\n\x85three"})
-    write_rollouts(RunPaths(tmp_path), 1, [odd], {})
+    write_rollouts(RunPaths(tmp_path), 1, [odd])
     assert [row["columns"]["answer"] for row in read_rollouts(RunPaths(tmp_path), 1)] == [
         "one\u2028two\n\x85three"
     ] * 2

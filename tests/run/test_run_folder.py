@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import stat
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from helpers.configs import small_config
+from safetensors import SafetensorError
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.run import environment
-from mm_grpo.run.atomic import atomic_folder, atomic_write
-from mm_grpo.run.environment import describe_environment
-from mm_grpo.run.folder import RunFolder
+from mm_grpo.run import folder as run_folder
+from mm_grpo.run.folder import RunFolder, inputs_of
 from mm_grpo.run.paths import RunPaths
 
 
@@ -48,7 +51,7 @@ def finished_run(path: Path) -> RunFolder:
 
 def test_a_new_run_has_its_config_and_its_environment(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "runs" / "a", "run:\n  seed: 3\n")
-    assert names(tmp_path / "runs" / "a") == ["config.yaml", "environment.json"]
+    assert names(tmp_path / "runs" / "a") == ["config.yaml", "environment.json", "mm_grpo_run.json"]
     assert (tmp_path / "runs" / "a" / "config.yaml").read_text() == "run:\n  seed: 3\n"
 
 
@@ -97,11 +100,122 @@ def test_a_run_that_never_took_a_step_is_no_run(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").read_text() == "x: 2\n"
 
 
-def test_a_folder_of_somebody_else_is_no_run_and_keeps_its_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "file", ["model/precious", "config.yaml", "checkpoints/mine/weights", "rollouts/a.txt", "metrics.jsonl"]
+)
+def test_somebody_elses_files_are_not_touched(file: str, overwrite: bool, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / file).write_text("mine")
+    before = names(tmp_path)
+    for resume in (False, True):
+        with pytest.raises(ConfigError) as caught:
+            RunFolder.prepare(tmp_path, overwrite=overwrite, resume=resume)
+    name = file.split("/")[0] + "/" * ("/" in file)
+    assert str(caught.value) == (
+        f"run.dir = '{tmp_path}' holds {name}, and no mm_grpo_run.json, the mark of a run folder: somebody else's "
+        "files are neither written over nor removed. Name another folder with run.dir=...; if an mm_grpo without marks "
+        f"made this run, mark it: touch {tmp_path}/mm_grpo_run.json"
+    )
+    assert names(tmp_path) == before and (tmp_path / file).read_text() == "mine"
+    RunFolder.prepare(tmp_path / "new", overwrite=overwrite)
+
+
+def test_what_no_run_wrote_in_a_run_folder_is_not_touched(tmp_path: Path) -> None:
+    """A run without a model, and then the user's own weights in model/."""
+    RunFolder.prepare(tmp_path, writes=["checkpoints"]).start("x: 1\n")
+    (tmp_path / "summary.json").write_text("{}")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "precious").touch()
-    RunFolder.create(tmp_path, "x: 1\n", overwrite=True)
-    assert names(tmp_path) == ["config.yaml", "environment.json", "model", "model/precious"]
+    with pytest.raises(
+        ConfigError, match=r"holds model/, which no run wrote: .*\. Move them, or name another"
+    ):
+        RunFolder.prepare(tmp_path, overwrite=True)
+    RunFolder.prepare(tmp_path, overwrite=True, writes=[]).start("x: 2\n")
+    assert (tmp_path / "model" / "precious").exists() and not (tmp_path / "summary.json").exists()
+
+
+def test_a_mark_beside_files_of_the_user_says_what_the_run_writes(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    RunFolder.prepare(tmp_path, writes=["checkpoints"]).start("x: 1\n")
+    wrote = json.loads((tmp_path / "mm_grpo_run.json").read_text())["wrote"]
+    assert (
+        "checkpoints" in wrote
+        and "config.yaml" in wrote
+        and "model" not in wrote
+        and "notes.txt" not in wrote
+    )
+
+
+def test_an_old_run_folder_is_taken_up_when_it_is_marked_by_hand(tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    (tmp_path / "mm_grpo_run.json").write_bytes(b"")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        RunFolder.prepare(tmp_path)
+    RunFolder.create(tmp_path, "x: 2\n", overwrite=True)
+    assert not (tmp_path / "model").exists() and (tmp_path / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 1}', "hello"])
+def test_a_damaged_mark_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mm_grpo_run.json").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"mm_grpo_run.json is damaged .*empty that file, else name another folder"
+    ):
+        RunFolder.prepare(tmp_path, overwrite=True)
+
+
+def test_a_mark_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mm_grpo_run.json").write_text('{"format": 2}')
+    with pytest.raises(ConfigError, match=r"mm_grpo_run.json has format 2, and this version reads 1"):
+        RunFolder.prepare(tmp_path, overwrite=True)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from mm_grpo.run.claim import Claim
+claim = Claim(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"overwrite": True}, {"resume": True}], ids=["new", "overwrite", "resume"]
+)
+def test_two_runs_at_once_are_refused(given: dict[str, bool], tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        words = rf"a run is going on there \(process {other.pid} on \S+\); wait for its end or end it, or name another"
+        with pytest.raises(ConfigError, match=words):
+            RunFolder.prepare(tmp_path, **given)
+        with pytest.raises(ConfigError, match=words):
+            RunFolder(tmp_path, **given).start("x: 1\n")
+        other.kill()
+    folder = RunFolder.prepare(tmp_path, **given)  # a killed process holds nothing
+    with folder.claim():
+        folder.start("x: 1\n")
+        with pytest.raises(ConfigError, match=rf"\(process {os.getpid()} on "):
+            RunFolder.prepare(tmp_path, **given)
+    known = json.loads((tmp_path / "mm_grpo_run.json").read_text())
+    assert known["format"] == 1 and "host" not in known and "pid" not in known
+
+
+def test_a_fork_does_not_keep_the_lock(tmp_path: Path) -> None:
+    ready, there = os.pipe()
+    with RunFolder.prepare(tmp_path).claim():
+        pid = os.fork()
+        if not pid:
+            os.write(there, b"x")
+            time.sleep(60)
+            os._exit(0)
+        os.read(ready, 1)
+    try:
+        RunFolder.prepare(tmp_path)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path) -> None:
@@ -110,6 +224,7 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path) ->
     assert names(tmp_path) == [
         "config.yaml",
         "environment.json",
+        "mm_grpo_run.json",
         "notes.txt",
         "rollouts",
         "rollouts/images",
@@ -131,15 +246,43 @@ def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> N
     assert names(elsewhere) == ["config.json"]
 
 
-def test_overwrite_does_not_remove_what_the_new_run_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given", [{}, {"overwrite": True}, {"resume": True}], ids=["new", "overwrite", "resume"]
+)
+def test_what_a_run_reads_may_not_lie_in_its_folder(given: dict[str, bool], tmp_path: Path) -> None:
     finished_run(tmp_path)
+    inputs = [("model.path", "Qwen/Qwen2.5-VL-3B-Instruct"), ("data.train", tmp_path / "rows.jsonl")]
     with pytest.raises(ConfigError) as caught:
-        RunFolder.prepare(tmp_path, overwrite=True, reads=["Qwen/Qwen2.5-VL-3B-Instruct", tmp_path / "model"])
+        RunFolder.prepare(tmp_path, inputs=inputs, **given)
     assert str(caught.value) == (
-        f"run.overwrite = true would remove '{tmp_path}/model', which this run reads;"
-        f" name another folder than run.dir = '{tmp_path}'"
+        f"data.train = '{tmp_path}/rows.jsonl' lies in run.dir = '{tmp_path}', where a run writes and removes files; "
+        "move it, or name another folder with run.dir=..."
     )
-    RunFolder.prepare(tmp_path, overwrite=True, reads=[tmp_path / "notes.txt"])
+
+
+def test_inputs_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "images"):
+        (tmp_path / name).mkdir()
+    for name in ("train.jsonl", "a.jsonl", "mine.py", "other.py", "given.jsonl"):
+        (tmp_path / name).touch()
+    config = small_config(
+        "base",
+        data={"train": "train.jsonl", "eval": {"a": "a.jsonl", "b": "gone.jsonl"}, "image_dir": "images"},
+        rewards=["exact_match", "mine.py:f", {"name": "other.py:f", "weight": 2}],
+    )
+    assert inputs_of(config) == [
+        ("model.path", "base"),
+        ("data.train", "train.jsonl"),
+        ("data.eval.a", "a.jsonl"),
+        ("data.image_dir", "images"),
+        ("rewards", "mine.py"),
+        ("rewards", "other.py"),
+    ]
+    given = {"train": tmp_path / "given.jsonl", "eval": [{"prompt": "x"}], "rewards": [len]}
+    assert inputs_of(config, **given) == [
+        ("model.path", "base"), ("data.train", tmp_path / "given.jsonl"), ("data.image_dir", "images"),
+    ]  # fmt: skip
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
@@ -195,85 +338,59 @@ def test_cut_after_forgets_the_later_steps(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
-def test_the_environment_tells_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/home/ada/.venv/bin/mm-grpo", "train", "a.yaml"])
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    found = describe_environment()
-    assert found["command"] == ["mm-grpo", "train", "a.yaml"]
-    assert found["mm_grpo"] == "0.1.0"
-    assert found["packages"]["torch"].startswith("2.")
-    assert found["cpus"] >= 1
-    assert "hf_secret" not in json.dumps(found) and "ada" not in json.dumps(found)
+def log_of(*steps: int) -> bytes:
+    return b"".join(b'{"step": %d, "reward": 0.5}\n' % step for step in steps)
 
 
-def test_gpus_are_read_from_the_driver(tmp_path: Path) -> None:
-    for card in ("0000:01:00.0", "0000:02:00.0"):
-        (tmp_path / card).mkdir()
-        (tmp_path / card / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 5\n")
-    assert environment._gpus(tmp_path) == ["NVIDIA H200", "NVIDIA H200"]
-    assert environment._gpus(tmp_path / "none") == []
-
-
-def test_atomic_write_replaces_the_file_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (log_of(0, 1, 2), None),
+        (log_of(0, 1, 2, 3), "1 lines after step 2 are cut"),
+        (log_of(0, 1, 2) + b'{"step": 3, "rew', "1 lines after step 2 are cut"),
+        (log_of(0, 1, 2) + b"junk\n\x00\xff\n", "2 lines after step 2 are cut"),
+        (log_of(0, 2, 3), "is not what the run wrote up to step 2; it was put back from the checkpoint"),
+        (log_of(0, 1) + b'{"step": 2, "rew', "is not what the run wrote up to step 2"),
+        (b"junk\n" + log_of(0, 1, 2), "is not what the run wrote up to step 2"),
+        (b"", "is not what the run wrote up to step 2"),
+        (None, "metrics.jsonl is gone; it was put back from the checkpoint of step 2"),
+    ],
+)
+def test_a_damaged_log_is_mended_from_the_checkpoint(
+    found: bytes | None, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = tmp_path / "a.txt"
-    atomic_write(file, "größer\n")
-    assert file.read_bytes() == "größer\n".encode()
-    atomic_write(file, "half \ud800\n")
-    assert file.read_bytes() == b"half ?\n"
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        atomic_write(file, b"new")
-    assert file.read_bytes() == b"half ?\n"
-    assert names(tmp_path) == ["a.txt"]
+    folder = RunFolder.create(tmp_path, "x: 1\n")
+    if found is not None:
+        (tmp_path / "metrics.jsonl").write_bytes(found)
+    folder.cut_after(2, log_of(0, 1, 2))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == log_of(0, 1, 2)
+    assert (said in caplog.text) if said else not caplog.records
+    folder.append_metrics(3, {"reward": 0.25})
 
 
-def test_atomic_write_leaves_the_usual_permissions(tmp_path: Path) -> None:
-    mask = os.umask(0o022)
-    try:
-        atomic_write(tmp_path / "a", b"", durable=False)
-    finally:
-        os.umask(mask)
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o644
-
-
-def test_replace_folder_swaps_and_keeps_the_old_one_on_failure(tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_are_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = RunFolder.create(tmp_path, "x: 1\n")
 
-    def first(path: Path) -> None:
-        (path / "weights").write_text("1")
-        (path / "extra").touch()
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def second(path: Path) -> None:
-        (path / "weights").write_text("2")
+    monkeypatch.setattr(run_folder.MetricsLog, "append", full)
+    monkeypatch.setattr(run_folder, "write_rollouts", full)
+    monkeypatch.setattr(run_folder, "write_report", full)
+    for write, what in ((folder.append_metrics, "metrics.jsonl"), (folder.write_rollouts, "the rollouts")):
+        with pytest.raises(ConfigError) as caught:
+            write(1, [])  # type: ignore[operator]
+        assert str(caught.value) == (
+            f"run.dir = '{tmp_path}': {what} cannot be written (No space left on device); what was written before is "
+            "whole. Make room or let it be written, and go on with --resume"
+        )
 
-    folder.replace_folder("model", first)
-    folder.replace_folder("model", second)
-    assert names(tmp_path / "model") == ["weights"]
-    assert (tmp_path / "model" / "weights").read_text() == "2"
+    def serialize(path: Path) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    def broken(path: Path) -> None:
-        (path / "weights").write_text("3")
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        folder.replace_folder("model", broken)
-    assert (tmp_path / "model" / "weights").read_text() == "2"
-    assert names(tmp_path) == ["config.yaml", "environment.json", "model", "model/weights"]
-
-
-def test_a_swap_that_was_killed_half_way_is_mended(tmp_path: Path) -> None:
-    (tmp_path / ".model.old").mkdir()
-    (tmp_path / ".model.old" / "weights").write_text("1")
-
-    def broken(path: Path) -> None:
-        raise RuntimeError("again")
-
-    with pytest.raises(RuntimeError, match="again"):
-        atomic_folder(tmp_path / "model", broken)
-    assert names(tmp_path) == ["model", "model/weights"]
+    with pytest.raises(ConfigError, match=r"model/ cannot be written \(Error while serializing.*os error 28"):
+        folder.replace_folder("model", serialize)
+    assert folder.write_report() is None
+    assert "report.html cannot be written (OSError: [Errno 28] No space left on device)" in caplog.text

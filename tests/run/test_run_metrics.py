@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from mm_grpo.errors import DataError
-from mm_grpo.run.metrics import MetricsLog, read_metrics
+from mm_grpo.run.metrics import MetricsLog, read_metrics, read_summary, write_summary
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.summary import read_summary, write_summary
 
 SUMMARY = {"accuracy_before": 0.25, "accuracy_after": 0.5, "seconds": 12.5, "steps": 60, "eval": {}}
 

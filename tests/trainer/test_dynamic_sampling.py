@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import ROWS, config_for, rollouts_of, rows_of
+from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.data.order import PromptOrder
@@ -27,15 +27,16 @@ def always_flat(completion: str) -> float:
 
 def run(path: Path, folder: Path, reward: Any, **rollout: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     seen: list[Any] = []
-    config = config_for(path, folder, rollout=ROLLOUT | rollout, run={"max_steps": 2})
+    run = {"max_steps": 2, "guards": {"no_update": "warn"}}
+    config = config_for(path, folder, rollout=ROLLOUT | rollout, run=run)
     trainer = GRPOTrainer(config, train=ROWS_THAT_DIFFER, rewards=[reward])
-    step = trainer.learner.step
+    step = trainer.learner.update
 
     def noted(groups: Any) -> Any:
         seen.append(groups)
         return step(groups)
 
-    trainer.learner.step = noted  # type: ignore[method-assign]
+    trainer.learner.update = noted  # type: ignore[method-assign]
     trainer.train()
     return rows_of(folder), seen
 
@@ -117,10 +118,11 @@ def test_replacements_that_are_all_too_long_leave_the_groups_they_were_for(
         tmp_path / "r",
         data={"max_prompt_length": 200, "on_overlong": "drop"},
         rollout=ROLLOUT | {"prompts_per_step": 1, "max_attempts": 2},
-        run={"max_steps": 1, "seed": 7},
+        run={"max_steps": 1, "seed": 7, "guards": {"no_update": "warn"}},
     )
     GRPOTrainer(config, train=rows, rewards=[flat]).train()
     assert asked == [3]  # no reward is asked about nothing
     (metrics,) = rows_of(tmp_path / "r")
     assert (metrics["dynamic_sampling/attempts"], metrics["dynamic_sampling/replaced"]) == (2, 0)
+    assert metrics["prompts/dropped"] == 1
     assert {r["uid"] for r in rollouts_of(tmp_path / "r", 1)} == {f"train:{first}"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import ROWS, config_for, rows_of, vowels
+from helpers.small_runs import ROWS, config_for, rows_of, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.errors import ConfigError
@@ -29,8 +29,8 @@ def test_it_moves_every_so_many_steps_and_resumes_as_it_was(models: dict[str, Pa
     seen: list[torch.Tensor] = []
     step = whole._step
 
-    def noted(number: int, folder: object) -> dict[str, float]:
-        metrics = step(number, folder)  # type: ignore[arg-type]
+    def noted(number: int) -> dict[str, float]:
+        metrics = step(number)
         seen.append(some.detach().clone())
         return metrics
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import ROWS, config_for, rollouts_of, rows_of, vowels
+from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of, vowels
 
 from mm_grpo import GRPOTrainer
 
@@ -22,7 +22,7 @@ def test_advantages_are_those_of_rewards_less_the_kl(models: dict[str, Path], tm
     )
     trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
     kept: list[list[tuple[float, ...]]] = []
-    step = trainer.learner.step
+    step = trainer.learner.update
 
     def noted(groups: object) -> object:
         kept.append([  # before the update: log-ratios of the samples
@@ -36,7 +36,7 @@ def test_advantages_are_those_of_rewards_less_the_kl(models: dict[str, Path], tm
         ])  # fmt: skip
         return step(groups)  # type: ignore[arg-type]
 
-    trainer.learner.step = noted  # type: ignore[method-assign,assignment]
+    trainer.learner.update = noted  # type: ignore[method-assign,assignment]
     trainer.train()
     assert max(abs(x) for group in kept[0] for x in group) < 1e-4  # the policy is its reference at first
     second, tokens = kept[1], 0

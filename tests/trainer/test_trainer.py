@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import HELDOUT, ROWS, config_for, rollouts_of, rows_of, vowels
+from helpers.small_runs import HELDOUT, ROWS, config_for, rollouts_of, rows_of, vowels
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mm_grpo import GRPOConfig, GRPOTrainer
@@ -33,10 +33,13 @@ def finished(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 def test_a_run_leaves_everything_that_is_promised(finished: Path) -> None:
     names = {p.name for p in finished.iterdir()}
     expected = {"config.yaml", "environment.json", "metrics.jsonl", "rollouts", "model"}
-    assert names == expected | {"summary.json", "report.html"}
+    assert names == expected | {"summary.json", "report.html", "mm_grpo_run.json"}
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["seconds"] > 0
-    assert 0 <= summary["accuracy_before"] <= 1 and summary["eval"]["eval"]["rows"] == 3
+    assert summary["headline"] == "mean reward" and summary["accuracy_before"] is None
+    assert (
+        summary["score_before"] == summary["eval"]["eval"]["before"] and summary["eval"]["eval"]["rows"] == 3
+    )
     assert GRPOConfig.from_yaml(finished / "config.yaml").run.seed == 5
     described = json.loads((finished / "environment.json").read_text())["rewards"]
     assert described[0]["name"] == "vowels" and len(described[0]["sha256"]) == 64
@@ -44,7 +47,8 @@ def test_a_run_leaves_everything_that_is_promised(finished: Path) -> None:
 
 def test_metrics_have_trls_names_and_honest_values(finished: Path) -> None:
     rows = rows_of(finished)
-    assert [r["step"] for r in rows] == [1, 2, 3]
+    assert [r["step"] for r in rows] == [0, 1, 2, 3]
+    rows = rows[1:]
     for row in rows:
         for key in (
             "reward", "reward_std", "frac_reward_zero_std", "rewards/vowels/mean", "rewards/vowels/std",
@@ -130,7 +134,7 @@ def test_long_prompts_are_refused_or_dropped_and_never_cut(models: dict[str, Pat
         {"prompt": "tiny"},
         {"prompt": "s"},
     ]
-    limits = {"max_prompt_length": 120}
+    limits = {"max_prompt_length": 120, "text_only": True}
     config = config_for(models["qwen2_vl"], tmp_path / "a", data=limits)
     with pytest.raises(
         DataError, match=r"train:1: the prompt has 2\d\d tokens, and data.max_prompt_length allows 120"
@@ -215,14 +219,14 @@ def test_an_optimizer_that_holds_other_tensors_is_stopped(models: dict[str, Path
 
 def test_a_folder_that_holds_a_run_is_not_written_over(finished: Path, models: dict[str, Path]) -> None:
     before = (finished / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"already holds a run \(3 rows in metrics.jsonl"):
+    with pytest.raises(ConfigError, match=r"already holds a run \(4 rows in metrics.jsonl"):
         GRPOTrainer(config_for(models["qwen2_5_vl"], finished), train=ROWS, rewards=[vowels])
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
 def test_one_pass_over_the_data_is_the_default_length(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["qwen2_vl"], tmp_path / "r", run={"max_steps": None})
-    assert GRPOTrainer(config, train=ROWS, rewards=[vowels]).max_steps == 2  # 6 rows, 4 a step
+    assert GRPOTrainer(config, train=ROWS, rewards=[vowels]).plan.max_steps == 2  # 6 rows, 4 a step
     late = config_for(models["qwen2_vl"], tmp_path / "r", run={"max_steps": None}, optim={"warmup_steps": 3})
     with pytest.raises(ConfigError, match=r"optim.warmup_steps = 3: the run makes 2 updates"):
         GRPOTrainer(late, train=ROWS, rewards=[vowels])
@@ -236,8 +240,8 @@ def test_datasets_are_rows_too(models: dict[str, Path], tmp_path: Path) -> None:
         for r in ROWS
     ]
     dataset = datasets.Dataset.from_list(rows)
-    config = config_for(models["qwen2_5_vl"], tmp_path / "r", rewards=["exact_match"], run={"max_steps": 1})
-    GRPOTrainer(config, train=dataset).train()
+    config = config_for(models["qwen2_5_vl"], tmp_path / "r", run={"max_steps": 1})
+    GRPOTrainer(config, train=dataset, rewards=[vowels]).train()
     assert len(rollouts_of(tmp_path / "r", 1)[0]["images"]) == 1
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import HELDOUT, ROWS, config_for, rows_of, vowels
+from helpers.small_runs import HELDOUT, ROWS, config_for, rows_of, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.errors import ConfigError

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.configs import small_config
 
-from mm_grpo import GRPOConfig, GRPOTrainer, trainer
+from mm_grpo import GRPOTrainer, trainer
 from mm_grpo.data.shapes import shapes_rows
-from mm_grpo.run.evaluation import Best, Evaluation, better
+from mm_grpo.rollout.evaluate import Best, Evaluation, better
 
 ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
 HELDOUT = {"first": ROWS[:1], "second": ROWS[1:2]}
@@ -19,7 +20,7 @@ ACCURACIES = {0: 0.2, 1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.3}
 
 
 def test_better() -> None:
-    found = {"a": Evaluation(0.5, 0.0, 4), "b": Evaluation(1.0, 0.0, 4)}
+    found = {"a": Evaluation(None, 0.5, 4, 0.5), "b": Evaluation(None, 1.0, 4, 1.0)}
     assert better(None, found, 0) == Best(0.5, 0)
     assert better(Best(0.4, 1), found, 3) == Best(0.5, 3)
     assert better(Best(0.5, 1), found, 3) == Best(0.5, 1)  # the earlier of equals
@@ -30,21 +31,12 @@ def test_better() -> None:
 def run(
     model: Path, folder: Path, steps: int, resume: bool = False, heldout: Any = HELDOUT
 ) -> dict[str, Any]:
-    config = GRPOConfig.from_dict(
-        {
-            "model": {"path": str(model)},
-            "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3},
-            "optim": {"learning_rate": 1e-3},
-            "run": {
-                "dir": str(folder),
-                "max_steps": steps,
-                "eval_every": 1 if heldout else 0,
-                "save_every": 1,
-                "keep_checkpoints": 1,
-                "report": False,
-                "save_model": False,
-            },
-        }
+    run = {"max_steps": steps, "eval_every": 1 if heldout else 0, "save_every": 1, "keep_checkpoints": 1}
+    config = small_config(
+        model,
+        folder,
+        rollout={"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3},
+        run={**run, "report": False, "save_model": False},
     )
     made = GRPOTrainer(
         config, train=ROWS, eval=heldout, rewards=[lambda completion: len(completion)], resume=resume
@@ -67,27 +59,28 @@ def test_the_best_is_kept_over_a_resume(
 ) -> None:
     sets = iter(range(1000))
 
-    def evaluate(*given: Any) -> Evaluation:
+    def evaluate(*given: Any, **part: Any) -> Evaluation:
         step = given[5]
-        return Evaluation(ACCURACIES[step] if next(sets) % 2 == 0 else 1.0, 0.0, 1)
+        score = ACCURACIES[step] if next(sets) % 2 == 0 else 1.0
+        return Evaluation(score, 0.0, 1, score)
 
     monkeypatch.setattr(trainer, "evaluate", evaluate)
     model = models["qwen2_5_vl"]
     summary = run(model, tmp_path / "run", 3)
-    assert (summary["accuracy_best"], summary["best_step"], summary["accuracy_after"]) == (0.9, 2, 0.9)
+    assert (summary["score_best"], summary["best_step"], summary["score_after"]) == (0.9, 2, 0.9)
     assert kept(tmp_path / "run") == ["step-000002", "step-000003"]
-    assert extra_of(tmp_path / "run", 3)["best"] == {"accuracy": 0.9, "step": 2}
+    assert extra_of(tmp_path / "run", 3)["best"] == {"score": 0.9, "step": 2}
 
     run(model, tmp_path / "run", 5, resume=True)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["accuracy_best"], summary["best_step"]) == (0.9, 2)
-    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.2, 0.3)
+    assert (summary["score_best"], summary["best_step"]) == (0.9, 2)
+    assert (summary["score_before"], summary["score_after"]) == (0.2, 0.3)
     assert kept(tmp_path / "run") == ["step-000002", "step-000005"]
-    assert extra_of(tmp_path / "run", 5)["best"] == {"accuracy": 0.9, "step": 2}
+    assert extra_of(tmp_path / "run", 5)["best"] == {"score": 0.9, "step": 2}
 
 
 def test_without_evaluations_there_is_no_best(models: dict[str, Path], tmp_path: Path) -> None:
     summary = run(models["qwen2_5_vl"], tmp_path / "run", 2, heldout=None)
-    assert summary["accuracy_best"] is None and summary["best_step"] is None
+    assert summary["score_best"] is None and summary["best_step"] is None
     assert kept(tmp_path / "run") == ["step-000002"]
     assert extra_of(tmp_path / "run", 2)["best"] is None

@@ -1,18 +1,19 @@
-"""The rewards that ship with mm_grpo, one file each. docs/rewards.md lists them with their options.
+"""The rewards that ship with mm_grpo, one subject a file. docs/rewards.md lists them with their options.
 
-    text        exact_match, choice, format, contains, json_schema
-    numbers     math (maths.py), numeric, count
-    vision      iou, giou, box_match, point_in_box, mask_iou
-    documents   anls, edit_similarity, chart_relaxed, table_f1
-    shaping     length, soft_overlong, cosine_length, repetition_penalty, language
-    models      judge, reward_model
+- `text.py`          exact_match, contains, choice, anls, edit_similarity
+- `numeric.py`       numeric, count, chart_relaxed; numbers in digits and words
+- `maths.py`         math
+- `grounding.py`     iou, giou, box_match, point_in_box
+- `boxes.py`         boxes and points in a text, coordinate spaces
+- `masks.py`         mask_iou
+- `documents.py`     json_schema, table_f1
+- `shaping.py`       format, length, soft_overlong, cosine_length, repetition_penalty, language
+- `judge.py`         judge, with `chat.py`, the client of its server
+- `reward_model.py`  reward_model
+- `answers.py`       where the final answer stands, gold answers, normal forms of texts
+- `libraries.py`     packages that only some rewards need
 
-What several share: `answers.py` (where the final answer stands), `numerals.py` (numbers in text), `boxes.py`
-(boxes, points, coordinate systems), `masks.py`, `tables.py`, `assignment.py` (one-to-one matching),
-`chat.py` (asking a server) and `libraries.py` (packages that only some need).
-
-To add one: a file here whose docstring gives units, range, edge cases, the data it serves and a
-doctest; its name in `registry.BUILTINS`; a test of its boundaries; then `python docs/make_rewards.py`.
-Every one takes time linear in the length of the completion, but for edit distances, which have short
-golds or fast code.
+To add one: a function whose docstring gives units, range, edge cases, the data it serves and a doctest; its name in
+`registry.BUILTINS`; a test of its boundaries; then `python docs/make_rewards.py`. Every one takes time linear in
+the length of the completion, but for edit distances, which have short golds or fast code.
 """

@@ -1,6 +1,6 @@
-"""Boxes and points: how they are read from a text, which pixels they count, and how far two overlap.
+"""Boxes and points: reading them from a text, converting them between coordinate spaces, overlaps of two.
 
-A space says what coordinates count:
+The spaces, and what a coordinate counts in each:
 
 - `pixel`       pixels of the image as the model saw it, after our resizing (Qwen2.5-VL)
 - `original`    pixels of the image as the dataset holds it, upright; where most gold boxes live

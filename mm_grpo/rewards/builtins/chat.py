@@ -1,24 +1,26 @@
-"""Asking a model behind an OpenAI-compatible endpoint: one request, its retries, and no key in any message.
+"""Client of an OpenAI-compatible server: `ask` sends one chat request and gives the text of the answer.
 
-`ask` posts a chat request and gives the text of the answer. It tries again, with doubling waits, when the
-server cannot be reached, breaks off, takes too long, or answers 408, 429 or 5xx, and waits as long as
-a Retry-After header says; a 429 holds back all requests to that server. Other answers are a mistake in
-the settings and are raised at once.
+The `openai` package sends it. Its own retries are off, for `ask` does more: a try is bounded as a whole (some servers
+send blank lines while a request waits, which no read time-out ends), a 429 holds back every request to that server,
+and an answer that is no chat completion is asked for again. Tried again, with doubling waits or as long as a
+Retry-After header says, is what may pass: no connection, a broken one, a time-out, 408, 409, 425, 429 and 5xx. Other
+answers are a mistake in the settings and are raised at once.
 
-The key lives in an environment variable and is read while a request is sent: it is in no variable of
-ours, and it is cut out of whatever the server echoes.
+The key is read from its environment variable for each request, is in no variable of ours, and is cut out of
+whatever the server echoes. Proxies of the environment (HTTPS_PROXY, NO_PROXY) are used, but never for this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import email.utils
+import ipaddress
 import os
 import random
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,18 +29,21 @@ from mm_grpo.rewards.builtins.libraries import library
 
 FIRST_WAIT = 0.5  # seconds before the second try; each further wait is twice the one before
 LONGEST_WAIT = 60.0  # seconds; a server that asks for more is not waited for
-_PASSING = frozenset((408, 425, 429, 500, 502, 503, 504, 529))
+_PASSING = frozenset((408, 409, 425, 429))  # and all from 500
 
 
 @dataclass
 class _Server:
-    """The HTTP client of one event loop, and until when each host asked to be left alone."""
+    """The client of one address and key, and until when (time.monotonic) the server asked to be left alone."""
 
     client: Any
-    quiet_until: dict[str, float] = field(default_factory=dict)
+    quiet_until: float = 0.0
 
 
-_SERVERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Server] = weakref.WeakKeyDictionary()
+# By event loop, for connections belong to the loop that they were made in.
+_SERVERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], _Server]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 async def ask(
@@ -48,116 +53,105 @@ async def ask(
 
     `seconds` bounds each of at most `attempts` tries. RewardError when none gave an answer.
     """
-    httpx = library("judge")
-    server = _server()
-    host, where = urlsplit(url).netloc.rpartition("@")[2], shown(url)
-    auth = _bearer(key_env)
+    openai = library("judge")
+    server, where = _server(url, key_env), shown(url)
+    create = server.client.chat.completions.with_raw_response.create
+    # Without a key of its own the client must send none: it would take OPENAI_API_KEY, whatever server this is.
+    headers = {"Authorization": openai.Omit()} if key_env is None else {}
     problem = ""
     for attempt in range(attempts):
-        await _quiet(server, host)
-        wait = (
-            FIRST_WAIT * 2**attempt * random.uniform(0.8, 1.2)
-        )  # spread, so that all do not come back at once
+        while (left := server.quiet_until - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+        status, asked = 0, None
+        # Nothing is raised in these handlers: the frames of `openai`, which hold the key, would hang on the error.
         try:
-            async with asyncio.timeout(seconds):  # httpx bounds each read, not the whole
-                response = await server.client.post(
-                    f"{url.rstrip('/')}/chat/completions", json=body, auth=auth, timeout=seconds
-                )
-        except (httpx.TransportError, TimeoutError) as error:
-            problem = f"{type(error).__name__}: {_redacted(str(error), key_env)}".rstrip(": ")
-        except httpx.InvalidURL as error:
-            raise RewardError(
-                f"{where}: {error}; set url to the base address, such as http://host:8000/v1"
-            ) from None
-        else:
-            if response.status_code == 200:
-                answer = _content(response)
-                if answer is not None:
-                    return answer
-                problem = f"an answer that is no chat completion: {_excerpt(response, key_env)}"
-            else:
-                problem = f"status {response.status_code}: {_excerpt(response, key_env)}"
-                if response.status_code not in _PASSING:
-                    raise RewardError(f"{where} answered with {problem}")
-                asked = _retry_after(response.headers.get("retry-after"))
-                if asked is not None and asked > LONGEST_WAIT:
-                    raise RewardError(f"{where} asks to come back in {asked:.0f} s ({problem})")
-                if asked is not None:
-                    wait = asked
-                if response.status_code == 429:
-                    until = time.monotonic() + wait
-                    server.quiet_until[host] = max(server.quiet_until.get(host, 0.0), until)
-        if attempt + 1 < attempts:
+            async with asyncio.timeout(seconds):
+                response = await create(**body, timeout=seconds, extra_headers=headers)
+            if (answer := _content(response)) is not None:
+                return answer
+            problem = f"an answer that is no chat completion: {_excerpt(response.text, key_env)}"
+        except openai.APIStatusError as error:
+            status, asked = error.status_code, _retry_after(error.response.headers.get("retry-after"))
+            problem = f"status {status}: {_excerpt(error.response.text, key_env)}"
+        except (openai.APIConnectionError, TimeoutError) as error:
+            cause = error if isinstance(error, TimeoutError) else error.__cause__ or error
+            problem = f"{type(cause).__name__}: {_redacted(str(cause), key_env)}".rstrip(": ")
+        if 0 < status < 500 and status not in _PASSING:
+            raise RewardError(f"{where} answered with {problem}")
+        if asked is not None and asked > LONGEST_WAIT:
+            raise RewardError(f"{where} asks to come back in {asked:.0f} s ({problem})")
+        # spread, so that not all come back at once
+        wait = FIRST_WAIT * 2**attempt * random.uniform(0.8, 1.2) if asked is None else asked
+        if status == 429:
+            server.quiet_until = max(server.quiet_until, time.monotonic() + wait)
+        elif attempt + 1 < attempts:
             await asyncio.sleep(wait)
     raise RewardError(f"{where} gave no answer in {attempts} tries of {seconds:g} s; the last: {problem}")
 
 
-def _server() -> _Server:
-    """The client of the running loop; HTTP clients belong to the loop they were made in."""
-    loop = asyncio.get_running_loop()
-    if loop not in _SERVERS:
-        httpx = library("judge")
-        # No connection outlives its request, so that none is left open when the loop ends.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        _SERVERS[loop] = _Server(httpx.AsyncClient(limits=limits))
-    return _SERVERS[loop]
+def _server(url: str, key_env: str | None) -> _Server:
+    """That of the running loop, with the key as the environment holds it now."""
+    servers = _SERVERS.setdefault(asyncio.get_running_loop(), {})
+    if (url, key_env) not in servers:
+        openai = library("judge")
+        http = openai.DefaultAsyncHttpxClient(
+            trust_env=not _is_this_machine(urlsplit(url).hostname or ""),
+            follow_redirects=False,
+            # No connection outlives its request, so that none is left open when the loop ends.
+            limits=type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=0),
+        )
+        client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
+        client.organization = client.project = None  # else those of OPENAI_ORG_ID and OPENAI_PROJECT_ID
+        servers[url, key_env] = _Server(client)
+    if key_env is not None:
+        _check_key(key_env)
+        servers[url, key_env].client.api_key = os.environ[key_env].strip()
+    return servers[url, key_env]
 
 
-async def _quiet(server: _Server, host: str) -> None:
-    while (left := server.quiet_until.get(host, 0.0) - time.monotonic()) > 0:
-        await asyncio.sleep(left)
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
-def _bearer(key_env: str | None) -> Any:
-    """What puts the key into a request as it is sent; None without a key."""
-    if key_env is None:
-        return None
-    key = os.environ.get(key_env, "").strip()
-    if not key:
+def _check_key(key_env: str) -> None:
+    """RewardError unless the variable holds a key. The key is in no local variable, for a traceback shows those."""
+    if not os.environ.get(key_env, "").strip():
         raise RewardError(
             f"the environment variable {key_env} is not set, and key_env says that it holds the key; set it, or "
             f"give key_env: null for a server without keys"
         )
-    if not (key.isascii() and key.isprintable()) or " " in key:
+    if not all("!" <= character <= "~" for character in os.environ[key_env].strip()):
         raise RewardError(
             f"the environment variable {key_env} holds no key: it has spaces or control characters"
         )
-    del key
-    variable = key_env
-
-    class Bearer(library("judge").Auth):  # type: ignore[misc]
-        def auth_flow(self, request: Any) -> Any:
-            request.headers["Authorization"] = "Bearer " + os.environ[variable].strip()
-            yield request
-
-    return Bearer()
 
 
 def _content(response: Any) -> str | None:
     try:
-        content = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
+        content = response.parse().choices[0].message.content
+    except (ValueError, AttributeError, IndexError, TypeError):
         return None
     return content if isinstance(content, str) else None
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds from now, from a number or a date."""
-    if not value:
-        return None
+    """Seconds from now, from a number or a date; None when it is neither."""
     try:
-        return max(0.0, float(value))
+        return max(0.0, float(value or ""))
     except ValueError:
         pass
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+        return max(0.0, email.utils.parsedate_to_datetime(value or "").timestamp() - time.time())
     except (ValueError, TypeError):
         return None
 
 
-def _excerpt(response: Any, key_env: str | None) -> str:
+def _excerpt(text: str, key_env: str | None) -> str:
     # redacted before it is cut: half a key is no key to the replacement
-    return " ".join(_redacted(response.text[:2000], key_env).split())[:200] or "nothing"
+    return " ".join(_redacted(text[:2000], key_env).split())[:200] or "nothing"
 
 
 def _redacted(text: str, key_env: str | None) -> str:

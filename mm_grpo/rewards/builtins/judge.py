@@ -1,6 +1,6 @@
-"""The reward `judge`: a model behind an OpenAI-compatible endpoint scores the answer, seeing the image.
+"""The reward `judge`: a model behind an OpenAI-compatible server scores the answer, and sees the image.
 
-The request and its retries are in `chat.py`; here are the question, the cache and the verdict.
+The client and its retries are in `chat.py`; here are the question, the cache and the verdict.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ async def judge(
     Returns a score in [0, 1]; None when the template asks for {answer} and the row has no gold answer.
     RewardError when no verdict came, which stops the run or masks the completion, as on_error says.
     ValueError for settings that mean nothing. For open answers that no rule can grade: LLaVA-Bench, MM-Vet.
-    Needs the package httpx.
+    Needs the package openai.
 
     >>> parse_verdict("It misses the cat. **Score:** 7.5", VERDICT, 0, 10)
     0.75

@@ -1,8 +1,8 @@
-"""The libraries that some built-ins use, imported when they first score.
+"""Optional libraries of the built-in rewards, imported when a reward first scores.
 
-`LIBRARIES` says which reward needs which; `require` is asked when a config names one, so that a missing
-package is told before a model is loaded, and `library` imports it. To add one: a line in the table, and
-the extra in pyproject.toml.
+`LIBRARIES` says which reward needs which; `require` is called when a config names a reward, so that a missing
+package fails before a model is loaded, and `library` imports it. To add one: a line in the table, and the extra
+in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ LIBRARIES = {
     "anls": ("rapidfuzz", "rapidfuzz", "text"),
     "edit_similarity": ("rapidfuzz", "rapidfuzz", "text"),
     "json_schema": ("jsonschema", "jsonschema", "json"),
-    "judge": ("httpx", "httpx", "judge"),
+    "judge": ("openai", "openai", "judge"),
+    "mask_iou": ("pycocotools", "pycocotools", "masks"),
     "math": ("math_verify", "math-verify", "math"),
 }
 

@@ -1,12 +1,69 @@
-"""The reward `numeric`: the answer is the gold number, within a tolerance."""
+"""Rewards for answers in numbers: `numeric`, `count` and `chart_relaxed`; and how numbers are read from a text.
+
+`numbers` finds those in digits: 1,234.5, 3.2e5, 3 × 10^5, 12 %, 1 1/2, \\frac{1}{2}, ½; `number_words` those in
+English words. Both take linear time: every repeat in a pattern is bounded or cannot fail after it. Expressions with
+variables or roots are for the reward `math` (`maths.py`).
+"""
 
 from __future__ import annotations
 
 import math
+import re
+import unicodedata
+from dataclasses import dataclass
 
-from mm_grpo.rewards.builtins.answers import Answer, boxed, final_part, gold_texts
-from mm_grpo.rewards.builtins.numerals import Number, clean, number_words, numbers
+from mm_grpo.rewards.builtins.answers import Answer, boxed, final_part, gold_texts, normalise
 from mm_grpo.rewards.registry import reward
+
+_THIN = "\u2009"  # how all spaces between thousands are written here
+_CLEAN = (
+    (re.compile(r"[−–﹣－](?=\s?[\d.\\(])"), "-"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"(?<=\d)(?:\\[,;:! ]|[\u00a0\u202f])(?=\d{3})"), _THIN),
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\\(?:left|right|displaystyle|[,;:!$]|[()\[\]])|\$"), ""),
+    (re.compile(r"\\[dtc]frac"), r"\\frac"),
+    (re.compile(r"\\frac\s?\{\s?(-?[\d.,]{1,40})\s?\}\s?\{\s?(-?[\d.,]{1,40})\s?\}"), r" \1/\2"),
+    (re.compile(r"\\frac\s?(\d)\s?(\d)"), r" \1/\2"),
+    (re.compile(r"\\(?:times|cdot)(?![A-Za-z])\s?"), "×"),
+    (re.compile(r"\^\s?\{?\\circ\}?"), "°"),
+    (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]{0,80})\}"), r" \1"),
+    (re.compile(r"[¼½¾⅐-⅞↉]"), lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/")),
+)
+_PLAIN = rf"(?:(?:\d{{1,3}}(?:[,{_THIN}]\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_NUMBER = re.compile(
+    rf"""(?:(?<![\w.)\]}}])(?P<sign>[-+])[ ]?)?
+    (?:(?P<whole>\d{{1,15}})[ ]{{1,2}}(?P<top>\d{{1,15}})/(?P<bottom>\d{{1,15}})(?![\d/])
+     |(?P<over>{_PLAIN})[ ]?/[ ]?(?P<under>-?{_PLAIN})
+     |(?P<plain>{_PLAIN})
+      (?:[eE](?P<e>[-+]?\d{{1,9}})(?!\w)|[ ]?[×x*][ ]?10[ ]?\^[ ]?\{{?(?P<power>[-+]?\d{{1,9}})\}}?)?)
+    (?:[ ]?(?P<scale>thousand|million|billion|trillion)\b)?
+    (?:[ ]?(?P<percent>%|per[ ]?cent\b))?
+    (?:[ ]?(?P<unit>[^\W\d_]{{1,20}}[²³]?(?:[/^][\w-]{{1,10}})?|°[CF]?|[€£¥]))?""",
+    re.VERBOSE,
+)
+_SCALES = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
+
+_UNITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+_TEENS = [
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_SMALL = {
+    **{word: ("unit", i) for i, word in enumerate(_UNITS)},
+    **{word: ("teen", i + 10) for i, word in enumerate(_TEENS)},
+    **{word: ("ten", 10 * i + 20) for i, word in enumerate(_TENS)},
+}
+_LARGE = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}
 
 
 @reward("numeric", needs=("answer",))
@@ -44,7 +101,7 @@ def numeric(
         raise ValueError(
             f"tolerance={tolerance}, absolute_tolerance={absolute_tolerance}; both must be finite and at least 0"
         )
-    golds = [_gold(text) for text in gold_texts(answer)]
+    golds = [_gold_number(text) for text in gold_texts(answer)]
     if not golds:
         return None
     given = last_number(completion)
@@ -77,7 +134,7 @@ def last_number(text: str) -> Number | None:
     return Number(float(words[-1])) if words else None
 
 
-def _gold(text: str) -> Number:
+def _gold_number(text: str) -> Number:
     part = final_part(text)
     inner = boxed(part)
     part = (part if inner is None else inner).strip()
@@ -98,3 +155,195 @@ def _readings(given: Number, gold: Number) -> list[tuple[float, float]]:
     if given.percent:
         return [(given.value, gold.value), (given.value / 100, gold.value)]
     return [(given.value, gold.value), (given.value, gold.value / 100)]
+
+
+@reward("count", needs=("answer",))
+def count(completion: str, answer: Answer, *, tolerance: int = 0) -> float | None:
+    r"""Whether the completion states the gold count.
+
+    The count is the last number in the last `\boxed{...}` of the final part (the last `<answer>` block,
+    else what follows `</think>`, else everything), else in the final part itself: digits, also with
+    separators for thousands, or English words ("twenty-three", "a dozen", "none") when there are no
+    digits. A fraction or a negative number is no count. `tolerance` is how far off a right answer may be.
+
+    Returns 1.0 or 0.0; None when the row has no gold answer. ValueError when the gold answer is no
+    count or the tolerance is negative. For CLEVR, SuperCLEVR, TallyQA and PixMo-Count.
+
+    >>> count("There are twelve sheep.", answer=12), count("<answer>13</answer>", answer="12")
+    (1.0, 0.0)
+    """
+    if tolerance < 0:
+        raise ValueError(f"tolerance={tolerance}; it is a number of things and must be at least 0")
+    golds = [_gold_count(text) for text in gold_texts(answer)]
+    if not golds:
+        return None
+    given = _count(completion)
+    return float(given is not None and any(abs(given - gold) <= tolerance for gold in golds))
+
+
+def _count(text: str) -> int | None:
+    found = last_number(text)
+    if found is None or found.percent or found.value < 0 or not found.value.is_integer():
+        return None
+    return int(found.value)
+
+
+def _gold_count(text: str) -> int:
+    gold = _count(text)
+    if gold is None:
+        raise ValueError(f"the gold answer {text[:80]!r} is no count, such as 3 or three")
+    return gold
+
+
+@reward("chart_relaxed", needs=("answer",))
+def chart_relaxed(
+    completion: str, answer: Answer, *, tolerance: float = 0.05, exact_years: bool = False
+) -> float | None:
+    """Whether the answer is the gold number within 5 %, or the gold text.
+
+    The rule of Masry et al., "ChartQA" (2022): when both are numbers and gold is not 0, right is
+    |given - gold| <= tolerance · |gold|; otherwise the texts must be equal, case aside. "12%" is the number
+    0.12, so it is not 12. Departures: commas between thousands and a leading $, € or £ are read past, and a
+    gold 0 asks for a number that is 0. By the published rule the year 2010 is right for 2015;
+    `exact_years` asks for whole numbers from 1500 to 2100 exactly.
+
+    The answer is the inside of the last `<answer>` block, else what follows `</think>`, else
+    everything, without the full stop or quotes around it. It must be nothing but the number or text.
+
+    Returns 1.0 or 0.0; None when the row has no gold answer. Several gold answers mean any of them.
+    ValueError when the tolerance is not in [0, 1). For ChartQA and PlotQA.
+
+    >>> chart_relaxed("<answer>104</answer>", answer="100"), chart_relaxed("106", answer="100")
+    (1.0, 0.0)
+    >>> chart_relaxed("<answer>Blue.</answer>", answer="blue")
+    1.0
+    """
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance={tolerance}; it is a share of the gold number, in [0, 1)")
+    golds = gold_texts(answer)
+    if not golds:
+        return None
+    given = normalise(final_part(completion))
+    return float(any(_matches(given, normalise(final_part(gold)), tolerance, exact_years) for gold in golds))
+
+
+def _matches(given: str, gold: str, tolerance: float, exact_years: bool) -> bool:
+    value, target = _plain_number(given), _plain_number(gold)
+    if value is None or target is None:
+        return bool(given) and given == gold
+    if exact_years and target.is_integer() and 1500 <= target <= 2100:
+        return value == target
+    return abs(value - target) <= tolerance * abs(target)
+
+
+def _plain_number(text: str) -> float | None:
+    """The text as a finite number; None when it is anything else."""
+    text = text.strip().lstrip("$€£").strip()
+    percent = text.endswith("%")
+    try:
+        value = float(text.rstrip("%").strip().replace(",", ""))
+    except ValueError:
+        return None
+    if not math.isfinite(value) or "_" in text:
+        return None
+    return value / 100 if percent else value
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in a text. `value` is as written (12 for "12 %"); `unit` is the word right after it, or "".
+
+    `span` is where it stands in the cleaned text: a number that covers all of it has nothing beside it.
+    """
+
+    value: float
+    percent: bool = False
+    unit: str = ""
+    span: tuple[int, int] = (0, 0)
+
+
+def clean(text: str) -> str:
+    r"""The text with LaTeX spacing and wrappers removed and fractions written a/b.
+
+    >>> clean(r"$-1\dfrac{1}{2}$ \text{cm}")
+    '-1 1/2  cm'
+    """
+    for pattern, replacement in _CLEAN:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def numbers(text: str) -> list[Number]:
+    r"""All finite numbers in digits, in order. A comma groups thousands; a decimal comma is not read.
+
+    >>> [n.value for n in numbers(r"1,234.5 and \frac{3}{4}, then -2 \times 10^{3} or 2 1/2")]
+    [1234.5, 0.75, -2000.0, 2.5]
+    >>> numbers("12.5 % of 3 cm")[0].percent, numbers("12.5 % of 3 cm")[1].unit
+    (True, 'cm')
+    """
+    found = []
+    for match in _NUMBER.finditer(clean(text)):
+        value = _value_of(match)
+        if value is not None and math.isfinite(value):
+            unit = match["unit"] or ""
+            found.append(Number(value, match["percent"] is not None, unit.casefold(), match.span()))
+    return found
+
+
+def number_words(text: str) -> list[int]:
+    """All numbers in English words, in order; "none" and "nothing" are 0.
+
+    >>> number_words("One hundred and five cats, twenty-three dogs, two dozen birds, none of them grey")
+    [105, 23, 24, 0]
+    """
+    found: list[int] = []
+    total, current, kind = 0, 0, ""  # kind is that of the last word: "" outside a number
+    for word in re.findall(r"[a-z]+|[^\sa-z-]", text.lower()):
+        if word in _SMALL:
+            new, value = _SMALL[word]
+            if kind in ("unit", "teen") or (kind == "ten" and new != "unit") or (kind and value == 0):
+                found.append(total + current)
+                total, current = 0, 0
+            current, kind = current + value, new
+        elif word in _LARGE and (kind or word in ("dozen", "hundred")):
+            size = _LARGE[word]
+            if current >= 100 if size < 1000 else 0 < total < 1000 * size:  # "a hundred hundred": two numbers
+                found.append(total + current)
+                total, current = 0, 0
+            if size >= 1000:
+                total, current = total + (current or 1) * size, 0
+            else:
+                current = (current or 1) * size
+            kind = "large"
+        elif word == "and" and kind == "large":
+            continue
+        else:
+            if kind:
+                found.append(total + current)
+            total, current, kind = 0, 0, ""
+            if word in ("none", "nothing"):
+                found.append(0)
+    return [*found, total + current] if kind else found
+
+
+def _value_of(match: re.Match[str]) -> float | None:
+    if match["whole"]:
+        top, bottom = float(match["top"]), float(match["bottom"])
+        value = float(match["whole"]) + top / bottom if bottom else None
+    elif match["over"]:
+        bottom = _plain(match["under"])
+        value = _plain(match["over"]) / bottom if bottom else None
+    else:
+        value = float(f"{_plain_text(match['plain'])}e{match['e'] or match['power'] or 0}")
+    if value is None:
+        return None
+    value *= _SCALES.get(match["scale"] or "", 1.0)
+    return -value if match["sign"] == "-" else value
+
+
+def _plain_text(text: str) -> str:
+    return text.replace(",", "").replace(_THIN, "")
+
+
+def _plain(text: str) -> float:
+    return float(_plain_text(text))

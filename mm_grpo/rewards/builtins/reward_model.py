@@ -91,9 +91,9 @@ def _loaded(model: str, device: str, dtype: str) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         network, info = AutoModelForSequenceClassification.from_pretrained(
-            model, dtype=dtype, output_loading_info=True
+            model, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise RewardError(

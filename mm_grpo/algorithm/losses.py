@@ -1,0 +1,243 @@
+"""Loss types: the loss of each token, and the weight with which it enters the loss of the update.
+
+    loss = sum over the update's tokens of  weight * token loss
+
+A loss type is a pair of functions in `LOSSES`: `weights(lengths, max_completion_length) -> [R]`, the weight of
+every token of completion r, from the token counts of all R completions of the update (0 for a masked one), and
+`token_loss(tokens, config) -> TokenLoss`. The weights count the whole update, so the loss is the same wherever its
+tokens are computed: packs, accumulation and processes cannot change it. `learner/loss.py` adds what all types
+share: corrections, the KL term and the entropy bonus.
+
+Axes: [M], M completion tokens, flat, in any order; [R], R completions. `completion_index` [M] names the
+completion of each token, and all tokens of a completion are among the M.
+
+A new type is one function, one line in `LOSSES` and one word in the config's `loss_type`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mm_grpo.config import AlgorithmConfig
+
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """M completion tokens: log-probabilities under the new and the old policy, advantage and completion, all [M].
+
+    `correction` [M] is the mismatch weight of learner against engine, None where there is none.
+    """
+
+    logp: Tensor
+    old_logp: Tensor
+    advantages: Tensor
+    completion_index: Tensor
+    correction: Tensor | None = None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.logp - self.old_logp
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Loss of each token [M], and which tokens [M] get no gradient: by the lower bound, the upper bound or `delta`."""
+
+    loss: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    capped: Tensor
+
+
+# importance weights ------------------------------------------------------------------------------
+
+
+def log_importance(log_ratio: Tensor, completion_index: Tensor, level: Level) -> Tensor:
+    """Log importance weights [M] from log-ratios [M]: how much more probable the new policy makes a token.
+
+    At token level the weight of a token is its own ratio. At sequence level (GSPO, Zheng et al. 2025,
+    arXiv:2507.18071) every token of a completion has the completion's length-normalised ratio, the exponential
+    of the mean log-ratio. Gradients flow through both.
+    """
+    return log_ratio if level == "token" else sequence_mean(log_ratio, completion_index)
+
+
+def sequence_sum(values: Tensor, completion_index: Tensor) -> Tensor:
+    """For each token [M], the sum of `values` [M] over its completion."""
+    _, index = torch.unique(completion_index, return_inverse=True)
+    sums = values.new_zeros(int(index.max()) + 1).index_add(0, index, values)
+    return sums[index]
+
+
+def sequence_mean(values: Tensor, completion_index: Tensor) -> Tensor:
+    """For each token [M], the mean of `values` [M] over its completion."""
+    return sequence_sum(values, completion_index) / sequence_sum(torch.ones_like(values), completion_index)
+
+
+# the loss of a token -----------------------------------------------------------------------------
+
+
+def clipped(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+    """PPO's clipped surrogate at the config's importance level: `grpo`, `bnpo`, `dr_grpo`, `dapo`, `luspo`."""
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    weight = log_importance(tokens.log_ratio, tokens.completion_index, config.importance_sampling_level)
+    return clipped_surrogate(weight, tokens.advantages, config.epsilon, high, config.delta)
+
+
+def clipped_surrogate(
+    log_weight: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
+) -> TokenLoss:
+    """Clipped policy-gradient loss of M tokens (PPO: Schulman et al. 2017, arXiv:1707.06347, eq. 7).
+
+        loss_t = -min(min(ratio_t, delta) * A, clip(ratio_t, 1 - epsilon, 1 + epsilon_high) * A)
+
+    `log_weight` [M] are log-ratios, `advantages` [M] those of the tokens' completions. A separate upper bound
+    `epsilon_high` is "clip-higher" of DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 10). `delta` bounds the ratio of
+    tokens with a negative advantage, which the pair of bounds leaves open above (two-sided clipping,
+    INTELLECT-2, arXiv:2505.07291).
+
+    A token is clipped when the bound is active and takes its gradient away: below 1 - epsilon with a
+    negative advantage, above 1 + epsilon_high with a positive one, above `delta` with a negative one.
+    """
+    ratio = torch.exp(log_weight)
+    cap = math.inf if delta is None else delta
+    bounded = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    limited = ratio.clamp(max=cap)
+    return TokenLoss(
+        loss=-torch.minimum(limited * advantages, bounded * advantages),
+        clipped_low=(ratio.detach() < 1 - epsilon) & (advantages < 0),
+        clipped_high=(ratio.detach() > 1 + epsilon_high) & (advantages > 0),
+        capped=(ratio.detach() > cap) & (advantages < 0),
+    )
+
+
+def cispo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+    """REINFORCE with a clipped importance weight: every token keeps its gradient (MiniMax-M1, arXiv:2506.13585).
+
+        loss_t = -stop_gradient(min(ratio_t, epsilon_high)) * A * logp_t
+
+    As in TRL, `epsilon_high` is here the bound itself, not a distance from 1 (the paper's 1 + epsilon);
+    values around 5 are usual.
+    """
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    weight = log_importance(tokens.log_ratio, tokens.completion_index, config.importance_sampling_level)
+    ratio = torch.exp(weight).detach()
+    return unclipped(-ratio.clamp(max=high) * tokens.advantages * tokens.logp)
+
+
+def sapo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+    """A soft gate in place of the hard clip (SAPO, arXiv:2511.20347).
+
+        loss_t = -sigmoid(tau * (ratio_t - 1)) * 4 / tau * A
+
+    `tau` is `sapo_temperature_pos` for positive advantages and `sapo_temperature_neg` for others; the gate's
+    slope at ratio 1 is 1 whatever tau is.
+    """
+    weight = log_importance(tokens.log_ratio, tokens.completion_index, config.importance_sampling_level)
+    tau = torch.where(tokens.advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+    return unclipped(-torch.sigmoid(tau * (torch.exp(weight) - 1)) * 4 / tau * tokens.advantages)
+
+
+VESPO_MIN, VESPO_MAX = math.log(1e-8), 20.0
+"""Bounds of logarithms in `vespo`, TRL's."""
+
+
+def vespo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+    """REINFORCE weighed by a smooth function of the whole completion's ratio (VESPO, arXiv:2602.10693).
+
+        loss_t = -phi(w) * A * logp_t,   phi(w) = exp(lambda) * w^k * exp(-lambda * w),   phi(1) = 1
+
+    w is the product of the ratios of the completion's tokens, times that of learner to engine where there is
+    a mismatch correction; phi carries no gradient. k and lambda differ by the sign of the advantage
+    (`vespo_k_pos`, `vespo_lambda_pos`, `vespo_k_neg`, `vespo_lambda_neg`).
+    """
+    log_w = sequence_sum(tokens.log_ratio.detach().clamp(-VESPO_MAX, VESPO_MAX), tokens.completion_index)
+    if tokens.correction is not None:
+        gap = tokens.correction.log().clamp(VESPO_MIN, VESPO_MAX)
+        # in these modes every token has the weight of its whole completion already
+        whole = config.importance_sampling_mode.startswith("sequence")
+        log_w = log_w + (gap if whole else sequence_sum(gap, tokens.completion_index))
+    log_w = log_w.clamp(VESPO_MIN, VESPO_MAX)
+    positive = tokens.advantages >= 0
+    k = torch.where(positive, config.vespo_k_pos, config.vespo_k_neg)
+    rate = torch.where(positive, config.vespo_lambda_pos, config.vespo_lambda_neg).clamp(min=1e-4)
+    phi = torch.exp(rate + k * log_w - rate * log_w.exp()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return unclipped(-phi * tokens.advantages * tokens.logp)
+
+
+def unclipped(loss: Tensor) -> TokenLoss:
+    """A loss [M] in which every token keeps its gradient, those whose weight was cut too."""
+    none = torch.zeros(loss.shape, dtype=torch.bool, device=loss.device)
+    return TokenLoss(loss, none, none, none)
+
+
+# the weight of a token ---------------------------------------------------------------------------
+
+
+def token_mean(lengths: Tensor, max_completion_length: int) -> Tensor:
+    """1 / (tokens of the update): the mean over all tokens (DAPO, arXiv:2503.14476, eq. 8).
+
+    Every token counts the same, whatever the length of its answer.
+    """
+    return torch.full(lengths.shape, 1.0 / max(int(lengths.sum()), 1), dtype=torch.float64)
+
+
+def sequence_mean_token_mean(lengths: Tensor, max_completion_length: int) -> Tensor:
+    """1 / (R * length): the mean over a completion's tokens, then over completions (arXiv:2402.03300, eq. 3).
+
+    Each completion counts once, so a token of a long answer weighs less than one of a short answer. A masked
+    completion stays in R, as in TRL.
+    """
+    return 1.0 / (len(lengths) * lengths.clamp(min=1).double())
+
+
+def sequence_mean_token_sum(lengths: Tensor, max_completion_length: int) -> Tensor:
+    """1 / R: the sum over a completion's tokens, then the mean over completions (LUSPO, arXiv:2602.05261).
+
+    A completion's loss grows with its length, which undoes the length bias of sequence-level weights; use it
+    with `importance_sampling_level: sequence`.
+    """
+    return torch.full(lengths.shape, 1.0 / max(len(lengths), 1), dtype=torch.float64)
+
+
+def constant_denominator(lengths: Tensor, max_completion_length: int) -> Tensor:
+    """1 / (R * max_completion_length) (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2).
+
+    Dividing by the length limit instead of the length removes the bias towards long wrong answers. Pair it
+    with `scale_rewards: none`, which removes the other bias the paper names.
+    """
+    return torch.full(lengths.shape, 1.0 / max(len(lengths) * max_completion_length, 1), dtype=torch.float64)
+
+
+class Loss(NamedTuple):
+    """A loss type: the weights [R] of completions' tokens and the loss [M] of each token."""
+
+    weights: Callable[[Tensor, int], Tensor]
+    token_loss: Callable[[Tokens, AlgorithmConfig], TokenLoss]
+
+
+LOSSES: dict[str, Loss] = {
+    "grpo": Loss(sequence_mean_token_mean, clipped),
+    # Departure: TRL's bnpo is a mean over the tokens of one micro-batch, and depends on how an update is split. Here
+    # packs and processes change no result, the batch is the whole update, and bnpo is dapo.
+    "bnpo": Loss(token_mean, clipped),
+    "dr_grpo": Loss(constant_denominator, clipped),
+    "dapo": Loss(token_mean, clipped),
+    "cispo": Loss(token_mean, cispo),
+    "sapo": Loss(sequence_mean_token_mean, sapo),
+    "luspo": Loss(sequence_mean_token_sum, clipped),
+    "vespo": Loss(token_mean, vespo),
+}
+
+
+def token_weights(loss_type: str, lengths: Tensor, max_completion_length: int) -> Tensor:
+    """Weight [R] of each token of each completion, from token counts [R] and the length limit in tokens."""
+    return LOSSES[loss_type].weights(lengths, max_completion_length)

@@ -1,0 +1,107 @@
+"""The application: its commands, and the exit code of each error.
+
+    mm-grpo train CONFIG [a.b=value ...]     run a config or a shipped recipe
+    mm-grpo check CONFIG [a.b=value ...]     load every row, try every reward, train nothing
+    mm-grpo doctor CONFIG [a.b=value ...]    compare engine and learner on the config's first prompts
+    mm-grpo recipes                          what ships in examples/
+    mm-grpo rewards [NAME | try NAME ...]    what can score, and how
+
+Exit codes: 0 done; 2 the config, the data or the command is wrong (one message); 3 a guard stopped the
+run; 130, 143 and 129 SIGINT (Ctrl-C), SIGTERM and SIGHUP; 1 anything else. Nothing heavy is imported before a
+command needs it.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+
+import typer
+
+from mm_grpo.cli.configs import recipes
+from mm_grpo.cli.preflight import check, doctor
+from mm_grpo.cli.rewards import app as rewards_app
+from mm_grpo.cli.train import train
+from mm_grpo.distributed.launch import end_with_launcher, launched_here
+from mm_grpo.errors import EngineError, GuardStop, UserError
+from mm_grpo.terminal import PrintableFilter, print_traceback, printable
+
+app = typer.Typer(
+    help="Fine-tune vision-language models with GRPO.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (train, check, doctor, recipes):
+    app.command()(command)
+app.add_typer(rewards_app, name="rewards")
+
+
+def main() -> None:
+    """Entry point: runs a command and turns errors into one message and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not what a test has put in its place
+            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows the rest of a message
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(PrintableFilter())
+    sys.excepthook = print_traceback
+    end_with_launcher()
+    try:
+        app()
+    except UserError as error:
+        _exit(f"error: {error}", 2)
+    except GuardStop as stop:
+        _exit(f"stopped: {stop}", 3)
+    except EngineError as error:
+        _exit(f"the rollout engine failed: {error}", 1)
+    except SystemExit as leaving:  # typer's, also for KeyboardInterrupt
+        cause = getattr(leaving.__context__, "__cause__", None)
+        if not isinstance(cause, KeyboardInterrupt):
+            raise
+        _exit_interrupted(cause)
+    except KeyboardInterrupt as stop:
+        _exit_interrupted(stop)
+    except RuntimeError as error:
+        if not _may_have_peers():
+            raise
+        from mm_grpo.distributed.exit_message import lost_another
+
+        message = lost_another(error)
+        if message is None:
+            raise
+        _exit(f"error: {message}", 1, lost=True)
+
+
+def _exit_interrupted(stop: KeyboardInterrupt) -> None:
+    code = getattr(stop, "code", None)
+    if code is not None:  # RunInterrupted, which is not imported for this alone
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a launcher ends what outlives another
+            signal.signal(number, signal.SIG_IGN)
+        _exit(str(stop), code)
+    if launched_here():  # `launch` prints it, when it sees what ended this process
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    _exit("interrupted", 130)
+
+
+def _exit(message: str, code: int, lost: bool = False) -> None:
+    """Print the message, unless another process prints it, and exit; `lost` as in `should_report`."""
+    if _may_have_peers():
+        from mm_grpo.distributed.exit_message import should_report
+
+        if not should_report(message, lost=lost):
+            sys.exit(code)
+    with suppress(OSError):  # the terminal is gone
+        print(printable(message), file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _may_have_peers() -> bool:
+    """Whether this process may have joined others: torch is not imported only to find that it has not."""
+    return "mm_grpo.distributed.ranks" in sys.modules

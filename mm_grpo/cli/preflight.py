@@ -1,0 +1,73 @@
+"""What is looked at before a run: `mm-grpo check` (rows and rewards) and `mm-grpo doctor` (engine against learner)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import Annotated
+
+import typer
+
+from mm_grpo.cli.configs import Config, Overrides, Smoke, load_config, to_smoke
+from mm_grpo.files import temporary_folder
+
+
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    smoke: Smoke = False,
+    call_judges: Annotated[
+        bool, typer.Option("--call-judges", help="Also call rewards that may use a network.")
+    ] = False,
+    rows: Annotated[int | None, typer.Option(min=1, help="Look at this many rows of each set.")] = None,
+) -> None:
+    """Load every row, make every prompt and try every reward on right and wrong answers; train nothing."""
+    loaded = load_config(config, overrides or [])
+    from mm_grpo.preflight.check import check_config
+
+    with temporary_folder("check") as work:
+        if smoke:
+            loaded = to_smoke(loaded, config, overrides or [], work, loaded.run.dir)
+        passed = check_config(loaded, call_judges=call_judges, rows=rows)
+    if not passed:
+        raise typer.Exit(2)
+
+
+def doctor(
+    config: Config,
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to compare on.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Compare engine and learner of a config on its first prompts, before and after a weight update."""
+    loaded = load_config(config, overrides or [])
+    with stdout_to_stderr() if as_json else nullcontext():
+        from transformers.utils import logging as transformers_logging
+
+        from mm_grpo.preflight.doctor import examine, show
+
+        transformers_logging.disable_progress_bar()
+        report = examine(loaded, prompts)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), allow_nan=False))
+    else:
+        show(report)
+    if not report.ok:
+        raise typer.Exit(3)
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send to stderr what libraries, their loggers and their processes print to stdout."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

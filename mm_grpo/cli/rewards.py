@@ -1,0 +1,198 @@
+"""`mm-grpo rewards`: what can score, how each one is used, and a score by hand.
+
+    mm-grpo rewards                       every reward by name, with a line each
+    mm-grpo rewards NAME                  one reward: its documentation, its arguments, an entry for a config
+    mm-grpo rewards try NAME --completion TEXT [--column answer=3 ...] [--image PATH ...] [--arg k=v ...]
+
+NAME is whatever a config may name: a registered reward, path/to/file.py:function, package.module:function
+or an entry point.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from mm_grpo.errors import RewardError
+from mm_grpo.terminal import printable
+
+if TYPE_CHECKING:
+    from mm_grpo.rewards.spec import RewardSpec
+    from mm_grpo.types import Prompt
+
+
+class _RewardGroup(TyperGroup):
+    """Commands, and the names of all rewards: `rewards iou` is `rewards show iou`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            args = ["show", *args]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=_RewardGroup,
+    add_completion=False,
+    rich_markup_mode=None,
+    subcommand_metavar="[NAME | try NAME [OPTIONS]]",
+)
+
+
+@app.callback(invoke_without_command=True)
+def rewards(context: typer.Context) -> None:
+    """List the rewards; with NAME show one; with `try NAME` score a completion by hand."""
+    if context.invoked_subcommand is not None:
+        return
+    import mm_grpo.rewards as registry
+
+    width = max(len(name) for name in registry.names())
+    for name in registry.names():
+        typer.echo(printable(f"{name:<{width}}  {first_line(registry.get(name))}"))
+    for name in registry.entry_point_names():
+        typer.echo(printable(f"{name:<{width}}  (entry point of an installed package)"))
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(help="A reward, as a config names it.", show_default=False)],
+) -> None:
+    """Show one reward: its documentation, its arguments and an example entry."""
+    from mm_grpo.rewards import resolve_entry
+
+    typer.echo(printable(page(resolve_entry(name))))
+
+
+@app.command("try")
+def try_reward(
+    name: Annotated[str, typer.Argument(help="A reward, as a config names it.", show_default=False)],
+    completion: Annotated[str, typer.Option(help="What the model wrote.")],
+    column: Annotated[
+        list[str] | None, typer.Option(help="A column of the row: answer=3; JSON, or else text.")
+    ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="An image, taken to be as the model saw it.")
+    ] = None,
+    arg: Annotated[list[str] | None, typer.Option(help="An argument of the reward: threshold=0.5.")] = None,
+    prompt: Annotated[str, typer.Option(help="What the model was asked.")] = "",
+) -> None:
+    """Score one completion by hand; prints the raw score."""
+    from mm_grpo.rewards import Scorer
+    from mm_grpo.types import Completion
+
+    columns, bound = pairs("--column", column or []), pairs("--arg", arg or [])
+    row = hand_made(prompt, columns, image or [])
+    scorer = Scorer([{**bound, "name": name}])
+    try:
+        try:
+            scorer.check(columns)
+        except RewardError as error:
+            raise RewardError(f"{error}. Here these are --column name=value and --arg name=value") from error
+        answer = Completion((), (), completion, "stop", 0)
+        ((_, scores),) = scorer.score([row], [answer], 1).parts.items()
+    finally:
+        scorer.close()
+    score = scores[0]
+    typer.echo("None: the reward does not apply to this row" if score is None else f"{score:.10g}")
+
+
+def pairs(option: str, given: list[str]) -> dict[str, Any]:
+    """`key=value` texts as a mapping; a value is JSON where it can be read as that, else text.
+
+    >>> pairs("--column", ["answer=3", "box=[0, 0, 9, 9]", "label=red"])
+    {'answer': 3, 'box': [0, 0, 9, 9], 'label': 'red'}
+    """
+    values: dict[str, Any] = {}
+    for text in given:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise RewardError(f"{option} {text!r}: write it as name=value, such as answer=3")
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return values
+
+
+def hand_made(text: str, columns: dict[str, Any], images: list[Path]) -> Prompt:
+    """A prompt as rewards see one, without a model: the tensors are missing."""
+    from mm_grpo.config import DataConfig
+    from mm_grpo.data.images import open_image
+    from mm_grpo.types import EnginePrompt, Prompt, Sample
+
+    limits = DataConfig()
+    opened = tuple(
+        open_image(path, row="--image", max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels)
+        for path in images
+    )
+    content = [*({"type": "image"} for _ in opened), {"type": "text", "text": text}]
+    sample = Sample("by hand", [{"role": "user", "content": content}], opened, (), columns)
+    tensors: Any = None
+    return Prompt(sample, (), EnginePrompt((), opened), tensors, {})
+
+
+def first_line(spec: RewardSpec) -> str:
+    """The first sentence of a reward's documentation."""
+    doc = inspect.getdoc(spec.fn) or "(no docstring)"
+    return " ".join(doc.split("\n\n")[0].split())
+
+
+def page(spec: RewardSpec) -> str:
+    """What `mm-grpo rewards NAME` prints."""
+    lines = [f"{spec.name} ({spec.source}; called per {spec.kind})", ""]
+    lines += [inspect.getdoc(spec.fn) or "(no docstring)", "", "Arguments:"]
+    for name in (*spec.required, *spec.optional, *spec.config_only):
+        lines.append(f"  {name:<16} {_role(spec, name)}")
+    if spec.takes_kwargs:
+        lines.append("  **               every other column of the dataset")
+    return "\n".join([*lines, "", "In a config:", *(f"  {line}" for line in example(spec))])
+
+
+def example(spec: RewardSpec) -> list[str]:
+    """Lines of YAML that use the reward, with the columns and arguments it has."""
+    named = spec.source if ":" in spec.source else spec.name
+    settings = [f"name: {named}", f"weight: {spec.weight:g}"]
+    settings += [f"{name}: VALUE" for name in spec.required if _is_setting(spec, name)]
+    settings += [f"{name}: {_yaml(_default(spec, name))}" for name in spec.config_only]
+    lines = [f"rewards: [{{{', '.join(settings)}}}]"]
+    asked = dict.fromkeys((*spec.needs, *spec.required))
+    columns = [name for name in asked if name not in spec.supplied and not _is_setting(spec, name)]
+    if columns:
+        lines.append(f"data: {{columns: {{{columns[0]}: name_in_the_dataset}}}}")
+    return lines
+
+
+def _role(spec: RewardSpec, name: str) -> str:
+    if name in spec.supplied:
+        return "given by the run"
+    if name in spec.config_only:
+        return f"argument, default {_yaml(_default(spec, name))}"
+    if name in spec.needs:
+        return "column; rows where it is null get no score"
+    if name in spec.optional:
+        kind = "argument" if _is_setting(spec, name) else "column or argument"
+        return f"{kind}, default {_yaml(_default(spec, name))}"
+    return "argument, to be set" if _is_setting(spec, name) else "column or argument"
+
+
+def _default(spec: RewardSpec, name: str) -> Any:
+    return inspect.signature(spec.fn).parameters[name].default
+
+
+def _is_setting(spec: RewardSpec, name: str) -> bool:
+    """Whether a parameter is a setting: behind the `*` of a per-completion function, of a built-in batch one any."""
+    if name in spec.supplied:
+        return False
+    if spec.kind == "batch":
+        return spec.source == "built-in" and name not in spec.needs
+    return inspect.signature(spec.fn).parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, tuple | set | frozenset):
+        value = list(value)
+    return json.dumps(value, ensure_ascii=False, default=str)

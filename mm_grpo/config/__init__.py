@@ -1,0 +1,37 @@
+"""The configuration of a run: one tree, the same in YAML, on the command line (`a.b=value`) and in Python.
+
+sections        every section and field, each with its docstring: what it is, unit, range, default
+values          kinds of value: paths, numbers, sources, rewards, guards, and what each accepts
+grpo_config     GRPOConfig, the root of the tree, and the checks between sections
+yaml_file       YAML files, overrides, and paths that are relative to a config file
+messages        the base of every section, and what is raised about a wrong value
+other_trainers  keys and values of TRL, ms-swift and verl, and what they are called here
+"""
+
+from mm_grpo.config.grpo_config import FieldHelp, GRPOConfig, check_seed_plan
+from mm_grpo.config.sections import (
+    AlgorithmConfig,
+    DataConfig,
+    EvalSampling,
+    LoRAConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from mm_grpo.config.yaml_file import apply_overrides
+
+__all__ = [
+    "AlgorithmConfig",
+    "DataConfig",
+    "EvalSampling",
+    "FieldHelp",
+    "GRPOConfig",
+    "LoRAConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "apply_overrides",
+    "check_seed_plan",
+]

@@ -1,0 +1,318 @@
+"""`GRPOConfig`, the root of the tree, and every check between its sections.
+
+One tree, the same on disk (YAML), on the command line (`a.b=value`) and in Python. Fields and sections
+are in `sections`. A check between sections is a `yield` of one line (field, value, why not, what to
+write) in one of the generators of `CHECKS`.
+
+Words: a step is one rollout of P = `rollout.prompts_per_step` prompts x G = `rollout.num_generations`
+completions, and the optimizer updates made from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from mm_grpo.config.messages import (
+    Accepts,
+    CheckError,
+    RelativeToFile,
+    Section,
+    describe_type,
+    help_text,
+    leaves,
+    yaml_repr,
+)
+from mm_grpo.config.sections import (
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from mm_grpo.config.values import RewardEntry
+from mm_grpo.config.yaml_file import apply_overrides, read_yaml, resolve_relative_path, write_yaml
+from mm_grpo.errors import ConfigError
+from mm_grpo.files import atomic_write
+
+TRAINING_SEEDS = 2**30
+"""Seeds of training are below this number; those of evaluation are not (the seed law)."""
+
+
+class FieldHelp(NamedTuple):
+    """One leaf of the tree, as the help shows it."""
+
+    path: str
+    type: str
+    default: str
+    description: str
+
+
+class GRPOConfig(Section):
+    """A whole configuration. Every way to make one validates it and raises ConfigError.
+
+    It is frozen: `config.with_values({"optim.learning_rate": 1e-5})` is a changed and checked copy.
+    """
+
+    model: ModelConfig
+    """The policy, and how it is held. Required."""
+    data: DataConfig = DataConfig()
+    """The rows, and the limits on their images and prompts."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How many completions a step samples, and how."""
+    rewards: Annotated[
+        list[RewardEntry],
+        Accepts("a list of names or mappings with a name, such as [iou]"),
+        RelativeToFile(),
+    ] = Field(default_factory=list)
+    """Registered names, path/to/file.py:function, package.module:function, or mappings {name: ..., weight: 1.0}, whose
+    other keys are the reward's arguments. Default: []."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantages and loss."""
+    optim: OptimConfig = OptimConfig()
+    """The optimizer, and how completions are laid out for it."""
+    run: RunConfig = RunConfig()
+    """The run folder, the length of the run, and what watches it."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        lines = [line for check in CHECKS for line in check(self)]
+        if lines:
+            raise CheckError("\n".join(lines))
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Self:
+        """The config in a YAML file, with `a.b=value` overrides laid over it.
+
+        Relative paths in the file are looked for beside it first, then from the working folder; those in
+        overrides start from the working folder.
+        """
+        values, folder = read_yaml(path), Path(path).parent
+        marked = [n for n, f in leaves(cls) if any(isinstance(m, RelativeToFile) for m in f.metadata)]
+        for name in marked:
+            section, _, key = name.rpartition(".")
+            holder = values.get(section) if section else values
+            if isinstance(holder, dict) and key in holder:
+                holder[key] = resolve_relative_path(holder[key], folder)
+        return cls.from_dict(apply_overrides(values, overrides))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The config in a nested mapping, which is left as it is."""
+        return cls.model_validate(dict(values) if isinstance(values, Mapping) else values)
+
+    def to_yaml(self) -> str:
+        """Every field as YAML; `from_yaml` reads it back as an equal config."""
+        return write_yaml(self.model_dump())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_yaml` to a file, whole or not at all. Makes its folder."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(Path(path), self.to_yaml())
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate of the run: `optim.learning_rate`, or the default for what is trained."""
+        return self.optim.peak_rate(adapters=self.model.lora is not None)
+
+    def check(self) -> None:
+        """Check everything again: after changes inside lists and mappings, or `model_copy`."""
+        self.with_values({})
+
+    def require_rewards(self, given: bool = False) -> None:
+        """Refuse a config without rewards, unless some are `given` in Python."""
+        if not self.rewards and not given:
+            raise ConfigError(
+                "rewards = []: must name at least one reward, such as rewards: [iou] (`mm-grpo rewards` lists"
+                " them), unless functions are passed to GRPOTrainer(config, rewards=[...])"
+            )
+
+    def require_eval(self, given: bool = False) -> None:
+        """Refuse evaluations during the run without rows for them, unless some are `given` in Python."""
+        if self.run.eval_every > 0 and self.data.eval is None and not given:
+            raise ConfigError(
+                f"run.eval_every = {self.run.eval_every}: needs rows to evaluate on; set data.eval, or 0 here"
+            )
+
+    def batch_sentence(self, processes: int = 1, packs: int | None = None) -> str:
+        """The arithmetic of one step: prompts x generations -> packs x processes -> updates."""
+        prompts, generations = self.rollout.prompts_per_step, self.rollout.num_generations
+        iterations, (few, rest) = self.algorithm.num_iterations, divmod(prompts, self.optim.updates_per_step)
+        share = f"{few:,} or {few + 1:,} prompts each" if rest else f"{_counted(few, 'prompt')} each"
+        defaulted = self.model.lora is not None and self.optim.learning_rate is None
+        return (
+            f"{_counted(prompts, 'prompt')} x {generations:,} generations ="
+            f" {prompts * generations:,} completions a step ->"
+            f" {'packs' if packs is None else _counted(packs, 'pack')} of at most"
+            f" {self.optim.max_tokens_per_pack:,} tokens on {_counted(processes, 'process', 'es')} ->"
+            f" {_counted(self.optim.updates_per_step * iterations, 'update')}"
+            f" ({share}{f', {iterations:,} iterations' if iterations > 1 else ''})"
+            + (f", learning rate {self.learning_rate:g} (the default for adapters)" if defaulted else "")
+        )
+
+    @classmethod
+    def field_help(cls) -> list[FieldHelp]:
+        """Path, type, default and description of every field, in the order of the file."""
+        return [
+            FieldHelp(
+                path,
+                describe_type(field.annotation, field.metadata),
+                "required"
+                if field.is_required()
+                else yaml_repr(field.get_default(call_default_factory=True)),
+                help_text(field),
+            )
+            for path, field in leaves(cls)
+        ]
+
+
+def check_seed_plan(max_steps: int, attempts: int, prompts: int, generations: int) -> None:
+    """Refuse a run that would need more seeds than there are (the seed law).
+
+    A run plans max_steps x attempts x prompts x generations seeds; there are M, the largest multiple
+    of `generations` not above 2^30.
+    """
+    seeds = TRAINING_SEEDS // generations * generations
+    planned = max_steps * attempts * prompts * generations
+    if planned > seeds:
+        raise ConfigError(
+            f"run.max_steps = {max_steps}: {max_steps} steps x {attempts} attempts x {prompts} prompts x"
+            f" {generations} generations need {planned} seeds, and there are {seeds}; lower run.max_steps,"
+            " rollout.max_attempts, rollout.prompts_per_step or rollout.num_generations"
+        )
+
+
+# Checks between sections
+
+
+def _steps(config: GRPOConfig) -> Iterator[str]:
+    """Updates have prompts, warm-up ends, evaluation has rows, the seeds suffice, attempts are used."""
+    rollout, optim, steps = config.rollout, config.optim, config.run.max_steps
+    prompts, attempts = rollout.prompts_per_step, rollout.max_attempts
+    iterations = config.algorithm.num_iterations
+    if optim.updates_per_step > prompts:
+        yield (
+            f"optim.updates_per_step = {optim.updates_per_step}: must be <= rollout.prompts_per_step, which is"
+            f" {prompts}; every update needs a prompt"
+        )
+    updates = optim.updates_per_step * iterations * (steps or 0)
+    if steps is not None and optim.warmup_steps > updates:
+        yield (
+            f"optim.warmup_steps = {optim.warmup_steps}: must be <= the updates of the run, which are {updates}"
+            f" (run.max_steps {steps} x optim.updates_per_step {optim.updates_per_step} x"
+            f" algorithm.num_iterations {iterations})"
+        )
+    if config.data.train is not None:  # else rows are passed in Python, and may be for evaluation too
+        yield from _message(config.require_eval)
+    yield from _message(lambda: check_seed_plan(steps or 1, attempts, prompts, rollout.num_generations))
+    if rollout.dynamic_sampling and attempts < 2:
+        yield (
+            "rollout.dynamic_sampling = true: needs rollout.max_attempts >= 2, the first attempt and at least one"
+            f" that replaces groups, and that is {attempts}"
+        )
+    if attempts > 1 and not rollout.dynamic_sampling:
+        yield (
+            f"rollout.max_attempts = {attempts}: must be 1 without rollout.dynamic_sampling, the only"
+            " thing that samples again; set rollout.dynamic_sampling = true"
+        )
+
+
+def _advantages(config: GRPOConfig) -> Iterator[str]:
+    """What scales and joins rewards: options that another one would ignore, or that have no meaning beside it."""
+    algorithm = config.algorithm
+    estimator, scale = algorithm.advantage_estimator, algorithm.scale_rewards
+    each_by_itself = algorithm.multi_objective_aggregation == "normalize_then_sum"
+    if each_by_itself:
+        owner, own = "algorithm.multi_objective_aggregation = 'normalize_then_sum'", None
+    else:  # `own` is what the estimator divides by, where that is one of the scales
+        owner = f"algorithm.advantage_estimator = {estimator!r}"
+        own = {"grpo": scale, "rloo": "none", "reinforce_plus_plus_baseline": "batch"}[estimator]
+    if scale not in ("group", own):  # group is the default, and may be left
+        yield f"algorithm.scale_rewards = {scale!r}: {owner} brings its own scale and would ignore this; leave it out"
+    if each_by_itself and estimator != "grpo":
+        yield (
+            f"algorithm.advantage_estimator = {estimator!r}: must be grpo with {owner}, which compares each reward"
+            " with its group in its own way"
+        )
+    elif each_by_itself and algorithm.kl_in_reward:
+        yield (
+            f"algorithm.kl_in_reward = true: must be false with {owner}, which normalises each reward by itself,"
+            " and the KL is none of them; leave the KL in the loss"
+        )
+
+
+def _loss(config: GRPOConfig) -> Iterator[str]:
+    """Bounds act, and weights lie between theirs."""
+    algorithm = config.algorithm
+    delta, loss = algorithm.delta, algorithm.loss_type
+    name = "epsilon" if algorithm.epsilon_high is None else "epsilon_high"
+    upper = 1 + getattr(algorithm, name)
+    if loss == "cispo" and (algorithm.epsilon_high is None or algorithm.epsilon_high < 1):
+        yield (
+            f"algorithm.epsilon_high = {yaml_repr(algorithm.epsilon_high)}: algorithm.loss_type = 'cispo' multiplies"
+            " the gradient by min(ratio, epsilon_high), so a bound below 1 scales every on-policy gradient down; set it"
+            " to 1 or more (5 is common)"
+        )
+    if delta is not None and loss in ("cispo", "sapo", "vespo"):
+        yield (
+            f"algorithm.delta = {delta}: algorithm.loss_type = {loss!r} has no such bound and would ignore this; leave"
+            " it out"
+        )
+    elif delta is not None and delta <= upper:
+        yield (
+            f"algorithm.delta = {delta}: must be above 1 + algorithm.{name}, which is {upper:g}; at or below it, delta"
+            " would bound positive advantages, and would not be the bound of negative ones"
+        )
+    elif loss == "vespo" and algorithm.importance_sampling_level != "token":
+        yield (
+            f"algorithm.importance_sampling_level = {algorithm.importance_sampling_level!r}: algorithm.loss_type ="
+            " 'vespo' weighs whole completions in its own way and would ignore this; leave it out"
+        )
+    low, high = algorithm.importance_sampling_clip_min, algorithm.importance_sampling_clip_max
+    if algorithm.importance_sampling_mode != "none" and low is not None and high is not None and low >= high:
+        yield (
+            f"algorithm.importance_sampling_clip_min = {low}: must be below algorithm.importance_sampling_clip_max,"
+            f" which is {high}; no weight lies between them"
+        )
+
+
+def _kl(config: GRPOConfig) -> Iterator[str]:
+    """The KL term has a weight and a gradient, and the reference model can move."""
+    algorithm = config.algorithm
+    if algorithm.kl_in_reward and algorithm.beta == 0:
+        yield "algorithm.kl_in_reward = true: needs algorithm.beta > 0, the weight of the KL, and that is 0"
+    if algorithm.kl_estimator == "k1" and algorithm.beta > 0 and not algorithm.kl_in_reward:
+        yield (
+            "algorithm.kl_estimator = 'k1': must be k2 or k3 where the KL is a term of the loss, because the"
+            " gradient of k1 there has mean 0; or set algorithm.kl_in_reward = true"
+        )
+    if algorithm.sync_ref_model and algorithm.beta == 0:
+        yield "algorithm.sync_ref_model = true: needs algorithm.beta > 0; at 0 there is no reference model to move"
+    elif algorithm.sync_ref_model and config.model.lora is not None:
+        yield (
+            "algorithm.sync_ref_model = true: must be false with model.lora, whose reference is the model without"
+            " its adapters, and that never moves; set model.lora = null to train every weight"
+        )
+
+
+CHECKS: tuple[Callable[[GRPOConfig], Iterator[str]], ...] = (_steps, _advantages, _loss, _kl)
+
+
+def _message(check: Callable[[], None]) -> Iterator[str]:
+    try:
+        check()
+    except ConfigError as error:
+        yield str(error)
+
+
+def _counted(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
+
+
+Section.all_paths = tuple(path for path, _ in leaves(GRPOConfig))

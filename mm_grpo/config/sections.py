@@ -1,0 +1,371 @@
+"""Every section of the config and every field, in the order of the file.
+
+A field's docstring is its help text: what it is, with unit and range, a note, its default (docs/config.md
+is made from it). To add a field, add it here. A check of fields of one section is a validator here, one of
+several sections is in `grpo_config`. Names that other trainers give to keys and values are in
+`other_trainers`; what a `rewards` entry or a data source may look like is in `values`.
+
+P is `rollout.prompts_per_step`, G `rollout.num_generations`, A `rollout.max_attempts`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from mm_grpo.config.messages import Accepts, CheckError, FieldError, RelativeToFile, Section
+from mm_grpo.config.values import (
+    Device,
+    GuardAction,
+    GuardName,
+    HeadlineText,
+    Number,
+    PathText,
+    ScaleRewards,
+    Source,
+    Sources,
+)
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters in place of training every weight (`model.lora: {rank: 16}`)."""
+
+    where: ClassVar[str] = "model.lora"
+    rank: int = Field(default=16, ge=1, le=16384)
+    """Rank of the factors, >= 1 and <= 16384. Default: 16."""
+    alpha: Number = Field(default=32.0, gt=0)
+    """Scale of the factors' product, times 1 / rank, > 0. Default: 32.0."""
+    target_modules: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    """Layers of the language model that get adapters, by the last part of their names. Default: ['q_proj', 'k_proj',
+    'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names(cls, value: list[str]) -> list[str]:
+        if not value or not all(re.fullmatch(r"[\w.]+", name) for name in value):
+            raise FieldError(
+                "must be the last parts of layers' names, such as [q_proj, v_proj]; at least one"
+            )
+        return value
+
+
+class ModelConfig(Section):
+    """The policy, and how it is held."""
+
+    where: ClassVar[str] = "model"
+    path: Annotated[PathText, RelativeToFile()]
+    """Model folder or hub name, such as Qwen/Qwen2.5-VL-3B-Instruct. Required."""
+    processor: Annotated[PathText | None, RelativeToFile()] = None
+    """A processor of your own for a model family that does not ship: path/to/file.py:Class; null is the shipped one of
+    the model's family. Default: null."""
+    trust_remote_code: bool = False
+    """Run the code that a model brings along (auto_map in its config); false runs none. Default: false."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the weights: float32 or bfloat16; auto is bfloat16 on a GPU, float32 on a CPU. Default: auto."""
+    attn: Literal["auto", "sdpa", "eager", "flex_attention"] = "auto"
+    """Attention of the learner: sdpa, eager or flex_attention; auto is flex_attention on a GPU in bfloat16 where it
+    proves right, else sdpa. Default: auto."""
+    lora: Annotated[LoRAConfig | None, Accepts("null or a mapping of rank, alpha and target_modules")] = None
+    """Train low-rank adapters (fp32) and freeze every weight; null trains the weights themselves. An engine of its own
+    and the saved model get the sum, rounded to model.dtype (the metric lora/merge_lost); adapter/ has them whole.
+    Default: null."""
+    freeze_vision: bool = False
+    """Leave the weights of the vision tower as they are. Default: false."""
+    device: Device = "auto"
+    """Where the model is held: cpu, cuda or cuda:N; auto is a GPU if there is one, else cpu. Default: auto."""
+
+
+class DataConfig(Section):
+    """The rows, and the limits on their images and prompts."""
+
+    where: ClassVar[str] = "data"
+    train: Annotated[Source | None, RelativeToFile()] = None
+    """Training rows: a path to .jsonl, .json, .parquet or a saved dataset, or a mapping such as {task: shapes, split:
+    train, size: 2000}; null when the rows are passed in Python. Default: null."""
+    eval: Annotated[Sources | None, RelativeToFile()] = None
+    """Evaluation rows: as data.train, or a mapping of set names to such sources, the headline first; null when there
+    are none, or they are passed in Python. Default: null."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """The dataset's name for each of our columns, as {ours: theirs}. Default: {}."""
+    text_only: bool = False
+    """Use rows without images; false refuses a set that has none, and images in columns that are not read. Default:
+    false."""
+    image_dir: Annotated[PathText | None, RelativeToFile()] = None
+    """Folder that relative image paths start from; null is the dataset file's own folder. Default: null."""
+    min_pixels: int | None = Field(default=None, ge=1)
+    """Fewest pixels of an image after resizing, >= 1; null is the model processor's own limit. Default: null."""
+    max_pixels: int | None = Field(default=None, ge=1)
+    """Most pixels of an image after resizing, >= 1; null is the model processor's own limit. Default: null."""
+    max_image_bytes: int = Field(default=50 * 1024 * 1024, ge=1)
+    """Largest encoded image that is opened, in bytes, >= 1. Default: 52428800."""
+    max_image_pixels: int = Field(default=178956970 // 2, ge=1)
+    """Largest image that is decoded, in pixels before resizing, >= 1. Default: 89478485."""
+    max_prompt_length: int | None = Field(default=None, ge=1)
+    """Longest prompt, in tokens with its images expanded, >= 1; never cut; null is the model's limit. Default: null."""
+    on_overlong: Literal["stop", "drop"] = "stop"
+    """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it. Default: stop."""
+    shuffle: bool = True
+    """Put the rows of each pass over the data in a seeded random order. Default: true."""
+    system_prompt: str | None = None
+    """System message put before rows that have none; null is no such message. Default: null."""
+    gold_template: Annotated[str | None, Accepts("text that holds {gold}, or null")] = None
+    """How a right answer is written, for `mm-grpo check`: {gold} in it stands for the text of the answer's column; null
+    is that text alone. Default: null."""
+
+    @field_validator("gold_template")
+    @classmethod
+    def _has_gold(cls, value: str | None) -> str | None:
+        if value is not None and "{gold}" not in value:
+            raise FieldError("must hold {gold}, where the right answer goes, as in <answer>{gold}</answer>")
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise CheckError(
+                f"data.min_pixels = {self.min_pixels}: must be <= data.max_pixels, which is {self.max_pixels}"
+            )
+        return self
+
+    def eval_sets(self) -> dict[str, str | dict[str, Any]]:
+        """The evaluation sources by set name, headline first; a single source is the set `eval`."""
+        if isinstance(self.eval, dict) and "task" not in self.eval:
+            return dict(self.eval)
+        return {} if self.eval is None else {"eval": self.eval}
+
+
+class EvalSampling(Section):
+    """How completions are drawn in evaluation. Truncated sampling is legal here."""
+
+    where: ClassVar[str] = "rollout.eval"
+    temperature: Number = Field(default=0.0, ge=0)
+    """Softmax temperature, >= 0; 0 is greedy. Default: 0.0."""
+    top_p: Number = Field(default=1.0, gt=0, le=1)
+    """Probability mass that is kept, > 0 and <= 1; 1 keeps all. Default: 1.0."""
+    top_k: int = Field(default=0, ge=0)
+    """Likeliest tokens that are kept, >= 0; 0 keeps all. Default: 0."""
+    min_p: Number | None = Field(default=None, ge=0, le=1)
+    """Least probability, as a share of the likeliest token's, >= 0 and <= 1; null keeps all. Default: null."""
+    repetition_penalty: Number = Field(default=1.0, gt=0)
+    """Penalty on tokens that were seen before, > 0; 1 is none. Default: 1.0."""
+    max_completion_length: int | None = Field(default=None, ge=1)
+    """Longest completion, in tokens, >= 1; null is rollout.max_completion_length. Default: null."""
+    num_generations: int = Field(default=1, ge=1)
+    """Completions per evaluation prompt, >= 1. Default: 1."""
+
+
+class VLLMConfig(Section):
+    """The vLLM engine in the trainer's process (`rollout.engine: vllm`)."""
+
+    where: ClassVar[str] = "rollout.vllm"
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and completion together, in tokens, >= 2; null is the sum of both limits. Default: null."""
+    max_images: int = Field(default=1, ge=1)
+    """Most images in one prompt, >= 1. Default: 1."""
+    gpu_memory_utilization: Number = Field(default=0.3, gt=0, le=1)
+    """Share of a GPU's memory that vLLM may hold, > 0 and <= 1. Default: 0.3."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """What a GPU engine frees while the learner works: 0 nothing, 1 its caches, 2 its weights too. Default: 0."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vllm.LLM, as {name: value}. Default: {}."""
+
+
+class RolloutConfig(Section):
+    """How many completions a step samples, and how."""
+
+    where: ClassVar[str] = "rollout"
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Rollout engine: transformers (embedded) or vllm (in the trainer's process). Default: transformers."""
+    prompts_per_step: int = Field(default=8, ge=1)
+    """P: prompts in a step, over all processes, >= 1. Default: 8."""
+    num_generations: int = Field(default=8, ge=2)
+    """G: completions per prompt, >= 2. Default: 8."""
+    max_completion_length: int = Field(default=512, ge=1)
+    """Longest completion, in tokens, >= 1. Default: 512."""
+    temperature: Number = Field(default=1.0, gt=0)
+    """Softmax temperature of training, > 0; the learner uses the same one. Default: 1.0."""
+    dynamic_sampling: bool = False
+    """Replace groups of equal rewards by other rows (DAPO); needs rollout.max_attempts >= 2. Default: false."""
+    max_attempts: int = Field(default=1, ge=1)
+    """A: times that a step may sample, the first included, >= 1; 1 without rollout.dynamic_sampling. Default: 1."""
+    vllm: VLLMConfig = VLLMConfig()
+    """The vLLM engine."""
+    eval: EvalSampling = EvalSampling()
+    """Sampling of evaluation."""
+
+    @field_validator("num_generations", mode="before")
+    @classmethod
+    def _comparable(cls, value: Any) -> Any:
+        if type(value) is int and value < 2:
+            raise CheckError(
+                "num_generations counts completions per prompt; GRPO compares them, so it needs at least 2"
+                " (8 is common)"
+            )
+        return value
+
+
+class AlgorithmConfig(Section):
+    """Advantages and loss."""
+
+    where: ClassVar[str] = "algorithm"
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
+    """What rewards are compared with, and scaled by (docs/algorithms.md); grpo, rloo or reinforce_plus_plus_baseline.
+    Default: grpo."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """How several rewards become one advantage; sum_then_normalize compares their weighted sums, normalize_then_sum
+    compares each reward by itself (GDPO). Default: sum_then_normalize."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = "dapo"
+    """What a token contributes to the loss, and how tokens are averaged (docs/algorithms.md); grpo, bnpo, dr_grpo,
+    dapo, cispo, sapo, luspo or vespo. Default: dapo."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Whose probability ratio weighs a token: token (its own) or sequence (its completion's, GSPO). Default: token."""
+    beta: Number = Field(default=0.0, ge=0)
+    """Weight of the KL term, >= 0; 0 is none, and no reference model. Default: 0.0."""
+    epsilon: Number = Field(default=0.2, ge=0)
+    """Lower clip: the probability ratio counts from 1 - epsilon, >= 0. Default: 0.2."""
+    epsilon_high: Number | None = Field(default=None, ge=0)
+    """Upper clip: the probability ratio counts up to 1 + epsilon_high, >= 0; null is epsilon. Default: null."""
+    delta: Number | None = Field(default=None, gt=1)
+    """Bound on the ratio of tokens with a negative advantage, > 1, > 1 + epsilon_high; null is none. Default: null."""
+    sapo_temperature_pos: Number = Field(default=1.0, gt=0)
+    """Steepness of sapo's gate at positive advantages, > 0. Default: 1.0."""
+    sapo_temperature_neg: Number = Field(default=1.05, gt=0)
+    """Steepness of sapo's gate at other advantages, > 0. Default: 1.05."""
+    vespo_k_pos: Number = Field(default=2.0, ge=0)
+    """Power of the ratio in vespo at advantages >= 0, >= 0. Default: 2.0."""
+    vespo_lambda_pos: Number = Field(default=3.0, ge=0)
+    """Decay of the ratio in vespo at advantages >= 0, >= 0. Default: 3.0."""
+    vespo_k_neg: Number = Field(default=3.0, ge=0)
+    """Power of the ratio in vespo at negative advantages, >= 0. Default: 3.0."""
+    vespo_lambda_neg: Number = Field(default=2.0, ge=0)
+    """Decay of the ratio in vespo at negative advantages, >= 0. Default: 2.0."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the KL term is estimated from a sample: k1, k2 or k3; k1 needs algorithm.kl_in_reward. Default: k3."""
+    kl_in_reward: bool = False
+    """Take beta times the KL of a completion, the sum over its tokens, off its reward before advantages; false adds the
+    KL to the loss. Default: false."""
+    sync_ref_model: bool = False
+    """Move the reference model towards the policy during the run; needs algorithm.beta > 0. Default: false."""
+    ref_model_mixup_alpha: Number = Field(default=0.6, gt=0, le=1)
+    """Share of the policy's weights in the reference model after such a move, > 0 and <= 1. Default: 0.6."""
+    ref_model_sync_steps: int = Field(default=512, ge=1)
+    """Steps from one such move to the next, >= 1. Default: 512."""
+    importance_sampling_mode: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    """How tokens are weighed by learner over engine probability, where the two differ; none, token_truncate,
+    token_mask, sequence_truncate or sequence_mask. Default: none."""
+    importance_sampling_clip_max: Number | None = Field(default=3.0, gt=0)
+    """Upper bound of those weights, > 0; null is none. Default: 3.0."""
+    importance_sampling_clip_min: Number | None = Field(default=None, ge=0)
+    """Lower bound of those weights, >= 0; null is none. Default: null."""
+    off_policy_mask_threshold: Number | None = Field(default=None, gt=0)
+    """Drop a completion of negative advantage whose mean log-probability fell by more than this, in nats, > 0; null
+    drops none. Default: null."""
+    scale_rewards: ScaleRewards = "group"
+    """Whose standard deviation advantages are divided by: group, batch or none; true is read as group, false as none.
+    For advantage_estimator: grpo; rloo (undivided), reinforce_plus_plus_baseline and normalize_then_sum bring their own
+    scale, and leave this at group. Default: group."""
+    num_iterations: int = Field(default=1, ge=1)
+    """Times that the completions of a step are learned from, >= 1. Default: 1."""
+    mask_truncated_completions: bool = False
+    """Leave completions that ran into the length limit out of the loss. Default: false."""
+    entropy_coef: Number = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus, >= 0; 0 is none. Default: 0.0."""
+    top_entropy_quantile: Number = Field(default=1.0, gt=0, le=1)
+    """Share of tokens, those of the highest entropy, that enter the loss, > 0 and <= 1; 1.0 is all. Default: 1.0."""
+
+
+class OptimConfig(Section):
+    """The optimizer (AdamW), and how the completions of a step are laid out for it."""
+
+    where: ClassVar[str] = "optim"
+    learning_rate: Number | None = Field(default=None, ge=0)
+    """Peak learning rate, >= 0; null is 1e-6, and 1e-4 for the adapters of model.lora. Default: null."""
+    weight_decay: Number = Field(default=0.0, ge=0)
+    """Decoupled weight decay, >= 0. Default: 0.0."""
+    adam_beta1: Number = Field(default=0.9, ge=0, lt=1)
+    """Decay of Adam's running mean, >= 0 and < 1. Default: 0.9."""
+    adam_beta2: Number = Field(default=0.999, ge=0, lt=1)
+    """Decay of Adam's running mean square, >= 0 and < 1. Default: 0.999."""
+    adam_epsilon: Number = Field(default=1e-8, gt=0)
+    """Added to Adam's denominator, > 0. Default: 1e-08."""
+    max_grad_norm: Number = Field(default=1.0, ge=0)
+    """Longest gradient, as the 2-norm over all weights, >= 0; 0 is no clipping. Default: 1.0."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, linear or cosine; the last two end at 0. Default: constant."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer updates over which the learning rate rises from 0 to its peak, >= 0. Default: 0."""
+    updates_per_step: int = Field(default=1, ge=1)
+    """Optimizer updates that share out the prompts of a step, >= 1; at most rollout.prompts_per_step. Default: 1."""
+    max_tokens_per_pack: int = Field(default=16384, ge=1)
+    """Tokens in one forward and backward pass, >= 1; bounds the memory; changes no update. Default: 16384."""
+    gradient_checkpointing: bool | None = None
+    """Compute activations twice, to hold fewer of them; null is true on a GPU and false on a CPU. Default: null."""
+    zero_stage: Annotated[int, Accepts("0, 1 or 2")] = Field(default=2, ge=0, le=2)
+    """What several processes share out (DeepSpeed ZeRO), >= 0 and <= 2; 0 is nothing, 1 the optimizer's state, 2 the
+    gradients too; changes no update. Default: 2."""
+    offload_optimizer: bool = False
+    """Keep fp32 weights and the optimizer's state in the host's memory; needs zero_stage 1 or 2. Default: false."""
+
+    @model_validator(mode="after")
+    def _offloads_what_is_shared(self) -> Self:
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise CheckError("optim.offload_optimizer = true: needs optim.zero_stage 1 or 2, and that is 0")
+        return self
+
+    def peak_rate(self, *, adapters: bool = False) -> float:
+        """The peak learning rate that is meant: `learning_rate`, or the default for all weights or for adapters."""
+        return (1e-4 if adapters else 1e-6) if self.learning_rate is None else self.learning_rate
+
+
+class RunConfig(Section):
+    """The run folder, the length of the run, and what watches it."""
+
+    where: ClassVar[str] = "run"
+    dir: PathText = "runs/mm_grpo"
+    """Folder of the run. Default: runs/mm_grpo."""
+    seed: int = Field(default=42, ge=0)
+    """Seed of the order of the data and of every sample, >= 0. Default: 42."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Steps of the run, >= 1; null is one pass over the data. Default: null."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps from one evaluation to the next, >= 0; 0 is before and after only. Default: 0."""
+    headline: HeadlineText = None
+    """What evaluations, and the best checkpoint, are judged by: NAME >= MARK, such as exact_match >= 1, is the share
+    of completions to which that reward gives at least the mark (accuracy); null is the mean reward. Default: null."""
+    log_rollouts_every: int = Field(default=1, ge=1)
+    """Steps from one whose completions are written down to the next, >= 1. Default: 1."""
+    report: bool = True
+    """Write report.html. Default: true."""
+    save_model: bool = True
+    """Save the trained model at the end. Default: true."""
+    save_every: int | None = Field(default=None, ge=0)
+    """Steps from one checkpoint to the next, >= 0; 0 is none; null is a tenth of the run, at least 1 and at most 100; a
+    killed run redoes at most so many steps. Default: null."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept, >= 1; that of the best headline stays too. Default: 2."""
+    allow_changed_rewards: bool = False
+    """Resume although the source of a reward is not what it was. Default: false."""
+    process_timeout: Number = Field(default=1800.0, gt=0)
+    """Seconds that a process waits for the others before the run stops, > 0. Default: 1800.0."""
+    overwrite: bool = False
+    """Replace what the run folder already holds. Default: false."""
+    guards: Annotated[
+        dict[GuardName, GuardAction],
+        Accepts("a mapping of guards to stop, warn or off"),
+    ] = Field(default_factory=dict)
+    """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
+    (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
+    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images. Default: {}."""
+    parity_check: bool = True
+    """Compare engine and learner on one prompt before the first step; ids, log-probs and seeds. Default: true."""
+    max_logp_gap: Number | None = Field(default=None, gt=0)
+    """Largest mean gap between the engine's and the learner's log-probs, in nats per token, > 0; null is 1e-3 for
+    float32 weights and 0.1 for bfloat16 ones. Default: null."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    """Where the metrics go besides metrics.jsonl: tensorboard, wandb, trackio. Default: []."""

@@ -1,0 +1,147 @@
+"""Kinds of value that the config's fields hold: annotated types, each with what it reads and how it is described.
+
+A kind that pydantic cannot check by its type alone has a function here that takes what was written and returns
+what is held, or raises FieldError with the words that follow the field's name. `Accepts` are the words for what a
+field accepts. The fields themselves are in `sections`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from mm_grpo.config.messages import Accepts, FieldError
+from mm_grpo.config.yaml_file import plain, shown
+from mm_grpo.files import expand_home
+
+
+def _path(value: Any) -> Any:
+    """A path as text, with the home folder in place of `~`."""
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(value, str):
+        return value
+    if "\0" in value:
+        raise FieldError("holds a NUL character, which no path can")
+    if len(value) > 4096 or any(len(os.fsencode(part)) > 255 for part in value.split("/")):
+        raise FieldError("is longer than any path: 255 bytes a name, 4096 in all")
+    try:
+        return expand_home(value)
+    except ValueError as error:
+        raise FieldError(str(error)) from None
+
+
+def _number(value: Any) -> Any:
+    """PyYAML reads `1e-6` as a text; a mapping that it loaded may still hold one."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.strip()):
+        return float(value)
+    return value
+
+
+def _headline(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not re.fullmatch(r"\S.*>=\s*[-+]?(\d+\.?\d*|\.\d+)", value.strip()):
+        raise FieldError("must be a reward's name and its least mark, such as exact_match >= 1, or null")
+    return value.strip()
+
+
+def _source(value: Any) -> str | dict[str, Any]:
+    """A path or dataset name, or a mapping whose `task` names a built-in task."""
+    value, example = _path(value), "such as {task: shapes, split: train, size: 2000}"
+    if isinstance(value, str) and value:
+        return str(value)
+    if not isinstance(value, Mapping):
+        raise FieldError(f"must be a path, or a mapping with the key task, {example}")
+    if "task" not in value:
+        raise FieldError(f"a mapping needs the key task, {example}")
+    if not isinstance(value["task"], str) or not value["task"]:
+        raise FieldError(f"task is {shown(value['task'])}; it must be the name of a task, such as shapes")
+    source = _plain(value)
+    for key, inner in source.items():
+        if any(isinstance(item, dict | list) for item in (inner if isinstance(inner, list) else [inner])):
+            raise FieldError(f"{key} is {shown(inner)}; a task is set by single values and lists of them")
+    return source
+
+
+def _sources(value: Any) -> str | dict[str, Any]:
+    """One source, or a mapping of set names to sources; the first set is the headline."""
+    if not isinstance(value, Mapping) or "task" in value:
+        return _source(value)
+    if not value:
+        raise FieldError("names no set; write null for no evaluation")
+    sets: dict[str, Any] = {}
+    for name, source in value.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise FieldError(f"the name of a set is letters, digits, '_', '-' and '.'; {shown(name)} is not")
+        try:
+            sets[name] = _source(source)
+        except FieldError as error:
+            raise FieldError(f"the set {name} is {shown(source)}: {error}") from None
+    return sets
+
+
+def _reward(value: Any) -> str | dict[str, Any]:
+    """The name of a reward, or a mapping with a name, maybe a weight, and arguments."""
+    if isinstance(value, str) and value:
+        return str(_path(value) if ".py:" in value else value)
+    if callable(value):
+        raise FieldError("a Python function goes to GRPOTrainer(config, rewards=[...]), not into the config")
+    if not isinstance(value, Mapping):
+        raise FieldError("must be the name of a reward, or a mapping such as {name: iou, weight: 1.0}")
+    if not isinstance(value.get("name"), str) or not value["name"]:
+        raise FieldError("a mapping needs the key name, such as {name: iou, weight: 1.0}")
+    entry = _plain(value)
+    entry["name"] = _reward(entry["name"])
+    if "weight" in entry:
+        weight = _number(entry["weight"])
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise FieldError(f"weight is {shown(weight)}; it must be a finite number")
+        entry["weight"] = float(weight)
+    return entry
+
+
+def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(plain(value))
+    except TypeError as error:
+        raise FieldError(f"holds {error}") from None
+    except RecursionError:
+        raise FieldError("contains itself, or is nested too deep; a config file could not hold it") from None
+
+
+def _scale(value: Any) -> Any:
+    return ("group" if value else "none") if isinstance(value, bool) else value
+
+
+def _action(value: Any) -> Any:
+    return "off" if value is False else value  # PyYAML reads `off` as false
+
+
+PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1), Accepts("a path")]
+Number = Annotated[float, BeforeValidator(_number)]
+Source = Annotated[
+    str | dict[str, Any], PlainValidator(_source), Accepts("a path or a mapping with the key task")
+]
+Sources = Annotated[
+    str | dict[str, Any],
+    PlainValidator(_sources),
+    Accepts("a path, a mapping with the key task, or a mapping of set names to those"),
+]
+HeadlineText = Annotated[
+    str | None,
+    PlainValidator(_headline),
+    Accepts("a reward and its least mark, such as exact_match >= 1, or null"),
+]
+RewardEntry = Annotated[str | dict[str, Any], PlainValidator(_reward)]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Accepts("auto, cpu, cuda or cuda:N")]
+GuardName = Literal[
+    "duplicate_completions", "logp_gap", "update_happens", "no_update", "zero_std", "no_reward", "zero_kl",
+    "masked_share", "entropy_collapse", "clipped_lengths", "unread_images",
+]  # fmt: skip
+GuardAction = Annotated[Literal["stop", "warn", "off"], BeforeValidator(_action)]
+ScaleRewards = Annotated[Literal["group", "batch", "none"], BeforeValidator(_scale)]

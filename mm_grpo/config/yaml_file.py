@@ -1,0 +1,267 @@
+"""Config files and command-line overrides as plain mappings, and back. No field is known here.
+
+`read_yaml` and `write_yaml` go between a file and a mapping, `apply_overrides` lays `a.b=value` texts
+over one, `resolve_relative_path` finds what lies beside a config file, and `plain` makes any value fit
+for a file. What the fields mean is in `sections`; errors about their values are in `messages`.
+
+The YAML is that of version 1.2's core schema, not PyYAML's 1.1: `1e-6` is a number, `off`, `yes` and
+`2026-01-31` are texts. A key given twice is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.nodes import MappingNode, ScalarNode
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.resolver import VersionedResolver
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.files import read_regular_file, short_path
+
+LARGEST_FILE = 200_000
+"""Bytes of a config file."""
+LARGEST_TREE = 20_000
+"""Values in a config file, with what each alias stands for counted where it stands."""
+
+
+class _Composer(Composer):
+    """Refuses lists as keys, doubled keys, which ruamel.yaml overlooks beside a merge, and aliases that do not end."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        sizes: dict[int, int] = self.__dict__.setdefault("sizes", {})  # of finished nodes, with their aliases
+        event = self.parser.peek_event()
+        node = super().compose_node(parent, index)
+        problem = None
+        if not isinstance(event, AliasEvent):
+            inner = [
+                each for entry in node.value for each in (entry if isinstance(entry, tuple) else (entry,))
+            ]
+            sizes[id(node)] = 1 + (
+                0 if isinstance(node, ScalarNode) else sum(sizes[id(each)] for each in inner)
+            )
+        elif id(node) not in sizes:
+            problem = f"the alias *{event.anchor} stands inside what it names"
+        if not problem and sizes[id(node)] > LARGEST_TREE:
+            problem = f"more than {LARGEST_TREE} values, counting what aliases stand for"
+        if problem:
+            raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> MappingNode:
+        node: MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            problem = None if isinstance(key, ScalarNode) else "found unhashable key"
+            if not problem and key.value in lines:
+                problem = f"the key {key.value!r} is given twice (first on line {lines[key.value]})"
+            if problem:
+                raise MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
+        return node
+
+
+class _Resolver(VersionedResolver):
+    """Leaves texts what ruamel.yaml reads as more than the core schema does: dates, `=`, 1_000 and 010."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)
+        name = str(tag).rpartition(":")[2]
+        odd = name in ("int", "float") and implicit[0] and re.match(r"[-+]?0\d+$|.*_", value)
+        return super().resolve(kind, "text", implicit) if odd or name in ("timestamp", "value") else tag
+
+
+class _Representer(SafeRepresenter):
+    """Writes what PyYAML, which reads version 1.1, reads as the same."""
+
+    _old = YAML(typ="safe", pure=True)
+    _old.version = (1, 1)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> ScalarNode:
+        # Unusual line ends (U+0085, U+2028) would be written as they are, and read back as spaces.
+        usual = data.replace("\n", "").replace("\t", "").isprintable()
+        is_text = str(self._old.resolver.resolve(ScalarNode, data, (True, False))).endswith(":str")
+        style = '"' if not usual else "|" if "\n" in data else None if is_text else "'"
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+    def represent_float(self, data: float) -> ScalarNode:
+        node = super().represent_float(data)
+        node.value = re.sub(r"^(-?\d+)e", r"\1.0e", node.value)  # 1e-06 is a text in version 1.1
+        return node
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+_Representer.add_representer(float, _Representer.represent_float)
+
+
+def _yaml() -> YAML:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer, yaml.Resolver, yaml.Representer = _Composer, _Resolver, _Representer
+    yaml.default_flow_style, yaml.width = False, 110
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    return yaml
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping.
+
+    Raises ConfigError, in one line with file, line and column, when there is no such mapping.
+    """
+    path = Path(path)
+    try:
+        data = read_regular_file(path, LARGEST_FILE + 1)
+        text = data.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such config file (looked in {Path.cwd()})") from None
+    except OSError as error:
+        raise ConfigError(f"{short_path(path)}: the config file cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: a config file must be UTF-8 text (byte {error.start} is not)") from None
+    except ValueError:  # a NUL, or half a character
+        raise ConfigError(f"{str(path)!r}: is no path; name a YAML file") from None
+    if len(data) > LARGEST_FILE:
+        raise ConfigError(
+            f"{path}: a config file has at most {LARGEST_FILE} bytes; rows belong in a file of their own"
+        )
+    loaded = _parse(text, str(path))
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: a config file must hold a mapping of sections, not {shown(loaded)}")
+    return loaded
+
+
+def write_yaml(mapping: Mapping[str, Any]) -> str:
+    """The YAML text that `read_yaml` reads back as an equal mapping."""
+    stream = io.StringIO()
+    _yaml().dump(plain(mapping), stream)
+    return stream.getvalue()
+
+
+def resolve_relative_path(value: Any, folder: Path) -> Any:
+    """A path of a config file as the one in the file's `folder`, where that exists; anything else as it is.
+
+    A recipe is a folder that works wherever it lies: `path: base` names the folder `base` beside its
+    config.yaml. What is not there may be found from the working folder, or be a hub name. `value` may
+    also be `file.py:name`, a mapping of names to paths, or the list of rewards, where only `file.py:name`
+    is a path. A mapping with the key `task` holds none.
+    """
+    if isinstance(value, list):
+        return [_resolve_reward(entry, folder) for entry in value]
+    if isinstance(value, dict) and "task" not in value:
+        return {name: resolve_relative_path(inner, folder) for name, inner in value.items()}
+    if not isinstance(value, str) or not value or value.startswith("~") or Path(value).is_absolute():
+        return value
+    file, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    return f"{folder / file}{colon}{name}" if os.path.exists(folder / file) else value
+
+
+def _resolve_reward(entry: Any, folder: Path) -> Any:
+    if isinstance(entry, dict) and isinstance(entry.get("name"), str):
+        return {**entry, "name": _resolve_reward(entry["name"], folder)}
+    return resolve_relative_path(entry, folder) if isinstance(entry, str) and ".py:" in entry else entry
+
+
+def apply_overrides(mapping: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of `mapping` with each `a.b=value` laid over it; a later one wins.
+
+    A value is YAML (`8`, `[iou]`, `{task: shapes}`, `null`), except that a text needs no quotes even
+    with `: ` or ` #` in it. `rewards.0.weight=2` reaches into a list. Whether a key exists is found
+    when the result is validated.
+    """
+    result = copy.deepcopy(dict(mapping))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise ConfigError(f"override {override!r}: must be section.key=value, such as run.seed=1")
+        set_value(result, parts, _override_value(text.strip(), override), f"override {override!r}")
+    return result
+
+
+def _override_value(text: str, override: str) -> Any:
+    # A bare text is taken as it stands: YAML would cut "Count # of cats" and split "Answer: yes".
+    tag = str(_yaml().resolver.resolve(ScalarNode, text, (True, False)))
+    if text[:1] in tuple("[{\"'") or tag.endswith((":null", ":bool", ":int", ":float")):
+        return _parse(text, f"override {override!r}")
+    return text
+
+
+def set_value(tree: dict[str, Any], parts: Sequence[str], value: Any, what: str) -> None:
+    """Put `value` into nested mappings and lists; null on the way becomes a mapping.
+
+    Raises ConfigError, starting with `what`, where a part reaches into a plain value or past a list's end.
+    """
+    node: Any = tree
+    for depth, part in enumerate(parts):
+        slot: Any = part
+        where = ".".join(parts[:depth])
+        if isinstance(node, list):
+            if not part.isdecimal() or int(part) >= len(node):
+                raise ConfigError(f"{what}: {where} has entries 0 to {len(node) - 1}, not {part}")
+            slot = int(part)
+        elif not isinstance(node, dict):
+            raise ConfigError(f"{what}: {where} is {shown(node)}, which has no key {part}; set {where} whole")
+        if depth == len(parts) - 1:
+            node[slot] = value
+        elif (node[slot] if isinstance(node, list) else node.get(slot)) is None:
+            node[slot] = {}
+        node = node[slot]
+
+
+def plain(value: Any) -> Any:
+    """A copy made of dict, list, str, int, float, bool and None only; TypeError for anything else."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and value == value:
+        return float(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"{shown(key)} as a key, which must be text")
+        return {str.__str__(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    raise TypeError(f"{shown(value)}, which a config file cannot hold")
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value as an error message shows it: short, on one line."""
+    text = "null" if value is None else " ".join(repr(value).split())
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _parse(text: str, origin: str) -> Any:
+    try:
+        return _yaml().load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = " ".join((error.problem or error.context or "an error").split())
+        raise ConfigError(f"{origin}{at}: not valid YAML: {problem}") from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+        raise ConfigError(f"{origin}, line {line}, column {column}: not valid YAML: {error.reason}") from None
+    except (ValueError, LookupError, RecursionError) as error:  # such as `!!bool x`, or brackets without end
+        raise ConfigError(f"{origin}: not valid YAML: {error}") from None

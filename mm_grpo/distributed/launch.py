@@ -1,0 +1,171 @@
+"""`mm-grpo train CONFIG --processes N`: the same command in N processes of this machine.
+
+torch's elastic launcher starts them, sets their ranks and ends all when one fails; none is restarted. Ours are the
+checks before a process starts, and the end: the run's exit code is returned, and a process that was killed is named.
+Several hosts need a launcher on each: see examples/cluster/.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.files import temporary_folder
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+
+RUN_ID = "mm_grpo-"
+"""The start of a launch's id, which its processes find in TORCHELASTIC_RUN_ID."""
+SPECIFIC_CODES = (2, 3, 130, 143, 129)
+"""Exit codes of a user's error, of a guard, and of a run that SIGINT, SIGTERM or SIGHUP ended after a whole step; a
+process that ends because another did has 1."""
+PR_SET_PDEATHSIG = 1
+
+
+def launched_here() -> bool:
+    """Whether this is one of the processes that `launch` started; it prints the last message for them."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
+
+
+def check_processes(processes: int, config: GRPOConfig, *, smoke: bool) -> None:
+    """Raise ConfigError for a number of processes that cannot work here."""
+    option = f"--processes {processes}"
+    if processes < 1:
+        raise ConfigError(f"{option}: must be at least 1; one process per GPU is common")
+    if "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            f"{option}: this process was started by torchrun or `accelerate launch` (WORLD_SIZE = "
+            f"{os.environ['WORLD_SIZE']}), which set their number; leave --processes out"
+        )
+    if processes == 1:
+        return
+    if smoke:
+        raise ConfigError(f"{option}: --smoke runs in one process; leave one of the two out")
+    if config.model.device != "cpu":
+        import torch
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
+        if gpus is not None and processes > gpus:
+            raise ConfigError(
+                f"{option}: {gpus} GPU{'s are' if gpus != 1 else ' is'} visible here, and each process needs its own; "
+                f"ask for at most {gpus}, or set model.device=cpu"
+            )
+
+
+def launch(processes: int, arguments: Sequence[str]) -> int:
+    """Run `python ARGUMENTS` in so many processes; returns the exit code of the run.
+
+    The first SIGINT, SIGTERM or SIGHUP is passed on, and the processes end after the running step; a Ctrl-C after it
+    kills them. Then 128 and the signal's number is returned. OMP_NUM_THREADS becomes cores divided by processes
+    unless the user has set it.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    logging.disable(logging.CRITICAL)  # the launcher's own report; ours is below
+    asked: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        if not (pids := _children()):
+            raise SignalException("no process was started yet", signal.Signals(number))
+        if not asked or number == signal.SIGINT:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if asked else number)
+            asked.append(number)
+
+    # torch's own handlers would end the processes within 30 s, in the midst of a step
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in (n for n, handler in before.items() if handler is not signal.SIG_IGN):
+        signal.signal(number, pass_on)
+    try:
+        with temporary_folder("launch") as folder:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=processes,
+                run_id=f"{RUN_ID}{os.getpid()}-{uuid.uuid4()}",
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="localhost",
+                max_restarts=0,
+                logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+                signals_to_handle="SIGQUIT",
+            )
+            elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        code, message = exit_code(error.failures, processes, asked[0] if asked else None)
+    except SignalException as stop:
+        code, message = _ended_by(stop.sigval)
+    else:
+        code, message = 0, ""
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        logging.disable(logging.NOTSET)
+    if message:
+        print(message, file=sys.stderr)
+    return code
+
+
+def end_with_launcher() -> None:
+    """In a process of `launch`: let the system kill it when the launcher has ended, however that ended."""
+    if not launched_here():
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = os.environ["TORCHELASTIC_RUN_ID"].removeprefix(RUN_ID).partition("-")[0]
+    if str(os.getppid()) != launcher:  # it ended before
+        os._exit(1)
+
+
+def _children() -> list[int]:
+    try:
+        return [int(c) for c in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _ended_by(number: int) -> tuple[int, str]:
+    name = signal.Signals(number).name
+    return 128 + number, "interrupted" if number == signal.SIGINT else f"ended by {name}"
+
+
+def exit_code(failures: Mapping[int, Any], processes: int, asked: int | None = None) -> tuple[int, str]:
+    """The exit code of a run whose processes failed, given by rank, and the message that none of them could print.
+
+    `asked` is the signal that was passed on to them. The first to end is the cause: the others lose it, or are ended
+    by the launcher, with SIGTERM.
+    """
+    for failure in failures.values():
+        if failure.exitcode in SPECIFIC_CODES:
+            return failure.exitcode, ""
+    if asked is not None:
+        return _ended_by(asked)
+
+    def order(rank: int) -> tuple[bool, int, bool]:
+        failure = failures[rank]
+        return failure.exitcode == -signal.SIGTERM, failure.timestamp, failure.exitcode >= 0
+
+    rank = min(failures, key=order)
+    first = failures[rank]
+    if first.exitcode >= 0:
+        return first.exitcode, ""
+    name = first.signal_name()
+    cause = "; the system does so when memory is short" if name == "SIGKILL" else ""
+    return 1, (
+        f"error: process {rank} of {processes} (pid {first.pid}) was ended by {name}{cause}; the others were "
+        "ended with it. Go on with --resume"
+    )

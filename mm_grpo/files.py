@@ -1,0 +1,136 @@
+"""Paths as users write them, atomic writes, and temporary folders.
+
+`expand_home` is the one place that knows what `~` means; `read_regular_file` reads no pipe and no device. A file or a
+folder that is written is filled under a temporary name, then renamed; it is never half there.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+TEMPORARY = "mm_grpo_tmp_"
+LEFT_AFTER = 60.0
+"""Seconds after which a temporary folder that nobody holds was left by a killed process."""
+
+
+def expand_home(path: str) -> str:
+    """A path with `~` or `~user` at its start replaced by that home folder.
+
+    Raises ValueError, whose text follows the path in a message, for a user that there is not.
+    """
+    found = os.path.expanduser(path)
+    if path.startswith("~") and found == path:
+        raise ValueError(f"there is no user {path.split('/')[0][1:]!r} here; write the path in full")
+    return found
+
+
+def short_path(path: object, limit: int = 300) -> str:
+    """A path as a message shows it; of one that no file can have, the beginning."""
+    text = str(path)
+    return text if len(text) <= limit else f"{text[:60]}... ({len(text)} characters)"
+
+
+def read_regular_file(path: Path, limit: int = -1) -> bytes:
+    """The bytes of a file, at most `limit` of them; a pipe, a socket or a device is not waited for.
+
+    Raises OSError, whose `strerror` says what is there, for all that is no regular file.
+    """
+    # Not a look at the path first: it may change, and open waits for the writer of a pipe.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "a pipe, a socket or a device, not a file", str(path))
+        return file.read(limit)
+
+
+def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
+    """Put `data` at `path`; the file is either the old one or the new one, never a mixture.
+
+    Text is written as UTF-8, with ? for what UTF-8 cannot hold. `durable` waits until the disk has
+    it, so that the file also survives a power cut; without it only a killed process is survived. A
+    failure leaves nothing behind.
+    """
+    # Not tempfile: its files can be read by their owner only, and a rename keeps that.
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with tmp.open("wb") as file:
+            file.write(data.encode(errors="replace") if isinstance(data, str) else data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except BaseException:
+        tmp.unlink(missing_ok=True)
+        raise
+
+
+def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a new folder, and put it at `path` in place of what is there.
+
+    A failure of `write` leaves what was there as it was. A process killed between the two renames
+    leaves the old folder next to it, as .NAME.old, and the next call starts by putting it back.
+    """
+    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    if old.exists() and not path.exists():
+        os.replace(old, path)
+    for left in (new, old):
+        _remove(left)
+    new.mkdir(parents=True)
+    try:
+        write(new)
+        if path.exists():
+            os.replace(path, old)
+        os.replace(new, path)
+    except BaseException:
+        _remove(new)
+        raise
+    _remove(old)
+
+
+@contextmanager
+def temporary_folder(purpose: str) -> Iterator[Path]:
+    """A new folder in the system's folder for temporary files, `mm_grpo_PURPOSE_...`; removed at the end.
+
+    Those that a killed process left are removed too: a process holds a lock on its own while it lives. One that is
+    younger than a minute may not be locked yet, and stays.
+    """
+    _remove_left()
+    with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}{purpose}_") as name:
+        handle = os.open(name, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks: then nothing is removed there either
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield Path(name)
+        finally:
+            os.close(handle)
+
+
+def _remove_left() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        with suppress(OSError):  # another user's, or one that another process removes just now
+            state = folder.lstat()
+            old = time.time() - state.st_mtime > LEFT_AFTER  # the clock of the file system
+            if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or not old:
+                continue
+            handle = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link to one and not what it leads to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,114 @@
+"""Python files and modules that a config names, imported: reward functions, processors.
+
+An address is `path/to/file.py:name` or `package.module:name`. A file is imported by its path, without its
+neighbours, and again when its text has changed. Messages begin with what the caller names: the field and its
+value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import linecache
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mm_grpo.errors import UserError, did_you_mean
+from mm_grpo.files import expand_home
+
+FILE_MODULE = "mm_grpo_file_"
+"""How the names of modules begin that were imported from a file."""
+
+_LOADED: dict[Path, tuple[str, ModuleType]] = {}
+
+
+def load_named(address: str, field: str, error: type[UserError], base: Path | None = None) -> Any:
+    """What an address leads to. `error`, naming the `field`, when the file, the module or the name is not there."""
+    place, _, name = address.rpartition(":")
+    if not place or not name:
+        raise error(f"{field} = {address!r}: must be path/to/file.py:Name or package.module:Name")
+    what = f"{field} = {address!r}"
+    module = load_file(what, place, error, base) if place.endswith(".py") else load_module(what, place, error)
+    if not hasattr(module, name):
+        public = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+        raise error(
+            f"{what}: {place} has no {name!r}; {did_you_mean(name, public)}it has {', '.join(public)}"
+        )
+    return getattr(module, name)
+
+
+def load_file(what: str, place: str, error: type[UserError], base: Path | None = None) -> ModuleType:
+    """The module of a file; `base` is the folder of relative paths, by default the current one."""
+    try:
+        path = ((base or Path.cwd()) / expand_home(place)).resolve()
+    except (
+        ValueError,
+        OSError,
+        RuntimeError,
+    ) as cause:  # an unknown user, half a character, a circle of links
+        raise error(
+            f"{what}: no such file can be found ({cause}); give a path from the folder you start in"
+        ) from None
+    if not os.path.isfile(path):
+        raise error(f"{what}: there is no file {path}; give a path from the folder you start in")
+    try:
+        source = path.read_bytes()
+    except OSError as cause:
+        raise error(f"{what}: {path} cannot be read ({cause.strerror}); let this user read it") from None
+    digest = hashlib.sha256(source).hexdigest()
+    if path in _LOADED and _LOADED[path][0] == digest:
+        return _LOADED[path][1]
+    name = f"{FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    linecache.checkcache(str(path))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise error(f"{what}: {path} is not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    try:
+        # Not loader.exec_module: its bytecode cache goes by the file's second and size, and would run
+        # the old code of a file that was edited within one second.
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    except (Exception, SystemExit) as cause:
+        del sys.modules[name]
+        raise error(import_failed(what, cause)) from cause
+    _LOADED[path] = (digest, module)
+    return module
+
+
+def load_module(what: str, place: str, error: type[UserError]) -> ModuleType:
+    """The module named `place`."""
+    try:
+        return importlib.import_module(place)
+    except (Exception, SystemExit) as cause:
+        raise error(import_failed(what, cause)) from cause
+
+
+def digest_of(address: str) -> str | None:
+    """The SHA-256 of the file that an address names, as it was loaded; None for a module."""
+    return _LOADED.get(Path(address.rsplit(":", 1)[0]), (None, None))[0]
+
+
+def import_failed(what: str, cause: BaseException) -> str:
+    """The message for an import that raised: what was imported, the cause and its line."""
+    if isinstance(cause, UserError):
+        return f"{what} cannot be imported: {cause}"
+    frames = [
+        f
+        for f in traceback.extract_tb(cause.__traceback__)
+        if f.filename != __file__ and "importlib" not in f.filename
+    ]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    if isinstance(cause, SyntaxError):
+        where = f" at {cause.filename}:{cause.lineno}"
+    hint = (
+        "; install the package, or set PYTHONPATH to its folder (a file is imported without its neighbours)"
+        if isinstance(cause, ModuleNotFoundError)
+        else ""
+    )
+    return f"{what} cannot be imported: {type(cause).__name__}: {cause}{where}{hint}"

@@ -1,0 +1,160 @@
+"""Image features that several passes or packs share, so that no image goes through the vision tower for each row.
+
+A frozen tower makes the same features in all passes of a step: `KeptFeatures`. A tower that is trained makes the same
+ones in all packs of a pass, for no update comes between them: `SharedFeatures`. Its gradients are those of every pack
+at once, in one backward through the tower.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_grpo.processors.family import Family, VisionFeatures
+from mm_grpo.types import Prompt
+
+
+class KeptFeatures:
+    """Image features of a frozen vision tower, kept for the passes of one step.
+
+    A step runs the model over its prompts more than once when it has a reference policy, several updates or several
+    iterations. A prompt's images are encoded when it is first asked for. `encoded` counts images that went through
+    the tower.
+    """
+
+    def __init__(self, model: Any, family: Family) -> None:
+        self.model, self.family = model, family
+        self.encoded = 0
+        # by a prompt's id: the prompt too, so that its id stays its own
+        self._kept: dict[int, tuple[Prompt, VisionFeatures]] = {}
+
+    def of(self, prompts: Sequence[Prompt]) -> VisionFeatures:
+        """The features of all images of `prompts`, in order; every prompt has images."""
+        new = list({id(p): p for p in prompts if id(p) not in self._kept}.values())
+        if new:
+            with torch.no_grad():
+                made = encode(self.model, self.family, new)
+            self._kept |= {id(p): (p, own) for p, own in zip(new, made, strict=True)}
+            self.encoded += sum(self.family.count(p.vision) for p in new)
+        return VisionFeatures.join([self._kept[id(p)][1] for p in prompts])
+
+
+class SharedFeatures:
+    """Image features for the packs of one pass, whose prompts are `packs`, each pack asking once and in any order.
+
+    A prompt's images are encoded once for all rows of a pack. One whose group is spread over several packs is encoded
+    without gradients in the first of them, and the others take these features. Where the tower is trained, the packs
+    before the last leave the gradients of its features here, and the last encodes it again, with gradients, to which
+    it adds those. So each pack's backward goes through the tower once, at the same point of it: through images that
+    are complete, or through a blank one times 0. ZeRO-2 needs that (see forward.py). `encoded` counts images
+    that went through the tower, without blank ones.
+    """
+
+    def __init__(self, model: Any, family: Family, packs: Iterable[Sequence[Prompt]]) -> None:
+        self.model, self.family = model, family
+        self.trained = not family.tower_is_frozen(model)
+        self.blank = family.blank(model) if self.trained else {}
+        self.encoded = 0
+        self._left = Counter(number for prompts in packs for number in {id(p) for p in prompts})
+        self._kept: dict[int, VisionFeatures] = {}
+        self._sums: dict[int, list[Tensor]] = {}
+        """By prompt: fp32 sums of the gradients of its features, in the order of `VisionFeatures.tensors`."""
+
+    def of(self, prompts: Sequence[Prompt]) -> VisionFeatures:
+        """The features of all images of a pack's `prompts`, in order; every prompt has images."""
+        each = {id(p): p for p in prompts}
+        self._left.subtract(each.keys())
+        if self.trained and torch.is_grad_enabled():
+            complete = [p for number, p in each.items() if self._left[number] == 0]
+            found = dict(zip(map(id, complete), self._with_gradients(complete), strict=True))
+            waiting = [p for p in each.values() if id(p) not in found]
+            self._keep(waiting)
+            found |= {id(p): self._leaves(id(p)) for p in waiting}
+            if not complete:
+                found[id(waiting[0])] = self._touched_by_blank(found[id(waiting[0])])
+        else:
+            self._keep(list(each.values()))
+            found = {number: self._kept[number] for number in each}
+        for number in each:
+            if self._left[number] == 0:
+                self._kept.pop(number, None)
+        return VisionFeatures.join([found[id(p)] for p in prompts])
+
+    def _keep(self, prompts: Sequence[Prompt]) -> None:
+        new = [p for p in prompts if id(p) not in self._kept]
+        with torch.no_grad():
+            self._kept |= dict(zip(map(id, new), self._encode(new), strict=True))
+
+    def _encode(self, prompts: Sequence[Prompt]) -> list[VisionFeatures]:
+        self.encoded += sum(self.family.count(p.vision) for p in prompts)
+        return encode(self.model, self.family, prompts) if prompts else []
+
+    def _with_gradients(self, prompts: Sequence[Prompt]) -> list[VisionFeatures]:
+        made = self._encode(prompts)
+        for place, prompt in enumerate(prompts):
+            sums = self._sums.pop(id(prompt), None)
+            if sums is not None:
+                made[place] = _each(_with_gradient, made[place], sums)
+        return made
+
+    def _leaves(self, number: int) -> VisionFeatures:
+        """The kept features of a prompt as leaves, whose gradients are added to the prompt's sums."""
+        kept = self._kept[number]
+        sums = self._sums.setdefault(
+            number, [torch.zeros_like(t, dtype=torch.float32) for t in kept.tensors()]
+        )
+        return _each(_leaf, kept, sums)
+
+    def _touched_by_blank(self, features: VisionFeatures) -> VisionFeatures:
+        zero = zero_of_blank(self.model, self.family, self.blank)
+        first, *others = features.tensors()
+        return _rebuilt(features, [first + zero.to(first.dtype), *others])
+
+
+def encode(model: Any, family: Family, prompts: Sequence[Prompt]) -> list[VisionFeatures]:
+    """The features of the images of each of `prompts`, from one run of the tower."""
+    vision = {key: tensor.to(model.device) for key, tensor in family.vision(prompts).items()}
+    return list(family.features(model, vision).split([family.count(p.vision) for p in prompts]))
+
+
+def zero_of_blank(model: Any, family: Family, blank: dict[str, Tensor]) -> Tensor:
+    """0 times the features of a blank image, a scalar: gradients of 0 for all of the tower."""
+    features = family.features(model, {key: tensor.to(model.device) for key, tensor in blank.items()})
+    return torch.stack([t.sum() for t in features.tensors()]).sum() * 0
+
+
+def _each(
+    change: Callable[[Tensor, Tensor], Tensor], features: VisionFeatures, sums: Sequence[Tensor]
+) -> VisionFeatures:
+    return _rebuilt(features, [change(t, total) for t, total in zip(features.tensors(), sums, strict=True)])
+
+
+def _rebuilt(features: VisionFeatures, tensors: Sequence[Tensor]) -> VisionFeatures:
+    """`features` with other tensors, in the order of `VisionFeatures.tensors`."""
+    given = iter(tensors)
+    images = tuple(next(given) for _ in features.images)
+    levels = tuple(tuple(next(given) for _ in level) for level in features.levels)
+    return replace(features, images=images, levels=levels)
+
+
+def _leaf(kept: Tensor, total: Tensor) -> Tensor:
+    """`kept` as a leaf, whose gradient is added to `total`."""
+    leaf = kept.detach().requires_grad_()
+    leaf.register_hook(partial(_add, total))
+    return leaf
+
+
+def _add(total: Tensor, grad: Tensor) -> None:
+    total.add_(grad)
+
+
+def _with_gradient(features: Tensor, more: Tensor) -> Tensor:
+    """`features`, whose gradient will be what comes plus `more`."""
+    features.register_hook(lambda grad: (grad.float() + more).to(grad.dtype))
+    return features

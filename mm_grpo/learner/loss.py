@@ -1,0 +1,120 @@
+"""The loss of one pack, put together from the pure functions of `algorithm`.
+
+    loss = sum over tokens of  w[c] * (m_t * loss_t + beta * kl_t) - entropy_coef * entropy_t / tokens
+
+with w[c] the weight of completion c's tokens and loss_t that of the loss type (both `algorithm/losses.py`), and
+m_t the corrections for a policy that is not the one that sampled, 0 for tokens outside the top entropies. The
+entropy is averaged over all other tokens whatever the loss type, as in TRL. Denominators count the whole
+update. A pack's loss is a partial sum, so packs, accumulation and processes add up to one update.
+
+Axes: [M], the completion tokens of the pack; [R], the completions of this process's step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mm_grpo.algorithm.correction import mismatch_weights, off_policy_keep
+from mm_grpo.algorithm.kl import ESTIMATORS
+from mm_grpo.algorithm.losses import LOSSES, Tokens
+from mm_grpo.config import AlgorithmConfig
+from mm_grpo.learner.step_report import LossStatistics
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss needs of each completion: advantage [R] and token weight [R], 0 outside the update.
+
+    `tokens` counts the tokens of the whole update that the entropy bonus is averaged over.
+    """
+
+    advantages: Tensor
+    weights: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PackTokens:
+    """The M tokens of a pack: their completions, and their values under each policy that the loss compares.
+
+    `logp` and `entropy` carry gradients; `sampling_logp` is the engine's, `ref_logp` None without a KL term.
+    `chosen` is 1 for tokens of the top entropies and 0 for others, None where all are taken.
+    """
+
+    completion_index: Tensor
+    logp: Tensor
+    entropy: Tensor
+    old_logp: Tensor
+    sampling_logp: Tensor
+    ref_logp: Tensor | None
+    chosen: Tensor | None = None
+
+
+def pack_loss(
+    config: AlgorithmConfig, inputs: LossInputs, pack: PackTokens, statistics: LossStatistics
+) -> Tensor:
+    """The pack's share of the loss of the update, a scalar. Sums for the metrics are added to `statistics`.
+
+    Tokens of weight 0 (masked completions) enter neither.
+    """
+    logp = pack.logp
+    advantages = inputs.advantages[pack.completion_index].to(logp)
+    weights = inputs.weights[pack.completion_index].to(logp)
+    active = weights > 0
+    correction = _correction(config, pack)
+    tokens = Tokens(logp, pack.old_logp, advantages, pack.completion_index, correction)
+    term = LOSSES[config.loss_type].token_loss(tokens, config)
+    near = _near_enough(config, pack, advantages)
+    keep = torch.ones_like(logp) if pack.chosen is None else pack.chosen
+    if near is not None:
+        keep = keep * near.to(logp)
+        statistics.add(negative=(advantages < 0)[active], off_policy=~near[active])
+    token_loss = term.loss * keep
+    no_gradient = term.clipped_low | term.clipped_high | term.capped | (keep == 0)
+    if correction is not None:
+        no_gradient = no_gradient | (correction == 0)
+        statistics.add(importance=correction[active], masked=(correction == 0)[active])
+        if config.loss_type != "vespo":  # which has it inside
+            token_loss = token_loss * correction
+    if pack.ref_logp is not None:
+        kl = ESTIMATORS[config.kl_estimator](logp, pack.ref_logp)
+        token_loss = token_loss + config.beta * kl
+        statistics.add(kl=kl[active])
+    loss = (weights * token_loss).sum()
+    if config.entropy_coef:
+        bonus = pack.entropy * active if pack.chosen is None else pack.entropy * active * pack.chosen
+        loss = loss - config.entropy_coef * bonus.sum() / max(inputs.tokens, 1)
+    statistics.add(
+        loss=loss,
+        tokens=active,
+        entropy=pack.entropy[active],
+        low=term.clipped_low[active],
+        high=term.clipped_high[active],
+        live=active & ~no_gradient & (advantages != 0),
+    )
+    return loss
+
+
+def _correction(config: AlgorithmConfig, pack: PackTokens) -> Tensor | None:
+    """Mismatch weights [M], None when the config asks for none."""
+    if config.importance_sampling_mode == "none":
+        return None
+    return mismatch_weights(
+        pack.old_logp,
+        pack.sampling_logp,
+        pack.completion_index,
+        config.importance_sampling_mode,
+        config.importance_sampling_clip_min,
+        config.importance_sampling_clip_max,
+    )
+
+
+def _near_enough(config: AlgorithmConfig, pack: PackTokens, advantages: Tensor) -> Tensor | None:
+    """Which tokens [M] the off-policy mask leaves, bool; None when the config asks for none."""
+    threshold = config.off_policy_mask_threshold
+    if threshold is None:
+        return None
+    return off_policy_keep(pack.logp, pack.sampling_logp, advantages, pack.completion_index, threshold)

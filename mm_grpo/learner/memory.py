@@ -1,0 +1,209 @@
+"""What a run will hold in a device's memory, from the sizes of its model: an estimate, said at the start.
+
+Bytes of one process while the learner works, with b bytes to a number of the weights, N weights of which n are trained,
+and w processes:
+
+    weights         N b, and N b again for a reference policy that is a model of its own
+    gradients       4 n as fp32 sums; stage 2 shards them, 4 n / w, beside a bucket of up to 200 million (times 2 where
+                    it overlaps: on a GPU). Stage 1 in bfloat16 holds 2 n besides, until they are added to the sums
+    optimizer       8 n for AdamW's two means, and 4 n for fp32 masters where weights are bfloat16 or DeepSpeed
+                    keeps them; both / w at stages 1 and 2; with offload they and the sums are in the host's memory
+    activations     of one pack of T tokens; each layer keeps for backward, for each token,
+                        2 (4 D + 2 b D)   two RMS norms: fp32 input, normed twice
+                        5 b H             queries, keys and values for each of the heads, attention's output twice
+                        4 b I             gate, up, its activation and their product
+                    with D the hidden size, H heads times their width and I the inner size. With gradient checkpointing
+                    each layer keeps its input, b D, and one layer at a time has all of it
+    log-probs       T (4 + b) D for states and their fp32 gradients, V b D for the gradient of the head where it
+                    is trained, and a tile (learner/logprobs.py)
+    vLLM            the share of the device that `rollout.vllm.gpu_memory_utilization` gives it, where it runs in
+                    this process and does not sleep
+
+Left out: the vision tower's activations (those of images in one pack; smaller than the text's, larger for very large
+images), buffers of attention kernels, the allocator's own losses, CUDA's context (about 0.5 GB) and the embedded
+engine's cache. Layers are taken for those of a Llama: dense, gated, with RMS norms. Against what autograd keeps on a
+CPU the activations are 2 to 10 % too small, and a quarter with checkpointing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.learner.logprobs import CHUNK_BYTES
+from mm_grpo.learner.zero import BUCKET
+
+PROMPT = 1024
+"""Tokens of a prompt whose length nothing bounds."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Counts of weights, `numbers` bytes each, and the axes of the text layers. `heads` is that of all heads."""
+
+    weights: int
+    trained: int
+    numbers: int
+    layers: int
+    hidden: int
+    heads: int
+    inner: int
+    vocabulary: int
+    head_is_trained: bool = True
+    second_model: bool = False
+
+    @classmethod
+    def of(cls, model: Any, second_model: bool = False) -> ModelSizes:
+        """Those of a transformers model. Raises AttributeError where its text config names an axis otherwise."""
+        text = model.config.get_text_config()
+        params, head = list(model.parameters()), model.get_output_embeddings().weight
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(
+            weights=sum(p.numel() for p in params),
+            trained=sum(p.numel() for p in params if p.requires_grad),
+            numbers=head.element_size(),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            heads=text.num_attention_heads * width,
+            inner=text.intermediate_size,
+            vocabulary=len(head),
+            head_is_trained=head.requires_grad,
+            second_model=second_model,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one process on its device while the learner works."""
+
+    weights: int
+    reference: int
+    gradients: int
+    optimizer: int
+    activations: int
+    log_probs: int
+    vllm: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def memory_estimate(
+    model: ModelSizes,
+    *,
+    tokens: int,
+    checkpointing: bool,
+    zero_stage: int = 0,
+    offload: bool = False,
+    processes: int = 1,
+    gpu: bool = True,
+    vllm: int = 0,
+) -> MemoryEstimate:
+    """What one of `processes` holds for packs of `tokens` tokens; `vllm` bytes are the engine's. See the module's text.
+
+    `zero_stage` 0 is the whole state in each process, which one process without offload has at any stage.
+    """
+    b, n = model.numbers, model.trained
+    parts = processes if zero_stage else 1
+    gradients = 4 * n // (parts if zero_stage == 2 else 1) + (2 * n if zero_stage == 1 and b == 2 else 0)
+    if zero_stage == 2:
+        gradients = (0 if offload else gradients) + 4 * min(BUCKET, n) * (2 if gpu else 1)
+    masters = 4 * n if b == 2 or zero_stage else 0
+    layer = tokens * (2 * (4 + 2 * b) * model.hidden + 5 * b * model.heads + 4 * b * model.inner)
+    inputs = tokens * b * model.hidden
+    head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
+    return MemoryEstimate(
+        weights=b * model.weights,
+        reference=b * model.weights if model.second_model else 0,
+        gradients=gradients,
+        optimizer=0 if offload else (8 * n + masters) // parts,
+        activations=model.layers * inputs + layer if checkpointing else model.layers * layer,
+        log_probs=tokens * (4 + b) * model.hidden + head + CHUNK_BYTES,
+        vllm=vllm,
+    )
+
+
+def memory_of_run(
+    model: Any, config: GRPOConfig, processes: int, checkpointing: bool
+) -> MemoryEstimate | None:
+    """The estimate of a run; None for a model whose config does not name the axes as Llama's does."""
+    optim, engine = config.optim, config.rollout
+    alone = processes == 1 and not optim.offload_optimizer
+    gpu = model.device.type == "cuda"
+    inside = gpu and engine.engine == "vllm" and engine.vllm.sleep_level == 0
+    try:
+        sizes = ModelSizes.of(model, config.algorithm.beta > 0 and config.model.lora is None)
+    except (AttributeError, TypeError):
+        return None
+    return memory_estimate(
+        sizes,
+        tokens=largest_pack(config, processes),
+        checkpointing=checkpointing,
+        zero_stage=0 if alone else optim.zero_stage,
+        offload=optim.offload_optimizer,
+        processes=processes,
+        gpu=gpu,
+        vllm=round(device_memory(model.device) * engine.vllm.gpu_memory_utilization) if inside else 0,
+    )
+
+
+def largest_pack(config: GRPOConfig, processes: int) -> int:
+    """Tokens of the largest pack: `optim.max_tokens_per_pack`, or fewer where an update has no more for a process.
+
+    Prompts count for `data.max_prompt_length` tokens, 1,024 where it is null.
+    """
+    rollout, optim = config.rollout, config.optim
+    prompts = -(-rollout.prompts_per_step // (optim.updates_per_step * processes))
+    of_group = (
+        config.data.max_prompt_length or PROMPT
+    ) + rollout.num_generations * rollout.max_completion_length
+    return min(optim.max_tokens_per_pack, prompts * of_group)
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory, or of this machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_sentence(estimate: MemoryEstimate, available: int, *, tokens: int, checkpointing: bool) -> str:
+    """One line: the parts, their sum and what the device has; and where it is too little, what helps.
+
+    >>> parts = MemoryEstimate(8 * 10**9, 0, 16 * 10**9, 0, 10**9, 10**8, 0)
+    >>> memory_sentence(parts, 80 * 10**9, tokens=4096, checkpointing=True)[:63]
+    'memory of one process, estimated: weights 8.0 GB + gradients 16'
+    """
+    how = "with" if checkpointing else "without"
+    names = {
+        "activations": f"activations of a pack of {tokens} tokens {how} gradient checkpointing",
+        "log_probs": "log-probs",
+        "vllm": "vLLM",
+    }
+    sizes = {f.name: getattr(estimate, f.name) for f in fields(estimate)}
+    parts = [f"{names.get(name, name)} {_size(size)}" for name, size in sizes.items() if size]
+    line = f"memory of one process, estimated: {' + '.join(parts)} = {_size(estimate.total)} of {_size(available)}"
+    if estimate.total <= available:
+        return line
+    remedies = [
+        "a smaller optim.max_tokens_per_pack",
+        "optim.offload_optimizer=true",
+        "more processes",
+        "model.lora",
+    ]
+    if not checkpointing:
+        remedies.insert(0, "optim.gradient_checkpointing=true")
+    return f"{line}: more than there is. What helps: {', '.join(remedies)}"
+
+
+def _size(count: int) -> str:
+    """
+    >>> _size(23_456_789), _size(7_510_000_000)
+    ('0.023 GB', '7.5 GB')
+    """
+    return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e9:.2g} GB"

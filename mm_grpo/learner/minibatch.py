@@ -1,0 +1,157 @@
+"""Minibatches: the completions of one optimizer update, with the weights and log-probabilities that the loss needs.
+
+The slots of a step are cut into `updates_per_step` equal runs, and each makes one `Minibatch`. Completions are
+identified by `Item.index`, their place in this process's step; a pack's tokens name it in `completion_index`.
+What must outlive a pack is kept by completion (`ByCompletion`) and brought back in a pack's order.
+
+Axes: [R], the completions of this process's step; [T], tokens of one; [M], completion tokens of a pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mm_grpo.algorithm.losses import token_weights
+from mm_grpo.config import AlgorithmConfig, GRPOConfig
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.balance import Cost
+from mm_grpo.learner.loss import LossInputs, PackTokens
+from mm_grpo.learner.pack import Item, Pack
+from mm_grpo.types import Completion, Group
+
+ByCompletion = dict[int, Tensor]
+"""Values [T] of completions, by `Item.index`."""
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The completions of one update that this process runs.
+
+    `items` are all of them, `live` those that can change the update: they carry weight and, where only advantages
+    act, belong to a group that has some.
+    """
+
+    items: Sequence[Item]
+    live: Sequence[Item]
+    inputs: LossInputs
+
+
+@dataclass
+class LogProbs:
+    """Log-probs [T] by completion under the policies that the loss compares; `engine` [R][T] are the samples' own.
+
+    `old` is the policy at the start of the step where it is not the present one, `first` that of each
+    completion's first pass with gradients, `reference` None where the loss needs none.
+    """
+
+    engine: Sequence[Sequence[float]]
+    reference: ByCompletion | None = None
+    old: ByCompletion = field(default_factory=dict)
+    first: ByCompletion = field(default_factory=dict)
+
+    def add_first(self, pack: Pack, logp: Tensor) -> None:
+        """Keep log-probs [M] of a pass with gradients, of completions that have had none yet."""
+        for index, values in split_by_completion(logp.detach(), pack.completion_index.tolist()).items():
+            self.first.setdefault(index, values)
+
+    def pack_tokens(
+        self, pack: Pack, logp: Tensor, entropy: Tensor, chosen: ByCompletion | None
+    ) -> PackTokens:
+        """The tokens of a pack from its pass (`logp` [M], `entropy` [M]), with what is kept of the other policies."""
+        order, present = pack.completion_index.tolist(), logp.detach()
+        engine = {i: torch.tensor(self.engine[i], device=logp.device) for i in dict.fromkeys(order)}
+        return PackTokens(
+            completion_index=pack.completion_index.to(logp.device),
+            logp=logp,
+            entropy=entropy,
+            old_logp=to_pack_order(self.old, order, present) if self.old else present,
+            sampling_logp=to_pack_order(engine, order, present),
+            ref_logp=None if self.reference is None else to_pack_order(self.reference, order, present),
+            chosen=None if chosen is None else to_pack_order(chosen, order, present),
+        )
+
+
+def make_minibatches(
+    groups: Sequence[Group], config: GRPOConfig, ranks: Ranks, device: torch.device
+) -> list[Minibatch]:
+    """One minibatch for each update of the step, from this process's groups. Collective.
+
+    An update whose slots are all empty is a minibatch without items.
+    """
+    items = make_items(groups, config.algorithm)
+    every_update = range(config.optim.updates_per_step)
+    shares = [[i for i in items if update_of(groups[i.group].slot, config) == u] for u in every_update]
+    return [_minibatch(groups, share, config, ranks, device) for share in shares]
+
+
+def make_items(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Item]:
+    """The completions of some groups, in order; `Item.group` is the place of each one's group."""
+    pairs = [(number, group, c) for number, group in enumerate(groups) for c in group.completions]
+    return [
+        Item(index, number, group.prompt, c.token_ids, enters_loss(c, algorithm))
+        for index, (number, group, c) in enumerate(pairs)
+    ]
+
+
+def update_of(slot: int, config: GRPOConfig) -> int:
+    """The update that a slot belongs to, from 0: slots are cut into `updates_per_step` equal runs."""
+    return slot * config.optim.updates_per_step // config.rollout.prompts_per_step
+
+
+def group_cost(group: Group, config: GRPOConfig) -> Cost:
+    """The update of a group, and the tokens that the group has to run in it."""
+    live = [
+        len(c.token_ids)
+        for c, a in zip(group.completions, group.advantages, strict=True)
+        if enters_loss(c, config.algorithm) and (has_dense_objective(config.algorithm) or a != 0)
+    ]
+    return update_of(group.slot, config), len(group.prompt.token_ids) + sum(live) if live else 0
+
+
+def enters_loss(completion: Completion, algorithm: AlgorithmConfig) -> bool:
+    """Whether the config lets a completion into the loss."""
+    return not (algorithm.mask_truncated_completions and completion.finish_reason == "length")
+
+
+def has_dense_objective(algorithm: AlgorithmConfig) -> bool:
+    """Whether every token has a gradient, of any advantage: from a KL term in the loss or an entropy bonus."""
+    return (algorithm.beta > 0 and not algorithm.kl_in_reward) or algorithm.entropy_coef != 0
+
+
+def split_by_completion(values: Tensor, completion_index: Sequence[int]) -> ByCompletion:
+    """Values [M] cut where the completion changes; the tokens of one stand together in a pack."""
+    cuts = [i for i in range(1, len(completion_index)) if completion_index[i] != completion_index[i - 1]]
+    pieces = values.tensor_split(cuts)
+    return {completion_index[start]: piece for start, piece in zip([0, *cuts], pieces, strict=True)}
+
+
+def to_pack_order(kept: Mapping[int, Tensor], completion_index: Sequence[int], default: Tensor) -> Tensor:
+    """Kept values in the order of a pack's tokens [M]; a completion without kept ones takes those of `default` [M]."""
+    own = split_by_completion(default.detach(), completion_index)
+    return torch.cat([kept.get(index, piece) for index, piece in own.items()])
+
+
+def _minibatch(
+    groups: Sequence[Group], items: Sequence[Item], config: GRPOConfig, ranks: Ranks, device: torch.device
+) -> Minibatch:
+    """Advantages [R] and weights [R]; completions of other updates get weight 0.
+
+    The weights come from the lengths of the whole update, over all processes, in the order of its slots.
+    """
+    own = [(groups[i.group].slot, ranks.rank, i.index, len(i.token_ids) if i.counts else 0) for i in items]
+    every = sorted(row for rows in ranks.all_gather(own, "lengths of completions") for row in rows)
+    lengths = torch.tensor([length for *_, length in every], dtype=torch.long)
+    scale = token_weights(config.algorithm.loss_type, lengths, config.rollout.max_completion_length)
+    scale = scale * (lengths > 0)
+    weights = torch.zeros(sum(len(g.completions) for g in groups), dtype=torch.float64)
+    for (_, rank, index, _), weight in zip(every, scale.tolist(), strict=True):
+        if rank == ranks.rank:
+            weights[index] = weight
+    advantages = torch.tensor([a for g in groups for a in g.advantages], dtype=torch.float64)
+    dense = has_dense_objective(config.algorithm)
+    live = [i for i in items if float(weights[i.index]) > 0 and (dense or float(advantages[i.index]) != 0)]
+    return Minibatch(items, live, LossInputs(advantages.to(device), weights.to(device), int(lengths.sum())))

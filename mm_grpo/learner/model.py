@@ -1,0 +1,306 @@
+"""The model that is trained: loaded from a folder, or passed in, and then treated alike.
+
+The policy is a plain transformers model. Its dtype and device are settled here once: bfloat16 on a GPU and float32 on
+a CPU unless the config says otherwise, and those of a model that is passed in. Whatever the config asks for is applied
+or refused: weights that are missing, of another shape or not finite are refused, for transformers would draw the
+missing ones at random, and a model whose configs cannot be written is refused before it is trained, not after.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from mm_grpo.config import ModelConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.files import temporary_folder
+from mm_grpo.learner.lora import add_adapters
+from mm_grpo.processors.family import Family
+from mm_grpo.processors.model_folder import quantization_of, quoted, read_config, refuse_own_code
+
+logger = logging.getLogger("mm_grpo")
+TRAINED = (torch.float32, torch.bfloat16)
+NEUTRAL = {
+    "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
+    "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
+    "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+"""Fields of a model's config that say nothing of how it is built; those that start with "_" do not either."""
+
+
+def load_model(config: ModelConfig, family: Family) -> Any:
+    """The model at `config.path`, built as `family` says, ready to train. ConfigError when it cannot be read whole."""
+    where = f"model.path = '{config.path}'"
+    device = resolve_device(config.device)
+    read_config(config.path, trust_remote_code=config.trust_remote_code)
+    _refuse_pickles(where, Path(config.path))
+    try:
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+            config.path,
+            dtype=resolve_dtype(config.dtype, device),
+            attn_implementation=_attention(config),
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,  # a pickle runs code when it is read
+            ignore_mismatched_sizes=True,  # they are named below
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        refuse_own_code(config.path, error, config.trust_remote_code)
+        raise ConfigError(
+            f"{where}: the weights cannot be loaded ({quoted(error)}); give a folder that save_pretrained wrote for a "
+            "vision-language model, or a hub name that this machine can reach"
+        ) from error
+    model, info = loaded
+    _refuse_incomplete(where, info)
+    model.to(device)
+    return _prepare(where, model, config, family)
+
+
+def adopt_model(
+    model: Any, config: ModelConfig, family: Family, *, from_path: str | None = None, several: bool = False
+) -> Any:
+    """The `model` that was passed in, treated as one that is loaded: adapters, frozen tower, attention, training mode.
+
+    In place. Its dtype and device are its own; ConfigError where the config asks for others by name, and for a model
+    that cannot be trained as it is. `from_path` is what else is made from `model.path`, and so has to fit: `processor`
+    (the model's type) or `engine` (everything that says how it is built). With `several` processes the model has to be
+    on this process's device. Parameters that the caller froze stay frozen.
+    """
+    where = "the model that was passed in"
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"{where} has adapters of peft: pass the base model, and set model.lora to train adapters (what its own "
+            "have learned is kept by merge_and_unload, and dropped by unload)"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"{where} is a {type(model).__name__}: must be a model of transformers, not wrapped or compiled"
+        )
+    if quantization_of(model.config) is not None:
+        raise ConfigError(f"{where} is quantised ({quantization_of(model.config)}), and cannot be trained")
+    _refuse_other_place(where, model, config, several)
+    if from_path is not None:
+        _refuse_another_model(model, config, from_path)
+    if from_path == "engine":  # which reads the weights there before it is sent these
+        _refuse_pickles(f"model.path = '{config.path}'", Path(config.path))
+    # where an earlier trainer left its own attention, the model's text layers and tower get theirs back
+    model.set_attn_implementation(_attention(config))
+    return _prepare(where, model, config, family)
+
+
+def check_saveable(model: Any, processor: Any) -> None:
+    """Save everything but the weights to a folder that is removed: what cannot be saved is found before training.
+
+    Sampling flags without `do_sample` in a generation config are refused by transformers when it is saved, and taken
+    when it is loaded: there `do_sample` is set, with a warning. Raises ConfigError for anything else.
+    """
+    _repair_generation_config(model)
+    with temporary_folder("save") as folder:
+        try:
+            model.save_pretrained(folder, state_dict={})
+            processor.save(folder)
+        except Exception as error:  # whatever it is, it would come again after the last step and cost the run
+            raise ConfigError(
+                f"the model could not be saved after training: its config or its processor cannot be written "
+                f"({type(error).__name__}: {quoted(error)})"
+            ) from error
+
+
+def use_checkpointing(model: Any, wanted: bool) -> None:
+    """Turn gradient checkpointing on or off, whatever the model came with. ConfigError where it has none."""
+    if not wanted:
+        if getattr(model, "is_gradient_checkpointing", False):
+            model.gradient_checkpointing_disable()
+        return
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(f"optim.gradient_checkpointing = true: {quoted(error)}; set it to false") from error
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the first GPU, else the CPU. ConfigError when the named device is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"model.device = '{name}' cannot be used here ({str(error).splitlines()[0]}); legal are auto, cpu, cuda"
+        ) from error
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+# both ----------------------------------------------------------------------------------------
+
+
+def _attention(config: ModelConfig) -> str:
+    return "eager" if config.attn == "eager" else "sdpa"  # the learner puts its own in sdpa's place
+
+
+def _prepare(where: str, model: Any, config: ModelConfig, family: Family) -> Any:
+    family.check(model)
+    _refuse_not_finite(where, model)
+    if config.freeze_vision:
+        family.tower(model).requires_grad_(False)
+    if config.lora is not None:
+        add_adapters(model, config.lora, family)
+    return model.train()
+
+
+def _refuse_not_finite(where: str, model: Any) -> None:
+    """One pass over the weights where they lie, and one number back."""
+    with torch.no_grad():
+        named = [(name, p) for name, p in model.named_parameters() if p.numel()]
+        ends = [torch.stack(p.aminmax()).isfinite().all() for _, p in named]
+        if bool(torch.stack(ends).all()):
+            return
+        wrong = [name for (name, _), finite in zip(named, ends, strict=True) if not finite]
+    raise ConfigError(
+        f"{where}: {wrong[0]} holds NaN or infinite numbers{_others(wrong, 'tensor')}; such a model answers nothing, "
+        "and no update can mend it"
+    )
+
+
+# loaded --------------------------------------------------------------------------------------
+
+
+def _refuse_pickles(where: str, folder: Path) -> None:
+    pickles = sorted(f.name for kind in ("*.bin", "*.pt", "*.pth") for f in folder.glob(kind))
+    if pickles and folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{where}: its weights are pickles ({pickles[0]}), which can run code when they are read; only safetensors "
+            "are: load them where you trust them, and save the model with save_pretrained"
+        )
+
+
+def _refuse_incomplete(where: str, info: Mapping[str, Any]) -> None:
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    shapes = sorted(info["mismatched_keys"])
+    if missing:
+        fault = f"{missing[0]} is missing{_others(missing, 'tensor')}, and would be drawn at random"
+    elif shapes:
+        name, theirs, ours = shapes[0]
+        fault = (
+            f"{name} has shape {list(theirs)} there and {list(ours)} in the model{_others(shapes, 'tensor')}"
+        )
+    elif unexpected:
+        fault = f"the model has no {unexpected[0]}, which is among the weights{_others(unexpected, 'tensor')}"
+    elif info["error_msgs"]:
+        fault = quoted(ValueError(*info["error_msgs"][:1]))
+    else:
+        return
+    raise ConfigError(
+        f"{where}: the weights are not those of the config: {fault}; give the whole model, with the config.json "
+        "that was saved with it"
+    )
+
+
+# passed in -----------------------------------------------------------------------------------
+
+
+def _refuse_other_place(where: str, model: Any, config: ModelConfig, several: bool) -> None:
+    devices = {p.device for p in model.parameters()}
+    dtypes = {p.dtype for p in model.parameters()}
+    if len(devices) > 1 or "meta" in {d.type for d in devices}:
+        raise ConfigError(
+            f"{where} is on {', '.join(sorted(map(str, devices)))}: must be on one device; load it without device_map"
+        )
+    if len(dtypes) > 1 or not dtypes <= set(TRAINED):
+        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise ConfigError(
+            f"{where} has weights in {found}: must be in float32, or all in bfloat16; load it with such a dtype"
+        )
+    (device,), (dtype,) = devices, dtypes
+    if config.dtype != "auto" and dtype != getattr(torch, config.dtype):
+        raise ConfigError(
+            f"model.dtype = '{config.dtype}': {where} is in {str(dtype).removeprefix('torch.')}; load it in "
+            f"{config.dtype}, or write auto"
+        )
+    wanted = resolve_device(config.device)
+    if (config.device != "auto" or several) and _place(device) != _place(wanted):
+        raise ConfigError(
+            f"model.device = '{config.device}': {where} is on {device}, and not on {wanted}; move it there first"
+        )
+
+
+def _refuse_another_model(model: Any, config: ModelConfig, from_path: str) -> None:
+    theirs = read_config(config.path, trust_remote_code=config.trust_remote_code).to_dict()
+    ours = model.config.to_dict()
+    differing = sorted(_differing(ours, theirs)) if from_path == "engine" else []
+    if ours.get("model_type") != theirs.get("model_type"):
+        differing = ["model_type"]
+    if differing:
+        field = differing[0]
+        raise ConfigError(
+            f"model.path = '{config.path}' is not built as the model that was passed in: {field} is "
+            f"{_at(theirs, field)!r} there and {_at(ours, field)!r} in the model{_others(differing, 'field')}; the "
+            f"{from_path} is made from model.path: save the model, and name its folder there"
+        )
+
+
+def _place(device: torch.device) -> tuple[str, int]:
+    current = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return device.type, current or 0
+
+
+def _repair_generation_config(model: Any) -> None:
+    found = getattr(model, "generation_config", None)
+    if found is None:
+        return
+    try:
+        found.validate(strict=True)
+    except ValueError as error:
+        repaired = copy.deepcopy(found)
+        repaired.do_sample = True
+        try:
+            repaired.validate(strict=True)
+        except ValueError:
+            raise ConfigError(
+                f"the model's generation config cannot be saved ({quoted(error)}); mend generation_config.json"
+            ) from error
+        model.generation_config = repaired
+        flags = sorted(repaired.to_diff_dict().keys() - {"do_sample", "transformers_version"})
+        logger.warning(
+            "the model's generation config sets sampling flags and not do_sample, with which it cannot be saved; "
+            "do_sample=True is written into the saved one (it holds %s)",
+            ", ".join(flags),
+        )
+
+
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Dotted paths of fields that build a model and are not equal."""
+    for key in ours.keys() | theirs.keys():
+        one, other = ours.get(key), theirs.get(key)
+        if key in NEUTRAL or key.startswith("_") or one == other:
+            continue
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            yield from _differing(one, other, f"{before}{key}.")
+        else:
+            yield f"{before}{key}"
+
+
+def _at(values: Any, path: str) -> Any:
+    for key in path.split("."):
+        values = values.get(key)
+    return values
+
+
+def _others(found: Iterable[Any], noun: str) -> str:
+    more = len(list(found)) - 1
+    return f" ({more} more {noun}{'s' * (more > 1)})" if more else ""

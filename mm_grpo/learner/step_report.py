@@ -1,0 +1,152 @@
+"""The metrics of a learner's step: means of the loss, the work that was run and saved, updates, the log-prob gap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.pack import Item, Pack
+from mm_grpo.types import UpdateRecord
+
+GAP = "sampling/sampling_logp_difference"
+
+
+@dataclass
+class LearnerReport:
+    """What a step did: metrics under TRL's names, and one record per optimizer update."""
+
+    metrics: dict[str, float]
+    updates: list[UpdateRecord] = field(default_factory=list)
+
+    @property
+    def mean_gap(self) -> float:
+        """Mean gap per token between the engine's log-probs and ours, in nats; 0 where no token was run."""
+        return self.metrics.get(f"{GAP}/mean", 0.0)
+
+    @property
+    def max_gap(self) -> float:
+        return self.metrics.get(f"{GAP}/max", 0.0)
+
+
+class LossStatistics:
+    """Sums over tokens, added pack by pack, and the means that become metrics.
+
+    `counted` are the tokens that enter the loss, with those that are left out because they cannot change an
+    update; `live` those that should have a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+
+    def count(self, tokens: int) -> None:
+        self.sums["counted"] = self.sums.get("counted", 0.0) + tokens
+
+    def add(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value.detach().double().sum())
+
+    @property
+    def live_tokens(self) -> int:
+        """Tokens with weight and a non-zero advantage that no bound, mask or correction left without gradient."""
+        return int(self.sums.get("live", 0.0))
+
+    def metrics(self, updates: int = 1) -> Mapping[str, float]:
+        """The mean loss of `updates`, and means per token, under TRL's metric names.
+
+        Shares of clipped tokens are of all that counted, for one that is left out is never clipped. The other
+        means are of the tokens that were run, and absent where none was; `sampling/off_policy_ratio` is the share that
+        the off-policy mask drops of those with a negative advantage, which alone it may drop.
+        """
+        tokens = self.sums.get("tokens", 0.0)
+        counted = max(self.sums.get("counted", tokens), 1.0)
+        low, high = self.sums.get("low", 0.0) / counted, self.sums.get("high", 0.0) / counted
+        metrics = {
+            "loss": self.sums.get("loss", 0.0) / updates,
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low + high,
+        }
+        if not tokens:
+            return metrics
+        metrics["entropy"] = self.sums["entropy"] / tokens
+        if "kl" in self.sums:
+            metrics["kl"] = self.sums["kl"] / tokens
+        if "importance" in self.sums:
+            metrics["sampling/importance_sampling_ratio/mean"] = self.sums["importance"] / tokens
+            metrics["sampling/masked_ratio"] = self.sums["masked"] / tokens
+        if "negative" in self.sums:
+            metrics["sampling/off_policy_ratio"] = self.sums["off_policy"] / max(self.sums["negative"], 1.0)
+        return metrics
+
+
+@dataclass
+class PackStatistics:
+    """What the passes of a step ran: tokens, places in packs, images, packs.
+
+    `places` count padding too. `plain` counts the tokens of the same completions without shared prefixes, the
+    prompt once for each.
+    """
+
+    tokens: int = 0
+    places: int = 0
+    images: int = 0
+    packs: int = 0
+    plain: int = 0
+
+    def add(self, pack: Pack, rows: Sequence[Sequence[Item]]) -> None:
+        self.tokens += int((pack.segments >= 0).sum())
+        self.places += pack.segments.numel()
+        self.packs += 1
+        self.plain += sum(len(i.prompt.token_ids) + len(i.token_ids) for row in rows for i in row)
+
+    def metrics(self, ranks: Ranks, max_tokens: int) -> dict[str, float]:
+        """Sums over all processes. Collective.
+
+        `learner/fill` is the share of places that hold a token, `learner/pack_fill` tokens over what the packs
+        might hold, `learner/balance` the mean work of a process over that of the busiest one.
+        """
+        every = ranks.all_gather(self, "pack statistics")
+        total = {name: sum(getattr(w, name) for w in every) for name in self.__dataclass_fields__}
+        busiest = max(w.tokens for w in every)
+        return {
+            "learner/packs": total["packs"],
+            "learner/fill": total["tokens"] / max(total["places"], 1),
+            "learner/pack_fill": total["tokens"] / max(total["packs"] * max_tokens, 1),
+            "learner/balance": total["tokens"] / max(busiest * len(every), 1),
+            "learner/tokens": total["tokens"],
+            "learner/tokens_saved": total["plain"] - total["tokens"],
+            "learner/images_encoded": total["images"],
+        }
+
+
+def update_metrics(updates: Sequence[UpdateRecord]) -> dict[str, float]:
+    """The step's updates as metrics; norms are those of the largest."""
+    norms = [u.grad_norm for u in updates if math.isfinite(u.grad_norm)]
+    return {
+        "grad_norm": max(norms, default=0.0),
+        "learner/overflows": len(updates) - len(norms),
+        "learning_rate": updates[-1].learning_rate,
+        "learner/update_norm": max(u.update_norm for u in updates),
+        "learner/updates": sum(u.stepped for u in updates),
+    }
+
+
+def gap_metrics(
+    engine: Sequence[Sequence[float]], learned: Mapping[int, Tensor], ranks: Ranks
+) -> dict[str, float]:
+    """How far the engine's log-probs [R][T] lie from the learner's, over the completions that were run. Collective."""
+    gaps = [
+        (torch.tensor(engine[index], dtype=torch.float64) - values.double().cpu()).abs()
+        for index, values in learned.items()
+    ]
+    gap = torch.cat(gaps) if gaps else torch.zeros(0, dtype=torch.float64)
+    own = (float(gap.sum()), len(gap), float(gap.max()) if gaps else 0.0)
+    sums, counts, largest = zip(*ranks.all_gather(own, "log-prob gaps"), strict=True)
+    if not sum(counts):
+        return {}
+    return {f"{GAP}/mean": sum(sums) / sum(counts), f"{GAP}/max": max(largest)}

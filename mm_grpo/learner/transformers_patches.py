@@ -1,0 +1,111 @@
+"""Every place where something inside transformers' models is replaced or relied upon; nothing else does it.
+
+Each function says why it is needed and what would make it needless. tests/learner/test_transformers_patches.py fails
+where transformers no longer is as they assume.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+PREFIX_ATTENTION = "mm_grpo_prefix"
+VARLEN_ATTENTION = "mm_grpo_varlen_flash"
+"""With "flash" in it: that is how the towers choose between one call with the cuts and one call per image."""
+
+
+def use_prefix_attention(config: Any, attention: Callable[..., Any]) -> bool:
+    """Let text layers of this text config call `attention` where they would call sdpa; returns whether they do.
+
+    Why: the mask of a pack costs N^2 as a tensor, and layers take nothing else. The layers read the name of
+    their attention from the config in each call, and hand it the keyword arguments of the forward pass. The name is
+    set in the private `_attn_implementation`: `set_attn_implementation` reads a model's source to decide whether it
+    may. Under the same name transformers makes the masks of passes that have no pack (the embedded engine), as for
+    sdpa.
+    Needless when: transformers takes a mask that it does not write out, for sdpa and with gradients.
+    """
+    AttentionInterface.register(PREFIX_ATTENTION, attention)
+    AttentionMaskInterface.register(PREFIX_ATTENTION, sdpa_mask)
+    if config._attn_implementation == "sdpa":
+        config._attn_implementation = PREFIX_ATTENTION
+    return bool(config._attn_implementation == PREFIX_ATTENTION)
+
+
+def unread_mask(device: torch.device) -> Tensor:
+    """An attention mask that no layer looks at, to be given where `prefix_attention` gets its layout.
+
+    Why: a text model that is given none makes one, of N^2, and where positions start anew in a row, as at each
+    completion, takes the row for several sequences. A mask of four axes is passed on as it is.
+    Needless when: transformers makes no mask for an attention that has no mask function, and takes one when given.
+    """
+    return torch.empty(0, 0, 0, 0, dtype=torch.bool, device=device)
+
+
+def use_varlen_attention(tower: nn.Module, attention: Callable[..., Any]) -> None:
+    """Let the layers of a vision tower hand `attention` the whole sequence with its cuts, where they would call sdpa.
+
+    Why: without flash-attn the towers of Qwen-VL call sdpa once for every image or window, thousands of times for a
+    few large images, and read the lengths from the device in each layer.
+    Needless when: transformers batches these calls itself, or has varlen attention for sdpa.
+    """
+    AttentionInterface.register(VARLEN_ATTENTION, attention)
+    for part in tower.modules():
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "_attn_implementation", None) == "sdpa" and takes_cuts(part):
+            config._attn_implementation = VARLEN_ATTENTION
+
+
+def takes_cuts(layer: nn.Module) -> bool:
+    """Whether a layer of a tower takes many images as one sequence with its cuts."""
+    return "cu_seqlens" in inspect.signature(layer.forward).parameters
+
+
+class PatchProduct(nn.Conv3d):
+    """A convolution over patches of the size of its kernel, [S, C, t, h, w] -> [S, D, 1, 1, 1], as one product."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.shape[2:] != self.kernel_size:
+            return super().forward(input)
+        made = torch.nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        return made[:, :, None, None, None]
+
+
+def use_patch_product(tower: nn.Module) -> None:
+    """Let convolutions over patches that are cut out already be matrix products. In place.
+
+    Why: as a convolution over a batch of S patches it is several times slower, forward and backward. The class is
+    changed, not the module, so that parameters keep their names and hooks stay.
+    Needless when: transformers' patch embedding is a linear layer (it is for some families already).
+    """
+    for part in tower.modules():
+        if type(part) is nn.Conv3d and part.groups == 1 and part.padding == (0, 0, 0):
+            part.__class__ = PatchProduct
+
+
+@contextmanager
+def features_for_pixels(backbone: Any, make: Callable[[], Any]) -> Iterator[dict[str, Any]]:
+    """Within it `backbone` takes `make()` for what its tower makes of any pixels; yields the pixels to give it.
+
+    Why: features are made once for several passes or packs. The method that a model's forward asks for them is hidden
+    by a function of the object. `make` is called where the forward would run its tower, after the embedding, and may
+    run the tower itself: gradients are ready in the reverse order (see forward.py).
+    Needless when: a model's forward takes a function for its features. The argument `mm_encoder_outputs` (since 5.19)
+    takes features alone, made before the embedding.
+    """
+
+    def made(*pixels: Any, **options: Any) -> Any:
+        del backbone.get_image_features
+        return make()
+
+    backbone.get_image_features = made
+    try:
+        yield {"pixel_values": torch.empty(0)}  # asked for, and not looked at
+    finally:
+        vars(backbone).pop("get_image_features", None)

@@ -1,0 +1,93 @@
+"""Attention of vision towers over many images as one sequence, in one sdpa call for each length.
+
+A tower runs the patches of all images of a pack as one sequence, cut into parts that attend within themselves:
+images, or windows of 64 patches. Parts of one length are a batch here, and the lengths are read from the device once
+a pass. How transformers' towers come to call this is in transformers_patches.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from mm_grpo.learner.transformers_patches import use_patch_product, use_varlen_attention
+
+
+@dataclass(frozen=True)
+class VarlenBatches:
+    """How a sequence of S patches is cut: `batches` are (how many, of which length), lengths as they come by.
+
+    `order` [S] lists the patches batch by batch, `back` [S] undoes it; both are None where one length is all.
+    """
+
+    batches: tuple[tuple[int, int], ...]
+    order: Tensor | None
+    back: Tensor | None
+
+
+def varlen_batches(cuts: Tensor) -> VarlenBatches:
+    """The parts between the places `cuts` [n + 1], which begin with 0 and end with S."""
+    places: list[int] = cuts.tolist()
+    starts: dict[int, list[int]] = {}
+    for start, end in pairwise(places):
+        starts.setdefault(end - start, []).append(start)
+    batches = tuple((len(own), length) for length, own in starts.items())
+    if len(batches) == 1:
+        return VarlenBatches(batches, None, None)
+    each = [(torch.tensor(own)[:, None] + torch.arange(length)).flatten() for length, own in starts.items()]
+    order = torch.cat(each)
+    return VarlenBatches(batches, order.to(cuts.device), order.argsort().to(cuts.device))
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Queries, keys and values [1, H, S, d]; returns [1, S, H, d], as transformers asks."""
+    if cu_seq_lens_q is None:
+        whole: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return whole
+    cut = _kept(cu_seq_lens_q)
+    inputs = [x[0].transpose(0, 1) for x in (query, key, value)]  # [S, H, d]
+    if cut.order is not None:
+        inputs = [x.index_select(0, cut.order) for x in inputs]
+    outs, start = [], 0
+    for count, length in cut.batches:
+        own = slice(start, start + count * length)
+        q, k, v = (x[own].unflatten(0, (count, length)).transpose(1, 2) for x in inputs)
+        out = scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+        start = own.stop
+    joined = outs[0] if cut.back is None else torch.cat(outs).index_select(0, cut.back)
+    return joined[None], None
+
+
+def patch_vision_tower(tower: nn.Module) -> None:
+    """Let a tower of transformers work so, as far as it is built that way and runs sdpa. In place."""
+    use_varlen_attention(tower, varlen_attention)
+    use_patch_product(tower)
+
+
+def _kept(cuts: Tensor) -> VarlenBatches:
+    """`varlen_batches`, once per tensor: all layers of a pass are handed the same one or two."""
+    found: VarlenBatches | None = getattr(cuts, "_mm_grpo_varlen", None)
+    if found is None:
+        found = varlen_batches(cuts)
+        cuts._mm_grpo_varlen = found  # type: ignore[attr-defined]
+    return found

@@ -1,0 +1,5 @@
+"""Engine against learner: do both see the same tokens, images and weights?
+
+gaps  pure comparisons of log-probs, and the check at the start of a run
+sync  the learner's weights sent to the engine, and what it makes of them verified
+"""

@@ -1,0 +1,141 @@
+"""Parity: do engine and learner see the same tokens, images and weights?
+
+Pure comparisons, shared by the check at the start of a run, by the verified weight sync and by
+`mm-grpo doctor`. Two log-prob gaps are told apart:
+
+- `score`: the engine re-scores a given completion, the learner does too, both over the whole vocabulary
+  at temperature 1. Weights and images show here, sampling does not.
+- `sampled`: the log-probs that the engine reported while sampling against the learner's under the same
+  media mask and temperature. Temperature, mask and the engine's caches show here too.
+
+That prompt ids are equal is checked by each engine in `generate`, which stops when they are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import DataError
+from mm_grpo.health import apply_guard
+from mm_grpo.health.logp_gap import limit_for, logp_gap
+from mm_grpo.learner.learner import Learner
+from mm_grpo.rollout.engine import RolloutEngine, Sampling, requests_for, require_answers, versions_of
+from mm_grpo.types import Completion, Prompt
+
+START_TOKENS = 32
+"""Completions of the check at the start of a run are at most this long."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """|difference| of two log-probs per token, in nats, over `tokens` tokens."""
+
+    mean: float
+    max: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PromptParity:
+    """What one prompt and its completions showed."""
+
+    uid: str
+    prompt_tokens: int
+    images: int
+    completions: int
+    distinct: int
+    seeds: tuple[int, ...]
+    versions: tuple[int, ...]
+    score: Gap
+    sampled: Gap
+
+
+def gap_of(ones: Iterable[Sequence[float]], others: Iterable[Sequence[float]]) -> Gap:
+    """The gap between two lists of completions' log-probs. NaN on either side makes it NaN.
+
+    >>> gap_of([[-1.0, -2.0]], [[-1.5, -2.0]])
+    Gap(mean=0.25, max=0.5, tokens=2)
+    """
+    gaps = [
+        abs(a - b) for one, other in zip(ones, others, strict=True) for a, b in zip(one, other, strict=True)
+    ]
+    if not gaps or any(math.isnan(g) for g in gaps):
+        return Gap(math.nan, math.nan, len(gaps))
+    return Gap(math.fsum(gaps) / len(gaps), max(gaps), len(gaps))
+
+
+def compare(
+    engine: RolloutEngine,
+    learner: Learner,
+    prompt: Prompt,
+    completions: Sequence[Completion],
+    scored: Sequence[Sequence[int]] | None = None,
+) -> PromptParity:
+    """Both gaps of one prompt. `scored` are the token ids to re-score, those of `completions` by default."""
+    fixed = [c.token_ids for c in completions] if scored is None else scored
+    return PromptParity(
+        uid=prompt.uid,
+        prompt_tokens=len(prompt.token_ids),
+        images=len(prompt.engine_prompt.images),
+        completions=len(completions),
+        distinct=len({c.token_ids for c in completions}),
+        seeds=tuple(c.seed for c in completions),
+        versions=versions_of(*completions),
+        score=gap_of([engine.score(prompt, ids) for ids in fixed], learner.score(prompt, fixed)),
+        sampled=gap_of(
+            [c.logprobs for c in completions],
+            learner.score(prompt, [c.token_ids for c in completions], as_sampled=True),
+        ),
+    )
+
+
+def past_limit(parity: PromptParity, limit: float) -> list[str]:
+    """A message for each gap of a prompt that is past `limit`."""
+    checks = (
+        (parity.score, f"given completions of {parity.uid}"),
+        (parity.sampled, f"the tokens that it sampled for {parity.uid}"),
+    )
+    found = (logp_gap(gap.mean, gap.max, limit, what) for gap, what in checks)
+    return [message for message in found if message]
+
+
+def first_with_image(places: Iterable[tuple[int, int, Prompt]]) -> tuple[int, int, Prompt]:
+    """The first (step, slot, prompt) whose prompt has an image, else the first of all."""
+    seen: list[tuple[int, int, Prompt]] = []
+    for place in places:
+        if place[2].engine_prompt.images:
+            return place
+        seen.append(place)
+    if not seen:
+        raise DataError(
+            "data.train: no row is left, for all prompts are longer than the limit and data.on_overlong = drop leaves "
+            "them out; raise data.max_prompt_length, or lower data.max_pixels or rollout.max_completion_length"
+        )
+    return seen[0]
+
+
+def check_start(
+    engine: RolloutEngine,
+    learner: Learner,
+    config: GRPOConfig,
+    prompt: Prompt,
+    seeds: Sequence[int],
+    version: int,
+) -> PromptParity:
+    """The check of one prompt at the start of a run: short completions, the longest of them re-scored.
+
+    Raises GuardStop as `run.guards.logp_gap` says.
+    """
+    sampling = Sampling(min(START_TOKENS, config.rollout.max_completion_length), config.rollout.temperature)
+    requests = requests_for([prompt], [seeds], sampling)
+    completions = engine.generate(requests)
+    require_answers(requests, completions, version)
+    longest = max((c.token_ids for c in completions), key=len)
+    parity = compare(engine, learner, prompt, completions, scored=[longest])
+    limit = limit_for(config.run.max_logp_gap, str(learner.model.dtype))
+    for message in past_limit(parity, limit):
+        apply_guard("logp_gap", f"before the first step, {message}", config.run.guards)
+    return parity

@@ -1,0 +1,208 @@
+"""Weight sync that is verified three times, after every update.
+
+First the tensors: the engine's digests of what it received, or of what its own parameters hold where it can
+read them back, are held against the learner's (rollout/weights.py), so one that did not arrive is named whatever the
+learning rate. Then a completion of this step with its images (the canary) is scored by both sides before and
+after: where the learner's log-probs moved and the engine's are the same to the last bit, the engine did not load
+what it received. In bfloat16 nothing else would show it, for an update moves log-probs by less than the two
+sides differ by rounding. Last, the engine's scores and a few tokens sampled anew agree with the learner, which
+catches caches of image features or of keys and values that belong to older weights.
+
+An engine that samples from the learner's own module is sent nothing; the last check is made all the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import GuardStop
+from mm_grpo.health.logp_gap import limit_for, logp_gap
+from mm_grpo.learner.learner import Learner
+from mm_grpo.parity.gaps import Gap, gap_of
+from mm_grpo.rollout.engine import Request, RolloutEngine, Sampling, require_answers
+from mm_grpo.rollout.seeds import eval_seeds
+from mm_grpo.rollout.weights import WeightLedger
+from mm_grpo.types import Group, Prompt
+
+CANARY_TOKENS = 32
+PROBE_TOKENS = 4
+FILLING = 256
+"""Ids below this one fill a canary up; every vocabulary has them."""
+CLEAR = 10.0
+"""An update is held to have moved a log-prob for certain when it did so by this many times the noise."""
+ROUNDED = 0.1
+"""Share of the adapters' movement that a merge may lose before the learner's own moves say little of the engine's."""
+VISIBLE = 1e-6
+"""Least move of the learner's log-probs, in nats per token, that an engine has to show as well."""
+NOISE = {"float32": 2e-6, "bfloat16": 5e-3}
+"""Least rounding noise of a log-prob that is reckoned with, in nats."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A completion that both sides score before and after an update; log-probs [T] are those before it.
+
+    It goes on with arbitrary tokens after its end, for short answers of a sure model have log-probs near 0, which
+    hardly move.
+    """
+
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+    logprobs: Sequence[float]
+    engine_logprobs: Sequence[float]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One update of the engine's weights: what was sent, and how far the engine is from the learner after it.
+
+    `merge_lost` is the share of the adapters' movement that their merge lost to rounding, None without adapters;
+    `score` is the gap of the canary, `probe` that of tokens sampled anew, `moved` how far the update moved the
+    learner's own log-probs of the canary, all in nats per token; None without a canary. `problem` is a
+    message, or None.
+    """
+
+    version: int
+    tensors: int
+    bytes: int
+    merge_lost: float | None = None
+    score: Gap | None = None
+    probe: Gap | None = None
+    moved: float | None = None
+    problem: str | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        gap = {} if self.score is None else {"sync/logp_gap": self.score.mean}
+        lost = {} if self.merge_lost is None else {"lora/merge_lost": self.merge_lost}
+        return {"sync/bytes": self.bytes, **lost, **gap}
+
+
+class VerifiedSync:
+    """Carries the learner's weights to one engine and checks that they arrived. `version` is the last sent."""
+
+    def __init__(self, engine: RolloutEngine, learner: Learner, config: GRPOConfig) -> None:
+        self.engine, self.learner = engine, learner
+        self.version = 0
+        self.limit = limit_for(config.run.max_logp_gap, str(learner.model.dtype))
+        self.noise = NOISE.get(str(learner.model.dtype).removeprefix("torch."), NOISE["bfloat16"])
+        self._seed = eval_seeds(config.run.seed, 0, 1)[0]
+        self._probe = Sampling(
+            min(PROBE_TOKENS, config.rollout.max_completion_length), config.rollout.temperature
+        )
+        self._longest = config.rollout.max_completion_length
+        banned = learner.processor.media_token_ids | learner.processor.stop_token_ids
+        legal = [token for token in range(FILLING) if token not in banned]
+        self._filling = tuple(random.Random(config.run.seed).choices(legal, k=CANARY_TOKENS))
+        self._shared = getattr(engine, "model", None) is learner.model
+        self._ledger = WeightLedger()
+
+    def start(self) -> None:
+        """Send everything, as version 0: the engine may hold a file's weights, or an earlier run's."""
+        self.send(0)
+
+    def send(self, version: int) -> tuple[int, int]:
+        """Send the weights as number `version`; returns how many tensors and bytes arrived.
+
+        Raises GuardStop, naming them, when tensors that changed did not arrive, or arrived changed.
+        """
+        tensors = self.learner.named_tensors()
+        if self._shared:
+            self.engine.update_weights(tensors, version)
+            self.version = version
+            return 0, 0
+        sent = self._ledger.send(self.engine, tensors, version)
+        self.version = version
+        return len(sent.digests), sent.bytes
+
+    def canary(self, groups: Sequence[Group]) -> Canary | None:
+        """A completion, scored by both sides before the coming update: one with images where there are any.
+
+        None when there are no groups. The engine has to be awake.
+        """
+        if not groups:
+            return None
+        group = next((g for g in groups if g.prompt.engine_prompt.images), groups[0])
+        sampled = max((c.token_ids for c in group.completions), key=len)
+        if self._shared:  # there is no update that it could have lost
+            ids = sampled[:CANARY_TOKENS]
+            return Canary(group.prompt, ids, self.learner.score(group.prompt, [ids])[0], ())
+        ids = (*sampled, *self._filling)[: min(CANARY_TOKENS, max(len(sampled), self._longest))]
+        return Canary(
+            group.prompt,
+            ids,
+            self.learner.score(group.prompt, [ids])[0],
+            self.engine.score(group.prompt, ids),
+        )
+
+    def update(self, version: int, canary: Canary | None, noise: float = 0.0) -> SyncReport:
+        """Send the weights and check what the engine makes of them; without a canary, only send them.
+
+        `noise` is the largest log-prob gap of this step's samples, from before the update. Raises GuardStop when
+        tensors are missing or the engine samples under another version than it was sent.
+        """
+        report = SyncReport(version, *self.send(version), self.learner.merge_lost())
+        if canary is None:
+            return report
+        prompt = canary.prompt
+        after = self.learner.score(prompt, [canary.token_ids])
+        moved = gap_of([canary.logprobs], after).mean
+        engine_after = self.engine.score(prompt, canary.token_ids)
+        lost = 0.0 if self._shared or report.merge_lost is None else report.merge_lost
+        rounded = lost > ROUNDED  # then the learner moves in ways that no engine is sent
+        shown = moved * (1 - lost) if not rounded or moved * (1 - lost) > self.noise else 0.0
+        message = lost_update(canary, engine_after, shown, report.tensors)
+        if message is not None:
+            raise GuardStop(f"weight sync to version {version}: {message}")
+        request = Request(prompt, self._seed, self._probe)
+        sampled = self.engine.generate([request])
+        require_answers([request], sampled, version)
+        expected = self.learner.score(prompt, [sampled[0].token_ids], as_sampled=True)
+        probe = gap_of([sampled[0].logprobs], expected)
+        score = gap_of([engine_after], after)
+        noise = max(noise, self.noise)
+        followed = 0.0 if rounded else moved
+        problem = stale_engine(score, followed, noise, self.limit, f"a fixed completion of {prompt.uid}")
+        problem = problem or stale_engine(probe, followed, noise, self.limit, f"new samples for {prompt.uid}")
+        if problem is not None:
+            problem = f"after the weight sync to version {version}, {problem}"
+        if problem is not None and rounded:
+            problem += (
+                f". The merge of the adapters loses {lost:.0%} of their movement to rounding (lora/merge_lost), which "
+                "an engine with weights of its own is not sent: train in float32, or with rollout.engine=transformers"
+            )
+        return replace(report, score=score, probe=probe, moved=moved, problem=problem)
+
+
+def lost_update(canary: Canary, engine_after: Sequence[float], moved: float, tensors: int) -> str | None:
+    """A message when `tensors` that changed were sent and `moved` the learner, and the engine answers as before.
+
+    `moved` is the mean move of the learner's log-probs of the canary, in nats. Below VISIBLE an engine of another
+    order of summation may honestly round to the same numbers.
+    """
+    if not tensors or moved < VISIBLE or list(engine_after) != list(canary.engine_logprobs):
+        return None
+    return (
+        f"{tensors} tensors arrived, the update moved the learner's log-probs of a completion of {canary.prompt.uid} "
+        f"by {moved:.3g} per token, and the engine's are the same to the last bit: it has not loaded what it received, "
+        "and samples from older weights. Check the engine's version and how it loads weights"
+    )
+
+
+def stale_engine(gap: Gap, moved: float, noise: float, limit: float, what: str) -> str | None:
+    """A message when the engine's log-probs are not those of the updated learner, else None.
+
+    Past `limit` they are not. Below it they may still be the old ones, when the update was small: where it
+    `moved` the learner clearly beyond the noise, an engine that is half as far off has not followed.
+    """
+    message = logp_gap(gap.mean, gap.max, limit, what)
+    if message is None and moved >= CLEAR * noise and gap.mean > moved / 2:
+        message = (
+            f"the update moved the learner's log-probs by {moved:.3g} per token, and the engine's of {what} are "
+            f"{gap.mean:.3g} away from them: it still answers with older weights, or with image features or keys and "
+            "values that it kept from them. Check that the engine's caches are reset after an update"
+        )
+    return message

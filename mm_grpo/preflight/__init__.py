@@ -1,0 +1,7 @@
+"""What finds faults before a run: nothing here trains a model that is kept.
+
+check         `mm-grpo check`: every row made into a prompt, every reward called
+gold_answers  rewards on right and on wrong answers of the rows
+doctor        `mm-grpo doctor`: engine against learner, before and after a real update
+smoke         `--smoke`: a config that runs on any CPU in seconds
+"""

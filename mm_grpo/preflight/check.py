@@ -1,0 +1,295 @@
+"""`mm-grpo check`: everything a run would stumble over, found before a model is loaded.
+
+Every row of every set is decoded and made into a prompt, and every reward is called on the row's own right
+answer and on wrong ones (gold_answers.py). All failing rows are listed, not only the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from mm_grpo.build import plan_run
+from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.errors import UserError
+from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
+from mm_grpo.processors.base import load_processor
+from mm_grpo.processors.model_folder import read_config
+from mm_grpo.rewards.scorer import Scorer
+from mm_grpo.rollout.prompts import PromptBuilder, TooLong, context_of
+from mm_grpo.terminal import cell, printable
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.types import Prompt
+
+SHOWN = 20
+"""Failing rows listed per set and per reward; the others are counted."""
+WIDTH = 120
+"""Least width of the tables, in characters: a terminal wraps, a table that is cut tells less."""
+
+
+def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | None = None) -> bool:
+    """Print what a run would load; True when every row can be used and every reward tells right from wrong.
+
+    `rows` bounds the rows of each set that are looked at. Raises UserError for what is wrong with the
+    config itself, the sources or the rewards' arguments.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, WIDTH))
+    sets = {"train": load_train(config, verify=False), **load_eval(config, verify=False)}
+    config.require_rewards()
+    scorer = Scorer(config.rewards)
+    for dataset in sets.values():
+        scorer.check(dataset.columns)
+    specs = scorer.specs
+    scorer.close()
+    steps = plan_run(config, sets["train"]).max_steps
+    processor = load_processor(
+        config.model.path,
+        named=config.model.processor,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    transformers_config = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    prompt_builder = PromptBuilder(processor, config, context_of(transformers_config))
+
+    table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
+    failures: list[str] = []
+    notes: list[str] = []
+    reports: dict[str, list[RewardReport]] = {}
+    for name, dataset in sets.items():
+        rewards = RewardCheck(
+            specs,
+            template=config.data.gold_template,
+            conversational=_conversational(dataset),
+            call_judges=call_judges,
+        )
+        looked = dataset if rows is None else dataset.head(rows)
+        limits = _limits(config, trained=name == "train")
+        lengths, images, failed, dropped = _walk(looked, prompt_builder, limits, rewards, console)
+        reports[name] = rewards.finish()
+        spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
+        table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(images), spread)
+        failures += failed[:SHOWN]
+        if len(failed) > SHOWN:
+            failures.append(f"{name}: {len(failed) - SHOWN} more rows fail")
+        if dropped and not lengths:
+            failures.append(
+                f"{name}: no row is left: {dropped} of {len(looked)} prompts are longer than "
+                f"{prompt_builder.limit_name} allows ({prompt_builder.limit} tokens); raise the limit, or lower "
+                "data.max_pixels"
+            )
+        elif dropped:
+            notes.append(
+                f"{name}: left out as too long (data.on_overlong = drop): {dropped} of {len(looked)}"
+            )
+    console.print(table)
+    for note in notes:
+        console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
+    _print_rewards(console, reports)
+    console.print(
+        config.batch_sentence(processes=1) + f", {steps} steps", highlight=False, markup=False, soft_wrap=True
+    )
+    for failure in failures:
+        console.print(printable(failure), style="red", highlight=False, markup=False, soft_wrap=True)
+    wrong = _print_failures(console, [report for of_set in reports.values() for report in of_set])
+    idle = [] if rows is not None else [report for report in reports["train"] if report.applies_nowhere]
+    _print_faults(console, reports, idle)
+    problems = len(failures) + wrong + len(idle)
+    console.print("ok" if not problems else f"{problems} problem(s)")
+    return not problems
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What the learner and the engine take: tokens of a prompt and its completion by field, images of a prompt."""
+
+    room: int
+    tokens: dict[str, int]
+    images: int | None
+
+    def broken_by(self, prompt: Prompt) -> str | None:
+        """What a run would stop at, of a prompt that can be made."""
+        length, images = len(prompt.token_ids), len(prompt.engine_prompt.images)
+        for field, most in self.tokens.items():
+            if length + self.room > most:
+                return (
+                    f"the prompt has {length} tokens, which with rollout.max_completion_length = {self.room} is more "
+                    f"than {field} = {most}; raise that, or lower data.max_pixels or rollout.max_completion_length"
+                )
+        if self.images is not None and images > self.images:
+            return f"the row has {images} images, and rollout.vllm.max_images = {self.images}; raise it"
+        return None
+
+
+def _limits(config: GRPOConfig, *, trained: bool) -> _Limits:
+    vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
+    tokens = {"optim.max_tokens_per_pack": config.optim.max_tokens_per_pack} if trained else {}
+    if trained and vllm is not None and vllm.max_model_len is not None:
+        tokens["rollout.vllm.max_model_len"] = vllm.max_model_len
+    return _Limits(config.rollout.max_completion_length, tokens, None if vllm is None else vllm.max_images)
+
+
+def _walk(
+    dataset: Dataset, prompt_builder: PromptBuilder, limits: _Limits, rewards: RewardCheck, console: Console
+) -> tuple[list[int], int, list[str], int]:
+    """Of the rows that can be used prompt lengths and the count of images; of the others the messages of those
+    that stop a run, and the count of those that it drops."""
+    lengths: list[int] = []
+    images = dropped = 0
+    failed: list[str] = []
+    indices = track(
+        range(len(dataset)),
+        description=escape(printable(dataset.name, lines=False)),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    for index in indices:
+        try:
+            prompt = prompt_builder.process(dataset.sample(index))
+        except UserError as error:
+            if isinstance(error, TooLong) and prompt_builder.policy == "drop":
+                dropped += 1
+                continue
+            # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
+            told, uid = str(error), f"{dataset.name}:{index}: "
+            named = told.startswith(uid)
+            failed.append(f"{dataset.row_name(index)}: {told.removeprefix(uid)}" if named else told)
+            continue
+        broken = limits.broken_by(prompt)
+        if broken is not None:
+            failed.append(f"{dataset.row_name(index)}: {broken}")
+            continue
+        lengths.append(len(prompt.token_ids))
+        images += len(prompt.engine_prompt.images)
+        rewards.add(dataset.row_name(index), prompt)
+    return lengths, images, failed, dropped
+
+
+def _conversational(dataset: Dataset) -> bool:
+    try:
+        return dataset.conversational
+    except (KeyError, TypeError):  # the first row is wrong, and will be listed
+        return True
+
+
+def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> None:
+    """Of each reward: its scores of right and of wrong answers, the time of a call, and what came out."""
+    titles = ("set", "reward", "weight", "rows", "right answer", "wrong answers", "ms per call", "result")
+    table = _table("rewards: scores (min / mean / max)", *titles, right=("weight", "rows", "ms per call"))
+    for name, of_set in reports.items():
+        for report in of_set:
+            time = f"{1000 * report.seconds / report.calls:.3g}" if report.calls else "-"
+            table.add_row(
+                cell(name),
+                cell(report.name),
+                f"{report.weight:g}",
+                str(len(report.gold)) if report.gold else "-",
+                _spread(report.gold),
+                _spread(report.wrong),
+                time,
+                cell(_result(report)),
+            )
+    console.print(table)
+
+
+def _result(report: RewardReport) -> str:
+    if report.failures:
+        return f"{len(report.failures)} row(s) fail"
+    if report.skipped:
+        return report.skipped
+    if 0 < report.rows == report.unapplied:
+        return "applies to no row"
+    if not report.gold:
+        return "not judged: no row has a right answer for it"
+    return "ok" + (f", does not apply to {report.none} row(s)" if report.none else "")
+
+
+def _print_failures(console: Console, reports: Sequence[RewardReport]) -> int:
+    """The table of failures by row; the count of all failures."""
+    titles = ("row", "reward", "right answer", "score", "wrong answer", "score", "what is wrong")
+    table = _table("rewards that fail, by row", *titles, right=("score",))
+    raised: list[str] = []
+    count = 0
+    for report in reports:
+        count += len(report.failures)
+        for failure in report.failures[:SHOWN]:
+            row = failure.row.rsplit("/", 1)[-1]
+            if not failure.gold:
+                raised.append(f"{row}: {failure.fault}")
+                continue
+            table.add_row(
+                cell(row),
+                cell(failure.reward),
+                cell(_short(failure.gold)),
+                _number(failure.gold_score),
+                cell(_short(failure.wrong)),
+                _number(failure.wrong_score) if failure.wrong else "",
+                cell(failure.fault),
+            )
+        if len(report.failures) > SHOWN:
+            raised.append(f"{report.name}: {len(report.failures) - SHOWN} more rows fail")
+    if table.row_count:
+        console.print(table)
+    for line in raised:
+        console.print(printable(line), style="red", highlight=False, markup=False, soft_wrap=True)
+    return count
+
+
+def _print_faults(
+    console: Console, reports: dict[str, list[RewardReport]], idle: Sequence[RewardReport]
+) -> None:
+    """What is wrong with rewards as a whole: those that apply to no row of the training set, and those that do not
+    tell right from wrong on most, of any set."""
+    lines = [
+        f"reward {report.name!r} applies to no row of train: in all {report.rows} a column that it needs is "
+        "null, or it gives None to the right answer too; fill the column, name another (data.columns), say which form "
+        "answers have (data.gold_template), or take it out of rewards (one of weight 0 is only watched, and may stay)"
+        for report in idle
+    ]
+    lines += [
+        f"reward {report.name!r} cannot tell right from wrong: on {report.alike} of {len(report.gold)} rows of {name} "
+        "a wrong answer scores no less than the right one; see the table above, its arguments, and data.gold_template "
+        "if answers have a form"
+        for name, of_set in reports.items()
+        for report in of_set
+        if report.cannot_tell
+    ]
+    for line in lines:
+        console.print(printable(line), style="red", highlight=False, markup=False, soft_wrap=True)
+
+
+def _table(title: str, *columns: str, right: Sequence[str] = ("rows", "usable", "images")) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in right else "left", no_wrap=column in ("row", "reward")
+        )
+    return table
+
+
+def _spread(scores: Sequence[float]) -> str:
+    if not scores:
+        return "-"
+    return " / ".join(_number(value) for value in (min(scores), fmean(scores), max(scores)))
+
+
+def _number(score: float | None) -> str:
+    return "None" if score is None else f"{score:.3g}"
+
+
+def _short(text: str, limit: int = 40) -> str:
+    text = repr(text)[1:-1]
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,324 @@
+"""`mm-grpo doctor`: loads both parts of a run and compares them, before and after a real weight update.
+
+On the config's own first prompts: does the engine run the learner's tokens, do log-probs agree, has each
+generation its own seed, does an update of the learner arrive. The update is a real learner step with
+made-up advantages of +1 and -1, repeated at a growing learning rate until it has moved log-probs so far
+that an engine which missed it would be past the limit. The model is changed by this and not saved.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mm_grpo.build import Parts, build_parts, plan_run
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.sources import load_train
+from mm_grpo.errors import DataError, GuardStop
+from mm_grpo.health.duplicate_completions import duplicate_completions
+from mm_grpo.parity.gaps import Gap, PromptParity, compare, gap_of, past_limit
+from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
+from mm_grpo.run.environment import describe_environment
+from mm_grpo.terminal import cell, printable
+from mm_grpo.types import Completion, Group, Prompt
+
+PROMPTS = 4
+CLEARLY = 3.0
+"""The update is large enough when it has moved log-probs by this many times the limit."""
+FIRST_RATE, LAST_RATE, FACTOR = 1e-6, 1e-2, 3.0
+COLUMNS = ("row", "tokens", "images", "distinct", "gap before", "gap after")
+MEMORY = (
+    ("resident", "resident"),
+    ("resident_peak", "at its peak"),
+    ("gpu_allocated_peak", "allocated on the GPU"),
+)
+
+
+@dataclass
+class ForcedUpdate:
+    """The weight update of the examination. `logp_moved` is in nats per token."""
+
+    learner_steps: int = 0
+    learning_rate: float = 0.0
+    logp_moved: float = 0.0
+    tensors: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class DoctorReport:
+    """What the doctor found. `failures` are messages; without any the two sides agree.
+
+    `ids_equal` is None until the engine has answered. `before` and `after` the update, one entry a prompt.
+    """
+
+    engine: str
+    model: str
+    dtype: str = ""
+    device: str = ""
+    limit: float = 0.0
+    ids_equal: bool | None = None
+    before: list[PromptParity] = field(default_factory=list)
+    after: list[PromptParity] = field(default_factory=list)
+    update: ForcedUpdate | None = None
+    memory: dict[str, int | None] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: lengths in tokens, gaps in nats per token, memory and sizes in bytes. NaN becomes None."""
+        values: dict[str, Any] = _finite({"ok": self.ok, **asdict(self)})
+        return values
+
+
+def examine(config: GRPOConfig, count: int = PROMPTS) -> DoctorReport:
+    """Compare the two sides of `config` on its first `count` prompts.
+
+    Raises UserError for what the user can mend; all else that is wrong is in the report's `failures`.
+    """
+    environment = describe_environment()
+    report = DoctorReport(config.rollout.engine, config.model.path)
+    report.versions = {"mm_grpo": environment["mm_grpo"], **environment["packages"]}
+    with _timed(report, "total"):
+        try:
+            _examine(config, count, report)
+        except GuardStop as stop:
+            report.failures.append(str(stop))
+    report.memory = memory()
+    return report
+
+
+def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
+    config.check()
+    rollout = config.rollout
+    rows = load_train(config)
+    plan = plan_run(config, rows, at_least_an_epoch=True)
+    with _timed(report, "load"):
+        parts = build_parts(_for_updates(config), updates=100)
+    model, limit = parts.model, parts.sync.limit
+    report.dtype, report.device = str(model.dtype).removeprefix("torch."), str(model.device)
+    report.limit = limit
+    places = list(islice(parts.prompt_builder.first(rows, plan.order), count))
+    if not places:
+        raise DataError(
+            f"data.train: all {len(rows)} prompts are longer than {parts.prompt_builder.limit_name} allows and were "
+            "dropped; lower data.max_pixels or raise the limit"
+        )
+    prompts = [prompt for _, _, prompt in places]
+    requests = requests_for(
+        prompts,
+        [plan.seeds.group(step, slot) for step, slot, _ in places],
+        Sampling(rollout.max_completion_length, rollout.temperature),
+    )
+
+    def sample() -> list[tuple[Completion, ...]]:
+        completions = parts.engine.generate(requests)
+        require_answers(requests, completions, parts.sync.version)
+        size = rollout.num_generations
+        return [tuple(completions[i : i + size]) for i in range(0, len(completions), size)]
+
+    report.ids_equal = False
+    with _timed(report, "generate"):
+        answers = sample()
+    report.ids_equal = True
+    groups = [_group(i, p, a) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]
+    with _timed(report, "compare"):
+        report.before = [compare(parts.engine, parts.learner, g.prompt, g.completions) for g in groups]
+    report.failures += [m for p in report.before for m in past_limit(p, limit)]
+    for group in groups:
+        message = duplicate_completions([group])
+        report.failures += [message] if message else []
+
+    with _timed(report, "update"):
+        report.update = _update(parts, groups, config.learning_rate, limit)
+    done = report.update
+    if not done.logp_moved >= CLEARLY * limit:
+        report.failures.append(
+            f"{done.learner_steps} updates at learning rates up to {done.learning_rate:.3g} moved the learner's "
+            f"log-probs by {done.logp_moved:.3g} per token; to show whether an update arrives it takes "
+            f"{CLEARLY * limit:.3g}. Perhaps too much is frozen, or run.max_logp_gap is too high"
+        )
+    with _timed(report, "sync"):
+        done.tensors, done.bytes = parts.sync.send(1)
+    with _timed(report, "again"):
+        answers = sample()
+        report.after = [
+            compare(parts.engine, parts.learner, g.prompt, new, scored=[c.token_ids for c in g.completions])
+            for g, new in zip(groups, answers, strict=True)
+        ]
+    late = [m for p in report.after for m in past_limit(p, limit)]
+    if late and not report.failures:
+        late.insert(
+            0,
+            "before the weight update the two sides agreed, after it they do not: it did not reach the engine",
+        )
+    report.failures += late
+    parts.engine.close()
+
+
+def memory() -> dict[str, int | None]:
+    """Bytes: resident now and at its peak in this process, and allocated on the GPU at its peak (None without)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        resident: int | None = pages * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        resident = None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    return {
+        "resident": resident,
+        "resident_peak": peak if sys.platform == "darwin" else peak * 1024,
+        "gpu_allocated_peak": gpu,
+    }
+
+
+def _for_updates(config: GRPOConfig) -> GRPOConfig:
+    """The config with a schedule and a loss under which every step updates; what is loaded stays the same."""
+    return config.with_values(
+        {
+            "optim.lr_scheduler_type": "constant",
+            "optim.warmup_steps": 0,
+            "optim.updates_per_step": 1,
+            "algorithm": {"beta": config.algorithm.beta},
+        }
+    )
+
+
+def _group(slot: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Group:
+    """Made-up advantages: +1 and -1 in turn over the distinct completions, so that copies do not cancel."""
+    distinct = list(dict.fromkeys(c.token_ids for c in completions))
+    advantages = tuple(1.0 if distinct.index(c.token_ids) % 2 == 0 else -1.0 for c in completions)
+    return Group(slot, prompt, completions, advantages, advantages)
+
+
+def _update(parts: Parts, groups: Sequence[Group], rate: float, limit: float) -> ForcedUpdate:
+    """Step the learner until its log-probs of the groups' completions have clearly moved."""
+
+    def score() -> list[list[float]]:
+        learner = parts.learner
+        return [x for g in groups for x in learner.score(g.prompt, [c.token_ids for c in g.completions])]
+
+    done, before, optimizer = ForcedUpdate(), score(), parts.learner.optimizer
+    rate = max(rate, FIRST_RATE)
+    while not done.logp_moved >= CLEARLY * limit and (rate <= LAST_RATE or done.learner_steps == 0):
+        optimizer.config = optimizer.config.with_values({"learning_rate": rate})
+        parts.learner.update(groups)
+        done.learner_steps, done.learning_rate = done.learner_steps + 1, rate
+        done.logp_moved = gap_of(before, score()).mean
+        rate *= FACTOR
+    return done
+
+
+@contextmanager
+def _timed(report: DoctorReport, name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.seconds[name] = round(time.perf_counter() - started, 3)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# the report for people -------------------------------------------------------------------------
+
+
+def show(report: DoctorReport, console: Console | None = None) -> None:
+    """Print `report`; each failure stands at the end, in red."""
+    console = console or Console(highlight=False)
+    console.print(
+        printable(
+            f"engine {report.engine}, model {report.model} ({report.dtype} on {report.device}), "
+            f"limit {report.limit:g} nats per token"
+        ),
+        soft_wrap=True,
+        markup=False,
+    )
+    if report.before:
+        console.print(_prompt_table(report))
+        console.print(
+            "gaps of log-probs per token, mean / max: of given completions, then of the samples themselves",
+            soft_wrap=True,
+        )
+        console.print(_sampling(report), soft_wrap=True)
+    console.print(f"prompt ids equal: {'yes' if report.ids_equal else 'not shown'}")
+    if report.update is not None:
+        done = report.update
+        console.print(
+            f"weight update: {done.learner_steps} learner step(s) up to learning rate {done.learning_rate:.3g} moved "
+            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {_size(done.bytes)}",
+            soft_wrap=True,
+        )
+    memory = [
+        f"{_size(report.memory[key])} {what}" for key, what in MEMORY if report.memory.get(key) is not None
+    ]
+    console.print("memory: " + ", ".join(memory), soft_wrap=True)
+    console.print("seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in report.seconds.items()), soft_wrap=True)
+    console.print("versions: " + ", ".join(f"{k} {v}" for k, v in report.versions.items()), soft_wrap=True)
+    for failure in report.failures:
+        console.print(printable(failure), style="red", markup=False, soft_wrap=True)
+    console.print("ok" if report.ok else f"{len(report.failures)} problem(s)")
+
+
+def _prompt_table(report: DoctorReport) -> Table:
+    table = Table(title="prompts")
+    for title in COLUMNS:
+        wide = title == "row"  # gives way on a narrow terminal
+        table.add_column(title, justify="left" if wide else "right", overflow="fold", no_wrap=not wide)
+    for i, before in enumerate(report.before):
+        after = report.after[i] if i < len(report.after) else None
+        table.add_row(
+            cell(before.uid),
+            str(before.prompt_tokens),
+            str(before.images),
+            f"{before.distinct} of {before.completions}",
+            _gaps(before),
+            _gaps(after) if after else "-",
+        )
+    return table
+
+
+def _sampling(report: DoctorReport) -> str:
+    seeds = [seed for p in report.before for seed in p.seeds]
+    versions = sorted({v for p in (*report.before, *report.after) for v in p.versions})
+    return (
+        f"seeds: {len(set(seeds))} of {len(seeds)} distinct, the first {seeds[0]}; "
+        f"weight versions sampled under: {versions}"
+    )
+
+
+def _gaps(parity: PromptParity) -> str:
+    def one(gap: Gap) -> str:
+        return f"{gap.mean:.0e} / {gap.max:.0e}"
+
+    return f"{one(parity.score)}\n{one(parity.sampled)}"
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,420 @@
+"""Rewards on right and on wrong answers, for `mm-grpo check`.
+
+A reward must score a row's right answer above the right answers of other rows and above garbage; a built-in
+must give it 1. Rewards that read no column have no right answer: they are called, and their scores reported.
+Those that may use a network are called only when asked to. A reward has to apply to some row, unless it waits for a
+gate or has weight 0; one that scores right and wrong answers alike on most rows is reported as a whole.
+
+The right answer (`gold_text`) is mostly the text of the column that the reward reads, in the form that
+`data.gold_template` gives. Where a built-in's column is not what a model writes (a box in other pixels, several
+texts of which all count), `GOLD` has a function that writes it; `UNWRITTEN` are those for which no row says what
+a right answer is. To add one: a line in either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards.builtins.boxes import Box, Frame, gold_box
+from mm_grpo.rewards.registry import BUILTINS, get
+from mm_grpo.rewards.scorer import Scorer
+from mm_grpo.rewards.spec import RewardSpec, innermost
+from mm_grpo.types import Completion, Prompt
+
+CHUNK = 64
+"""Rows that are scored in one call of a batch function, and among which right answers are exchanged."""
+OTHERS = 3
+"""Right answers of other rows that a row's reward is tried on. One of them may mean the same ("1/2", "0.5")."""
+GARBAGE = "?!"
+MOST_ERRORS = 3
+"""A reward that has raised on so many rows is not called again: each may have waited for its deadline."""
+TOLERANCE = 1e-6
+
+JUDGES = ("judge", "reward_model")
+ANY_BEST = ("cosine_length",)
+"""Built-ins whose best score the config sets; that of the others is 1."""
+FORMS = ("format",)
+"""Built-ins that read no column, but must be content with what `data.gold_template` makes of an answer."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One row on which a reward does not tell right from wrong, or raises (`fault` says which)."""
+
+    row: str
+    reward: str
+    fault: str
+    gold: str = ""
+    gold_score: float | None = None
+    wrong: str = ""
+    wrong_score: float | None = None
+
+
+@dataclass
+class RewardReport:
+    """What one reward did: `gold` and `wrong` are its scores of right and wrong answers, `seconds` the time
+    of all its `calls` (completions). `skipped` says why it was not judged, or not called.
+
+    Of `rows` rows, `none` were not judged, for they have no right answer to it or it gave None, and to `unapplied`
+    it does not apply at all: a column that it needs is null, or every answer gets None, the right one too. On `alike`
+    rows right and wrong answers score alike. `may_be_idle` says that it need not apply anywhere.
+    """
+
+    name: str
+    weight: float
+    skipped: str = ""
+    gold: list[float] = field(default_factory=list)
+    wrong: list[float] = field(default_factory=list)
+    rows: int = 0
+    none: int = 0
+    unapplied: int = 0
+    alike: int = 0
+    may_be_idle: bool = False
+    calls: int = 0
+    seconds: float = 0.0
+    errors: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def applies_nowhere(self) -> bool:
+        """Whether it applies to none of the rows, and ought to."""
+        return 0 < self.rows == self.unapplied and not self.may_be_idle
+
+    @property
+    def cannot_tell(self) -> bool:
+        """Whether right and wrong answers score alike on most of the rows that were judged."""
+        return 2 * self.alike > len(self.gold)
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    prompt: Prompt
+    gold: str = ""  # empty where the row has no right answer
+
+
+class RewardCheck:
+    """Scores right and wrong answers of the rows it is given, one reward after the other.
+
+    `specs` are resolved rewards, `template` is `data.gold_template`, `conversational` as in `Scorer`.
+    `call_judges` allows rewards that may use a network. Call `add` for each row and `finish` at the end.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        *,
+        template: str | None = None,
+        conversational: bool = True,
+        call_judges: bool = False,
+    ) -> None:
+        self._template = template
+        self._checks = [_Check(spec, template, conversational, call_judges) for spec in specs]
+        self._rows: list[tuple[str, Prompt]] = []
+
+    @property
+    def reports(self) -> list[RewardReport]:
+        return [check.report for check in self._checks]
+
+    def add(self, row: str, prompt: Prompt) -> None:
+        """Take a row; `row` is what messages call it."""
+        self._rows.append((row, prompt))
+        if len(self._rows) >= CHUNK:
+            self._flush()
+
+    def finish(self) -> list[RewardReport]:
+        """Score what is left, stop all workers, and give a report for each reward."""
+        try:
+            self._flush()
+        finally:
+            for check in self._checks:
+                check.scorer.close()
+        return self.reports
+
+    def _flush(self) -> None:
+        for check in self._checks:
+            check.score(self._rows)
+        self._rows = []
+
+
+class _Check:
+    """One reward, and what is known of it so far."""
+
+    def __init__(
+        self, spec: RewardSpec, template: str | None, conversational: bool, call_judges: bool
+    ) -> None:
+        self.spec, self.template = spec, template
+        self.builtin = builtin_name(spec)
+        self.scorer = Scorer([alone(spec)], conversational=conversational)
+        idle = spec.weight == 0 or bool(spec.options.only_if)
+        self.report = RewardReport(spec.name, spec.weight, may_be_idle=idle)
+        self.may_call = call_judges or not (spec.is_async or self.builtin in JUDGES)
+        self.form = self.builtin in FORMS and template is not None
+        self.judged = self.form
+        self.pool: dict[str, None] = {}
+        if not self.may_call:
+            self.report.skipped = "not called: it may use a network (--call-judges calls it)"
+
+    def score(self, rows: Sequence[tuple[str, Prompt]]) -> None:
+        if not rows or not self.may_call:
+            return
+        self._settle([prompt for _, prompt in rows])
+        needed = [row for row in rows if not lacks_column(self.spec, row[1])]
+        self.report.rows += len(rows)
+        self.report.none += len(rows) - len(needed)
+        self.report.unapplied += len(rows) - len(needed)
+        always = not self.judged or self.form
+        found = [
+            _Row(name, prompt, gold_text(self.spec, prompt, self.template, always=always) or "")
+            for name, prompt in needed
+        ]
+        self.pool |= dict.fromkeys(row.gold for row in found if row.gold)
+        self._score(found)
+        self.pool = dict.fromkeys(list(self.pool)[-CHUNK:])
+
+    def _settle(self, prompts: Sequence[Prompt]) -> None:
+        """Whether there is anything to judge: some row has a column that the reward reads."""
+        if self.judged:
+            return
+        self.report.skipped = ""
+        if self.builtin in UNWRITTEN:
+            self.report.skipped = "not judged: no column says what a right answer is"
+        elif self.spec.takes_kwargs or any(read_columns(self.spec, p.sample.columns) for p in prompts):
+            self.judged = True
+        else:
+            self.report.skipped = "not judged: it reads no column, so no answer is right by the row alone"
+
+    def _score(self, rows: Sequence[_Row]) -> None:
+        if not rows or self.report.errors >= MOST_ERRORS:
+            return
+        tried = [[row.gold, *self._others(row.gold), GARBAGE] if row.gold else [GARBAGE] for row in rows]
+        try:
+            scores = self._call(rows, tried)
+        except RewardError as error:
+            if len(rows) > 1:  # find the rows that it is about
+                for row in rows:
+                    self._score([row])
+                return
+            self.report.errors += 1
+            end = "; not called again" if self.report.errors == MOST_ERRORS else ""
+            self.report.failures.append(Failure(rows[0].name, self.report.name, f"{error}{end}"))
+            return
+        for row, texts, answers in zip(rows, tried, scores, strict=True):
+            self._judge(row, texts, answers)
+
+    def _others(self, gold: str) -> list[str]:
+        if self.form:
+            return []
+        plain = " ".join(gold.split()).casefold()
+        others = [text for text in self.pool if " ".join(text.split()).casefold() != plain]
+        return others[-OTHERS:]
+
+    def _call(self, rows: Sequence[_Row], tried: Sequence[Sequence[str]]) -> list[list[float | None]]:
+        prompts = [row.prompt for row, texts in zip(rows, tried, strict=True) for _ in texts]
+        completions = [_completion(text) for texts in tried for text in texts]
+        start = time.perf_counter()
+        flat = iter(self.scorer.score(prompts, completions, 1).parts[self.spec.name])
+        self.report.seconds += time.perf_counter() - start
+        self.report.calls += len(completions)
+        return [[next(flat) for _ in texts] for texts in tried]
+
+    def _judge(self, row: _Row, texts: Sequence[str], scores: Sequence[float | None]) -> None:
+        gold, others, garbage = scores[0], scores[1:-1], scores[-1]
+        report = self.report
+        report.unapplied += self.judged and all(score is None for score in scores)
+        if not row.gold:
+            report.none += 1
+            return
+        if not self.judged:
+            report.wrong += [score for score in scores if score is not None]
+            return
+        if gold is None:
+            report.none += 1
+            return
+        report.gold.append(gold)
+        report.wrong += [score for score in scores[1:] if score is not None]
+        wrong = next((i for i, s in enumerate(scores[1:-1], start=1) if not _less(s, gold)), None)
+        same_as_others = bool(others) and all(not _less(score, gold) for score in others)
+        report.alike += same_as_others or not _less(garbage, gold)
+        fault = ""
+        has_top = self.builtin is not None and self.builtin not in ANY_BEST
+        if has_top and not math.isclose(gold, 1.0, abs_tol=TOLERANCE):
+            fault, wrong = "the right answer is not scored 1", None
+        elif not _less(garbage, gold):
+            fault, wrong = "garbage scores no less", len(texts) - 1
+        elif same_as_others:
+            fault = "the right answers of other rows score no less"
+        if fault:
+            report.failures.append(
+                Failure(
+                    row.name,
+                    report.name,
+                    fault,
+                    row.gold,
+                    gold,
+                    "" if wrong is None else texts[wrong],
+                    None if wrong is None else scores[wrong],
+                )
+            )
+
+
+def alone(spec: RewardSpec) -> RewardSpec:
+    """The reward as it is checked: not gated by others, and every error raised, whatever a run would do."""
+    options = dataclasses.replace(spec.options, only_if=(), on_error="stop", on_timeout="stop")
+    return dataclasses.replace(spec, options=options)
+
+
+def _less(score: float | None, gold: float) -> bool:
+    return score is not None and score < gold - TOLERANCE
+
+
+def _completion(text: str) -> Completion:
+    return Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", seed=0)
+
+
+# the right answer of a row ---------------------------------------------------------------------
+
+Options = Mapping[str, Any]
+"""The row's columns and, over them, what the config sets: the arguments of the reward by name."""
+
+UNWRITTEN = frozenset({"json_schema", "language", "judge", "reward_model"})
+DIGITS = 9
+"""Decimals of a coordinate: so many that the right box overlaps the gold one to 1e-6."""
+
+
+def gold_text(
+    spec: RewardSpec, prompt: Prompt, template: str | None = None, *, always: bool = False
+) -> str | None:
+    """The row's right answer to a reward; None when the row has none.
+
+    It is the text of the first column that the reward reads, `solution` and `answer` before others, put in
+    the place of the template's `{gold}`. With `always`, a reward that reads no column gets the answer that
+    any would.
+    """
+    columns = prompt.sample.columns
+    if lacks_column(spec, prompt):
+        return None
+    writer = GOLD.get(builtin_name(spec) or "")
+    if writer is not None:
+        gold = writer(prompt, {**columns, **spec.bound})
+    else:
+        names = read_columns(spec, columns) or (tuple(columns) if always or spec.takes_kwargs else ())
+        first = [name for name in ("solution", "answer") if name in names]
+        found = (as_text(columns[name]) for name in (*first, *names) if columns.get(name) is not None)
+        gold = next(found, "answer" if always else None)
+    if gold is None or not gold.strip():
+        return None
+    return gold if template is None else template.replace("{gold}", gold)
+
+
+def lacks_column(spec: RewardSpec, prompt: Prompt) -> bool:
+    """Whether the row lacks a column without which the reward does not apply."""
+    columns = prompt.sample.columns
+    return any(columns.get(name) is None for name in spec.needs if name not in spec.bound)
+
+
+def read_columns(spec: RewardSpec, columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """The dataset's columns that a reward takes by name."""
+    asked = dict.fromkeys((*spec.needs, *spec.required, *spec.optional))
+    return tuple(
+        name for name in asked if name in columns and name not in spec.supplied and name not in spec.bound
+    )
+
+
+def as_text(value: Any) -> str:
+    """A column's value as an answer: a list of texts gives its first, numbers and boxes are written out.
+
+    >>> as_text(3.0), as_text(["red", "crimson"]), as_text((1, 2.5))
+    ('3', 'red', '[1, 2.5]')
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+        return str(value[0])
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def builtin_name(spec: RewardSpec) -> str | None:
+    """The name in `BUILTINS` of a reward that ships, whatever the config calls it."""
+    fn = innermost(spec.fn)
+    there = (name for name, place in BUILTINS.items() if place == fn.__module__)
+    return next((name for name in there if innermost(get(name).fn) is fn), None)
+
+
+def _box(prompt: Prompt, options: Options) -> str:
+    return _written(options["box"], prompt, options)
+
+
+def _boxes(prompt: Prompt, options: Options) -> str | None:
+    """All boxes, one after the other; None for an empty list, whose right answer is any text without a box."""
+    return " ".join(_written(box, prompt, options) for box in options["boxes"]) or None
+
+
+def _written(box: Any, prompt: Prompt, options: Options) -> str:
+    """A gold box in the space and the layout that the reward expects of the model."""
+    try:
+        gold = gold_box(box, options.get("gold_layout", "xyxy"))
+        corners = _frame(prompt, options).moved(gold, *_spaces(options))
+    except (ValueError, TypeError):  # the reward says what is wrong with it
+        return as_text(box)
+    return as_text(_laid_out(corners, options.get("layout", "xyxy")))
+
+
+def _laid_out(box: Box, layout: str) -> list[float]:
+    x0, y0, x1, y1 = box
+    orders = {"xywh": (x0, y0, x1 - x0, y1 - y0), "yxyx": (y0, x0, y1, x1)}
+    return [round(number, DIGITS) for number in orders.get(layout, box)]
+
+
+def _mask(prompt: Prompt, options: Options) -> str:
+    """An RLE as it is, for it covers the image whatever its size; polygons in the model's space."""
+    mask = options["mask"]
+    try:
+        value = json.loads(mask) if isinstance(mask, str) else mask
+        return as_text(_points(value, _frame(prompt, options).scale(*_spaces(options))))
+    except (ValueError, TypeError):
+        return as_text(mask)
+
+
+def _points(value: Any, factors: tuple[float, float]) -> Any:
+    """Nested lists of x, y, x, y, ... with every number scaled; a mapping as it is."""
+    if not isinstance(value, list | tuple):
+        return value
+    if value and all(isinstance(one, int | float) for one in value):
+        return [round(one * factors[i % 2], DIGITS) for i, one in enumerate(value)]
+    return [_points(one, factors) for one in value]
+
+
+def _frame(prompt: Prompt, options: Options) -> Frame:
+    return Frame.of(prompt.engine_prompt.images, prompt.sample, options.get("image_index", 0))
+
+
+def _spaces(options: Options) -> tuple[str, str]:
+    """Where the gold lives, and where the reward expects the model's answer."""
+    return options.get("gold_space", "original"), options.get("space", "pixel")
+
+
+def _all_texts(prompt: Prompt, options: Options) -> str:
+    answer = options["answer"]
+    several = isinstance(answer, Sequence) and not isinstance(answer, str)
+    return "\n".join(as_text(one) for one in answer) if several else as_text(answer)
+
+
+GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
+    "iou": _box,
+    "giou": _box,
+    "point_in_box": _box,
+    "box_match": _boxes,
+    "mask_iou": _mask,
+    "contains": _all_texts,
+}
+"""Built-in → its right answer, from the prompt and the reward's arguments."""

@@ -1,0 +1,84 @@
+"""`--smoke`: a config that runs on any CPU in seconds, made from one that wants a GPU and a download.
+
+The model becomes a tiny random one of the same family (processors/tiny.py), the rows those of `fixture/`
+beside the config, the run two small steps. Everything else stays: the row mapping, the rewards, the loss.
+Such a run shows that a config works from end to end; what it learns, and its token counts, mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, get_args
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.config.values import GuardName
+from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.testing.tiny_models import build, family_of
+
+FIXTURE = Path("fixture") / "train.jsonl"
+"""A few rows in the form that the recipe trains on, beside its config."""
+STEPS, PROMPTS, GENERATIONS, TOKENS = 2, 2, 4, 16
+ROWS = 16
+"""Most rows of a set that a smoke run holds."""
+CONTEXT = 32768
+"""Tokens of a prompt: the tiny tokenizer makes one of nearly every byte."""
+
+
+def smoke_config(
+    config: GRPOConfig, work: Path, run_dir: str, *, beside: Path, kept: Collection[str] = ()
+) -> GRPOConfig:
+    """The smoke version of a config.
+
+    Args:
+        config: the config as it was loaded.
+        work: a folder for the tiny model, needed as long as the run.
+        run_dir: the folder of the run.
+        beside: the config's folder, where `fixture/` may lie.
+        kept: paths of fields that were set by hand (`data.train`), which stay as they are.
+
+    Raises:
+        ConfigError: the family cannot be told from `model.path`.
+    """
+    values = config.model_dump()
+    model, data, rollout = values["model"], values["data"], values["rollout"]
+    algorithm, optim, run = values["algorithm"], values["optim"], values["run"]
+    tiny = build(family_of(config.model.path), work / "model", context=CONTEXT)
+    model.update(path=str(tiny), device="cpu", dtype="float32")
+
+    if "data.train" not in kept and (beside / FIXTURE).is_file():
+        data.update(train=str(beside / FIXTURE), eval=str(beside / FIXTURE), image_dir=None)
+    data["train"] = _short(data["train"])
+    if isinstance(data["eval"], dict) and "task" not in data["eval"]:
+        data["eval"] = {name: _short(source) for name, source in data["eval"].items()}
+    else:
+        data["eval"] = _short(data["eval"])
+    data["max_prompt_length"] = None  # it counts the tokens of the real tokenizer
+
+    tokens = min(TOKENS, rollout["max_completion_length"])
+    rollout.update(engine="transformers", prompts_per_step=PROMPTS, num_generations=GENERATIONS)
+    rollout["max_completion_length"] = tokens
+    rollout["eval"]["max_completion_length"] = None
+    optim["updates_per_step"] = min(PROMPTS, optim["updates_per_step"])
+    optim["warmup_steps"] = 0
+    optim["max_tokens_per_pack"] = max(2 * CONTEXT, optim["max_tokens_per_pack"])
+    # Noise is hardly ever right, and groups of equal rewards leave before the learner, unless there is an
+    # entropy bonus to compute.
+    algorithm["entropy_coef"] = max(0.01, algorithm["entropy_coef"])
+    run.update(dir=run_dir, max_steps=STEPS, eval_every=0, trackers=[])
+    run["guards"] = dict.fromkeys(get_args(GuardName), "warn")
+    return GRPOConfig.from_dict(values)
+
+
+def smoke_sets(config: GRPOConfig) -> tuple[Dataset, dict[str, Dataset]]:
+    """The first rows of the training set and of each evaluation set."""
+    evaluations = {name: dataset.head(PROMPTS) for name, dataset in load_eval(config).items()}
+    return load_train(config).head(ROWS), evaluations
+
+
+def _short(source: Any) -> Any:
+    """A task that makes few rows; anything else as it is."""
+    if isinstance(source, dict) and isinstance(source.get("size"), int):
+        return {**source, "size": min(ROWS, source["size"])}
+    return source

@@ -1,0 +1,155 @@
+"""`Family`: how the models of a vision-language family are built, for what runs, trains or adapts one.
+
+The learner and the embedded engine know no layout of a model. They ask the family of the processor for the vision
+tower, the language model and the head, for the features of images and for the axes of position ids. The defaults are
+the habits of transformers' models since version 5: `model.model` holds the tower and `language_model`, its
+`get_image_features` is what its forward calls, and vision tensors have one entry per image along the first axis.
+A family overrides what is otherwise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.types import Prompt
+
+
+@dataclass(frozen=True)
+class VisionFeatures:
+    """What a vision tower makes of images: `images` are the features [tokens, D] of each, `levels` the same for each
+    deepstack level.
+
+    `whole_levels` says that the model reads a level as one tensor, of all images (transformers before 5.19).
+    """
+
+    images: tuple[Tensor, ...]
+    levels: tuple[tuple[Tensor, ...], ...] = ()
+    whole_levels: bool = False
+
+    def split(self, counts: Sequence[int]) -> Iterator[VisionFeatures]:
+        """The features of the first `counts[0]` images, of the next `counts[1]`, and so on."""
+        start = 0
+        for count in counts:
+            own = slice(start, start + count)
+            yield VisionFeatures(self.images[own], tuple(x[own] for x in self.levels), self.whole_levels)
+            start += count
+
+    @staticmethod
+    def join(parts: Sequence[VisionFeatures]) -> VisionFeatures:
+        """The features of the images of all `parts`, in order."""
+        images = tuple(t for part in parts for t in part.images)
+        levels = zip(*(part.levels for part in parts), strict=True)
+        joined = tuple(tuple(t for own in level for t in own) for level in levels)
+        return VisionFeatures(images, joined, parts[0].whole_levels)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, the levels last."""
+        return [*self.images, *(t for level in self.levels for t in level)]
+
+
+_NEUTRAL = {
+    "final_logit_softcapping": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "attention_dropout": 0.0,
+}
+"""Fields of text configs that change log-probs in ways the learner does not follow, and the value that changes none."""
+
+
+class Family(ABC):
+    """The layout of one family's models. `model` is always the whole transformers model, `vision` vision tensors.
+
+    What holds for every family, and is not asked: the logits of a state are `hidden @ head.weight.T`; every text layer
+    attends to all tokens before; and the tokens of a completion have the positions that follow the largest one of the
+    prompt, one by one. `check` refuses a model where its config says otherwise.
+    """
+
+    position_axes: tuple[int, ...] = ()
+    """The axes of position ids before those of rows and tokens: (3,) for M-RoPE, () where tokens are counted."""
+
+    @abstractmethod
+    def tower(self, model: Any) -> nn.Module:
+        """Everything that makes features from pixels, projectors included; several modules as a `ModuleList`."""
+
+    @abstractmethod
+    def blank(self, model: Any) -> dict[str, Tensor]:
+        """The vision tensors of the smallest blank image that the tower takes, for packs without an image."""
+
+    def check(self, model: Any) -> None:
+        """Raise ConfigError for a model that the learner would run wrongly, as far as its config says."""
+        text = model.config.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+        if not getattr(text, "layer_types", None) and getattr(text, "sliding_window", None):
+            kinds = {"sliding_attention"}
+        faults = [f"its layers have {', '.join(sorted(kinds))}"] if kinds else []
+        if getattr(self.head(model), "bias", None) is not None:
+            faults.append("its head has a bias")
+        for name, neutral in _NEUTRAL.items():
+            value = getattr(text, name, None)
+            if value is not None and value != neutral:
+                faults.append(f"its {name} is {value}")
+        dropping = (
+            f"{n} is dropout of {m.p:g}"
+            for n, m in model.named_modules()
+            if isinstance(m, nn.Dropout) and m.p > 0
+        )
+        faults += list(dropping)[:1]
+        if faults:
+            raise ConfigError(
+                f"model.path: a {text.model_type} cannot be trained exactly: {'; '.join(faults)}; the learner computes "
+                "hidden @ head.weight.T over attention to all tokens before, without dropout"
+            )
+
+    def backbone(self, model: Any) -> Any:
+        """The model below its head: it takes token ids and vision tensors, and has `get_image_features`."""
+        return model.model
+
+    def language_model(self, model: Any) -> nn.Module:
+        """The text layers with their embedding: where adapters are put."""
+        layers: nn.Module = self.backbone(model).language_model
+        return layers
+
+    def head(self, model: Any) -> Any:
+        """The output layer, with its `weight` [V, D]."""
+        return model.get_output_embeddings()
+
+    def hidden_states(self, model: Any, **inputs: Any) -> Tensor:
+        """The last hidden states [B, N, D]; `inputs` are those of transformers' models."""
+        states: Tensor = self.backbone(model)(**inputs).last_hidden_state
+        return states
+
+    def vision(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+        """The vision tensors of all images of `prompts`, in order; empty when there are none."""
+        keys = sorted({key for prompt in prompts for key in prompt.vision})
+        return {key: torch.cat([p.vision[key] for p in prompts if key in p.vision]) for key in keys}
+
+    def count(self, vision: Mapping[str, Tensor]) -> int:
+        """How many images vision tensors are of."""
+        return len(next(iter(vision.values()))) if vision else 0
+
+    def features(self, model: Any, vision: Mapping[str, Tensor]) -> VisionFeatures:
+        """What the tower makes of some images; with gradients where it is trained."""
+        made = self.backbone(model).get_image_features(**vision, return_dict=True)
+        images = tuple(made.pooler_output)
+        levels = tuple(getattr(made, "deepstack_features", None) or ())
+        whole = any(isinstance(level, Tensor) for level in levels)
+        lengths = [len(t) for t in images]
+        return VisionFeatures(images, tuple(tuple(x.split(lengths) if whole else x) for x in levels), whole)
+
+    def output(self, features: VisionFeatures) -> Any:
+        """`features` as the model's `get_image_features` returns them."""
+        levels = [torch.cat(level) if features.whole_levels else level for level in features.levels]
+        return SimpleNamespace(pooler_output=features.images, deepstack_features=levels)
+
+    def tower_is_frozen(self, model: Any) -> bool:
+        """Whether nothing trains the tower: an image's features are then the same in all passes of a step."""
+        return not any(p.requires_grad for p in self.tower(model).parameters())

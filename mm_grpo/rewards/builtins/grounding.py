@@ -1,0 +1,289 @@
+"""Rewards for grounding: `iou`, `giou`, `box_match` and `point_in_box`.
+
+Boxes are (x0, y0, x1, y1). How they are read from a text, and the spaces that coordinates live in, are in
+`boxes.py`; masks are in `masks.py`. The four rewards share their last options, which `read_boxes` declares: their
+`**spaces` stands for its keyword-only parameters, in `inspect.signature` and so in configs and docs too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from mm_grpo.rewards.builtins.boxes import (
+    Box,
+    Frame,
+    GoldSpace,
+    Layout,
+    Space,
+    boxes_in,
+    check_space,
+    has_area,
+    iou_of,
+    overlap,
+    point_in,
+)
+from mm_grpo.rewards.registry import reward
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from mm_grpo.types import Sample
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+MOST_BOXES = 100
+
+
+def read_boxes(
+    completion: str,
+    gold: Sequence[Any],
+    images: Sequence[Image],
+    sample: Sample | None,
+    read: Callable[[str, Layout], T],
+    *,
+    space: Space = "pixel",
+    gold_space: GoldSpace = "original",
+    layout: Layout = "xyxy",
+    gold_layout: Layout = "xyxy",
+    image_index: int = 0,
+) -> tuple[list[Box], T]:
+    """The gold boxes in the model's space, and what `read` finds in the completion.
+
+    ValueError when an option means nothing, a gold box has no area or does not lie in its image.
+    """
+    check_space(space, gold_space)
+    frame = Frame.of(images, sample, image_index)
+    boxes = [frame.gold(box, gold_layout, gold_space) for box in gold]
+    return [frame.moved(box, gold_space, space) for box in boxes], read(completion, layout)
+
+
+def takes_box_options(fn: F) -> F:
+    """Put the options of `read_boxes` in the place of the function's `**spaces`, for `inspect.signature`."""
+    signature = inspect.signature(fn)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shared = [p for p in inspect.signature(read_boxes).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    fn.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    return fn
+
+
+@reward("iou", needs=("box",))
+@takes_box_options
+def iou(
+    completion: str,
+    box: Any,
+    images: Sequence[Image] = (),
+    sample: Sample | None = None,
+    *,
+    threshold: float | None = None,
+    **spaces: Any,
+) -> float | None:
+    """Intersection over union of the completion's last box and the gold box.
+
+    `space` is where the model's coordinates live: "pixel" (pixels of the image as the model saw it,
+    after resizing), "normalized" (0 to 1) or "0-1000". `gold_space` is where the gold box lives: one of
+    these, or "original", the pixels of the image as the dataset holds it. Both are converted with the
+    row's own image sizes (`image_index` is its number when there are several, from 0); without an image, pixels are
+    pixels. `layout` and `gold_layout` are "xyxy" (corners), "xywh" (corner, width, height: COCO) or "yxyx".
+
+    Boxes are read from the final part (the last `<answer>` block, else what follows `</think>`, else
+    everything), as [x0, y0, x1, y1], (x0, y0), (x1, y1) and the like; of several the last counts. A
+    predicted box is not clipped: what sticks out of the image counts against it. With `threshold` the
+    score is 1.0 where the overlap reaches it, else 0.0.
+
+    Returns a score in [0, 1], 0.0 when no box parses or its corners are swapped; None when the row has
+    no gold box. ValueError when the gold box has no area or does not lie in its image, which most often
+    means another gold_space. For RefCOCO, RefCOCO+, RefCOCOg, Visual Genome.
+
+    >>> iou("[0, 0, 10, 10]", box=(0, 0, 10, 20))
+    0.5
+    >>> iou("<answer>(100, 0), (200, 500)</answer>", box=[0.1, 0, 0.2, 0.25], space="0-1000", gold_space="normalized")
+    0.5
+    """
+    if threshold is not None and not 0 < threshold <= 1:
+        raise ValueError(f"threshold={threshold}; it is an overlap in (0, 1]")
+    if box is None:
+        return None
+    (gold,), found = read_boxes(completion, [box], images, sample, boxes_in, **spaces)
+    if not found:
+        return 0.0
+    score = iou_of(found[-1], gold)
+    return score if threshold is None else float(score >= threshold - 1e-9)
+
+
+@reward("giou", needs=("box",))
+@takes_box_options
+def giou(
+    completion: str,
+    box: Any,
+    images: Sequence[Image] = (),
+    sample: Sample | None = None,
+    **spaces: Any,
+) -> float | None:
+    """Generalised IoU of the completion's last box and the gold box (Rezatofighi et al., 2019).
+
+    IoU - (hull - union) / hull, where hull is the smallest box around both: two boxes apart score
+    below 0, and the less the farther, so that a near miss scores more than a far one. Options, spaces, and how
+    boxes are read, are those of the reward `iou`.
+
+    Returns a score in (-1, 1], and -1.0 when no box parses or its corners are swapped; None when the row
+    has no gold box. ValueError as `iou`. For RefCOCO and other grounding data while IoU is mostly 0.
+
+    >>> giou("[0, 0, 10, 10]", box=(0, 0, 10, 20)), giou("[0, 0, 1, 1]", box=(1, 1, 2, 2))
+    (0.5, -0.5)
+    >>> giou("nowhere", box=(0, 0, 10, 20))
+    -1.0
+    """
+    if box is None:
+        return None
+    (gold,), found = read_boxes(completion, [box], images, sample, boxes_in, **spaces)
+    return giou_of(found[-1], gold) if found else -1.0
+
+
+def giou_of(one: Box, other: Box) -> float:
+    """Generalised IoU of two boxes; -1 when one has no area."""
+    if not (has_area(one) and has_area(other)):
+        return -1.0
+    shared, union, hull = overlap(one, other)
+    if union <= 0 or hull <= 0:  # too small for a float
+        return -1.0
+    outside = max(0.0, hull - union) / hull  # rounding can leave the hull a hair below the union
+    return max(-1.0, min(1.0, shared / union - outside))
+
+
+@reward("box_match", needs=("boxes",))
+@takes_box_options
+def box_match(
+    completion: str,
+    boxes: Sequence[Any] | None,
+    images: Sequence[Image] = (),
+    sample: Sample | None = None,
+    *,
+    metric: Literal["f1", "mean_iou"] = "f1",
+    threshold: float = 0.5,
+    **spaces: Any,
+) -> float | None:
+    """How well the completion's boxes match the gold boxes, each at most once.
+
+    Metric "f1": the largest number of pairs with IoU >= `threshold` that shares no box, doubled and
+    divided by the number of boxes on both sides. Metric "mean_iou": the matching with the most IoU in
+    all, its sum divided by the larger number of boxes; missed and surplus boxes count 0. The matching is
+    exact (Hungarian method). Options, spaces, and how boxes are read, are those of the reward `iou`;
+    classes are not compared.
+
+    Returns a score in [0, 1]. An empty list of gold boxes says that there is nothing to find: 1.0 without
+    a box, else 0.0. More than 100 boxes score 0.0, unless gold has as many. None when the row has no gold
+    list. ValueError as `iou`, or when metric or threshold mean nothing. For COCO, LVIS, PixMo, Visual Genome.
+
+    >>> box_match("[0, 0, 10, 10] [50, 50, 60, 60]", boxes=[[0, 0, 10, 10]])
+    0.6666666666666666
+    >>> box_match("[0, 0, 10, 10]", boxes=[[0, 0, 10, 20], [5, 5, 9, 9]], metric="mean_iou")
+    0.25
+    """
+    if metric not in ("f1", "mean_iou"):
+        raise ValueError(f"metric={metric!r}; legal are 'f1' and 'mean_iou'")
+    if not 0 < threshold <= 1:
+        raise ValueError(f"threshold={threshold}; it is an overlap in (0, 1]")
+    if boxes is None:
+        return None
+    gold, found = read_boxes(completion, boxes, images, sample, boxes_in, **spaces)
+    if not gold or not found:
+        return float(len(gold) == len(found))
+    if len(found) > max(MOST_BOXES, len(gold)):
+        return 0.0
+    overlaps = [[iou_of(one, other) for other in gold] for one in found]
+    if metric == "mean_iou":
+        return sum(overlaps[i][j] for i, j in assign(overlaps)) / max(len(found), len(gold))
+    hits = [[float(value >= threshold - 1e-9) for value in row] for row in overlaps]
+    return 2 * sum(hits[i][j] for i, j in assign(hits)) / (len(found) + len(gold))
+
+
+@reward("point_in_box", needs=("box",))
+@takes_box_options
+def point_in_box(
+    completion: str,
+    box: Any,
+    images: Sequence[Image] = (),
+    sample: Sample | None = None,
+    **spaces: Any,
+) -> float | None:
+    """Whether the completion's last point lies in the gold box, edges included.
+
+    A point is read from the final part (the last `<answer>` block, else what follows `</think>`, else
+    everything): (x, y), [x, y], x=1, y=2, <point x="1" y="2"> or two numbers alone; of a box (in `layout`)
+    the centre counts. `space`, `gold_space`, `gold_layout` and `image_index` are those of the reward `iou`.
+
+    Returns 1.0 or 0.0 (0.0 when no point parses); None when the row has no gold box. ValueError as `iou`.
+    For clicks on screens and pointing: ScreenSpot, OS-Atlas, ShowUI.
+
+    >>> point_in_box("pyautogui.click(x=15, y=10)", box=[10, 10, 20, 20])
+    1.0
+    >>> point_in_box("(0.5, 0.95)", box=[400, 400, 600, 600], space="normalized", gold_space="0-1000")
+    0.0
+    """
+    if box is None:
+        return None
+    ((x0, y0, x1, y1),), point = read_boxes(completion, [box], images, sample, point_in, **spaces)
+    if point is None:
+        return 0.0
+    return float(x0 <= point[0] <= x1 and y0 <= point[1] <= y1)
+
+
+def assign(weights: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """The pairs (row, column), each row and column at most once, whose weights sum to the most.
+
+    Shortest augmenting paths with potentials (the Hungarian method as Jonker and Volgenant run it), O(n²·m) for
+    n rows and m >= n columns: a matrix of 100 × 100 takes about 0.1 s.
+
+    As many pairs as the shorter side has entries, in the order of the rows. Weights are finite.
+
+    >>> assign([[9.0, 8.0], [8.0, 1.0]])
+    [(0, 1), (1, 0)]
+    """
+    if not weights or not weights[0]:
+        return []
+    if len(weights) > len(weights[0]):
+        flipped = [list(column) for column in zip(*weights, strict=True)]
+        return sorted((row, column) for column, row in assign(flipped))
+    return [(row, column) for row, column in enumerate(_assigned_columns(weights))]
+
+
+def _assigned_columns(weights: Sequence[Sequence[float]]) -> list[int]:
+    """The column of each row, for no more rows than columns. Row 0 and column 0 below are sentinels."""
+    n, m = len(weights), len(weights[0])
+    row_price, column_price = [0.0] * (n + 1), [0.0] * (m + 1)
+    row_of = [0] * (m + 1)  # the row that holds each column; 0 is none
+    for row in range(1, n + 1):
+        row_of[0] = row
+        at = 0
+        slack, came_from, seen = [math.inf] * (m + 1), [0] * (m + 1), [False] * (m + 1)
+        while row_of[at] != 0:
+            seen[at] = True
+            held, least, nearest = row_of[at], math.inf, 0
+            costs, price = weights[held - 1], row_price[held]
+            for column in range(1, m + 1):
+                if seen[column]:
+                    continue
+                reduced = -costs[column - 1] - price - column_price[column]
+                if reduced < slack[column]:
+                    slack[column], came_from[column] = reduced, at
+                if slack[column] < least:
+                    least, nearest = slack[column], column
+            for column in range(m + 1):
+                if seen[column]:
+                    row_price[row_of[column]] += least
+                    column_price[column] -= least
+                else:
+                    slack[column] -= least
+            at = nearest
+        while at:
+            row_of[at] = row_of[came_from[at]]
+            at = came_from[at]
+    found = [0] * n
+    for column in range(1, m + 1):
+        if row_of[column]:
+            found[row_of[column] - 1] = column - 1
+    return found

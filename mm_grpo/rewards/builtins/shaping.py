@@ -1,0 +1,314 @@
+"""Rewards for the shape of a completion, whatever it answers: its form, length, repetition and script.
+
+`format`, `length`, `soft_overlong`, `cosine_length` (which asks another reward whether the answer is right),
+`repetition_penalty` and `language`. They stand beside a reward for the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from mm_grpo.rewards.builtins.answers import Answer, composed
+from mm_grpo.rewards.registry import get, reward
+
+TEMPLATE = "<think>...</think> <answer>...</answer>"
+ANSWER_REWARDS = ("exact_match", "choice", "count", "numeric", "math", "contains", "chart_relaxed")
+
+_ONE_SCRIPT = {
+    "ARABIC": "ar fa ur",
+    "BENGALI": "bn",
+    "CYRILLIC": "bg ru uk",
+    "DEVANAGARI": "hi mr ne",
+    "GEORGIAN": "ka",
+    "GREEK": "el",
+    "HEBREW": "he",
+    "LATIN": "cs da de en es fi fr hu id it nl no pl pt ro sv tr vi",
+    "TAMIL": "ta",
+    "TELUGU": "te",
+    "THAI": "th",
+}
+# Language: the scripts it is written in, as the first word of a letter's Unicode name.
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    **{code: (script,) for script, codes in _ONE_SCRIPT.items() for code in codes.split()},
+    "ja": ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC"),
+    "ko": ("HANGUL", "CJK"),
+    "zh": ("CJK", "BOPOMOFO", "IDEOGRAPHIC"),
+}
+# What is in Latin letters in a text of any language: code, formulas, commands, tags and addresses.
+_OTHER = re.compile(
+    r"```.*?```|`[^`\n]{1,200}`|\$[^$\n]{1,500}\$|\\[A-Za-z]+|</?\w[^<>\n]{0,80}>|https?://\S+", re.DOTALL
+)
+
+
+@reward("format")
+def follows_format(completion: str, *, template: str | None = None, pattern: str | None = None) -> float:
+    r"""Whether the whole completion follows a template, or matches a regular expression.
+
+    In a `template` each `...` stands for some text that is not blank, and each space for any white
+    space or none. The rest, case included, must be there exactly once, and nothing may precede or
+    follow it but white space: a second `<answer>` block scores 0. The default is
+    `<think>...</think> <answer>...</answer>`. When the chat template already opens the thinking in the
+    prompt, the completion starts after it, and the template is `...</think> <answer>...</answer>`.
+
+    A `pattern` is a Python regular expression that must match the whole completion; its `.` also
+    matches newlines. A pattern can be slow on long texts (nested repeats); a template is never.
+
+    Returns 1.0 or 0.0, never None. ValueError when both are given or the template is empty.
+    For recipes that ask for a reasoning block before the answer.
+
+    >>> follows_format("<think>2 + 1</think>\n<answer>3</answer>")
+    1.0
+    >>> follows_format("<think></think> <answer>3</answer>")
+    0.0
+    >>> follows_format("Answer: 3", pattern=r"Answer: \d+")
+    1.0
+    """
+    if pattern is not None:
+        if template is not None:
+            raise ValueError("format takes a template or a pattern, not both")
+        return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+    form = _parse(TEMPLATE if template is None else template)
+    gaps = _gaps(completion.strip(), form.literals)
+    return float(gaps is not None and all(form.fills(gap) for gap in gaps))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A template: patterns of the texts between its `...`, and the tags in it."""
+
+    literals: tuple[re.Pattern[str], ...]
+    tags: tuple[str, ...]
+
+    def fills(self, gap: str) -> bool:
+        """Whether a text may stand in place of a `...`: not blank, and no part of the form again."""
+        again = any(tag in gap for tag in self.tags) or any(
+            p.pattern and p.search(gap) for p in self.literals
+        )
+        return bool(gap.strip()) and not again
+
+
+@lru_cache
+def _parse(template: str) -> _Form:
+    parts = [part.split() for part in template.split("...")]
+    if not any(parts) or not all(parts[1:-1]):
+        raise ValueError(
+            f"format: the template {template!r} is empty or has two neighbouring '...'; an example is "
+            f"{TEMPLATE!r}"
+        )
+    literals = tuple(re.compile(r"\s*".join(map(re.escape, part))) for part in parts)
+    return _Form(literals, tuple(re.findall(r"<[^<>]+>", template)))
+
+
+def _gaps(text: str, literals: tuple[re.Pattern[str], ...]) -> list[str] | None:
+    """What stands in place of each `...`; None when the literals are not all there, in order."""
+    if len(literals) == 1:
+        return [] if literals[0].fullmatch(text) else None
+    first = literals[0].match(text)
+    if first is None:
+        return None
+    gaps, at = [], first.end()
+    for literal in literals[1:-1]:
+        found = literal.search(text, at)
+        if found is None:
+            return None
+        gaps.append(text[at : found.start()])
+        at = found.end()
+    last = re.compile(literals[-1].pattern + r"\Z").search(text, at)
+    return [*gaps, text[at : last.start()]] if last else None
+
+
+@reward("length")
+def length(
+    completion: str,
+    completion_ids: Sequence[int] = (),
+    *,
+    min_length: int = 0,
+    max_length: int | None = None,
+    unit: Literal["characters", "tokens"] = "characters",
+    decay: int | None = None,
+) -> float:
+    """1 when the length is in [min_length, max_length], falling linearly to 0 outside.
+
+    `unit` is "characters" (Unicode code points of the text as it is) or "tokens" (all sampled tokens,
+    the end token too). `decay` is the number of units past a bound at which the score reaches 0; by default
+    it is the bound itself: with max_length=200, 300 units score 0.5 and 400 score 0; with
+    min_length=10, 5 units score 0.5 and an empty text scores 0. `max_length=None` sets no upper bound.
+
+    Returns a score in [0, 1], never None. ValueError when no bound is set, when they are not
+    0 <= min_length <= max_length, when decay is not above 0 or `unit` is another word.
+    For any recipe, beside a reward for the answer.
+
+    >>> length("abc", max_length=4), length("abcdef", max_length=4), length("abcdefgh", max_length=4)
+    (1.0, 0.5, 0.0)
+    """
+    if min_length < 0 or (max_length is not None and max_length < min_length):
+        raise ValueError(
+            f"min_length={min_length}, max_length={max_length}; legal is 0 <= min_length <= max_length"
+        )
+    if min_length == 0 and max_length is None:
+        raise ValueError("length has no bound; set min_length, max_length or both")
+    if decay is not None and decay <= 0:
+        raise ValueError(f"decay={decay}; it counts {unit} past a bound and must be above 0")
+    if unit not in ("characters", "tokens"):
+        raise ValueError(f"unit={unit!r}; legal are 'characters' and 'tokens'")
+    size = len(completion) if unit == "characters" else len(completion_ids)
+    if size < min_length:
+        return max(0.0, 1.0 - (min_length - size) / (decay or min_length))
+    if max_length is not None and size > max_length:
+        return max(0.0, 1.0 - (size - max_length) / (decay or max_length or 1))
+    return 1.0
+
+
+@reward("soft_overlong")
+def soft_overlong(completion: str, completion_ids: Sequence[int], *, max_length: int, buffer: int) -> float:
+    """0 up to max_length - buffer tokens, then falling linearly to -1 at max_length, and -1 beyond.
+
+    Equation 13 of Yu et al., "DAPO" (2025), whose numbers are max_length=20480 and buffer=4096: a
+    completion learns that it runs long before it is cut. `max_length` is best
+    rollout.max_completion_length; both are in tokens, counting all sampled ones, the end token too.
+
+    Returns a score in [-1, 0], never None. ValueError unless 0 < buffer <= max_length. For recipes with
+    long reasoning, beside a reward for the answer.
+
+    >>> [soft_overlong("", range(n), max_length=100, buffer=20) for n in (80, 90, 100, 200)]
+    [0.0, -0.5, -1.0, -1.0]
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(
+            f"buffer={buffer}, max_length={max_length}; legal is 0 < buffer <= max_length (tokens)"
+        )
+    past = len(completion_ids) - (max_length - buffer)
+    return -min(1.0, past / buffer) if past > 0 else 0.0
+
+
+@reward("cosine_length", needs=("answer",))
+def cosine_length(
+    completion: str,
+    answer: Answer,
+    completion_ids: Sequence[int],
+    *,
+    max_length: int,
+    correct: Literal[
+        "exact_match", "choice", "count", "numeric", "math", "contains", "chart_relaxed"
+    ] = "exact_match",
+    right_short: float = 1.0,
+    right_long: float = 0.5,
+    wrong_short: float = -1.0,
+    wrong_long: float = -0.5,
+) -> float | None:
+    """A score for right and wrong answers that moves with the length along half a cosine.
+
+    From Yeo et al., "Demystifying Long Chain-of-Thought Reasoning" (2025): with t the share of
+    `max_length` (in tokens, all sampled ones) that the completion uses, at most 1, the score is
+    long + (short - long) · (1 + cos(πt)) / 2, where (short, long) are `right_short` and `right_long` for a
+    right answer, else `wrong_short` and `wrong_long`. The defaults are those of open-r1; the paper uses
+    2, 1, -10 and 0. Its extra punishment past the limit is the reward `soft_overlong`.
+
+    `correct` names the built-in that says whether the answer is right (its score is 1), with its default
+    options. It includes the answer's worth: use it in place of that reward, not beside it. With "math" set
+    `isolated: true` in the entry, as that reward has of its own.
+
+    Returns a score between the least and the greatest of the four; None when the row has no gold answer.
+    ValueError when max_length is not above 0 or `correct` is none of these rewards. For recipes with
+    long reasoning, so that answers do not grow without getting better.
+
+    >>> [cosine_length("3", "3", range(n), max_length=100) for n in (0, 50, 100, 900)]
+    [1.0, 0.75, 0.5, 0.5]
+    >>> cosine_length("4", "3", [], max_length=100)
+    -1.0
+    """
+    if max_length <= 0:
+        raise ValueError(f"max_length={max_length}; it is a number of tokens and must be above 0")
+    if correct not in ANSWER_REWARDS:
+        raise ValueError(f"correct={correct!r}; legal are {', '.join(ANSWER_REWARDS)}")
+    score = get(correct).fn(completion, answer)
+    if score is None:
+        return None
+    short, long = (right_short, right_long) if score >= 1 else (wrong_short, wrong_long)
+    share = min(1.0, len(completion_ids) / max_length)
+    return long + (short - long) * (1 + math.cos(math.pi * share)) / 2
+
+
+@reward("repetition_penalty")
+def repetition_penalty(
+    completion: str,
+    completion_ids: Sequence[int] = (),
+    *,
+    ngram: int = 3,
+    max_penalty: float = -1.0,
+    unit: Literal["words", "tokens", "characters"] = "words",
+) -> float:
+    """max_penalty times the share of n-grams that were there before.
+
+    With all n-grams counted and the different ones among them, it is
+    max_penalty · (1 - different / all), as in Yeo et al., "Demystifying Long Chain-of-Thought Reasoning"
+    (2025). `unit` says what an n-gram is made of: "words" (split at white space, case aside), "tokens"
+    (the sampled ids), or "characters" for scripts without spaces.
+
+    Returns a score in [max_penalty, 0], never None; 0.0 when there are fewer than `ngram` units.
+    ValueError when ngram is below 1, max_penalty above 0 or `unit` another word. For recipes with long
+    reasoning, where loops appear first.
+
+    >>> repetition_penalty("a b c a b c"), repetition_penalty("no loop here at all")
+    (-0.25, 0.0)
+    """
+    if ngram < 1 or max_penalty > 0:
+        raise ValueError(
+            f"ngram={ngram}, max_penalty={max_penalty}; legal are ngram >= 1 and max_penalty <= 0"
+        )
+    units: Sequence[Hashable]
+    if unit == "words":
+        units = completion.casefold().split()
+    elif unit == "tokens":
+        units = completion_ids
+    elif unit == "characters":
+        units = "".join(completion.split())
+    else:
+        raise ValueError(f"unit={unit!r}; legal are 'words', 'tokens' and 'characters'")
+    total = len(units) - ngram + 1
+    if total <= 0:
+        return 0.0
+    different = len({tuple(units[i : i + ngram]) for i in range(total)})
+    return max_penalty * (1 - different / total) if different < total else 0.0
+
+
+@reward("language")
+def language(completion: str, *, code: str) -> float:
+    r"""The share of the completion's letters that belong to the script of a language.
+
+    A letter's script is read from its Unicode name; digits, signs, spaces and emoji do not count, nor do
+    code, formulas in $...$, LaTeX commands, tags and addresses. It distinguishes Chinese from English, and not
+    English from French: languages of one script all score the same, and for Japanese a wholly
+    Chinese text scores 1. The rule of DeepSeek-R1's language consistency reward, by letters.
+
+    `code` is the language: ar bg bn cs da de el en es fa fi fr he hi hu id it ja ka ko mr ne nl no pl pt ro
+    ru sv ta te th tr uk ur vi zh.
+
+    Returns a score in [0, 1], never None; 1.0 when there is no letter (an answer of digits is in no wrong
+    language). ValueError for another code. For recipes whose model mixes languages while it thinks.
+
+    >>> language("The answer is 答案", code="en")
+    0.8461538461538461
+    >>> language(r"答案是 $x = \frac{1}{2}$", code="zh")
+    1.0
+    """
+    if code not in SCRIPTS:
+        raise ValueError(f"code={code!r}; legal are {' '.join(sorted(SCRIPTS))}")
+    scripts = SCRIPTS[code]
+    text = composed(_OTHER.sub(" ", completion), "NFKC")
+    found = [script for character in text if (script := _script(character)) is not None]
+    return sum(script in scripts for script in found) / len(found) if found else 1.0
+
+
+@lru_cache(maxsize=65536)
+def _script(character: str) -> str | None:
+    """The first word of a letter's Unicode name; None for what is no letter."""
+    if not character.isalpha():
+        return None
+    return re.split(r"[ -](?!HIRAGANA)", unicodedata.name(character, "UNKNOWN"), maxsplit=1)[0]

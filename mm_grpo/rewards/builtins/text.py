@@ -1,0 +1,309 @@
+"""Rewards for answers in words: `exact_match`, `contains`, `choice`, `anls` and `edit_similarity`.
+
+`choice` reads an option letter in the many ways that models state one, from the most explicit to the least, and
+only where nothing else could be meant: a false match would teach the model to write it. The other four compare
+texts, `anls` and `edit_similarity` by the edits between them (rapidfuzz). Numbers are in `numeric.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from mm_grpo.rewards.builtins.answers import Answer, boxed, composed, final_part, gold_texts, normalise
+from mm_grpo.rewards.builtins.libraries import library
+from mm_grpo.rewards.registry import reward
+
+_AROUND = r"[ \t*_`\"'“”‘’$({\[]{0,8}"  # what may stand before a letter
+# Words that follow the option A, not the article.
+_AFTER = "and|as|based|because|but|due|for|from|given|in|is|or|since|which|with"
+_BEFORE = "answer|choice|choose|option|pick|select"
+
+
+@reward("exact_match", needs=("answer",))
+def exact_match(
+    completion: str, answer: Answer, *, ignore_case: bool = True, strict: bool = False
+) -> float | None:
+    r"""Whether the completion's final answer is the gold answer.
+
+    The final answer is the inside of the last `<answer>` block, else what follows `</think>`, else the
+    whole completion; and within that the inside of the last `\boxed{...}`, if there is one. The gold
+    text is read in the same way, so a column with "<answer> 3 </answer>" serves as it is. White space,
+    the punctuation that ends a sentence and wrapping quotes, asterisks or backticks do not count;
+    nor does case, unless `ignore_case=False`. Texts are compared, not numbers: "3.0" is not "3".
+    A list of gold answers means any of them. A whole gold float such as 3.0 is the text "3".
+
+    `strict=True` compares the raw completion with the raw gold text, character for character.
+
+    Returns 1.0 or 0.0; None when the row has no gold answer (None, an empty or blank text, an empty list).
+    For short answers of one spelling: the recipe shapes, VQA.
+    The column is `answer`; another one is named in data.columns ({answer: solution}).
+
+    >>> exact_match("<think>two and one</think> <answer>Three.</answer>", answer="three")
+    1.0
+    >>> exact_match("three or four", answer="three")
+    0.0
+    >>> exact_match(r"So it is \boxed{12}.", answer=["12", "twelve"])
+    1.0
+    """
+    texts = gold_texts(answer)
+    if not texts:
+        return None
+    if strict:
+        return float(completion in texts)
+    given = _final(completion, ignore_case)
+    return float(bool(given) and any(given == _final(text, ignore_case) for text in texts))
+
+
+def _final(text: str, ignore_case: bool) -> str:
+    part = final_part(text)
+    inner = boxed(part)
+    return normalise(part if inner is None else inner, ignore_case=ignore_case)
+
+
+@reward("contains", needs=("answer",))
+def contains(
+    completion: str,
+    answer: Answer,
+    *,
+    mode: Literal["any", "all", "share"] = "any",
+    ignore_case: bool = True,
+    whole_words: bool = True,
+    max_words: int | None = None,
+) -> float | None:
+    """Whether the completion's final part contains the gold text.
+
+    The final part is the inside of the last `<answer>` block, else what follows `</think>`, else
+    everything. White space, and case unless `ignore_case=False`, do not count. With `whole_words` a
+    gold "cat" is not found in "category" (in scripts without spaces between words, such as Chinese, set
+    it to false). Of several gold texts, mode "any" asks for one of them, "all" for each, and "share" scores
+    the share that is found. `max_words` scores 0 for a final part of more words, so that a model
+    cannot win by listing everything it can think of.
+
+    Returns a score in [0, 1] (0.0 or 1.0 unless mode is "share"); None when the row has no gold text.
+    ValueError when mode is another word. For open questions with short answers: TextVQA, OK-VQA.
+
+    >>> contains("It looks like a Tabby cat.", answer="tabby")
+    1.0
+    >>> contains("red and blue", answer=["red", "green"], mode="share")
+    0.5
+    """
+    if mode not in ("any", "all", "share"):
+        raise ValueError(f"mode={mode!r}; legal are 'any', 'all' and 'share'")
+    golds = [
+        text for gold in gold_texts(answer) if (text := normalise(final_part(gold), ignore_case=ignore_case))
+    ]
+    if not golds:
+        return None
+    part = normalise(final_part(completion), ignore_case=ignore_case)
+    if max_words is not None and len(part.split()) > max_words:
+        return 0.0
+    found = [_holds(part, gold, whole_words) for gold in golds]
+    if mode == "share":
+        return sum(found) / len(found)
+    return float(any(found) if mode == "any" else all(found))
+
+
+def _holds(text: str, gold: str, whole_words: bool) -> bool:
+    if not whole_words:
+        return gold in text
+    return re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", text) is not None
+
+
+@reward("choice", needs=("answer",))
+def choice(completion: str, answer: str | None, *, letters: str = "ABCDE") -> float | None:
+    r"""Whether the completion chooses the gold option letter.
+
+    Only the final part is read: the inside of the last `<answer>` block, else what follows `</think>`,
+    else everything. In it, the first of these rules that finds something decides:
+
+    1. Explicit statements: "The answer is **B**", "Answer: (b)", "correct option: B", "B is correct",
+       `\boxed{B}`, or a line that is just the letter ("B", "(B)", "b.", "**B**"). The last one wins. One
+       that names several letters ("Answer: A or B") chooses nothing.
+    2. A marker at the start, "B) a dog", "(B) a dog", "B. a dog", "B: a dog", if no later line starts with
+       the marker of another letter (a list of the options chooses nothing).
+    3. Mentions in brackets, in bold or after a word, "(B)", "**B**", "option B", if all name one letter.
+
+    A small letter counts only where it stands alone or with a marker, and a capital A before a small word
+    is an article: "Answer: A dog" chooses nothing. `letters` are the legal options, in capitals. The
+    gold answer is a letter in any of these forms.
+
+    Returns 1.0 or 0.0 (0.0 when no letter is found); None when the row has no gold answer (None or
+    blank). ValueError when the gold text names no letter, for then the dataset or `letters` is wrong.
+    For questions with options: ScienceQA, MMMU, A-OKVQA, MMBench.
+
+    >>> choice("It has four legs. The answer is **B**.", answer="B")
+    1.0
+    >>> choice("<answer>A</answer> Wait. <answer>(c)</answer>", answer="A")
+    0.0
+    """
+    if answer is None or not str(answer).strip():
+        return None
+    gold = chosen(str(answer), letters)
+    if gold is None:
+        raise ValueError(
+            f"the gold answer {answer!r} names none of the options {letters}; see the option `letters`"
+        )
+    return float(chosen(completion, letters) == gold)
+
+
+def chosen(text: str, letters: str = "ABCDE") -> str | None:
+    """The option letter that a text settles on, as a capital; None when it settles on none.
+
+    >>> chosen("b) the second"), chosen("A or B"), chosen("Answer: A. No: the answer is D")
+    ('B', None, 'D')
+    """
+    forms, part = _forms(letters), final_part(text).replace("\r\n", "\n")
+    explicit = None
+    for explicit in forms.explicit.finditer(part):  # noqa: B007
+        pass
+    if explicit is not None:
+        found = _letters(explicit)
+        return found.pop() if len(found) == 1 else None
+    starts = [_letter(match) for match in forms.start.finditer(part)]
+    if starts and forms.start.match(part.lstrip()):
+        return starts[0] if len(set(starts)) == 1 else None
+    mentioned = {_letter(match) for match in forms.mention.finditer(part)}
+    return mentioned.pop() if len(mentioned) == 1 else None
+
+
+@dataclass(frozen=True)
+class _Forms:
+    """The three rules as patterns. Every repeat in them is bounded: none takes more than linear time."""
+
+    explicit: re.Pattern[str]
+    start: re.Pattern[str]
+    mention: re.Pattern[str]
+
+
+@lru_cache
+def _forms(letters: str) -> _Forms:
+    if not re.fullmatch(r"[A-Z]{2,26}", letters) or len(set(letters)) < len(letters):
+        raise ValueError(
+            f"letters={letters!r}; it lists the options as two or more different capitals, such as 'ABCD'"
+        )
+    small = letters.lower()
+    either = f"[{letters}{small}]"
+    words = "".join(sorted({"A", "I"} & set(letters)))
+    article = rf"(?![{words}] (?!(?:{_AFTER})\b)[a-z])" if words else ""
+    big = rf"{article}[{letters}](?!\w|['’]\w)"
+    lone = rf"[{small}](?!\.\w)(?=[)}}\].*_`\"'$]|[ \t]{{0,3}}$)"  # a small letter that ends its phrase
+    more = rf"(?:[ \t*)\]}}]{{0,4}}(?:,|/|&|\bor\b|\band\b){_AROUND}{big}){{0,25}}"
+    boxed = r"\\boxed[ \t]{0,3}\{[ \t(]{0,3}(?:\\(?:text|mathrm|mathbf|textbf)[ \t]{0,3}\{[ \t(]{0,3})?"
+    noun = r"(?i:\b(?:answer|choice|option))[*_]{0,2}"
+    verb = r"(?i:is|was|would be|should be|must be)"
+    link = rf"(?:[ \t]{{1,3}}{verb}\b[ \t]{{0,3}}[:：]?|[ \t]{{0,3}}[:：=]|[ \t]{{1,3}}[-–—])"
+    option = r"(?:[ \t]{0,3}(?i:option|choice)\b)?"
+    several = rf"(?:[ \t]{{0,3}},[ \t]{{0,3}}{either}){{0,25}}"
+    verdict = r"(?i:is (?:the )?correct\b|is the (?:right |best )?(?:answer|choice|option)\b)"
+    explicit = (
+        rf"{noun}{link}{option}{_AROUND}(?:{boxed})?{_AROUND}(?P<said>(?:{big}|{lone}){more})",
+        rf"{boxed}(?P<box>{either}{several})(?:[).:][^{{}}\n]{{0,80}})?[ \t]{{0,3}}\}}",
+        rf"(?<![\w'’])(?P<verdict>[{letters}])[*_)`\"'$\]]{{0,4}} {verdict}",
+        rf"^{_AROUND}(?P<line>{either}{more})[ \t*_`\"'“”‘’$)}}\].!]{{0,8}}$",
+    )
+    marker = rf"(?:\({either}\)|{either}\)|{either}[.:](?=[ \t*])|[{letters}],(?=[ \t]))"
+    mention = rf"\([{letters}]\)|\*\*\(?[{letters}][).:]{{0,2}}\*\*|(?i:\b(?:{_BEFORE})) {big}"
+    return _Forms(
+        explicit=re.compile("|".join(explicit), re.MULTILINE),
+        start=re.compile(rf"^[ \t*_`>#-]{{0,8}}{marker}", re.MULTILINE),
+        mention=re.compile(mention),
+    )
+
+
+def _letters(match: re.Match[str]) -> set[str]:
+    """All letters that an explicit statement names."""
+    said = next(group for group in match.groups() if group is not None)
+    return {word.upper() for word in re.findall(r"(?<![^\W_])[A-Za-z](?![^\W_])", said)}
+
+
+def _letter(match: re.Match[str]) -> str:
+    """The one letter in a marker or mention: its last word of one letter."""
+    return str(re.findall(r"(?<![^\W_])[A-Za-z](?![^\W_])", match.group())[-1]).upper()
+
+
+@reward("anls", needs=("answer",))
+def anls(completion: str, answer: Answer, *, threshold: float = 0.5) -> float | None:
+    """How close the completion's answer is to the nearest gold text, by edits.
+
+    ANLS of Biten et al., "Scene Text Visual Question Answering" (2019): with the normalised edit distance
+    d (edits divided by the length of the longer text) it is 1 - d where d < `threshold`, else 0, and
+    of several gold texts the best counts. White space is collapsed and case ignored, as DocVQA's
+    evaluation does. The answer is the inside of the last `<answer>` block, else what follows
+    `</think>`, else everything: extra words cost edits.
+
+    Returns a score in [0, 1]; None when the row has no gold text. ValueError when the threshold is not
+    in (0, 1]. For DocVQA, InfographicVQA, ST-VQA (their column `answers`: {answer: answers} in
+    data.columns). Needs the package rapidfuzz.
+
+    >>> anls("<answer>Boeng</answer>", answer="boeing"), anls("Airbus", answer=["boeing", "airbus"])
+    (0.8333333333333334, 1.0)
+    >>> anls("It is a Boeing", answer="boeing")
+    0.0
+    """
+    if not 0 < threshold <= 1:
+        raise ValueError(f"threshold={threshold}; it is a normalised edit distance in (0, 1]")
+    golds = [_lower(final_part(gold)) for gold in gold_texts(answer)]
+    if not golds:
+        return None
+    distance = library("anls", ".distance").Levenshtein.distance
+    given = _lower(final_part(completion))
+    best = 0.0
+    for gold in golds:
+        longer = max(len(given), len(gold))
+        if abs(len(given) - len(gold)) >= threshold * longer > 0:
+            continue  # so many edits at least; this also keeps long texts cheap
+        share = distance(given, gold) / longer if longer else 0.0
+        if share < threshold:
+            best = max(best, 1.0 - share)
+    return best
+
+
+def _lower(text: str) -> str:
+    return " ".join(text.split()).lower()
+
+
+@reward("edit_similarity", needs=("answer",))
+def edit_similarity(
+    completion: str,
+    answer: str | None,
+    *,
+    unit: Literal["characters", "words"] = "characters",
+    ignore_case: bool = False,
+) -> float | None:
+    """1 - edits / length of the longer text, over characters or words.
+
+    Insertions, deletions and substitutions count 1 each (Levenshtein). Compared are the completion's
+    final part (the last `<answer>` block, else what follows `</think>`, else everything) and the gold
+    text, in canonical Unicode with runs of white space as one space. With unit "words" it is 1 - the word
+    error rate, taken over the longer text, so that it stays in [0, 1].
+
+    Returns a score in [0, 1]; 1.0 when both are empty; None when the row has no gold text (None; an empty
+    one means an empty page). ValueError when `unit` is another word. For OCR and page transcription:
+    olmOCR, IAM, HierText. Needs the package rapidfuzz.
+
+    >>> edit_similarity("kitten", answer="sitting")
+    0.5714285714285714
+    >>> edit_similarity("the black cat", answer="the cat", unit="words")
+    0.6666666666666667
+    """
+    if unit not in ("characters", "words"):
+        raise ValueError(f"unit={unit!r}; legal are 'characters' and 'words'")
+    if answer is None:
+        return None
+    given, gold = (_units(text, unit, ignore_case) for text in (final_part(completion), str(answer)))
+    longer = max(len(given), len(gold))
+    if longer == 0:
+        return 1.0
+    distance: int = library("edit_similarity", ".distance").Levenshtein.distance(given, gold)
+    return 1.0 - distance / longer
+
+
+def _units(text: str, unit: str, ignore_case: bool) -> Sequence[str]:
+    words = composed(text).split()
+    if ignore_case:
+        words = [word.casefold() for word in words]
+    return words if unit == "words" else " ".join(words)

@@ -1,0 +1,425 @@
+"""One call of a reward function: its arguments by name, the checks of its answer, the messages of what fails.
+
+`Batch` holds the step's rows as rewards see them, `Call` is one call of one function, `RewardCalls` one reward's
+calls in a step and what came of them. Trainer and workers check answers by the same functions, so an isolated
+reward scores as it would without. A score is a finite number or None ("does not apply"); what is no score is
+described in a text, never replaced by a number. Not here: weights, totals, metrics and the order of calls
+(`scorer.py`) and processes (`isolation.py`). Axis letters: n = P·G rows, flat.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards.options import Action
+from mm_grpo.rewards.spec import RewardSpec, code_of
+from mm_grpo.rewards.user_code import own_copy
+
+if TYPE_CHECKING:
+    from mm_grpo.types import Completion, Prompt, Sample
+
+LEGAL = "legal is a finite number, or None where the reward does not apply"
+
+MADE_FOR_A_CALL = frozenset(
+    {"completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+)
+"""Arguments that no other call sees, so that they need no copy."""
+
+FAILURES = (Exception, SystemExit)
+"""A reward that calls sys.exit() has failed too; it must not end the run as a success."""
+
+Checked = float | None | str
+"""A score, None, or why an answer is no score."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An exception out of a reward, in plain text: `what` is its type and message; where it was raised."""
+
+    what: str
+    file: str | None = None
+    line: int | None = None
+    trace: str = ""
+
+
+class WorkerTrace(Exception):
+    """The traceback of an exception in a worker process; the cause of the error raised for it."""
+
+    def __str__(self) -> str:
+        return "\n" + "".join(map(str, self.args))
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What rewards may read of the run: the step being scored, from 0 or from 1 as the trainer counts, and the
+    last one (0 when the run has no bound)."""
+
+    global_step: int
+    max_steps: int = 0
+
+
+@dataclass
+class Batch:
+    """The rows of one step: `prompts[i]` belongs to `completions[i]`, n of each.
+
+    `columns` are the dataset's columns; a row that lacks one reads None. `extra` and `logged` collect
+    what functions log: per column the name of the reward and n values, per metric its values.
+    """
+
+    prompts: Sequence[Prompt]
+    completions: Sequence[Completion]
+    columns: tuple[str, ...]
+    conversational: bool
+    state: TrainerState
+    extra: dict[str, tuple[str, list[Any]]] = field(default_factory=dict)
+    logged: dict[str, list[float]] = field(default_factory=dict)
+
+    def prompt(self, row: int) -> Any:
+        """The messages, in a list of their own so that a function may change it; or the text."""
+        messages = self.prompts[row].sample.messages
+        if self.conversational:
+            return [dict(message) for message in messages]
+        return "\n".join(_text(message.get("content")) for message in messages)
+
+    def completion(self, row: int) -> Any:
+        """The answer in TRL's form: messages where the prompt is messages, else the text."""
+        text = self.completions[row].text
+        return [{"role": "assistant", "content": text}] if self.conversational else text
+
+    def applies(self, spec: RewardSpec, rows: Iterable[int] | None = None) -> list[int]:
+        """Those of `rows` (all of them by default) that hold every column the reward needs."""
+        needs = [column for column in spec.needs if column not in spec.bound]
+        rows = range(len(self.prompts)) if rows is None else rows
+        if not needs:
+            return list(rows)
+        return [
+            row
+            for row in rows
+            if all(self.prompts[row].sample.columns.get(column) is not None for column in needs)
+        ]
+
+    def calls(self, spec: RewardSpec, rows: Iterable[int] | None = None) -> list[Call]:
+        """One call per row that the reward applies to, or one for all of them; none when there are none."""
+        rows = self.applies(spec, rows)
+        if spec.kind == "completion":
+            return [Call(self, spec, (row,)) for row in rows]
+        return [Call(self, spec, tuple(rows))] if rows else []
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one reward function for `rows`: a single row, or a batch."""
+
+    batch: Batch
+    spec: RewardSpec
+    rows: tuple[int, ...]
+
+    def __call__(self) -> Any:
+        """Call the function, with rows of its own to change. An async one gives its coroutine."""
+        spec, memo = self.spec, dict[int, tuple[Any, Any]]()
+        named = {*spec.required, *spec.optional}
+        given = self.arguments()
+        for name in given.keys() - spec.bound.keys() - MADE_FOR_A_CALL:
+            if name in named:
+                given[name] = own_copy(given[name])
+            elif name != "prompts":  # of which the lists and messages are this call's own already
+                given[name] = own_copy(given[name], memo)
+        return spec.fn(**given)
+
+    def arguments(self) -> dict[str, Any]:
+        """Every argument by name: ours, then columns, then what the config bound."""
+        if self.spec.kind == "completion":
+            ours, columns = self._ours_of_completion(), self.batch.prompts[self.rows[0]].sample.columns
+        else:
+            ours, columns = self._ours_of_batch(), self._columns_of_batch()
+        spec, known = self.spec, self.batch.columns
+        given: dict[str, Any] = {}
+        for name in spec.required + spec.optional:
+            if name in ours:
+                given[name] = ours[name]
+            elif name in columns:
+                given[name] = columns[name]
+            elif name in spec.required:
+                given[name] = None
+        if spec.takes_kwargs:
+            if spec.kind == "batch":  # TRL's functions look these up in their **kwargs
+                given.update({name: value for name, value in ours.items() if name not in given})
+            free = [
+                c
+                for c in known
+                if c not in given and c not in ours and c not in spec.optional + spec.config_only
+            ]
+            given.update({name: columns.get(name) for name in free})
+        return given | dict(spec.bound)
+
+    def checked(self, answer: Any) -> list[Checked]:
+        """The answer as one checked score per row; RewardError when a batch's is no list of them."""
+        try:
+            return scores_of(answer, self.spec.kind, len(self.rows))
+        except ValueError as error:
+            raise self.refused(str(error)) from None
+
+    def refused(self, why: str, row: int | None = None) -> RewardError:
+        """The error for an answer that is no score."""
+        return RewardError(f"{self.blame(row)} {why}")
+
+    def raised(self, error: BaseException | Fault) -> RewardError:
+        """The message for an exception out of the function; the caller chains it with `from`."""
+        fault = error if isinstance(error, Fault) else fault_of(error, self.spec.fn, __file__)
+        at = f" at {fault.file}:{fault.line}" if fault.file else ""
+        return RewardError(
+            f"{self.blame()} raised {fault.what}{at}{self._absent()}. The function must answer; {LEGAL}"
+        )
+
+    def too_late(self, late: int, of: int, *, began: bool = True) -> RewardError:
+        """The error for a call without an answer at the deadline, one of `late` such among `of` calls."""
+        also = f"; {late} of {of} calls had not" if of > 1 else ""
+        waited = "" if began else " (nor had it been begun, for others took the time)"
+        return RewardError(
+            f"{self.blame()} had not answered after timeout = {self.spec.options.deadline:g} s{waited}{also}. Give "
+            f"the reward a longer timeout, or set on_timeout: mask to go on without such completions"
+        )
+
+    def log(self, logged: Iterable[tuple[str, str, Any]]) -> None:
+        """Do what a worker process noted: ("extra" or "metric", name, values) each."""
+        for what, name, values in logged:
+            if what == "extra":
+                self._log_extra(name, values)
+            else:
+                self._log_metric(name, values)
+
+    def blame(self, row: int | None = None) -> str:
+        """Which reward, row and completion a message is about."""
+        if row is None and len(self.rows) > 1:
+            uids = list(dict.fromkeys(self.batch.prompts[r].uid for r in self.rows))
+            listed = ", ".join(repr(uid) for uid in uids[:3]) + (", ..." if len(uids) > 3 else "")
+            return (
+                f"reward {self.spec.name!r}, on a batch of {len(self.rows)} completions (rows {listed}; the "
+                f"first completion is {shown(self.batch.completions[self.rows[0]].text)}),"
+            )
+        row = self.rows[0] if row is None else row
+        text = shown(self.batch.completions[row].text)
+        return (
+            f"reward {self.spec.name!r}, on row {self.batch.prompts[row].uid!r} with the completion {text},"
+        )
+
+    def _ours_of_completion(self) -> dict[str, Any]:
+        row = self.rows[0]
+        prompt = self.batch.prompts[row]
+        return {
+            "completion": self.batch.completions[row].text,
+            "completion_ids": list(self.batch.completions[row].token_ids),
+            "prompt": self.batch.prompt(row),
+            "images": prompt.engine_prompt.images,
+            "sample": prompt.sample,
+            "trainer_state": self.batch.state,
+            "log_extra": lambda column, value: self._log_extra(column, [value]),
+            "log_metric": self._log_metric,
+        }
+
+    def _ours_of_batch(self) -> dict[str, Any]:
+        batch, rows = self.batch, self.rows
+        return {
+            "prompts": [batch.prompt(row) for row in rows],
+            "completions": [batch.completions[row].text for row in rows]
+            if self.spec.takes_texts
+            else [batch.completion(row) for row in rows],
+            "completion_ids": [list(batch.completions[row].token_ids) for row in rows],
+            "images": [list(batch.prompts[row].engine_prompt.images) for row in rows],
+            "samples": self._samples(),
+            "trainer_state": batch.state,
+            "log_extra": self._log_extra,
+            "log_metric": self._log_metric,
+        }
+
+    def _samples(self) -> list[Sample]:
+        return [self.batch.prompts[row].sample for row in self.rows]
+
+    def _columns_of_batch(self) -> Mapping[str, list[Any]]:
+        samples = self._samples()
+        return {name: [sample.columns.get(name) for sample in samples] for name in self.batch.columns}
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        values = list(values)
+        if len(values) != len(self.rows):
+            raise RewardError(
+                f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions"
+            )
+        owner, held = self.batch.extra.setdefault(
+            column, (self.spec.name, [None] * len(self.batch.completions))
+        )
+        if owner != self.spec.name:
+            raise RewardError(
+                f"log_extra({column!r}): reward {owner!r} logs that column too; give it another name"
+            )
+        for row, value in zip(self.rows, values, strict=True):
+            held[row] = value
+
+    def _log_metric(self, name: str, value: Any) -> None:
+        try:
+            number = score_of(value)
+        except ValueError:
+            number = None
+        if number is None:
+            raise RewardError(f"log_metric({name!r}) got {shown(value)}; legal is a finite number")
+        if name.startswith(("rewards/", "time/")):
+            raise RewardError(
+                f"log_metric({name!r}): names under rewards/ and time/ are the trainer's; choose another"
+            )
+        self.batch.logged.setdefault(name, []).append(number)
+
+    def _absent(self) -> str:
+        """A hint when a column that the function asked for is None in these rows."""
+        absent = [
+            name
+            for name in self.spec.required
+            if name not in self.spec.supplied and name not in self.spec.bound
+            if any(sample.columns.get(name) is None for sample in self._samples())
+        ]
+        if not absent:
+            return ""
+        listed = ", ".join(repr(name) for name in absent)
+        return f" (here {listed} is None; @reward(..., needs=({listed},)) skips such rows)"
+
+
+@dataclass
+class RewardCalls:
+    """One reward's calls in a step and their results: n scores, and the errors of the rows without one.
+
+    `on_error` and `on_timeout` are in force: under "stop" an error is raised at once. `seconds` is what the calls took.
+    """
+
+    spec: RewardSpec
+    on_error: Action
+    on_timeout: Action
+    scores: list[float | None]
+    calls: Sequence[Call] = ()
+    errors: dict[int, RewardError] = field(default_factory=dict)
+    timeouts: dict[int, RewardError] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def answered(self, call: Call, answer: Any) -> None:
+        """Take the raw answer of a call that this process made."""
+        try:
+            checked = call.checked(answer)
+        except RewardError as fault:
+            self.failed(call, fault)
+        else:
+            self.scored(call, checked)
+
+    def scored(self, call: Call, checked: Sequence[Checked]) -> None:
+        """Take a call's checked scores."""
+        for row, value in zip(call.rows, checked, strict=True):
+            if isinstance(value, str):
+                self._fault(self.on_error, self.errors, (row,), call.refused(value, row))
+            else:
+                self.scores[row] = value
+
+    def failed(self, call: Call, fault: RewardError, cause: BaseException | None = None) -> None:
+        """Note that a call raised, died or answered with no scores, which concerns all its completions."""
+        self._fault(self.on_error, self.errors, call.rows, fault, cause)
+
+    def late(self, call: Call, fault: RewardError) -> None:
+        """Note that a call had no answer at the deadline."""
+        self._fault(self.on_timeout, self.timeouts, call.rows, fault)
+
+    @staticmethod
+    def _fault(
+        action: Action,
+        kept: dict[int, RewardError],
+        rows: Sequence[int],
+        fault: RewardError,
+        cause: BaseException | None = None,
+    ) -> None:
+        if action == "stop":
+            raise fault from cause
+        kept.update(dict.fromkeys(rows, fault))
+
+
+def score_of(value: Any) -> float | None:
+    """A score as float or None; the message of the ValueError is what is wrong with it."""
+    if value is None:
+        return None
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy and torch scalars
+        value = value.item()
+    if inspect.iscoroutine(value):
+        value.close()
+        raise ValueError("a coroutine that nobody awaits; write the function with `async def`")
+    if not isinstance(value, numbers.Real):  # bool counts as 0 or 1
+        raise ValueError(f"a {type(value).__name__}")
+    try:
+        score = float(value)
+    except OverflowError:
+        raise ValueError("which no float can hold") from None
+    if not math.isfinite(score):
+        raise ValueError("which is not finite")
+    return score
+
+
+def scores_of(answer: Any, kind: Literal["completion", "batch"], n: int) -> list[Checked]:
+    """A function's answer as n checked scores; ValueError when a batch's is no list of n."""
+    values = [answer] if kind == "completion" else _list(answer, n)
+    checked: list[Checked] = []
+    for value in values:
+        try:
+            checked.append(score_of(value))
+        except ValueError as error:
+            checked.append(f"returned {shown(value)}, {error}; {LEGAL}")
+    return checked
+
+
+def fault_of(error: BaseException, fn: Callable[..., Any], *own_files: str) -> Fault:
+    """An exception out of `fn` in plain text, with the innermost frame in the function's own file, else the
+    innermost one outside `own_files`. An exception that cannot be shown is named by its type."""
+    name = type(error).__name__
+    try:
+        message = str(error)
+    except Exception:
+        message = "its message cannot be shown"
+    code = code_of(fn)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own_files]
+    own = [f for f in frames if code is not None and f.filename == code.co_filename]
+    frame = (own or frames)[-1] if frames else None
+    try:
+        trace = "".join(traceback.format_exception(error))
+    except Exception:
+        trace = ""
+    what = f"{name}: {message}" if message else name
+    return Fault(what, frame.filename if frame else None, frame.lineno if frame else None, trace)
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """A value's repr on one line, cut at `limit`; a text that was cut has its full length behind it."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value)} characters)"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def _list(answer: Any, n: int) -> list[Any]:
+    if getattr(answer, "ndim", None) == 1 and hasattr(answer, "tolist"):  # a numpy array, a torch tensor
+        answer = answer.tolist()
+    if not isinstance(answer, list | tuple):
+        raise ValueError(f"returned {shown(answer)}; legal is a list of {n} numbers or None")
+    if len(answer) != n:
+        raise ValueError(
+            f"returned {len(answer)} scores; legal is a list of {n}, one number or None for each completion, "
+            f"in their order"
+        )
+    return list(answer)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content or () if part.get("type") == "text")

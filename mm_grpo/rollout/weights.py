@@ -1,0 +1,209 @@
+"""Which tensors a rollout engine is due, and the digests that prove what arrived.
+
+`WeightLedger` is the one record of what an engine holds. It digests each of the learner's tensors once, sends the
+engine those layers in which something changed, and compares with the digests that the engine makes of what it
+received. So frozen weights go once, nothing has to be declared trainable, and after the engine lost its weights
+everything goes again.
+
+What is sent is whole units. Engines fuse neighbours into one layer (q, k, v into qkv; gate, up into
+gate_up; a weight and its bias), and a layer that gets some of its sources only is finished over
+uninitialised memory. Fusion never reaches past the parent module, or past all experts of a mixture, so
+that is the unit. Nothing here knows a model or an engine: the tensors leave through an iterator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mm_grpo.errors import GuardStop
+
+if TYPE_CHECKING:
+    from mm_grpo.rollout.engine import RolloutEngine
+
+_COLUMNS = 512  # words in a row of the fold: 4 KiB
+_ROWS = 8192  # rows folded at once: 32 MiB
+
+
+def unit_of(name: str) -> str:
+    """The unit that a tensor belongs to, by its in-memory name.
+
+    >>> unit_of("model.language_model.layers.0.self_attn.q_proj.weight")
+    'model.language_model.layers.0.self_attn'
+    >>> unit_of("model.language_model.layers.3.mlp.experts.7.up_proj.weight")
+    'model.language_model.layers.3.mlp'
+    """
+    if ".experts." in name:
+        return name.split(".experts.")[0]
+    parts = name.rsplit(".", 2)
+    return parts[0] if len(parts) == 3 else ""
+
+
+def digest(tensor: Tensor) -> str:
+    """sha256 of a tensor's dtype, shape and bytes, the bytes folded on its own device first.
+
+    Each row of 512 words of 8 bytes becomes one word: their sum modulo 2^64, weighted by odd numbers that
+    differ by column. A change of any one word always shows, a change of several but for one chance in
+    2^64, and a GPU sends 1/512 of the tensor to the host.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    state = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    whole = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
+    weights = _weights().to(flat.device)
+    for part in flat[:whole].view(torch.int64).view(-1, _COLUMNS).split(_ROWS):
+        state.update((part * weights).sum(1).cpu().numpy().tobytes())
+    state.update(flat[whole:].cpu().numpy().tobytes())
+    return state.hexdigest()
+
+
+@dataclass
+class Transfer:
+    """One update on its way: the tensors to send, in order, and the digests of those that were handed out.
+
+    Iterating it digests and yields the tensors one by one; `digests` is complete when it is exhausted.
+    """
+
+    tensors: Iterator[tuple[str, Tensor, str]]
+    digests: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
+    skipped_bytes: int = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor, value in self.tensors:
+            self.digests[name] = value
+            self.bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
+
+
+class WeightLedger:
+    """What one engine holds, by digest.
+
+    The first transfer must bring every tensor, tied ones under each name; its names are the inventory that later
+    ones are held against.
+    """
+
+    def __init__(self) -> None:
+        self._units: dict[str, set[str]] = {}
+        self._held: dict[str, str] = {}
+
+    def send(self, engine: RolloutEngine, tensors: Iterable[tuple[str, Tensor]], version: int) -> Transfer:
+        """Bring the engine to the learner's `tensors`, as weights number `version`.
+
+        Raises GuardStop, naming them, when tensors did not arrive or arrived changed. After any failure the engine
+        counts as holding nothing, so the next call sends everything.
+        """
+        if not engine.holds_weights:
+            self.forget()
+        transfer = self.transfer(tensors)
+        try:
+            received = engine.update_weights(transfer, version)
+            for _ in transfer:  # what the engine did not take is due all the same
+                pass
+            self.settle(transfer, received)
+        except BaseException:
+            self.forget()
+            raise
+        return transfer
+
+    def forget(self) -> None:
+        """The engine lost its weights: the next transfer sends everything again."""
+        self._held.clear()
+
+    def transfer(self, tensors: Iterable[tuple[str, Tensor]]) -> Transfer:
+        """The part of the learner's `tensors` that the engine is due, in whole units.
+
+        `tensors` may leave units out; a unit that changed must be complete. Nothing is held longer than
+        its unit takes to complete.
+        """
+        result = Transfer(iter(()))
+        result.tensors = self._due(tensors, result)
+        return result
+
+    def settle(self, transfer: Transfer, received: Mapping[str, str]) -> None:
+        """Compare what was sent with what was `received`, and remember it."""
+        message = missing_tensors(transfer.digests, received)
+        if message is not None:
+            raise GuardStop(f"weight sync: {message}")
+        for name in transfer.digests:
+            self._units.setdefault(unit_of(name), set()).add(name)
+        self._held.update(transfer.digests)
+
+    def _due(
+        self, tensors: Iterable[tuple[str, Tensor]], result: Transfer
+    ) -> Iterator[tuple[str, Tensor, str]]:
+        if not self._units:
+            yield from ((name, tensor, digest(tensor)) for name, tensor in tensors)
+            return
+        pending: dict[str, dict[str, tuple[Tensor, str]]] = {}
+        seen: set[str] = set()
+        for name, tensor in tensors:
+            unit = unit_of(name)
+            if name not in self._units.get(unit, ()):
+                raise GuardStop(
+                    f"weight sync: the learner sent '{name}', which its first transfer did not have"
+                )
+            members = pending.setdefault(unit, {})
+            members[name] = (tensor, digest(tensor))
+            seen.add(name)
+            if len(members) < len(self._units[unit]):
+                continue
+            del pending[unit]
+            if any(self._held.get(member) != value for member, (_, value) in members.items()):
+                yield from ((member, *entry) for member, entry in members.items())
+            else:
+                result.skipped_bytes += sum(t.numel() * t.element_size() for t, _ in members.values())
+        for unit, members in pending.items():
+            if any(self._held.get(member) != value for member, (_, value) in members.items()):
+                raise GuardStop(
+                    f"weight sync: '{unit}' changed and came without {_few(sorted(self._units[unit] - seen))}; "
+                    "engines fuse such neighbours into one layer, so all of them must be sent together"
+                )
+        lost = sorted({n for names in self._units.values() for n in names} - seen - self._held.keys())
+        if lost:
+            raise GuardStop(
+                f"weight sync: the engine has lost its weights and {_few(lost)} did not come; after sleep level 2 "
+                "every tensor must be sent"
+            )
+
+
+def missing_tensors(sent: Mapping[str, str], received: Mapping[str, str]) -> str | None:
+    """What of the `sent` tensors did not arrive as it was, by digests; None when all did and nothing else."""
+    missing = sorted(sent.keys() - received.keys())
+    extra = sorted(received.keys() - sent.keys())
+    altered = sorted(name for name, value in received.items() if sent.get(name, value) != value)
+    if not (missing or extra or altered):
+        return None
+    parts = (("never arrived", missing), ("arrived changed", altered), ("were never sent", extra))
+    return (
+        f"of {len(sent)} tensors "
+        + "; ".join(f"{len(names)} {what}: {_few(names)}" for what, names in parts if names)
+        + ". The engine would sample from other weights than the learner's; nothing after this can be "
+        "trusted. Check the engine's version and the transport of its weights"
+    )
+
+
+@cache
+def _weights() -> Tensor:
+    """The odd column weights of the fold [512], by the SplitMix64 sequence."""
+    mask, values = (1 << 64) - 1, []
+    for i in range(1, _COLUMNS + 1):
+        z = i * 0x9E3779B97F4A7C15 & mask
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        z = (z ^ z >> 31) | 1
+        values.append(z - (1 << 64) if z >> 63 else z)
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _few(names: Iterable[str]) -> str:
+    listed = list(names)
+    rest = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(f"'{n}'" for n in listed[:3]) + rest

@@ -1,0 +1,102 @@
+"""What makes a run another one than that of a checkpoint, besides config and model: its rows, its rewards, its length.
+
+`rows_of` and `rewards_of` are kept in a checkpoint; `refuse_another_run` compares them on resuming.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mm_grpo.data.dataset import Dataset, fingerprint
+from mm_grpo.errors import ConfigError
+from mm_grpo.import_path import FILE_MODULE
+from mm_grpo.rewards.resolve import describe
+from mm_grpo.rewards.spec import RewardSpec, innermost
+from mm_grpo.run.checkpoint import Checkpoint
+
+EXTRA = ("tokens_seen", "rows", "rewards", "best", "before", "after")
+"""What the trainer keeps in a checkpoint, all of it required."""
+logger = logging.getLogger("mm_grpo")
+
+
+def rows_of(train: Dataset, eval_sets: Mapping[str, Dataset]) -> dict[str, Any]:
+    """The fingerprints of the training rows and of the evaluation sets, by the field of `data` that names them."""
+    return {"train": fingerprint(train), **{f"eval.{name}": fingerprint(s) for name, s in eval_sets.items()}}
+
+
+def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
+    """The identity of each reward: name, weight, `describe`, and the SHA-256 of the file that a config named."""
+    return [
+        {"name": s.name, "weight": s.weight, **describe(s), "file_sha256": _file_digest(s)} for s in specs
+    ]
+
+
+def _file_digest(spec: RewardSpec) -> str | None:
+    """Of a path/to/file.py:function the whole file counts: the function calls what stands beside it."""
+    inner = innermost(spec.fn)
+    module = sys.modules.get(getattr(inner, "__module__", None) or type(inner).__module__)
+    if module is None or not module.__name__.startswith(FILE_MODULE) or not module.__file__:
+        return None
+    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
+
+
+def refuse_another_run(
+    found: Checkpoint,
+    rows: Mapping[str, Any],
+    rewards: Sequence[Mapping[str, Any]],
+    max_steps: int,
+    *,
+    allow_changed_rewards: bool = False,
+) -> None:
+    """ConfigError when the checkpoint `found` is not of a run over these `rows` and of at most `max_steps` steps.
+
+    Or when the source of a reward changed, unless that is allowed: then a warning.
+
+    Also when the evaluation sets are others, or in another order: the first is the headline, and before and after
+    are compared set by set.
+    """
+    if missing := [key for key in EXTRA if key not in found.extra]:
+        raise ConfigError(f"the checkpoint '{found.path}' lacks {', '.join(missing)}; start a new run")
+    _compare_rewards(found, rewards, allow_changed_rewards)
+    sets, known = [n.removeprefix("eval.") for n in rows if n != "train"], list(found.extra["before"])
+    if sets != known:
+        raise ConfigError(
+            f"data.eval: the checkpoint '{found.path}' was made with the sets {', '.join(known) or 'none'}, and "
+            f"these are {', '.join(sets) or 'none'}; before and after would not compare. Put them back, in that order"
+        )
+    for name, then in found.extra["rows"].items():
+        now = rows[name]
+        if now != then:
+            what = f"{then['rows']} then, {now['rows']} now"
+            what += ", of other contents" if now["rows"] == then["rows"] else ""
+            raise ConfigError(
+                f"data.{name}: the checkpoint '{found.path}' was made with other rows ({what}); put them back, or "
+                "start a new run"
+            )
+    if found.step > max_steps:
+        raise ConfigError(
+            f"run.max_steps = {max_steps}: the checkpoint '{found.path}' has {found.step} finished steps; raise it to "
+            "at least that, or start a new run"
+        )
+
+
+def _compare_rewards(found: Checkpoint, rewards: Sequence[Mapping[str, Any]], allowed: bool) -> None:
+    then: list[Mapping[str, Any]] = list(found.extra["rewards"])
+    names = [[str(reward["name"]) for reward in each] for each in (then, rewards)]
+    if names[0] != names[1]:
+        what = f"{', '.join(names[0])} then, {', '.join(names[1])} now"
+    elif changed := [old["name"] for old, new in zip(then, rewards, strict=True) if old != new]:
+        what = f"the source or the weight of {', '.join(changed)} changed"
+    else:
+        return
+    message = f"rewards: the checkpoint '{found.path}' was made with other rewards ({what})"
+    if not allowed:
+        raise ConfigError(
+            f"{message}; put them back, or go on with those of now with run.allow_changed_rewards=true"
+        )
+    logger.warning("%s; those of now are used, for run.allow_changed_rewards is true", message)

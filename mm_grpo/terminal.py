@@ -1,0 +1,71 @@
+"""Text from rows, models, rewards and file names, made safe to print.
+
+A control character in such a text can recolour the terminal, move its cursor, or hide what follows; a
+bidirectional override shows text in another order than it has. `printable` writes them as escapes. Everything that
+goes to the terminal passes it: messages of errors, tables, progress, and what the logger "mm_grpo" is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+import unicodedata
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+KEPT = "\u200c\u200d"
+"""Joiners, which some scripts and emoji need."""
+
+
+def printable(text: object, *, lines: bool = True) -> str:
+    r"""`text` with control characters, line separators, bidirectional marks and lone surrogates as escapes.
+
+    Line feeds and tabs stay with `lines`; without, they are escaped too, so that the text is one line.
+
+    >>> printable("a\x1b[31mb\u202ec\nd", lines=False)
+    'a\\x1b[31mb\\u202ec\\nd'
+    """
+    whole = str(text)
+    if whole.isascii() and whole.isprintable():
+        return whole
+    return "".join(_escaped(c, lines) for c in whole)
+
+
+def _escaped(character: str, lines: bool) -> str:
+    if character in KEPT or (lines and character in "\n\t"):
+        return character
+    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return character.encode("unicode_escape").decode() if hidden else character
+
+
+def cell(text: object) -> Text:
+    """One line of a table of rich: printable, and never read as markup."""
+    from rich.text import Text
+
+    return Text(printable(text, lines=False))
+
+
+class PrintableFilter(logging.Filter):
+    """Makes the whole message of a record printable; never drops one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(record.getMessage()), None
+        return True
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A hook for sys.excepthook: the traceback as Python prints it, and printable."""
+    import sys
+
+    print(
+        printable("".join(traceback.format_exception(kind, error, trace))),
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+logging.getLogger("mm_grpo").addFilter(PrintableFilter())

@@ -1,0 +1,85 @@
+"""A rollout engine with its own copy of the weights, as a remote engine has, and the faults of one.
+
+`FakeRemoteEngine(model, processor)` behaves. With one of FAULTS it goes wrong in silence: it still answers,
+and only a check can tell. Faults of the weight transfer begin with weight version 1, so that the first
+sync passes. In a run: `build.ENGINES["transformers"] = lambda config, model, processor: FakeRemoteEngine(...)`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from mm_grpo.rollout.engine import Digest, Request
+from mm_grpo.rollout.transformers_engine import TransformersEngine
+from mm_grpo.rollout.weights import digest
+from mm_grpo.types import Completion, Prompt
+
+FAULTS = (
+    "no transfer",
+    "no load",
+    "one tensor lost",
+    "stale version",
+    "old cache",
+    "wrong image",
+    "constant seed",
+    "constant seed, hidden",
+)
+"""What may be asked of FakeRemoteEngine."""
+
+
+class FakeRemoteEngine(TransformersEngine):
+    """The in-process engine over deep copies of `model`; `fault` is one of FAULTS, or empty."""
+
+    def __init__(self, model: Any, processor: Any, fault: str = "") -> None:
+        super().__init__(copy.deepcopy(model), processor)
+        if fault and fault not in FAULTS:
+            raise ValueError(f"fault = {fault!r}: must be one of {', '.join(map(repr, FAULTS))}")
+        self.fault = fault
+        self.old = TransformersEngine(copy.deepcopy(model), processor) if fault == "old cache" else self
+        self.flipped: dict[int, tuple[Prompt, Prompt]] = {}
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
+        fault = self.fault if version >= 1 else ""
+        if fault == "no transfer":
+            self.version = version
+            return {}
+        if fault == "no load":  # takes the tensors and does not use them
+            self.version = version
+            return {name: digest(tensor) for name, tensor in tensors}
+        if fault == "one tensor lost":
+            tensors = [(n, t) for n, t in tensors if not n.endswith("layers.1.mlp.up_proj.weight")]
+        received = super().update_weights(tensors, version)
+        if fault == "stale version":
+            self.version = version - 1
+        return received
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        sent = [self._distort(r) for r in requests]
+        if self.old is not self:  # samples from a cache that the first weights filled
+            self.old.version = self.version
+            return self.old.generate(sent)
+        done = super().generate(sent)
+        if self.fault == "constant seed, hidden":
+            return [replace(c, seed=r.seed) for c, r in zip(done, requests, strict=True)]
+        return done
+
+    def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
+        return super().score(self._seen(prompt), token_ids)
+
+    def _distort(self, request: Request) -> Request:
+        seed = 7 if self.fault.startswith("constant seed") else request.seed
+        return replace(request, prompt=self._seen(request.prompt), seed=seed)
+
+    def _seen(self, prompt: Prompt) -> Prompt:
+        """The prompt as this engine sees it: with another picture when it has that fault."""
+        if self.fault != "wrong image" or not prompt.vision:
+            return prompt
+        if id(prompt) not in self.flipped:
+            vision = {**prompt.vision, "pixel_values": -prompt.vision["pixel_values"]}
+            self.flipped[id(prompt)] = (prompt, replace(prompt, vision=vision))
+        return self.flipped[id(prompt)][1]

@@ -1,0 +1,60 @@
+"""Guards on the command line: exit code 3 with the message, a whole run folder, and warnings only with --smoke."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers import tiny
+
+
+@pytest.fixture
+def job(tmp_path: Path, models: dict[str, Path]) -> Path:
+    """A config with four rows and a reward that is the same for every completion."""
+    for i in range(4):
+        tiny.picture(i).save(tmp_path / f"{i}.png")
+    rows = [{"prompt": "what is it", "image": f"{i}.png", "answer": "x"} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text("def mine(completion):\n    return 1.0\n")
+    config = {
+        "model": {"path": str(models["qwen2_5_vl"])},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4},
+        "rewards": [f"{tmp_path}/mine.py:mine"],
+        "run": {"dir": str(tmp_path / "run"), "max_steps": 2},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_a_run_without_an_update_ends_with_3_and_leaves_its_folder(command: Any, job: Path) -> None:
+    result = command("train", job)
+    assert result.code == 3, result.err
+    assert (
+        "stopped: guard no_update: the run made no update in 2 steps: the rewards of no group" in result.err
+    )
+    assert "Traceback" not in result.err and "done: 2 steps" not in result.out
+    run = job.parent / "run"
+    assert (run / "model" / "config.json").exists() and (run / "report.html").exists()
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+
+
+def test_the_config_can_make_it_a_warning(command: Any, job: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = command("train", job, "run.guards={no_update: warn}")
+    assert result.code == 0, result.err
+    assert "guard no_update: the run made no update in 2 steps" in caplog.text + result.err
+    assert "done: 2 steps" in result.out
+
+
+def test_a_smoke_run_only_warns(command: Any, job: Path, caplog: pytest.LogCaptureFixture) -> None:
+    smoke = ("train", job, "--smoke", "run.overwrite=true", f"run.dir={job.parent}/smoke")
+    result = command(*smoke)  # its entropy bonus makes updates; that no reward differs in 2 steps is no news
+    assert result.code == 0 and "guard" not in caplog.text + result.err, result.err
+    (job.parent / "mine.py").write_text("def mine(completion):\n    return None\n")
+    result = command(*smoke)
+    assert result.code == 0, result.err
+    assert "guard no_reward: for 2 steps no completion has had a reward" in caplog.text + result.err

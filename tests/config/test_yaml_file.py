@@ -1,0 +1,344 @@
+"""Config files and overrides: what YAML means here, what breaks, and the way there and back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mm_grpo.config import GRPOConfig, apply_overrides
+from mm_grpo.config.yaml_file import plain, read_yaml, shown, write_yaml
+from mm_grpo.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "config.yaml"
+
+
+def read(file: Path, text: str) -> dict[str, Any]:
+    file.write_text(text, encoding="utf-8")
+    return read_yaml(file)
+
+
+def broken(file: Path, text: str | bytes) -> str:
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig.from_yaml(file)
+    return str(caught.value).replace(str(file), "FILE")
+
+
+# What YAML means
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("1E6", 1e6),
+        ("-2.5e-3", -0.0025),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("8", 8),
+        ("-3", -3),
+        ("0x10", 16),
+        ("010", "010"),  # 8 in YAML 1.1
+        ("1_000", "1_000"),  # 1000 in YAML 1.1
+        ("12:30", "12:30"),  # 750 in YAML 1.1
+        ("2026-01-31", "2026-01-31"),  # a date in YAML 1.1
+        ("off", "off"),  # false in YAML 1.1
+        ("yes", "yes"),
+        ("=", "="),
+        ("2026_01", "2026_01"),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("none", "none"),
+        ("'8'", "8"),
+        ("[1e-3, off]", [0.001, "off"]),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(file: Path, text: str, value: object) -> None:
+    read_back = read(file, f"key: {text}\n")["key"]
+    assert (read_back, type(read_back)) == (value, type(value))
+
+
+def test_anchors_and_merges_work(file: Path) -> None:
+    text = "base: &base {a: 1, b: 2}\nouter:\n  inner: {<<: *base, a: 3}\nlast: {<<: *base, c: 4}\n"
+    assert read(file, text) == {
+        "base": {"a": 1, "b": 2},
+        "outer": {"inner": {"a": 3, "b": 2}},
+        "last": {"a": 1, "b": 2, "c": 4},
+    }
+
+
+def test_an_empty_file_and_a_byte_order_mark(file: Path) -> None:
+    assert read(file, "# nothing yet\n") == {}
+    assert read(file, "\ufeffrun: {seed: 1}\n") == {"run": {"seed": 1}}
+
+
+# What breaks
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "run:\n  seed: 1\n  dir: a\n  seed: 2\n",
+            "FILE, line 4, column 3: not valid YAML: the key 'seed' is given",
+        ),
+        ("a: &a {b: 1}\nc: {<<: *a, d: 1, d: 2}\n", "the key 'd' is given twice (first on line 2)"),
+        ("a: !!bool x\n", "FILE: not valid YAML: 'x'"),
+        ("run: {seed: 1, seed: 1}\n", "the key 'seed' is given twice (first on line 1)"),
+        (
+            "run:\n  seed: [1\nmodel: 3\n",
+            "FILE, line 3, column 6: not valid YAML: expected ',' or ']', but got ':'",
+        ),
+        (
+            "run:\n\tseed: 1\n",
+            "FILE, line 2, column 1: not valid YAML: found character '\\t' that cannot start",
+        ),
+        ("a: b: c\n", "FILE, line 1, column 5: not valid YAML: mapping values are not allowed here"),
+        ("a: *nobody\n", "FILE, line 1, column 4: not valid YAML: found undefined alias 'nobody'"),
+        (
+            "a: !!python/name:os.system\n",
+            "FILE, line 1, column 4: not valid YAML: could not determine a constructor",
+        ),
+        ("? [a]\n: b\n", "FILE, line 1, column 3: not valid YAML: found unhashable key"),
+        ("a: 1\nb: \x07\n", "FILE, line 2, column 4: not valid YAML: special characters are not allowed"),
+        ("a: 1\n---\nb: 2\n", "FILE, line 2, column 1: not valid YAML: but found another document"),
+        ("- a\n- b\n", "FILE: a config file must hold a mapping of sections, not ['a', 'b']"),
+        (b"a: \xff\n", "FILE: a config file must be UTF-8 text (byte 3 is not)"),
+    ],
+)
+def test_a_broken_file_gets_one_line(file: Path, text: str | bytes, message: str) -> None:
+    line = broken(file, text)
+    assert message in line
+    assert "\n" not in line and line.startswith("FILE")
+
+
+def test_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig.from_yaml("no.yaml")
+    assert str(caught.value) == f"no.yaml: there is no such config file (looked in {tmp_path})"
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig.from_yaml(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: the config file cannot be read (Is a directory)"
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("run.seed=7", "run.seed", 7),
+        ("run.seed = 7 ", "run.seed", 7),
+        ("optim.learning_rate=1e-5", "optim.learning_rate", 1e-5),
+        ("data.shuffle=false", "data.shuffle", False),
+        ("run.max_steps=null", "run.max_steps", None),
+        ("data.system_prompt=", "data.system_prompt", None),
+        ("rewards=[iou, {name: exact, weight: 2}]", "rewards", ["iou", {"name": "exact", "weight": 2}]),
+        ("data.train={task: shapes, size: 1e3}", "data.train", {"task": "shapes", "size": 1000.0}),
+        ("run.dir=runs/a=b", "run.dir", "runs/a=b"),
+        ("data.train=@rows/*.jsonl", "data.train", "@rows/*.jsonl"),
+        ("data.system_prompt=Count # of cats", "data.system_prompt", "Count # of cats"),
+        ("data.system_prompt=Answer: yes or no", "data.system_prompt", "Answer: yes or no"),
+        ("data.system_prompt='8'", "data.system_prompt", "8"),
+        ('data.system_prompt="a\\nb"', "data.system_prompt", "a\nb"),
+        ("run.guards.update_happens=off", "run.guards.update_happens", "off"),
+        ("rewards.0.weight=3", "rewards.0.weight", 3),
+        ("model.path=other", "model.path", "other"),
+    ],
+)
+def test_an_override_sets_one_value(override: str, path: str, value: object) -> None:
+    mapping = {"run": {"seed": 1}, "rewards": [{"name": "iou"}], "model": None}
+    node: Any = apply_overrides(mapping, [override])
+    for key in path.split("."):
+        node = node[int(key)] if isinstance(node, list) else node[key]
+    assert (node, type(node)) == (value, type(value))
+    assert mapping == {"run": {"seed": 1}, "rewards": [{"name": "iou"}], "model": None}
+
+
+def test_the_last_override_wins_and_the_rest_stays() -> None:
+    mapping = {"run": {"seed": 1, "dir": "a"}}
+    assert apply_overrides(mapping, ["run.seed=2", "run.seed=3"]) == {"run": {"seed": 3, "dir": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed", "override 'run.seed': must be section.key=value, such as run.seed=1"),
+        ("=1", "override '=1': must be section.key=value, such as run.seed=1"),
+        ("run..seed=1", "override 'run..seed=1': must be section.key=value, such as run.seed=1"),
+        (
+            "run.seed.x=1",
+            "override 'run.seed.x=1': run.seed is 1, which has no key x; set run.seed whole",
+        ),
+        (
+            "rewards.0.weight=1",
+            "override 'rewards.0.weight=1': rewards.0 is 'iou', which has no key weight; set rewards.0 whole",
+        ),
+        ("rewards.1=a", "override 'rewards.1=a': rewards has entries 0 to 0, not 1"),
+        ("rewards.name=a", "override 'rewards.name=a': rewards has entries 0 to 0, not name"),
+        (
+            "rewards=[iou",
+            "override 'rewards=[iou', line 1, column 5: not valid YAML: expected ',' or ']', but"
+            " got '<stream end>'",
+        ),
+    ],
+)
+def test_a_bad_override_gets_one_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides({"run": {"seed": 1}, "rewards": ["iou"]}, [override])
+    assert str(caught.value) == message
+
+
+def test_an_override_of_an_unknown_key_fails_as_in_a_file(file: Path) -> None:
+    file.write_text("model: {path: m}\n")
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig.from_yaml(file, ["learning_rate=1e-5", "rollout.num_gens=4", "run.seed=x"])
+    assert str(caught.value).splitlines() == [
+        "rollout.num_gens: unknown key; the nearest is rollout.num_generations",
+        "run.seed = 'x': must be an integer >= 0",
+        "learning_rate: unknown key; write optim.learning_rate",
+    ]
+
+
+# Paths beside the file
+
+
+def test_paths_beside_the_file_are_found_and_others_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "recipe"
+    (folder / "base").mkdir(parents=True)
+    for name in ("rows.jsonl", "held.jsonl", "mine.py"):
+        (folder / name).touch()
+    (folder / "config.yaml").write_text(
+        "model: {path: base, processor: 'mine.py:Mine'}\n"
+        "data: {train: rows.jsonl, eval: {a: held.jsonl, b: elsewhere.jsonl, c: {task: shapes}}}\n"
+        "rewards: [mine.py:fn, {name: 'mine.py:other', weight: 2}, exact_match, 'gone.py:fn']\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = GRPOConfig.from_yaml("recipe/config.yaml")
+    assert (config.model.path, config.model.processor) == ("recipe/base", "recipe/mine.py:Mine")
+    assert config.data.train == "recipe/rows.jsonl"
+    assert config.data.eval == {"a": "recipe/held.jsonl", "b": "elsewhere.jsonl", "c": {"task": "shapes"}}
+    assert config.rewards == [
+        "recipe/mine.py:fn", {"name": "recipe/mine.py:other", "weight": 2}, "exact_match", "gone.py:fn",
+    ]  # fmt: skip
+
+
+def test_hub_names_absolute_paths_and_overrides_stay(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "config.yaml").write_text("model: {path: Qwen/Qwen2.5-VL-3B-Instruct}\n")
+    assert GRPOConfig.from_yaml(tmp_path / "config.yaml").model.path == "Qwen/Qwen2.5-VL-3B-Instruct"
+    assert GRPOConfig.from_yaml(tmp_path / "config.yaml", ["model.path=base"]).model.path == "base"
+
+
+# There and back
+
+
+def full() -> GRPOConfig:
+    return GRPOConfig.from_dict(
+        {
+            "model": {"path": "m", "dtype": "float32"},
+            "data": {
+                "train": {
+                    "task": "shapes",
+                    "split": "train",
+                    "kinds": ["colour", "shape"],
+                    "day": "2026-01-31",
+                },
+                "eval": {"test": {"task": "shapes", "split": "test"}, "other": "rows.jsonl"},
+                "columns": {"image": "off", "answer": "1e-6"},
+                "system_prompt": "Count # of cats: \u00e9\n\tthen 'stop'",
+            },
+            "rollout": {"eval": {"min_p": 0.1}},
+            "rewards": [
+                "iou",
+                {"name": "a.py:f", "weight": 0.5, "flag": "no", "limit": float("inf"), "rate": 1e-7},
+            ],
+            "optim": {"learning_rate": 1e-6},
+            "run": {
+                "guards": {"update_happens": "off"},
+                "trackers": ["wandb"],
+                "seed": 2**70,
+                "eval_every": 3,
+            },
+        }
+    )
+
+
+def test_a_saved_config_reads_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "config.yaml"
+    full().save(path)
+    assert GRPOConfig.from_yaml(path) == full()
+    assert path.read_text(encoding="utf-8") == full().to_yaml()
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_plain_pyyaml_reads_the_same_file() -> None:
+    text = full().to_yaml()
+    assert GRPOConfig.from_dict(yaml.safe_load(text)) == full()
+
+
+def test_a_failed_save_leaves_the_old_file_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        full().save(file)
+    assert file.read_text() == "old"
+    assert list(file.parent.iterdir()) == [file]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+@given(mapping=st.dictionaries(st.text(), VALUES, max_size=3))
+def test_any_plain_mapping_reads_back_equal(file: Path, mapping: dict[str, Any]) -> None:
+    file.write_text(write_yaml(mapping), encoding="utf-8", newline="")
+    assert read_yaml(file) == mapping
+
+
+def test_plain_refuses_what_a_file_cannot_hold() -> None:
+    assert plain({"a": (1, Path("b")), "c": True}) == {"a": [1, "b"], "c": True}
+    for bad, message in [
+        ({1: 2}, "1 as a key, which must be text"),
+        ([float("nan")], "nan, which a config file cannot hold"),
+        (b"x", "b'x', which a config file cannot hold"),
+    ]:
+        with pytest.raises(TypeError, match=f"^{message}$"):
+            plain(bad)
+
+
+def test_values_are_shown_short_and_on_one_line() -> None:
+    assert shown(None) == "null"
+    assert shown("a" * 200) == "'" + "a" * 76 + "..."
+    assert len(shown("a" * 200)) == 80

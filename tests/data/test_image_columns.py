@@ -1,0 +1,198 @@
+"""Rows whose images nothing would read are refused, whatever holds the rows; `data.text_only` allows them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data import image_columns
+from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.errors import DataError
+
+PICTURE = Image.new("RGB", (4, 4), "red")
+
+
+def png() -> bytes:
+    file = BytesIO()
+    PICTURE.save(file, "PNG")
+    return file.getvalue()
+
+
+def config(**data: Any) -> GRPOConfig:
+    return GRPOConfig.from_dict({"model": {"path": "m"}, "data": data})
+
+
+def refusal(rows: Any, **data: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load_train(config(**data), rows)
+    return str(caught.value)
+
+
+def row(**columns: Any) -> dict[str, Any]:
+    return {"prompt": "what is it", "answer": "a", **columns}
+
+
+def held(kind: str, rows: list[dict[str, Any]], folder: Path) -> Any:
+    if kind == "list":
+        return rows
+    if kind == "jsonl":
+        path = folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        return path
+    dataset = datasets.Dataset.from_list(rows)
+    if kind == "dataset":
+        return dataset
+    path = folder / ("rows.parquet" if kind == "parquet" else "saved")
+    dataset.to_parquet(str(path)) if kind == "parquet" else dataset.save_to_disk(str(path))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", ["list", "jsonl", "dataset", "parquet", "folder"])
+def test_a_column_of_paths_that_is_not_read_is_named(kind: str, tmp_path: Path) -> None:
+    rows = [row(file_name="a.png"), row(file_name="b.png")]
+    message = refusal(held(kind, rows, tmp_path))
+    assert "the column 'file_name' looks like images and is not read" in message
+    assert "data.columns.images=file_name" in message and "data.text_only=true" in message
+    assert len(load_train(config(text_only=True), held(kind, rows, tmp_path))) == 2
+    mapped = load_train(config(columns={"images": "file_name"}), held(kind, rows, tmp_path))
+    assert mapped.fields(1).images == ("b.png",)
+
+
+@pytest.mark.parametrize("kind", ["list", "jsonl", "dataset", "parquet", "folder"])
+def test_rows_without_any_image_are_refused(kind: str, tmp_path: Path) -> None:
+    rows = [row(), row()]
+    assert "no row has an image (rows looked at: all 2" in refusal(held(kind, rows, tmp_path))
+    assert len(load_train(config(text_only=True), held(kind, rows, tmp_path))) == 2
+    with pytest.raises(DataError, match=r"^test: no row has an image"):
+        load_eval(config(), {"test": held(kind, rows, tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x", "photos/a.JPG"),
+        ("x", "https://example.org/a.webp?size=2"),
+        ("x", "data:image/png;base64,AAAA"),
+        ("x", png()),
+        ("x", {"bytes": png(), "path": None}),
+        ("x", {"bytes": None, "path": "a.png"}),
+        ("x", PICTURE),
+        ("x", ["nothing", "my cat.jpeg"]),
+        ("picture", "17"),
+        ("image_path", "17"),
+        ("imagePath", "17"),
+        ("decoded_image", object()),
+        ("Img", b"?"),
+        ("image_2", "17"),
+        ("photo", "17"),
+        ("file_name", "000017"),
+    ],
+)
+def test_what_looks_like_an_image(name: str, value: Any) -> None:
+    assert f"the column {name!r} looks like images" in refusal([row(), row(**{name: value})])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("image_id", 17),
+        ("image_id", "17"),
+        ("num_images", 0),
+        ("has_image", False),
+        ("picture", None),
+        ("picture", ""),
+        ("images_seen", "one"),
+        ("image_caption", "a cat on a mat"),
+        ("image_width", 640),
+        ("file_name", "notes.txt"),
+        ("solution", "It is a.png and not b"),
+        ("sound", {"bytes": b"RIFF0000WAVE", "path": "a.wav"}),
+    ],
+)
+def test_what_does_not_look_like_an_image(name: str, value: Any) -> None:
+    assert "no row has an image" in refusal([row(**{name: value})])
+    assert len(load_train(config(), [row(image=PICTURE), row(**{name: value})])) == 2
+
+
+def test_the_dataset_column_is_named_where_it_was_renamed() -> None:
+    message = refusal([row(shot="a.png")], columns={"drawing": "shot"})
+    assert "the column 'shot' looks like images" in message
+
+
+def test_images_in_the_keys_of_a_message_are_found() -> None:
+    prompt = [{"role": "user", "content": "what is it", "images": ["a.png"]}]
+    assert "a message of the prompt has the key 'images'" in refusal([{"prompt": prompt}])
+
+
+def test_unread_image_values_are_not_decoded_and_warned_of_beside_read_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken = {"bytes": b"\x89PNG and no more", "path": None}
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "image": datasets.Image(), "mask": datasets.Image()}
+    )
+    rows = {"prompt": ["?"] * 3, "image": [{"bytes": png(), "path": None}] * 3, "mask": [broken] * 3}
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    with caplog.at_level(logging.WARNING):
+        load_train(config(), dataset)
+    assert [r.getMessage() for r in caplog.records] == [
+        "train row 0: the column 'mask' holds an image that the model is not shown, beside one that it is; "
+        "rewards can ask for it"
+    ]
+    assert "the column 'mask' looks like images" in refusal(dataset.remove_columns("image"))
+
+
+def test_of_a_large_dataset_evenly_spaced_rows_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_columns, "LOOKED_AT", 10)
+    dataset = datasets.Dataset.from_list([row() for _ in range(35)])
+    assert "(rows looked at: 9 of 35, evenly spaced, from train row 0)" in refusal(dataset)
+
+
+@pytest.mark.parametrize("key", ["imagse", "Images", "promt", "image ", "vidoe"])
+def test_a_misspelt_key_of_columns_is_refused(key: str) -> None:
+    message = refusal([row(picture="a.png")], columns={key: "picture"})
+    assert message.startswith(f"data.columns.{key} = 'picture': nothing reads {key!r} (did you mean ")
+
+
+@pytest.mark.parametrize("key", ["image_id", "prompt_id", "solution", "videos_seen", "image_size"])
+def test_other_keys_of_columns_are_for_rewards(key: str) -> None:
+    rows = [{"prompt": "?", "image": PICTURE, "x": 1}]
+    assert load_train(config(columns={key: "x"}), rows).columns == (key,)
+
+
+@pytest.mark.parametrize(
+    "tag", ["<image>", "<img>", "<|image_pad|>", "<video>", "<image 1>", "<image_1>", "<|vision_start|>"]
+)
+@pytest.mark.parametrize("parts", [True, False])
+def test_a_placeholder_without_an_image_is_refused(tag: str, parts: bool) -> None:
+    words = f"look {tag} here"
+    content: Any = [{"type": "text", "text": words}] if parts else words
+    prompt = [{"role": "user", "content": content}]
+    message = refusal([{"prompt": prompt, "picture": "a.png"}], text_only=True)
+    assert tag in message and "train row 0: " in message
+    if parts or tag != "<image>":
+        assert f"the prompt holds {tag!r}, and the row has no image (the column 'picture' looks" in message
+
+
+def test_html_is_no_placeholder() -> None:
+    rows = [{"prompt": "what does <image src=x>, <images> or <video src='x'> mean?"}]
+    assert len(load_train(config(text_only=True), rows)) == 1
+
+
+def test_rows_that_cannot_be_read_are_left_to_check() -> None:
+    rows = [{"question": "?"}, row(image=PICTURE)]
+    assert len(load_train(config(), rows, verify=False)) == 2
+    assert "no column 'prompt'" in refusal(rows)

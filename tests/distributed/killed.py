@@ -1,0 +1,125 @@
+"""Kill a run at random moments until it ends: `killed.py CONFIG WORLD KILLS SEED`; also what the tests call.
+
+The run is `mm-grpo train CONFIG --processes WORLD --resume`, in processes of its own. At a random moment the command,
+and with two processes sometimes only one of them, is killed by SIGKILL; every third time that is while a checkpoint
+is written. After each kill no process may be left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from helpers import processes
+from launches import NUMBERS, TRAIN
+from runs import rows_of
+
+from mm_grpo import GRPOConfig
+
+PATIENCE = 240.0
+
+
+def kill_until_done(config: Path, world: int, kills: int, seed: int) -> list[dict[str, object]]:
+    """What was killed when, one entry a kill; then the run is let go to its end."""
+    folder, rng = Path(GRPOConfig.from_yaml(config).run.dir), random.Random(seed)
+    log: list[dict[str, object]] = []
+    for number in range(kills):
+        moment, before, begun = "step", _writing(folder), _written(folder / "config.yaml")
+        wanted = _newest(folder) + rng.randrange(1, 5)
+        with _started(config, world) as command:
+            if number % 3 == 0:
+                moment = "checkpoint"  # not one that an earlier kill left
+                _wait(lambda before=before: bool(_writing(folder) - before), command)  # type: ignore[misc]
+            else:  # a run that goes on first cuts the rows after its checkpoint
+                _wait(
+                    lambda begun=begun, wanted=wanted: (  # type: ignore[misc]
+                        _written(folder / "config.yaml") != begun and rows_of(folder) >= wanted
+                    ),
+                    command,
+                )
+            time.sleep(rng.uniform(0.0, 0.1 if moment == "checkpoint" else 0.4))
+            tree = _tree(command.pid)
+            one = world > 1 and rng.random() < 0.5
+            victim = rng.choice([p for p in tree if p != command.pid]) if one else command.pid
+            if (ended := command.poll()) is None:
+                os.kill(victim, signal.SIGKILL)
+            command.wait(PATIENCE)
+        end = time.monotonic() + 10
+        while (left := [p for p in tree if _alive(p)]) and time.monotonic() < end:
+            time.sleep(0.01)
+        torn = sorted(p.name for p in (folder / "checkpoints").glob(".step-*.new"))
+        log.append(
+            {
+                "moment": moment,
+                "one": one,
+                "ended": ended,
+                "orphans": left,
+                "torn": torn,
+                "rows": rows_of(folder),
+            }
+        )
+        if ended is not None:
+            break
+    with _started(config, world) as command:
+        assert command.wait(PATIENCE) == 0
+    return log
+
+
+def _started(config: Path, world: int) -> subprocess.Popen[bytes]:
+    known = {k: v for k, v in processes.environment(0, 1, 0).items() if k not in NUMBERS}
+    program = [sys.executable, *TRAIN, str(config), "--resume", "--processes", str(world)]
+    with config.with_suffix(".log").open("ab") as output:
+        return subprocess.Popen(program, cwd=processes.ROOT, env=known, stdout=output, stderr=output)
+
+
+def _wait(wanted: Callable[[], bool], command: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not wanted() and command.poll() is None:
+        assert time.monotonic() < end, "the moment never came"
+        time.sleep(0.002)
+
+
+def _writing(folder: Path) -> set[tuple[str, int]]:
+    """Checkpoints that are being written, or were when a process was killed: name and inode."""
+    found = set()
+    for path in (folder / "checkpoints").glob(".step-*.new"):
+        with suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino))
+    return found
+
+
+def _written(file: Path) -> int:
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def _newest(folder: Path) -> int:
+    return max((int(p.name[5:]) for p in (folder / "checkpoints").glob("step-*")), default=0)
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all that it started."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        found = [int(c) for task in tasks for c in (task / "children").read_text().split()]
+    except OSError:
+        found = []
+    return [pid, *(p for child in found for p in _tree(child))]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    print(json.dumps(kill_until_done(Path(sys.argv[1]), *map(int, sys.argv[2:]))))

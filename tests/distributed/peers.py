@@ -1,0 +1,103 @@
+"""Run as a script by a launcher: processes that join and do next to nothing, in place of whole trainings.
+
+`peers.py FOLDER` joins the others, compares the launcher with our defaults and writes FOLDER/rank-N.json. With
+`peers.py FOLDER MODE` each process then ends as `mm-grpo` does, in one of these ways:
+
+    loop        exchanges objects and gradients for ever; FOLDER/exchanged is there after the first time
+    refused     every process raises the same ConfigError
+    deaf        ignores SIGINT and SIGTERM and sleeps; FOLDER/deaf-RANK is there then
+    guard       every process raises the same GuardStop, the first one after it has written FOLDER/report
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mm_grpo.cli import main
+from mm_grpo.config import GRPOConfig
+from mm_grpo.distributed.accelerate_env import check_launcher
+from mm_grpo.distributed.ranks import Ranks, start
+from mm_grpo.errors import ConfigError, GuardStop
+
+DEADLINE = 15.0
+"""Seconds that a process waits for the others."""
+
+
+def join(folder: Path) -> Ranks:
+    ranks = start("cpu", DEADLINE)
+    check_launcher(GRPOConfig.from_dict({"model": {"path": "x"}}), torch.device("cpu"), torch.float32)
+    total = torch.tensor([float(ranks.rank + 1)])
+    ranks.all_reduce([total])
+    answer = {
+        "rank": ranks.rank,
+        "world": ranks.world,
+        "ranks": ranks.all_gather(ranks.rank, "ranks"),
+        "sum": total.item(),
+        "local": os.environ.get("LOCAL_RANK"),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "arguments": sys.argv[2:],
+    }
+    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(answer))
+    return ranks
+
+
+def loop(folder: Path, ranks: Ranks) -> None:
+    while True:
+        ranks.all_gather("x", "lengths")
+        dist.all_reduce(torch.ones(1))  # as DeepSpeed does: what fails here is gloo's own error
+        (folder / "exchanged").touch()
+
+
+def refused(folder: Path, ranks: Ranks) -> None:
+    with ranks.fail_together("packing"):
+        raise ConfigError("optim.max_tokens_per_pack = 8: a prompt is longer")
+
+
+def deaf(folder: Path, ranks: Ranks) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    (folder / f"deaf-{ranks.rank}").touch()
+    time.sleep(300)
+
+
+def guard(folder: Path, ranks: Ranks) -> None:
+    try:
+        with ranks.fail_together("guards"):
+            raise GuardStop("guard logp_gap: too far")
+    finally:
+        if ranks.first:
+            time.sleep(1)
+            (folder / "report").write_text("whole")
+
+
+MODES: dict[str, Callable[[Path, Ranks], None]] = {
+    "loop": loop, "refused": refused, "guard": guard, "deaf": deaf,
+}  # fmt: skip
+
+
+def command() -> None:
+    """In place of the commands of `mm-grpo`, whose `main` handles errors and exit codes."""
+    folder, mode = Path(sys.argv[1]), MODES.get("".join(sys.argv[2:3]))
+    ranks = join(folder)
+    if mode is not None:
+        mode(folder, ranks)
+
+
+def joined(folder: Path) -> list[dict[str, Any]]:
+    """What the processes wrote, by rank."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
+
+
+if __name__ == "__main__":
+    sys.modules["mm_grpo.cli.main"].app = command  # type: ignore[attr-defined]
+    main()

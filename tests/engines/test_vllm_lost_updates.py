@@ -1,0 +1,128 @@
+"""Updates that vLLM does not load are caught in bfloat16, at learning rates that hardly move a log-prob."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny
+from torch import Tensor
+
+from mm_grpo.build import build_engine
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import GuardStop
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.model import load_model
+from mm_grpo.parity.sync import SyncReport, VerifiedSync
+from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.rollout.vllm import internals
+from mm_grpo.types import Completion, Group, Prompt
+
+Load = Callable[[Any, Iterable[tuple[str, Tensor]]], None]
+
+
+class Run:
+    """A learner and vLLM in bfloat16 that make updates from two groups of random completions."""
+
+    def __init__(self, path: Path, rate: float) -> None:
+        self.processor: Processor = load_processor(str(path))
+        config = GRPOConfig.from_dict(
+            {
+                "model": {"path": str(path), "dtype": "bfloat16", "device": "cpu"},
+                "rollout": {
+                    "engine": "vllm",
+                    "prompts_per_step": 2,
+                    "num_generations": 4,
+                    "max_completion_length": 24,
+                    "vllm": {"max_model_len": 256},
+                },
+                "optim": {"learning_rate": rate},
+                "run": {"max_steps": 500},
+            }
+        )
+        model = load_model(config.model, self.processor.family)
+        self.learner = Learner(model, self.processor, config, 500)
+        self.engine = build_engine(config, model, self.processor)
+        self.sync = VerifiedSync(self.engine, self.learner, config)
+        self.sync.start()
+        self.rng = random.Random(0)
+        self.prompts = [
+            self.processor.prompt(tiny.sample(f"r:{i}", "what", (tiny.picture(i),))) for i in range(2)
+        ]
+
+    def group(self, slot: int, prompt: Prompt) -> Group:
+        legal = [token for token in range(270) if token not in self.processor.media_token_ids]
+        completions = tuple(
+            Completion(tuple(self.rng.choices(legal, k=24)), (-5.0,) * 24, "", "stop", seed)
+            for seed in range(4)
+        )
+        return Group(slot, prompt, completions, (0.0,) * 4, (1.0, -1.0, 0.5, -0.5))
+
+    def update(self, version: int) -> SyncReport:
+        groups = [self.group(slot, prompt) for slot, prompt in enumerate(self.prompts)]
+        canary = self.sync.canary(groups)
+        self.learner.update(groups)
+        return self.sync.update(version, canary)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Load], None]]:
+    """Replaces how vLLM's worker takes its weights: the change is given the handle and the tensors."""
+    yield lambda change: monkeypatch.setattr(internals, "reload", change)
+
+
+def lose(handle: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    for _ in tensors:
+        pass
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5])
+def test_an_update_that_is_not_loaded_stops_the_run(
+    rate: float, models: dict[str, Path], load: Callable[[Load], None]
+) -> None:
+    run = Run(models["qwen2_5_vl"], rate)
+    assert run.update(1).problem is None
+    load(lose)
+    with pytest.raises(GuardStop, match=r"weight sync"):
+        for version in (2, 3):
+            run.update(version)
+
+
+def test_the_canary_alone_catches_it(
+    models: dict[str, Path], load: Callable[[Load], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(models["qwen2_5_vl"], 1e-6)
+    run.update(1)
+    monkeypatch.setattr(internals, "read_back", lambda handle, shapes: {})
+    monkeypatch.setattr(run.engine._handle, "readable", set())  # type: ignore[attr-defined]
+    load(lose)
+    with pytest.raises(GuardStop, match=r"the engine's are the same to the last bit"):
+        for version in (2, 3):
+            run.update(version)
+
+
+def test_one_tensor_that_is_not_loaded_is_named(
+    models: dict[str, Path], load: Callable[[Load], None]
+) -> None:
+    name, reload = "model.visual.patch_embed.proj.weight", internals.reload
+    run = Run(models["qwen2_5_vl"], 1e-3)
+    run.update(1)
+    old = dict(run.learner.named_tensors())[name].clone()
+
+    def partly(handle: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        reload(handle, [(n, old if n == name else t) for n, t in tensors])
+
+    load(partly)
+    with pytest.raises(GuardStop, match=rf"1 arrived changed: '{name}'"):
+        run.update(2)
+
+
+@pytest.mark.long
+def test_two_hundred_sound_updates_raise_no_alarm(models: dict[str, Path]) -> None:
+    run = Run(models["qwen2_5_vl"], 1e-6)
+    reports = [run.update(version) for version in range(1, 201)]
+    assert [r.problem for r in reports if r.problem] == []
+    assert sum(r.tensors > 0 for r in reports) > 190 and all((r.moved or 0) < 0.05 for r in reports)

@@ -1,0 +1,81 @@
+"""Four groups of one step, the log-probs of their completions by transformers' own forward, and segments of packs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from helpers import tiny
+from helpers.configs import merged, small_config
+from mm_grpo.config import GRPOConfig
+from mm_grpo.learner.pack import PADDING
+from mm_grpo.processors.base import Processor
+from mm_grpo.types import Completion, Group
+
+ADVANTAGES = ((1.0, -0.5, -0.5), (0.0, 0.0, 0.0), (-1.2, 0.2, 1.0), (0.7, -0.7, 0.0))
+LENGTHS = ((3, 6, 2), (4, 4, 4), (1, 8, 5), (2, 2, 7))
+
+
+STEP = {
+    "rollout": {"max_completion_length": 8, "temperature": 0.8},
+    "optim": {"adam_epsilon": 1e-4, "max_grad_norm": 0.5},
+    "run": {"max_steps": 10},
+}
+
+
+def config_for(path: Any, **changes: Any) -> GRPOConfig:
+    """For groups of at most eight tokens: optimizer steps that fp32 can compare."""
+    return small_config(path, **merged(STEP, changes))
+
+
+def load(path: Any, **options: Any) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, **options).train()
+
+
+def make_groups(processor: Processor) -> list[Group]:
+    """Four groups: two images, no image, one image, the first row again with another image."""
+    samples = [
+        tiny.sample("r:0", "what", (tiny.picture(1), tiny.picture(2, 56, 112))),
+        tiny.sample("r:1", "just words"),
+        tiny.sample("r:2", "what is that", (tiny.picture(3),)),
+        tiny.sample("r:3", "what", (tiny.picture(4), tiny.picture(5, 56, 112))),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    groups = []
+    for slot, (sample, lengths, advantages) in enumerate(zip(samples, LENGTHS, ADVANTAGES, strict=True)):
+        completions = []
+        for g, n in enumerate(lengths):
+            ids = tuple((torch.randint(10, 270, (n,), generator=generator)).tolist())
+            reason = "length" if n == 8 else "stop"
+            completions.append(Completion(ids, (-5.0,) * n, "", reason, seed=slot * 3 + g))  # type: ignore[arg-type]
+        groups.append(
+            Group(slot, processor.prompt(sample), tuple(completions), (0.0,) * len(lengths), advantages)
+        )
+    return groups
+
+
+def plain_logp(model: Any, config: GRPOConfig, media: Sequence[int], group: Group, c: Completion) -> Tensor:
+    """(log-probs, entropies) [2, T] by transformers' forward."""
+    ids = torch.tensor([[*group.prompt.token_ids, *c.token_ids]])
+    kinds = (ids == model.config.image_token_id).int()
+    out = model(input_ids=ids, mm_token_type_ids=kinds, **group.prompt.vision, use_cache=False)
+    logits = out.logits[0, len(group.prompt.token_ids) - 1 : -1] / config.rollout.temperature
+    keep = torch.ones(logits.shape[1], dtype=torch.bool)
+    keep[list(media)] = False
+    logp = logits.masked_fill(~keep, -1e9).log_softmax(-1)
+    entropy = -(logp.exp() * logp)[:, keep].sum(-1)
+    return torch.stack([logp.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0], entropy])
+
+
+def segments_of(rows: list[list[int]]) -> Tensor:
+    """Segments [B, N] of rows given by the lengths of prompt and completions."""
+    width = max(sum(lengths) for lengths in rows)
+    segments = torch.full((len(rows), width), PADDING)
+    for row, lengths in enumerate(rows):
+        known = [k for k, n in enumerate(lengths) for _ in range(n)]
+        segments[row, : len(known)] = torch.tensor(known)
+    return segments

@@ -1,0 +1,37 @@
+"""Tiny random models (`build` and FAMILIES of mm_grpo/testing/tiny_models.py), and rows to feed them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from PIL import Image
+
+from mm_grpo.types import Sample
+
+
+def __getattr__(name: str) -> Any:
+    """FAMILIES and build, which import torch and transformers: tests that only want pictures do not wait for them."""
+    if name not in ("FAMILIES", "build"):  # pytest asks modules for many names
+        raise AttributeError(name)
+    from mm_grpo.testing import tiny_models
+
+    return getattr(tiny_models, name)
+
+
+def picture(seed: int, width: int = 84, height: int = 84) -> Image.Image:
+    """A picture of random coloured blocks, different for every seed."""
+    rng = random.Random(seed)
+    image = Image.new("RGB", (width, height), tuple(rng.randrange(256) for _ in range(3)))
+    for _ in range(4):
+        x, y = rng.randrange(width), rng.randrange(height)
+        image.paste(tuple(rng.randrange(256) for _ in range(3)), (x // 2, y // 2, x // 2 + 20, y // 2 + 24))
+    return image
+
+
+def sample(
+    uid: str, text: str = "what is it", images: tuple[Image.Image, ...] = (), **columns: Any
+) -> Sample:
+    """A sample whose images stand before its text."""
+    parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
+    return Sample(uid=uid, messages=[{"role": "user", "content": parts}], images=images, columns=columns)

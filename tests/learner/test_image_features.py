@@ -1,0 +1,161 @@
+"""Images of a group that is spread over rows and packs go through the tower once or twice, and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.steps import config_for, load, make_groups, plain_logp
+from torch import Tensor
+
+from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.image_features import SharedFeatures
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.minibatch import make_items
+from mm_grpo.learner.pack import Item, Pack, layout
+from mm_grpo.processors.base import Processor, load_processor
+
+Rows = list[list[Item]]
+
+# Packs of rows of completions, by their place in the step: the first group's three in three packs, twice beside
+# others; the third's in two rows of one pack; the fourth's alone in one.
+PLAN = [[[0], [6, 7]], [[1], [3, 4]], [[2], [9, 10, 11], [8]], [[5]]]
+IMAGES = 2 * 2 + 2 * 1 + 1 * 2
+"""How often images go through the tower: groups 1 and 3 are in several packs and take two runs each, group 4 one."""
+
+
+def rows_of(processor: Processor, config: Any) -> list[Rows]:
+    items = make_items(make_groups(processor), config.algorithm)
+    return [[[items[i] for i in row] for row in pack] for pack in PLAN]
+
+
+def forward_of(model: Any, processor: Processor, config: Any, planned: Sequence[Rows] | None) -> PackForward:
+    """The module, sharing features over `planned` where that is given."""
+    module = PackForward(
+        model,
+        family=processor.family,
+        media_token_ids=processor.media_token_ids,
+        temperature=config.rollout.temperature,
+    )
+    if planned is not None:
+        prompts = ([row[0].prompt for row in rows if row[0].prompt.vision] for rows in planned)
+        module.features = SharedFeatures(model, processor.family, prompts)
+    return module
+
+
+def loss_of(logp: Tensor, entropy: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Weights that differ between completions, so that none can stand in for another."""
+    weights = torch.tensor([1.0 - 0.3 * n for n in numbers])
+    return (weights * logp + 0.1 * entropy).sum()
+
+
+def packed_gradients(
+    module: PackForward, planned: Sequence[Rows], media: frozenset[int]
+) -> dict[str, Tensor]:
+    for rows in planned:
+        pack = layout(rows, media)
+        logp, entropy = module(pack)
+        loss_of(logp, entropy, pack.completion_index.tolist()).backward()
+    return gradients(module.model)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {n: p.grad.float() for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_shared_features_give_the_gradients_of_transformers_forward(
+    family: str, checkpointing: bool, models: dict[str, Path]
+) -> None:
+    path = models[family]
+    processor, config = load_processor(str(path)), config_for(models[family])
+    model, plain = load(path), load(path)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    planned = rows_of(processor, config)
+    module = forward_of(model, processor, config, planned)
+    ours = packed_gradients(module, planned, processor.media_token_ids)
+    assert isinstance(module.features, SharedFeatures)
+    assert module.features.encoded == IMAGES
+    assert not module.features._kept and not module.features._sums
+
+    pairs = [(g, c) for g in make_groups(processor) for c in g.completions]
+    for number, (group, completion) in enumerate(pairs):
+        logp, entropy = plain_logp(plain, config, sorted(processor.media_token_ids), group, completion)
+        loss_of(logp, entropy, [number] * len(logp)).backward()
+    for name, want in gradients(plain).items():
+        assert float(want.norm()) > 0, name
+        assert float((ours[name] - want).norm()) <= 1e-5 * float(want.norm()), name
+
+
+def test_in_bfloat16_shared_features_lose_nothing(models: dict[str, Path]) -> None:
+    """The tower's gradients are as far from those of fp32 as where every row encodes its images itself."""
+    path = models["qwen3_vl"]
+    processor, config = load_processor(str(path)), config_for(models["qwen3_vl"])
+    planned = rows_of(processor, config)
+
+    def tower_gradient(dtype: torch.dtype, shared: bool) -> Tensor:
+        module = forward_of(load(path).to(dtype), processor, config, planned if shared else None)
+        found = packed_gradients(module, planned, processor.media_token_ids)
+        return torch.cat([g.flatten() for name, g in found.items() if ".visual." in name])
+
+    want = tower_gradient(torch.float32, True)
+    shared, alone = (
+        float((tower_gradient(torch.bfloat16, s) - want).norm() / want.norm()) for s in (True, False)
+    )
+    assert 0 < shared <= 1.1 * alone < 0.1
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_gradients_are_ready_in_one_order_in_every_pack(family: str, models: dict[str, Path]) -> None:
+    """In packs whose groups are all unfinished, some, or all; ZeRO-2 relies on it (see test_gradient_order.py)."""
+    path = models[family]
+    processor, config, model = load_processor(str(path)), config_for(models[family]), load(path)
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    orders: list[list[str]] = []
+    for planned in (rows_of(processor, config), None):
+        module = forward_of(model, processor, config, planned)
+        for rows in rows_of(processor, config):
+            order.clear()
+            logp, entropy = module(layout(rows, processor.media_token_ids))
+            (logp + entropy).sum().backward()
+            orders.append(list(order))
+    assert sorted(orders[0]) == sorted(n for n, _ in model.named_parameters())
+    assert all(each == orders[0] for each in orders)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_learner_encodes_the_images_of_a_group_in_many_packs_once_or_twice(
+    frozen: bool, models: dict[str, Path]
+) -> None:
+    """Three live completions with two images, three with one and two with two, each in a pack of its own."""
+    path = models["qwen2_5_vl"]
+    processor, groups = load_processor(str(path)), make_groups(load_processor(str(path)))
+    longest = max(len(g.prompt.token_ids) for g in groups) + 8
+    config = config_for(path, optim={"max_tokens_per_pack": longest})
+    model = load(path)
+    model.model.visual.requires_grad_(not frozen)
+    learner = Learner(model, processor, config, 10)
+    packs: list[Pack] = []
+    kept = learner._packs
+
+    def single(planned: Any) -> Iterator[Pack]:
+        for pack in kept(planned):
+            packs.append(pack)
+            yield pack
+
+    learner._plan = lambda items: [[[item]] for item in items]  # type: ignore[method-assign]
+    learner._packs = single  # type: ignore[method-assign]
+    metrics = learner.update(groups).metrics
+    assert len(packs) == 8
+    assert (
+        sum(processor.family.count(p.vision) for pack in packs for p in pack.prompts) == 3 * 2 + 3 * 1 + 2 * 2
+    )
+    assert metrics["learner/images_encoded"] == (5 if frozen else 10)

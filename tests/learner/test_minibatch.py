@@ -1,0 +1,104 @@
+"""What makes minibatches, by hand: which update a slot belongs to, weights, live completions, orders of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.steps import config_for
+
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.minibatch import (
+    group_cost,
+    has_dense_objective,
+    make_minibatches,
+    split_by_completion,
+    to_pack_order,
+    update_of,
+)
+from mm_grpo.types import Completion, EnginePrompt, Group, Prompt
+
+PROMPT = Prompt(tiny.sample("r:0", "what"), (1, 2, 3), EnginePrompt((), ()), torch.arange(3), {})
+
+
+def group(slot: int, lengths: tuple[int, ...], advantages: tuple[float, ...]) -> Group:
+    """Completions of 8 tokens ran into the limit."""
+    completions = tuple(
+        Completion((7,) * n, (-1.0,) * n, "", "length" if n == 8 else "stop", seed=g)
+        for g, n in enumerate(lengths)
+    )
+    return Group(slot, PROMPT, completions, (0.0,) * len(lengths), advantages)
+
+
+GROUPS = [group(0, (2, 8), (1.0, -1.0)), group(1, (3, 3), (0.0, 0.0)), group(3, (4, 1), (0.5, -0.5))]
+
+
+def minibatches(**changes: Any) -> list[tuple[list[int], list[int], list[float], int]]:
+    """Of each: the completions, those that can change the update, the weights of all, and the tokens."""
+    made = make_minibatches(GROUPS, config_for("x", **changes), Ranks(), torch.device("cpu"))
+    return [
+        ([i.index for i in m.items], [i.index for i in m.live], m.inputs.weights.tolist(), m.inputs.tokens)
+        for m in made
+    ]
+
+
+def test_a_step_of_one_update_by_hand() -> None:
+    # 21 tokens, each of weight 1 / 21; completions 2 and 3 have no advantage
+    ((items, live, weights, tokens),) = minibatches()
+    assert (items, live, tokens) == ([0, 1, 2, 3, 4, 5], [0, 1, 4, 5], 21)
+    assert weights == pytest.approx([1 / 21] * 6, abs=1e-15)
+
+
+def test_two_updates_each_have_their_own_denominator() -> None:
+    # slots 0 and 1 make the first update: 2 + 8 + 3 + 3 tokens; slot 2 is empty, and 3 has 4 + 1
+    first, second = minibatches(optim={"updates_per_step": 2})
+    assert (first[0], first[1], first[3]) == ([0, 1, 2, 3], [0, 1], 16)
+    assert first[2] == [1 / 16] * 4 + [0.0, 0.0]
+    assert (second[0], second[1], second[3]) == ([4, 5], [4, 5], 5)
+    assert second[2] == [0.0] * 4 + [0.2, 0.2]
+
+
+def test_masked_completions_have_no_weight_and_are_not_run() -> None:
+    ((items, live, weights, tokens),) = minibatches(algorithm={"mask_truncated_completions": True})
+    assert (items, live, tokens) == ([0, 1, 2, 3, 4, 5], [0, 4, 5], 13)
+    assert weights == pytest.approx([1 / 13, 0.0, 1 / 13, 1 / 13, 1 / 13, 1 / 13], abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dense"),
+    [
+        ({}, False),
+        ({"beta": 0.1}, True),
+        ({"beta": 0.1, "kl_in_reward": True}, False),
+        ({"entropy_coef": 0.1}, True),
+    ],
+)
+def test_penalty_and_bonus_keep_completions_without_advantage(fields: dict[str, Any], dense: bool) -> None:
+    assert has_dense_objective(config_for("x", algorithm=fields).algorithm) is dense
+    ((_, live, _, _),) = minibatches(algorithm=fields)
+    assert (2 in live) is dense
+
+
+def test_the_update_and_the_cost_of_a_group_by_hand() -> None:
+    config = config_for("x", optim={"updates_per_step": 2})
+    assert [update_of(slot, config) for slot in range(4)] == [0, 0, 1, 1]
+    # the prompt once and its live completions; nothing where none is live
+    assert [group_cost(g, config) for g in GROUPS] == [(0, 3 + 10), (0, 0), (1, 3 + 5)]
+    half = replace(GROUPS[2], advantages=(0.0, -0.5))
+    assert group_cost(half, config) == (1, 3 + 1)
+
+
+def test_values_are_cut_by_completion_and_put_back_in_another_order() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    kept = split_by_completion(values, [7, 7, 3, 5, 5])
+    assert {index: piece.tolist() for index, piece in kept.items()} == {
+        7: [1.0, 2.0],
+        3: [3.0],
+        5: [4.0, 5.0],
+    }
+    default = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    # completion 9 has no kept value
+    assert to_pack_order(kept, [3, 9, 7, 7], default).tolist() == [3.0, -2.0, 1.0, 2.0]

@@ -1,0 +1,411 @@
+"""A model is trained as the config says or refused in one line, loaded or passed in, in float32 and in bfloat16."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.configs import small_config
+from helpers.small_runs import ROWS, vowels
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, GenerationConfig
+
+from mm_grpo import GRPOConfig, GRPOTrainer, cli
+from mm_grpo.build import Parts, build_parts
+from mm_grpo.config import ModelConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.model import adopt_model, check_saveable, load_model
+from mm_grpo.processors.base import load_processor
+from mm_grpo.processors.qwen_vl import QwenVLFamily
+
+FAMILY = QwenVLFamily()
+Q = "model.language_model.layers.0.self_attn.q_proj.weight"
+Q_FILE = Q.replace("language_model.", "")  # as it is named on the disk
+DTYPES = (torch.float32, torch.bfloat16)
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(models: dict[str, Path], tmp_path: Path) -> Path:
+    """A model folder that a test may break."""
+    return Path(shutil.copytree(models["qwen2_5_vl"], tmp_path / "model"))
+
+
+def weights(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def load(folder: Path, **values: Any) -> Any:
+    """As a run loads it, processor first."""
+    config = ModelConfig(path=str(folder), device="cpu", **values)
+    processor = load_processor(str(folder), trust_remote_code=config.trust_remote_code)
+    model = load_model(config, processor.family)
+    check_saveable(model, processor)
+    return model
+
+
+def plain(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options)
+
+
+def parts_of(path: Path, policy: Any, /, **changes: Any) -> Parts:
+    return build_parts(small_config(path, **changes), 3, model=policy)
+
+
+def one_line(caught: pytest.ExceptionInfo[ConfigError]) -> str:
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# loaded --------------------------------------------------------------------------------------
+
+
+def cut(name: str, keep: int) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:keep])
+
+
+def to_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def poison(value: float) -> Callable[[Path], Any]:
+    return lambda folder: weights(folder, lambda tensors: tensors[Q_FILE][1].fill_(value))
+
+
+FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (lambda f: weights(f, lambda t: t.pop(Q_FILE)), rf"{Q} is missing, and would be drawn at random"),
+    "several missing": (
+        lambda f: weights(f, lambda t: [t.pop(k) for k in list(t) if "q_proj.weight" in k]),
+        rf"{Q} is missing \(2 more tensors\)",
+    ),
+    "shape": (
+        lambda f: weights(f, lambda t: t.update({Q_FILE: torch.zeros(3, 5)})),
+        rf"{Q} has shape \[3, 5\] there and \[64, 64\] in the model",
+    ),
+    "left over": (
+        lambda f: weights(f, lambda t: t.update({"model.language_model.layers.9.x.weight": torch.zeros(1)})),
+        r"the model has no model\.language_model\.layers\.9\.x\.weight",
+    ),
+    "NaN": (poison(float("nan")), rf"{Q} holds NaN or infinite numbers"),
+    "infinite": (poison(float("-inf")), rf"{Q} holds NaN or infinite numbers"),
+    "pickle": (to_pickle, r"its weights are pickles \(pytorch_model\.bin\)"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "the weights cannot be loaded"),
+    "cut weights": (cut("model.safetensors", 5000), "the weights cannot be loaded"),
+    "empty weights": (cut("model.safetensors", 0), "the weights cannot be loaded"),
+    "cut config": (cut("config.json", 200), r"config\.json cannot be read .* not whole"),
+    "config of a list": (lambda f: (f / "config.json").write_text("[]"), r"config\.json holds no mapping"),
+    "config of another shape": (
+        lambda f: edit(f / "config.json", text_config={"hidden_size": "big"}),
+        "no model config can be read there .*hidden_size",
+    ),
+    "cut generation config": (cut("generation_config.json", 9), r"generation_config\.json cannot be read"),
+    "cut tokenizer": (cut("tokenizer.json", 300), r"tokenizer\.json cannot be read"),
+    "quantised": (
+        lambda f: edit(f / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        r"its weights are quantised \(bitsandbytes\)",
+    ),
+    "sliding window": (
+        lambda f: edit(
+            f / "config.json",
+            text_config=json.loads((f / "config.json").read_text())["text_config"]
+            | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 8,
+               "use_sliding_window": True},
+        ),
+        "its layers have sliding_attention",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_folder_that_cannot_be_trained_exactly_is_refused_in_one_line(
+    fault: str, dtype: str, folder: Path
+) -> None:
+    change, words = FAULTY[fault]
+    change(folder)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(folder, dtype=dtype)
+    assert "model.path" in one_line(caught)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_weights_load_to_the_bit_and_a_tied_head_is_not_missing(
+    dtype: torch.dtype, folder: Path
+) -> None:
+    stored = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    model = load(folder, dtype=str(dtype).removeprefix("torch."))
+    on_disk = {
+        n.replace("model.visual", "visual").replace("language_model.", ""): p
+        for n, p in model.named_parameters()
+    }
+    assert model.training and on_disk.keys() == stored.keys()
+    assert all(torch.equal(p, stored[n].to(dtype)) for n, p in on_disk.items())
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_code_that_a_model_brings_along_runs_where_it_is_trusted_and_nobody_is_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda words="": asked.append(words) or "n")
+    for module in ("transformers.dynamic_module_utils", "transformers.utils.hub", "transformers.utils"):
+        monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
+    (folder / "own.py").write_text(
+        "from transformers import Qwen2_5_VLConfig\nprint('it ran')\n\n\n"
+        "class Own(Qwen2_5_VLConfig):\n    model_type = 'own'\n"
+    )
+    edit(folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.Own"})
+    with pytest.raises(
+        ConfigError, match=r"brings code of its own \(auto_map\), .*set model\.trust_remote_code=true"
+    ) as caught:
+        load(folder)
+    one_line(caught)
+    with pytest.raises(ConfigError, match="no processor for model type 'own'"):  # past it: the code ran
+        load(folder, trust_remote_code=True)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "other"),
+    [
+        ("tokenizer_config.json", "AutoTokenizer", {"tokenizer_class": "Own"}),
+        ("processor_config.json", "AutoProcessor", {"processor_class": "Own"}),
+    ],
+)
+def test_nobody_is_asked_about_the_code_of_a_processor(
+    file: str, key: str, other: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda words="": asked.append(words) or "n")
+    (folder / "own.py").write_text("raise AssertionError('it ran')\n")
+    edit(folder / file, auto_map={key: ["own.Own", None] if key == "AutoTokenizer" else "own.Own"}, **other)
+    try:
+        load(folder)  # transformers may have a class of its own for it
+    except ConfigError as error:
+        assert "trust_remote_code" in str(error)
+    assert asked == []
+
+
+def test_unread_code_of_a_known_type_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(folder / "config.json", auto_map={"AutoConfig": "own.Own"})
+    with caplog.at_level(logging.WARNING, "mm_grpo"):
+        load(folder)
+    assert [
+        r.message
+        for r in caplog.records
+        if "code of its own (auto_map: AutoConfig), which is not run" in r.message
+    ]
+
+
+@pytest.mark.parametrize("fault", ["missing", "sliding window", "NaN", "cut weights", "quantised", "pickle"])
+def test_the_command_line_ends_with_one_line_and_code_2(
+    fault: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, words = FAULTY[fault]
+    change(folder)
+    rows = "{task: shapes, split: train, size: 4, kinds: [colour], max_objects: 1}"
+    values = [
+        f"model.path={folder}",
+        f"data.train={rows}",
+        "rewards=[exact_match]",
+        f"run.dir={tmp_path}/run",
+    ]
+    (tmp_path / "config.yaml").write_text("run: {max_steps: 1}\n")
+    monkeypatch.setattr(sys, "argv", ["mm-grpo", "train", str(tmp_path / "config.yaml"), *values])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    said = capsys.readouterr().err
+    (line,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert leaving.value.code == 2 and re.search(words, line) and "Traceback" not in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# saving --------------------------------------------------------------------------------------
+
+
+def test_sampling_flags_without_do_sample_do_not_cost_the_run(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(folder / "generation_config.json", temperature=0.1, top_p=0.001)
+    config = small_config(folder, tmp_path / "run", run={"max_steps": 1})
+    with caplog.at_level(logging.WARNING, "mm_grpo"):
+        GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
+    assert [r.message for r in caplog.records if "do_sample=True is written into the saved one" in r.message]
+    saved = GenerationConfig.from_pretrained(tmp_path / "run" / "model")
+    assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.1, 0.001)
+
+
+def test_what_cannot_be_saved_is_refused_before_training(models: dict[str, Path]) -> None:
+    model = plain(models["qwen2_5_vl"])
+    model.config.own = {1, 2}  # JSON has no sets
+    with pytest.raises(ConfigError, match=r"could not be saved after training: .*TypeError") as caught:
+        parts_of(models["qwen2_5_vl"], model)
+    one_line(caught)
+    model = plain(models["qwen2_5_vl"])
+    model.generation_config.num_return_sequences = 3
+    model.generation_config.num_beams = 1
+    model.generation_config.do_sample = False
+    with pytest.raises(ConfigError, match=r"generation config cannot be saved|could not be saved"):
+        model.generation_config.cache_implementation = "no such"
+        parts_of(models["qwen2_5_vl"], model)
+
+
+# passed in -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapters_are_trained_in_a_model_that_is_passed_in(
+    dtype: torch.dtype, models: dict[str, Path], tmp_path: Path
+) -> None:
+    path = models["qwen2_5_vl"]
+    model = plain(path, dtype)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    config = small_config(path, tmp_path / "run", model={"lora": {"rank": 2}}, run={"max_steps": 2})
+    trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels], model=model)
+    trainer.train()
+    assert trainer.model is model
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in n and p.dtype == torch.float32 for n, p in trained.items())
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(parameter, before[name.replace(".base_layer", "")]), name
+    assert any(bool(p.any()) for n, p in trained.items() if ".lora_B" in n)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_frozen_tower_attention_and_checkpointing_are_applied(
+    dtype: torch.dtype, models: dict[str, Path]
+) -> None:
+    path = models["qwen2_5_vl"]
+    model = plain(path, dtype, attn_implementation="eager").eval()
+    parts = parts_of(
+        path, model, model={"freeze_vision": True, "attn": "sdpa"}, optim={"gradient_checkpointing": True}
+    )
+    assert model.training and model.is_gradient_checkpointing and parts.model is model
+    assert not any(p.requires_grad for p in model.model.visual.parameters())
+    assert all(p.requires_grad for p in model.model.language_model.parameters())
+    assert parts.learner.module.masks.blocks  # not eager: packs run by blocks
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    parts = parts_of(path, model, model={"attn": "eager"})  # again, by another config
+    assert not model.is_gradient_checkpointing and parts.learner.module.masks.eager
+
+
+def test_parameters_that_the_caller_froze_stay_frozen(models: dict[str, Path]) -> None:
+    model = plain(models["qwen3_vl"])
+    frozen = model.model.language_model.layers[0].requires_grad_(False)
+    parts = parts_of(models["qwen3_vl"], model)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert len(parts.learner.optimizer.named) == sum(p.requires_grad for p in model.parameters())
+
+
+def adapted(path: Path) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(plain(path), LoraConfig(target_modules=["q_proj"]))
+
+
+def with_quantisation(path: Path) -> Any:
+    model = plain(path)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    return model
+
+
+def with_nan(path: Path) -> Any:
+    model = plain(path, torch.bfloat16)
+    with torch.no_grad():
+        model.model.visual.patch_embed.proj.weight[0] = float("nan")
+    return model
+
+
+def half_and_half(path: Path) -> Any:
+    model = plain(path, torch.bfloat16)
+    model.model.visual.float()
+    return model
+
+
+def with_dropout(path: Path) -> Any:
+    model = plain(path)
+    model.config.text_config.attention_dropout = 0.1
+    return model
+
+
+def with_dropout_module(path: Path) -> Any:
+    model = plain(path)
+    model.model.language_model.layers[0].mlp.act_fn = torch.nn.Sequential(
+        torch.nn.SiLU(), torch.nn.Dropout(0.2)
+    )
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
+    "peft": (adapted, {}, r"has adapters of peft: pass the base model, and set model\.lora"),
+    "compiled": (lambda p: torch.compile(plain(p)), {}, "is a OptimizedModule: must be a model of transformers"),
+    "a module": (lambda p: torch.nn.Linear(1, 1), {}, "is a Linear: must be a model of transformers"),
+    "quantised": (with_quantisation, {}, r"is quantised \(fp8\)"),
+    "float16": (lambda p: plain(p, torch.float16), {}, "has weights in float16: must be in float32, or"),
+    "two dtypes": (half_and_half, {}, "has weights in bfloat16, float32: must be in float32, or"),
+    "another dtype": (plain, {"dtype": "bfloat16"}, r"model\.dtype = 'bfloat16': .* is in float32"),
+    "bfloat16 for float32": (
+        lambda p: plain(p, torch.bfloat16), {"dtype": "float32"}, r"model\.dtype = 'float32': .* is in bfloat16",
+    ),
+    "no device": (lambda p: plain(p).to("meta"), {"device": "cpu"}, r"is on meta: must be on one device"),
+    "NaN": (with_nan, {}, r"model\.visual\.patch_embed\.proj\.weight holds NaN"),
+    "dropout": (with_dropout, {}, r"its attention_dropout is 0\.1"),
+    "a dropout layer": (with_dropout_module, {}, r"act_fn\.1 is dropout of 0\.2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_model_that_does_not_fit_is_refused_in_one_line(fault: str, models: dict[str, Path]) -> None:
+    make, values, words = REFUSED[fault]
+    path = models["qwen2_5_vl"]
+    with pytest.raises(ConfigError, match=words) as caught:
+        parts_of(path, make(path), model=values)
+    one_line(caught)
+
+
+def test_another_model_than_the_path_is_refused(models: dict[str, Path]) -> None:
+    path = models["qwen2_5_vl"]
+    with pytest.raises(
+        ConfigError,
+        match=r"model_type is 'qwen2_5_vl' there and 'qwen3_vl' in the model; the processor is made from model\.path",
+    ):
+        parts_of(path, plain(models["qwen3_vl"]))
+    config = small_config(path, model={"device": "cpu"}).model
+    model = plain(path)
+    adopt_model(
+        model, config, FAMILY, from_path="engine"
+    )  # nothing but what a model's build does not depend on differs
+    model.config.text_config.rms_norm_eps = 1e-4
+    with pytest.raises(
+        ConfigError, match=r"text_config\.rms_norm_eps is 1e-05 there and 0\.0001 in the model; the engine"
+    ):
+        adopt_model(model, config, FAMILY, from_path="engine")
+    adopt_model(model, config, FAMILY, from_path="processor")
+
+
+def test_half_precision_is_no_dtype_of_the_config() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.dtype = 'float16': must be one of auto, float32, bfloat16"
+    ):
+        GRPOConfig.from_dict({"model": {"path": "m", "dtype": "float16"}})

@@ -1,0 +1,281 @@
+"""Parity of engine and learner, and the verified sync: hand-worked numbers, and every fault caught."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+
+from mm_grpo import GRPOConfig
+from mm_grpo.build import build_engine
+from mm_grpo.errors import DataError, GuardStop
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.model import load_model
+from mm_grpo.parity.gaps import Gap, check_start, compare, first_with_image, gap_of, past_limit
+from mm_grpo.parity.sync import Canary, SyncReport, VerifiedSync, lost_update, stale_engine
+from mm_grpo.processors.base import load_processor
+from mm_grpo.rollout.engine import Request, Sampling, requests_for, require_answers, versions_of, wrong_answer
+from mm_grpo.rollout.transformers_engine import TransformersEngine
+from mm_grpo.testing.fake_engines import FakeRemoteEngine
+from mm_grpo.types import Completion, Group, Prompt
+
+SEEDS = range(40, 44)
+
+
+class Both:
+    """Learner and engine of a tiny model, prompts with an image and without, and one group."""
+
+    def __init__(self, path: Any, fault: str | None = "", **rollout: Any) -> None:
+        self.config = GRPOConfig.from_dict(
+            {
+                "model": {"path": str(path), "dtype": "float32"},
+                "rollout": {"num_generations": 4, "max_completion_length": 12, **rollout},
+                "optim": {"learning_rate": 1e-3},
+            }
+        )
+        self.processor = load_processor(str(path))
+        self.learner = Learner(
+            load_model(self.config.model, self.processor.family), self.processor, self.config, 10
+        )
+        self.engine: TransformersEngine = (
+            TransformersEngine(self.learner.model, self.processor)
+            if fault is None
+            else FakeRemoteEngine(self.learner.model, self.processor, fault)
+        )
+        self.sync = VerifiedSync(self.engine, self.learner, self.config)
+        self.sync.start()
+        self.pictured = self.processor.prompt(tiny.sample("r:0", "what is it", (tiny.picture(1),)))
+        self.plain = self.processor.prompt(tiny.sample("r:1", "say something"))
+
+    def requests(self, prompt: Prompt) -> list[Request]:
+        rollout = self.config.rollout
+        return requests_for([prompt], [SEEDS], Sampling(rollout.max_completion_length, rollout.temperature))
+
+    def group(self, prompt: Prompt) -> Group:
+        done = tuple(self.engine.generate(self.requests(prompt)))
+        return Group(0, prompt, done, (1.0, 0.0, 1.0, 0.0), (1.0, -1.0, 1.0, -1.0))
+
+    def step(self, version: int = 1, rate: float = 1e-3) -> SyncReport:
+        """One learner step and its sync, as the trainer makes them."""
+        optimizer = self.learner.optimizer
+        optimizer.config = optimizer.config.with_values({"learning_rate": rate})
+        groups = [self.group(self.plain), replace(self.group(self.pictured), slot=1)]
+        canary = self.sync.canary(groups)
+        assert canary is not None and canary.prompt is self.pictured
+        report = self.learner.update(groups)
+        return self.sync.update(version, canary, noise=report.max_gap)
+
+
+def made(tokens: Sequence[int], seed: int, version: int = 0) -> Completion:
+    return Completion(tuple(tokens), (-1.0,) * len(tokens), "x", "stop", seed, ((0, version),))
+
+
+# numbers -------------------------------------------------------------------------------------
+
+
+def test_the_gap_by_hand() -> None:
+    gap = gap_of([[-1.0, -2.0], [-3.0]], [[-1.5, -2.0], [-2.0]])
+    assert (gap.mean, gap.max, gap.tokens) == (0.5, 1.0, 3)
+    broken = gap_of([[-1.0, math.nan]], [[-1.0, -1.0]])
+    assert math.isnan(broken.mean) and math.isnan(broken.max) and broken.tokens == 2
+    with pytest.raises(ValueError):
+        gap_of([[-1.0]], [[-1.0, -2.0]])
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_learner_scores_as_the_engine_does(
+    family: str, temperature: float, models: dict[str, Path]
+) -> None:
+    both = Both(models[family], temperature=temperature)
+    for prompt in (both.pictured, both.plain):
+        done = both.engine.generate(both.requests(prompt))
+        ids = [c.token_ids for c in done]
+        ours, sampled = both.learner.score(prompt, ids), both.learner.score(prompt, ids, as_sampled=True)
+        for c, plain, masked in zip(done, ours, sampled, strict=True):
+            assert plain == pytest.approx(both.engine.score(prompt, c.token_ids), abs=1e-5)
+            assert masked == pytest.approx(c.logprobs, abs=1e-5)
+        # the two distributions are told apart: media tokens hold some of the probability
+        assert gap_of(ours, sampled).mean > 1e-3
+        parity = compare(both.engine, both.learner, prompt, done)
+        assert parity.score.max < 1e-5 and parity.sampled.max < 1e-5
+        assert parity.score.tokens == sum(map(len, ids)) and parity.images == len(prompt.engine_prompt.images)
+        assert (parity.completions, parity.seeds, parity.versions) == (4, tuple(SEEDS), (0,))
+        assert parity.distinct == len(set(ids)) and past_limit(parity, 1e-4) == []
+
+
+def test_answers_are_held_against_requests(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_vl"])
+    requests = both.requests(both.plain)[:2]
+    sound = [made([5, 6], 40, 3), made([5], 41, 3)]
+    assert wrong_answer(requests, sound, 3) is None
+    cases = [
+        (sound[:1], 3, "answered 2 requests with 1 completions"),
+        ([sound[0], made([5], 40, 3)], 3, "r:1: the engine was asked for seed 41 and says that it used 40"),
+        ([sound[0], made([], 41, 3)], 3, "r:1: seed 41 came back with 0 tokens and 0 log-probs"),
+        ([sound[0], replace(sound[1], logprobs=())], 3, "came back with 1 tokens and 0 log-probs"),
+        (sound, 4, "r:1: seed 40 was sampled under weight version 3, and the learner is at version 4"),
+    ]
+    for completions, version, words in cases:
+        assert words in str(wrong_answer(requests, completions, version))
+        with pytest.raises(GuardStop):
+            require_answers(requests, completions, version)
+    mixed = replace(sound[1], weight_versions=((0, 2), (1, 3)))
+    assert versions_of(*sound, mixed) == (2, 3)
+    assert "under weight version 2 and 3" in str(wrong_answer(requests, [sound[0], mixed], 3))
+
+
+def test_the_first_prompt_with_an_image_is_chosen(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_vl"])
+    places = [(1, 0, both.plain), (1, 1, both.pictured), (1, 2, both.plain)]
+    assert first_with_image(places) == places[1]
+    assert first_with_image(places[2:]) == places[2]
+    with pytest.raises(DataError, match=r"data.train: no row is left, .* data.on_overlong"):
+        first_with_image([])
+
+
+def test_an_update_is_lost_when_the_learner_moves_and_the_engine_does_not(models: dict[str, Path]) -> None:
+    canary = Canary(Both(models["qwen2_vl"]).plain, (1, 2), (-1.0, -2.0), (-1.0, -2.001))
+    assert "by 0.001 per token, and the engine's are the same to the last bit" in str(
+        lost_update(canary, [-1.0, -2.001], moved=1e-3, tensors=7)
+    )
+    assert lost_update(canary, [-1.0, -2.0011], moved=1e-3, tensors=7) is None  # it moved, however little
+    assert lost_update(canary, [-1.0, -2.001], moved=1e-7, tensors=7) is None  # nothing to see
+    assert lost_update(canary, [-1.0, -2.001], moved=1e-3, tensors=0) is None  # nothing was sent
+
+
+def test_a_small_update_that_was_not_followed_shows_against_the_noise() -> None:
+    def said(mean: float, moved: float, noise: float = 1e-6) -> str | None:
+        return stale_engine(Gap(mean, mean, 8), moved, noise, 1e-3, "a fixed completion of r:0")
+
+    assert said(1e-6, 1e-4) is None  # followed
+    assert said(1e-4, 1e-4) is not None  # still the old weights, though far below the limit
+    assert "moved the learner's log-probs by 0.0001 per token" in str(said(1e-4, 1e-4))
+    assert said(5e-6, 5e-6) is None  # such a move cannot be told from noise
+    assert said(3e-5, 5e-5, noise=1e-5) is None
+    assert "the limit is 0.001" in str(said(2e-3, 0.0))
+    assert said(math.nan, 0.0) is not None
+
+
+# a sound engine ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_sound_engine_passes_and_sends_every_tensor(family: str, models: dict[str, Path]) -> None:
+    both = Both(models[family])
+    names = dict(both.learner.named_tensors())
+    first = both.step(1)
+    assert first.problem is None and first.moved is not None and first.moved > 1e-3
+    assert first.score is not None and first.score.max < 1e-5
+    assert first.probe is not None and first.probe.max < 1e-5
+    assert first.tensors == len(names)
+    assert first.bytes == sum(4 * t.numel() for t in names.values()) == first.metrics["sync/bytes"]
+    assert first.metrics["sync/logp_gap"] == first.score.mean
+    assert both.step(2).problem is None and both.sync.version == 2
+
+
+def test_an_engine_over_the_learners_module_is_sent_nothing_and_verified(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_5_vl"], fault=None)
+    report = both.step(1)
+    assert report.problem is None and (report.tensors, report.bytes) == (0, 0)
+    assert report.score is not None and report.score.max < 1e-5
+    built = build_engine(both.config, both.learner.model, both.processor)
+    assert isinstance(built, TransformersEngine) and built.model is both.learner.model
+
+
+def test_without_groups_the_weights_are_only_sent(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_vl"])
+    assert both.sync.canary([]) is None
+    report = both.sync.update(1, None)
+    assert report.metrics == {"sync/bytes": report.bytes} and both.engine.version == 1
+
+
+def test_the_start_check_passes_on_a_sound_engine(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_5_vl"], temperature=0.7)
+    parity = check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0)
+    assert parity.completions == 4 and parity.sampled.max < 1e-5
+    assert parity.score.tokens == max(len(c.token_ids) for c in both.group(both.pictured).completions)
+
+
+# sabotage ------------------------------------------------------------------------------------
+
+
+def test_a_skipped_transfer_is_named_at_any_learning_rate(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_5_vl"], "no transfer")
+    count = len(dict(both.learner.named_tensors()))
+    words = rf"weight sync: of {count} tensors {count} never arrived: .* and {count - 3} more"
+    with pytest.raises(GuardStop, match=words):
+        both.step(1, rate=1e-7)
+
+
+def test_one_lost_tensor_is_named_at_any_learning_rate(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_5_vl"], "one tensor lost")
+    words = r"of \d+ tensors 1 never arrived: 'model.language_model.layers.1.mlp.up_proj.weight'"
+    with pytest.raises(GuardStop, match=words):
+        both.step(1, rate=1e-7)
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1e-6])
+def test_weights_that_arrive_and_are_not_loaded_stop_the_run(rate: float, models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_5_vl"], "no load")
+    with pytest.raises(
+        GuardStop, match=r"weight sync to version 1: .* the engine's are the same to the last bit"
+    ):
+        both.step(1, rate=rate)
+
+
+@pytest.mark.parametrize(("rate", "words"), [(1e-3, "the limit is 0.001"), (1e-6, "older weights")])
+def test_a_cache_of_older_weights_shows_in_the_log_probs(
+    rate: float, words: str, models: dict[str, Path]
+) -> None:
+    problem = Both(models["qwen2_5_vl"], "old cache").step(1, rate=rate).problem
+    assert problem is not None and "after the weight sync to version 1" in problem and words in problem
+    assert "new samples for r:0" in problem
+
+
+def test_a_stale_version_is_named(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_5_vl"], "stale version")
+    with pytest.raises(GuardStop, match="under weight version 0, and the learner is at version 1"):
+        both.step(1)
+
+
+def test_a_wrong_image_is_caught_before_the_first_step(models: dict[str, Path]) -> None:
+    for family in tiny.FAMILIES:
+        both = Both(models[family], "wrong image")
+        with pytest.raises(GuardStop, match=r"guard logp_gap: before the first step.*of r:0.*another image"):
+            check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0)
+        check_start(both.engine, both.learner, both.config, both.plain, SEEDS, 0)
+        both.config = both.config.with_values({"run.guards": {"logp_gap": "off"}})
+        assert check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0).score.mean > 1e-2
+
+
+def test_a_constant_seed_is_caught_before_the_first_step(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_5_vl"], "constant seed")
+    with pytest.raises(GuardStop, match="r:0: the engine was asked for seed 40 and says that it used 7"):
+        check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0)
+
+
+def test_another_temperature_is_caught_before_the_first_step(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_5_vl"], temperature=0.7)
+    generate = both.engine.generate
+
+    def hot(requests: Sequence[Request]) -> list[Completion]:
+        return generate([replace(r, sampling=replace(r.sampling, temperature=1.0)) for r in requests])
+
+    both.engine.generate = hot  # type: ignore[method-assign]
+    with pytest.raises(GuardStop, match="the tokens that it sampled for r:0 differ from the learner's"):
+        check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0)
+
+
+def test_rounding_in_bfloat16_is_within_its_limit(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_vl"])
+    both.learner.model.to(torch.bfloat16)
+    both.engine.model.to(torch.bfloat16)
+    parity = compare(both.engine, both.learner, both.pictured, both.group(both.pictured).completions)
+    assert past_limit(parity, 0.1) == [] and 0 < parity.sampled.max < 0.05

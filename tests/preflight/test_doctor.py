@@ -1,0 +1,217 @@
+"""`mm-grpo doctor`: what it reports of a sound pair, and that it stops with 3 on every fault."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mm_grpo import GRPOConfig, build, cli
+from mm_grpo.errors import DataError, GuardStop
+from mm_grpo.preflight.doctor import examine, memory
+from mm_grpo.rollout.seeds import SeedPlan
+from mm_grpo.testing.fake_engines import FakeRemoteEngine
+
+SHAPES = {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size": 56}
+
+
+@pytest.fixture
+def job(tmp_path: Path, models: dict[str, Path]) -> Path:
+    config = {
+        "model": {"path": str(models["qwen2_5_vl"]), "dtype": "float32"},
+        "data": {"train": SHAPES},
+        "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10},
+        "optim": {"warmup_steps": 2, "updates_per_step": 2},
+        "run": {"dir": str(tmp_path / "run"), "max_steps": 2, "seed": 5},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts an engine with its own weights, and a fault, in the place of the one that configs name."""
+
+    def put(fault: str = "") -> None:
+        monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: FakeRemoteEngine(m, p, fault))
+
+    return put
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["mm-grpo", "doctor", *map(str, arguments)])
+        code: Any = 0
+        try:
+            cli.main()
+        except SystemExit as leaving:
+            code = leaving.code
+        return (code, *capfd.readouterr())
+
+    return call
+
+
+def test_the_report_of_a_sound_pair(job: Path, engine: Any) -> None:
+    engine()
+    config = GRPOConfig.from_yaml(job)
+    report = examine(config, 3)
+    assert report.failures == [] and report.ok and report.ids_equal is True
+    assert (report.engine, report.dtype, report.device, report.limit) == (
+        "transformers",
+        "float32",
+        "cpu",
+        1e-3,
+    )
+    plan = SeedPlan(5, 4, 4, 1, 2)
+    assert [p.seeds for p in report.before] == [tuple(plan.group(1, slot)) for slot in range(3)]
+    assert len({p.uid for p in report.before}) == 3
+    for before, after in zip(report.before, report.after, strict=True):
+        assert (before.versions, after.versions) == ((0,), (1,))
+        assert (before.images, before.completions) == (1, 4) and before.distinct == 4
+        assert before.seeds == after.seeds and before.uid == after.uid
+        assert before.score.tokens == before.sampled.tokens == after.score.tokens
+        for gap in (before.score, before.sampled, after.score, after.sampled):
+            assert 0 <= gap.mean <= gap.max < 1e-5
+    done = report.update
+    assert done is not None and done.logp_moved >= 3e-3 and done.learning_rate >= 1e-6
+    assert done.tensors > 60 and done.bytes > 4 * 60_000
+    assert report.memory["resident"] is not None and report.memory["resident"] > 50 << 20
+    assert set(report.seconds) == {"load", "generate", "compare", "update", "sync", "again", "total"}
+    assert report.seconds["total"] >= report.seconds["load"]
+    assert report.versions["torch"] and config.optim.warmup_steps == 2  # the config itself is left alone
+
+
+def test_prompts_come_once_and_no_more_than_there_are(job: Path) -> None:
+    report = examine(GRPOConfig.from_yaml(job), 50)
+    assert report.ok and sorted(p.uid for p in report.before) == [f"train:{i}" for i in range(6)]
+    assert (
+        report.update is not None and report.update.bytes == 0
+    )  # the engine holds the learner's own weights
+
+
+def test_memory_is_in_bytes() -> None:
+    found = memory()
+    assert found["resident"] is not None and found["resident_peak"] is not None
+    assert 50 << 20 < found["resident"] < 64 << 30 and 50 << 20 < found["resident_peak"] < 64 << 30
+    assert set(found) == {"resident", "resident_peak", "gpu_allocated_peak"}
+
+
+def test_the_table_and_the_exit_code(run: Any, job: Path) -> None:
+    code, out, _ = run(job, "--prompts", 2)
+    assert code == 0
+    for words in (
+        "engine transformers", "limit 0.001", "train:", "4 of 4", "prompt ids equal: yes",
+        "seeds: 8 of 8 distinct, the first ", "weight versions sampled under: [0, 1]", "weight update: ", "memory: ",
+        "at its peak", "seconds: load", "torch 2.", "\nok\n",
+    ):  # fmt: skip
+        assert words in out, words
+    assert not (job.parent / "run").exists()
+
+
+def test_json_is_one_object_and_nothing_else(run: Any, job: Path, engine: Any, monkeypatch: Any) -> None:
+    import os
+
+    class Chatty(FakeRemoteEngine):
+        def generate(self, requests: Any) -> Any:
+            print("a library says something")
+            os.write(1, b"and so does its process\n")
+            return super().generate(requests)
+
+    monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: Chatty(m, p))
+    code, out, err = run(job, "--json", "rollout.num_generations=3")
+    found = json.loads(out)
+    assert code == 0 and found["ok"] is True and found["failures"] == []
+    assert out.count("\n") == 1 and "a library says something" in err and "so does its process" in err
+    assert len(found["before"]) == len(found["after"]) == 4
+    assert found["before"][0]["completions"] == 3 and found["before"][0]["score"]["max"] < 1e-5
+    assert found["update"]["logp_moved"] > 0 and found["memory"]["resident"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no transfer", ["weight sync: of ", " never arrived: "]),
+        ("one tensor lost", ["1 never arrived: 'model.language_model.layers.1.mlp.up_proj.weight'"]),
+        ("no load", ["before the weight update the two sides agreed, after it they do not"]),
+        ("old cache", ["did not reach the engine", "the tokens that it sampled for train:"]),
+        ("stale version", ["under weight version 0, and the learner is at version 1"]),
+        ("wrong image", ["given completions of train:", "another image"]),
+        ("constant seed", ["was asked for seed", "says that it used 7"]),
+        ("constant seed, hidden", ["4 of 4 completions are the same", "generator"]),
+    ],
+)
+def test_each_fault_is_named_with_exit_code_3(
+    fault: str, words: list[str], run: Any, job: Path, engine: Any
+) -> None:
+    engine(fault)
+    code, out, err = run(job, "--prompts", 2, "--json")
+    found = json.loads(out)
+    assert code == 3 and found["ok"] is False and "Traceback" not in err
+    for word in words:
+        assert any(word in failure for failure in found["failures"]), found["failures"]
+
+
+def test_failures_stand_in_the_table_too(run: Any, job: Path, engine: Any) -> None:
+    engine("wrong image")
+    code, out, _ = run(job, "--prompts", 1)
+    assert code == 3 and "differ from the learner's by" in out and "problem(s)" in out
+
+
+def test_other_prompt_ids_stop_it(run: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(FakeRemoteEngine):
+        def generate(self, requests: Any) -> Any:
+            raise GuardStop(f"{requests[0].prompt.uid}: ran 17 prompt tokens where the learner trains on 9")
+
+    monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: Other(m, p))
+    code, out, _ = run(job, "--json")
+    found = json.loads(out)
+    assert code == 3 and found["ids_equal"] is False and found["before"] == []
+    assert "ran 17 prompt tokens where the learner trains on 9" in found["failures"][0]
+
+
+def test_an_update_that_moves_nothing_proves_nothing(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GRPOConfig.from_yaml(job, ["run.max_logp_gap=100"])
+    report = examine(config, 1)
+    assert (
+        len(report.failures) == 1 and "to show whether an update arrives it takes 300" in report.failures[0]
+    )
+
+
+def test_not_a_number_is_null_in_json(job: Path) -> None:
+    from mm_grpo.parity.gaps import Gap, PromptParity
+
+    report = examine(GRPOConfig.from_yaml(job), 1)
+    nan = Gap(float("nan"), float("nan"), 3)
+    report.before = [PromptParity("u", 1, 0, 1, 1, (1,), (0,), nan, nan)]
+    assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["before"][0]["score"]["mean"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["model.path=/nowhere"], "model.path = '/nowhere'"),
+        (["data.train=null"], "data.train is not set"),
+        (["data.max_prompt_length=3"], "the prompt has"),
+        (["data.max_prompt_length=3", "data.on_overlong=drop"], "all 6 prompts are longer than"),
+        (["optim.max_tokens_per_pack=8"], "optim.max_tokens_per_pack = 8 is smaller than"),
+        (["run.max_logp_gap=0"], "run.max_logp_gap"),
+        (["--prompts", "0"], "--prompts"),
+    ],
+)
+def test_mistakes_are_one_message_with_exit_code_2(
+    arguments: list[str], words: str, run: Any, job: Path
+) -> None:
+    code, out, err = run(job, "--json", *arguments)
+    assert code == 2 and out == "" and words in err and "Traceback" not in err
+
+
+def test_rows_are_needed(job: Path) -> None:
+    config = GRPOConfig.from_yaml(job, ["data.train=null"])
+    with pytest.raises(DataError, match=r"data\.train is not set"):
+        examine(config)

@@ -1,0 +1,112 @@
+"""The right answers that `check` writes are worth 1 to the built-ins that read them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers import tiny
+
+from mm_grpo.preflight.gold_answers import RewardCheck, gold_text
+from mm_grpo.rewards import resolve_entry
+from mm_grpo.types import EnginePrompt, Prompt, Sample
+
+SEEN, HELD = (56, 84), (100, 200)
+"""The sizes of the image as the model saw it, and as the dataset holds it: 0.56 and 0.42 of its pixels."""
+BOX = [10, 20, 60, 120]
+
+
+def prompt(**columns: Any) -> Prompt:
+    tensors: Any = None
+    sample = Sample("train:0", [{"role": "user", "content": "?"}], (tiny.picture(0, *HELD),), (), columns)
+    return Prompt(sample, (), EnginePrompt((), (tiny.picture(0, *SEEN),)), tensors, {})
+
+
+@pytest.mark.parametrize(
+    ("entry", "columns", "text"),
+    [
+        ({"name": "iou"}, {"box": BOX}, "[5.6, 8.4, 33.6, 50.4]"),
+        ({"name": "iou", "space": "0-1000"}, {"box": BOX}, "[100.0, 100.0, 600.0, 600.0]"),
+        ({"name": "iou", "space": "normalized"}, {"box": BOX}, "[0.1, 0.1, 0.6, 0.6]"),
+        (
+            {"name": "iou", "gold_space": "pixel", "layout": "xywh"},
+            {"box": [10, 20, 40, 60]},
+            "[10.0, 20.0, 30.0, 40.0]",
+        ),
+        (
+            {"name": "iou", "gold_space": "pixel", "gold_layout": "xywh"},
+            {"box": [10, 20, 30, 40]},
+            "[10.0, 20.0, 40.0, 60.0]",
+        ),
+        ({"name": "giou", "layout": "yxyx"}, {"box": BOX}, "[8.4, 5.6, 50.4, 33.6]"),
+        ({"name": "point_in_box"}, {"box": BOX}, "[5.6, 8.4, 33.6, 50.4]"),
+        (
+            {"name": "box_match"},
+            {"boxes": [BOX, [0, 0, 50, 50]]},
+            "[5.6, 8.4, 33.6, 50.4] [0.0, 0.0, 28.0, 21.0]",
+        ),
+        ({"name": "mask_iou"}, {"mask": [[0, 0, 50, 0, 50, 100]]}, "[[0.0, 0.0, 28.0, 0.0, 28.0, 42.0]]"),
+        ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
+        ({"name": "count"}, {"answer": 3.0}, "3"),
+        ({"name": "math"}, {"answer": r"5 \sqrt { 2 }"}, r"5 \sqrt { 2 }"),
+        ({"name": "choice"}, {"answer": "B"}, "B"),
+        ({"name": "anls"}, {"answer": ["boeing", "airbus"]}, "boeing"),
+        ({"name": "table_f1"}, {"table": "a,b\n1,2\n3,4"}, "a,b\n1,2\n3,4"),
+    ],
+)
+def test_built_ins(entry: dict[str, Any], columns: dict[str, Any], text: str) -> None:
+    spec, row = resolve_entry(entry), prompt(**columns)
+    assert gold_text(spec, row) == text
+    check = RewardCheck([spec], template="<think>so</think> <answer>{gold}</answer>")
+    check.add("row", row)
+    (report,) = check.finish()
+    assert (report.gold, report.failures) == ([1.0], [])
+
+
+def test_a_gold_box_in_other_pixels_is_told_by_the_reward_itself() -> None:
+    check = RewardCheck([resolve_entry({"name": "iou", "gold_space": "pixel"})])
+    check.add("row", prompt(box=[10, 20, 90, 180]))
+    (report,) = check.finish()
+    assert "does not lie in its image, which is 56 × 84" in report.failures[0].fault
+
+
+def test_the_best_of_cosine_length_is_what_the_config_says() -> None:
+    entry = {"name": "cosine_length", "max_length": 100, "right_short": 2.0}
+    check = RewardCheck([resolve_entry(entry)])
+    for index, answer in enumerate(("red", "blue")):
+        check.add(f"row {index}", prompt(answer=answer))
+    (report,) = check.finish()
+    assert (report.gold, report.wrong, report.failures) == ([2.0, 2.0], [-1.0] * 4, [])
+
+
+def test_rows_without_a_right_answer_are_left_out() -> None:
+    assert gold_text(resolve_entry("box_match"), prompt(boxes=[])) is None
+    assert gold_text(resolve_entry("iou"), prompt(box=None)) is None
+    check = RewardCheck([resolve_entry("json_schema")])
+    check.add("row", prompt(schema='{"type": "object"}'))
+    (report,) = check.finish()
+    assert report.skipped == "not judged: no column says what a right answer is" and report.failures == []
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "text"),
+    [
+        ("iou", {"box": BOX}, "[20.0, 10.0, 120.0, 60.0]"),
+        ("mask_iou", {"mask": [[0, 0, 50, 0, 50, 100]]}, "[[0.0, 0.0, 100.0, 0.0, 100.0, 50.0]]"),
+    ],
+)
+def test_the_image_that_the_reward_looks_at_is_the_one_that_counts(
+    name: str, columns: dict[str, Any], text: str
+) -> None:
+    # the second image is held at 100 x 200 too, and seen at 200 x 100: twice as wide and half as high
+    row = prompt(**columns)
+    sample = replace(row.sample, images=(tiny.picture(0, *HELD), tiny.picture(1, *HELD)))
+    seen = (tiny.picture(0, *SEEN), tiny.picture(1, 200, 100))
+    row = replace(row, sample=sample, engine_prompt=EnginePrompt((), seen))
+    spec = resolve_entry({"name": name, "image_index": 1})
+    assert gold_text(spec, row) == text
+    check = RewardCheck([spec])
+    check.add("row", row)
+    (report,) = check.finish()
+    assert (report.gold, report.failures) == ([1.0], [])

@@ -1,0 +1,229 @@
+"""Rewards on right and wrong answers: what passes, what fails and why, and what is not judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, as_text, gold_text
+from mm_grpo.rewards import resolve_entry
+from mm_grpo.types import EnginePrompt, Prompt, Sample
+
+
+def prompt(index: int, **columns: Any) -> Prompt:
+    tensors: Any = None
+    sample = Sample(f"train:{index}", [{"role": "user", "content": "?"}], (), (), columns)
+    return Prompt(sample, (), EnginePrompt((), ()), tensors, {})
+
+
+def checked(entry: Any, answers: list[Any], *, column: str = "answer", **options: Any) -> RewardReport:
+    check = RewardCheck([resolve_entry(entry)], **options)
+    for index, answer in enumerate(answers):
+        check.add(f"rows.jsonl:{index + 1}", prompt(index, **{column: answer}))
+    (report,) = check.finish()
+    return report
+
+
+def test_a_reward_that_tells_right_from_wrong_passes() -> None:
+    report = checked("exact_match", ["red", "green", "blue", None])
+    assert (report.failures, report.skipped, report.errors) == ([], "", 0)
+    assert report.gold == [1.0, 1.0, 1.0] and report.none == 1
+    assert report.wrong == [0.0] * 9  # for each row two other answers and garbage
+    assert report.calls == 12 and report.seconds > 0
+
+
+def says_number(completion: str, answer: int) -> float:
+    return float(any(sign.isdigit() for sign in completion))
+
+
+def always(completion: str, answer: str) -> float:
+    return 0.5
+
+
+def broken(completion: str, answer: str) -> float:
+    return float(completion == answer.upper())
+
+
+@pytest.mark.parametrize(
+    ("fn", "answers", "fault", "scores"),
+    [
+        (says_number, [3, 4, 5], "the right answers of other rows score no less", (1.0, 1.0)),
+        (always, ["a", "b"], "garbage scores no less", (0.5, 0.5)),
+        (broken, ["a", "b"], "garbage scores no less", (0.0, 0.0)),
+        (lambda completion, answer: None if "?" in completion else 1.0, ["a"], "garbage scores", (1.0, None)),
+    ],
+)
+def test_one_that_does_not_fails_on_each_row(
+    fn: Callable[..., Any], answers: list[Any], fault: str, scores: tuple[float, float | None]
+) -> None:
+    report = checked(fn, answers)
+    assert [failure.row for failure in report.failures] == [
+        f"rows.jsonl:{i + 1}" for i in range(len(answers))
+    ]
+    for failure, answer in zip(report.failures, answers, strict=True):
+        assert fault in failure.fault and failure.gold == str(answer)
+        assert (failure.gold_score, failure.wrong_score) == scores
+
+
+def test_only_the_rows_that_fail_are_listed() -> None:
+    def exact(completion: str, answer: str) -> float:
+        return float(completion == answer and answer != "green")
+
+    report = checked(exact, ["red", "green", "blue"])
+    assert [(f.row, f.gold, f.gold_score) for f in report.failures] == [("rows.jsonl:2", "green", 0.0)]
+
+
+def test_a_built_in_must_give_1() -> None:
+    report = checked(
+        {"name": "exact_match", "strict": True}, ["red", "blue"], template="<answer>{gold}</answer>"
+    )
+    assert [f.fault for f in report.failures] == ["the right answer is not scored 1"] * 2
+    assert report.failures[0].gold == "<answer>red</answer>"
+    ok = checked("exact_match", ["red", "blue"], template="<think>so</think> <answer>{gold}</answer>")
+    assert ok.failures == [] and ok.gold == [1.0, 1.0]
+
+
+def test_two_answers_that_mean_the_same_are_no_failure() -> None:
+    def half(completion: str, answer: str) -> float:
+        return float({"1/2": "0.5"}.get(completion, completion) == {"1/2": "0.5"}.get(answer, answer))
+
+    assert checked(half, ["1/2", "0.5", "7"]).failures == []
+
+
+def test_rewards_without_a_column_are_called_and_not_judged() -> None:
+    report = checked({"name": "length", "max_length": 3, "unit": "characters"}, ["red", "blue"])
+    assert report.skipped.startswith("not judged: it reads no column")
+    assert report.gold == [] and report.failures == [] and report.calls > 0
+    assert min(report.wrong) < max(report.wrong) == 1.0  # the spread is told all the same
+
+
+def test_format_is_judged_where_a_template_says_the_form() -> None:
+    form = "<think>x</think> <answer>{gold}</answer>"
+    report = checked("format", ["red", "blue"], template=form)
+    assert report.gold == [1.0, 1.0] and report.wrong == [0.0, 0.0] and report.failures == []
+    bad = checked("format", ["red"], template="It is {gold}")
+    assert [f.fault for f in bad.failures] == ["the right answer is not scored 1"]
+    assert checked("format", ["red"]).skipped.startswith("not judged")
+
+
+def test_async_rewards_are_called_only_when_asked() -> None:
+    called = []
+
+    async def ask(completion: str, answer: str) -> float:
+        called.append(completion)
+        return float(completion == answer)
+
+    report = checked(ask, ["red", "blue"])
+    assert called == [] and report.skipped == "not called: it may use a network (--call-judges calls it)"
+    report = checked(ask, ["red", "blue"], call_judges=True)
+    assert len(called) == 6 and report.gold == [1.0, 1.0] and report.failures == []
+
+
+def test_errors_are_listed_by_row_and_end_after_three() -> None:
+    def picky(completion: str, answer: str) -> float:
+        if answer == "bad":
+            raise RuntimeError("no such colour")
+        return float(completion == answer)
+
+    report = checked(picky, ["red", "bad", "blue"])
+    assert [(f.row, f.gold) for f in report.failures] == [("rows.jsonl:2", "")]
+    assert "no such colour" in report.failures[0].fault and "train:1" in report.failures[0].fault
+    assert report.gold == [1.0, 1.0]
+    worse = checked(picky, ["bad"] * 9)
+    assert len(worse.failures) == 3 and worse.failures[2].fault.endswith("; not called again")
+
+
+def test_batch_functions_in_trls_signature() -> None:
+    def accuracy(completions: list[Any], solution: list[str], **kwargs: Any) -> list[float]:
+        return [float(c[0]["content"] == s) for c, s in zip(completions, solution, strict=True)]
+
+    assert checked(accuracy, ["a", "b"], column="solution").failures == []
+    assert checked(accuracy, ["a", "b"], column="solution").gold == [1.0, 1.0]
+
+
+def test_many_rows_exchange_answers_across_chunks() -> None:
+    report = checked("exact_match", [str(i) for i in range(65)])
+    assert len(report.gold) == 65 and report.failures == []
+    assert len(report.wrong) == 65 * 4
+
+
+def test_which_text_is_the_right_answer() -> None:
+    def mine(completion: str, label: str, answer: str = "", solution: str = "") -> float:
+        return 0.0
+
+    spec = resolve_entry(mine)
+    assert gold_text(spec, prompt(0, label="l", answer="a", solution="s")) == "s"
+    assert gold_text(spec, prompt(0, label="l", answer="a")) == "a"
+    assert gold_text(spec, prompt(0, label="l", other="o")) == "l"
+    assert gold_text(spec, prompt(0, label=" ")) is None
+    assert gold_text(spec, prompt(0, label="l"), r"\boxed{{gold}}") == r"\boxed{l}"
+    assert gold_text(resolve_entry("exact_match"), prompt(0, answer=None)) is None
+    assert [as_text(v) for v in (3, 3.0, 2.5, True, ["x", "y"], [1, 2], {"a": None})] == [
+        "3", "3", "2.5", "true", "x", "[1, 2]", '{"a": null}',
+    ]  # fmt: skip
+
+
+def test_a_reward_whose_column_is_null_in_every_row_applies_nowhere() -> None:
+    report = checked("exact_match", [None] * 70)
+    assert (report.rows, report.unapplied, report.calls, report.applies_nowhere) == (70, 70, 0, True)
+    once = checked("exact_match", [None] * 69 + ["red"])
+    assert (once.rows, once.unapplied, once.applies_nowhere) == (70, 69, False)
+
+
+def test_a_function_that_gives_none_to_every_row_applies_nowhere() -> None:
+    def mine(completion: str, answer: str | None) -> float | None:
+        return None if answer is None else float(completion == answer)
+
+    null = checked(mine, [None, None, None])
+    assert null.calls == 3 and null.applies_nowhere  # called on garbage, as no row says what is right
+    assert not checked(mine, [None, "red"]).applies_nowhere
+
+    def never(completion: str, answer: str) -> None:
+        return None
+
+    assert checked(never, ["red", "blue"]).applies_nowhere
+
+    def shape_of(completion: str) -> float | None:
+        return None if "<box>" not in completion else 1.0
+
+    assert not checked(shape_of, ["red", "blue"]).applies_nowhere  # it reads no row, so no row says so
+
+
+def test_an_error_on_a_row_without_an_answer_is_found_as_a_run_would_find_it() -> None:
+    def upper(completion: str, answer: str) -> float:
+        return float(completion == answer.upper())
+
+    report = checked(upper, ["RED", None])
+    assert [(f.row, "NoneType" in f.fault) for f in report.failures] == [("rows.jsonl:2", True)]
+
+
+def test_gates_and_weights_of_0_may_be_idle() -> None:
+    assert not checked({"name": "exact_match", "weight": 0}, [None, None]).applies_nowhere
+    gated = resolve_entry({"name": "exact_match", "only_if": "format"})
+    check = RewardCheck([gated])
+    check.add("rows.jsonl:1", prompt(0, answer=None))
+    (report,) = check.finish()
+    assert report.unapplied == 1 and not report.applies_nowhere
+
+
+def test_right_and_wrong_alike_on_most_rows() -> None:
+    assert [checked(always, ["a", "b"]).alike, checked(always, ["a", "b"]).cannot_tell] == [2, True]
+
+    def half(completion: str, answer: str) -> float:
+        return float(completion == answer or answer in ("a", "b"))
+
+    two_of_four = checked(half, ["a", "b", "c", "d"])
+    assert (two_of_four.alike, two_of_four.cannot_tell) == (2, False)
+    two_of_three = checked(half, ["a", "b", "c"])
+    assert (two_of_three.alike, two_of_three.cannot_tell) == (2, True)
+    assert not checked("exact_match", ["red", "blue"]).cannot_tell
+
+
+def test_a_column_that_only_later_rows_have_is_judged() -> None:
+    check = RewardCheck([resolve_entry("exact_match")])
+    check.add("rows.jsonl:1", prompt(0))
+    check.add("rows.jsonl:2", prompt(1, answer="red"))
+    (report,) = check.finish()
+    assert (report.skipped, report.gold, report.unapplied) == ("", [1.0], 1)

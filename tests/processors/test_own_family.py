@@ -1,0 +1,251 @@
+"""A family in a file outside the package is trained through the command line, exactly as those that ship."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from helpers import tiny
+from helpers.steps import config_for, make_groups
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+import mm_grpo
+from mm_grpo import cli
+from mm_grpo.config import ModelConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.import_path import load_named
+from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.model import load_model
+from mm_grpo.learner.pack import Item, layout, plan
+from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.types import Prompt
+
+FILE = Path(__file__).with_name("picture_llama.py")
+NAMED = f"{FILE}:PictureLlamaProcessor"
+TOWER = ("model.vision_tower.", "model.multi_modal_projector.")
+UNREAD = (".encoder.layers.2.", "post_layernorm")  # features are those of the layer before
+BALANCED = "k_proj.bias"  # it moves all scores of a query alike, so its gradient is rounding
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    build = load_named(f"{FILE}:build", "model.processor", ConfigError)
+    folder: Path = build(tmp_path_factory.mktemp("picture_llama"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processor(path: Path) -> Processor:
+    return load_processor(str(path), named=NAMED)
+
+
+def plain(model: Any, processor: Processor, prompt: Prompt, answer: tuple[int, ...]) -> Tensor:
+    """Log-probs [T] from transformers' own forward on prompt + answer, one row."""
+    ids = torch.tensor([[*prompt.token_ids, *answer]])
+    logits = model(input_ids=ids, **prompt.vision, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1]
+    logits = logits.index_fill(1, torch.tensor(sorted(processor.media_token_ids)), -1e9)
+    return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def own_prompts(processor: Processor) -> list[Prompt]:
+    pictures = [tiny.picture(i) for i in range(3)]
+    return [
+        processor.prompt(tiny.sample("a", "what is it, and of which colours", tuple(pictures[:2]))),
+        processor.prompt(tiny.sample("b", "and that one there", (pictures[2],))),
+        processor.prompt(tiny.sample("c", "no picture at all")),
+    ]
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_packs_equal_the_plain_forward(path: Path, processor: Processor, attn: str) -> None:
+    model = load_model(ModelConfig(path=str(path), device="cpu", attn=attn), processor.family)
+    reference = copy.deepcopy(model)
+    module = PackForward(
+        model, family=processor.family, media_token_ids=processor.media_token_ids, temperature=1.0, attn=attn
+    )
+    prompts = own_prompts(processor)
+    generator = torch.Generator().manual_seed(0)
+    items = [
+        Item(i, i // 4, prompts[i // 4], tuple(torch.randint(255, (n,), generator=generator).tolist()))
+        for i, n in enumerate([3, 7, 1, 12] * 3)
+    ]
+    expected = {i.index: plain(reference, processor, i.prompt, i.token_ids) for i in items}
+    torch.cat([w * expected[i] for i, w in enumerate(torch.linspace(-1, 2, len(items)))]).sum().backward()
+
+    prefixes = 0
+    for rows in plan(items, max_tokens=130):
+        pack = layout(rows, processor.media_token_ids)
+        assert pack.position_ids.shape == pack.input_ids.shape
+        prefixes += "prefix" in module.masks.of(pack.segments)
+        logp, _ = module(pack)
+        want = torch.cat([expected[i.index].detach() for row in rows for i in row])
+        assert float((logp.detach() - want).abs().max()) <= 1e-5
+        weight = torch.linspace(-1, 2, len(items))[pack.completion_index]
+        (weight * logp).sum().backward()
+    assert prefixes == (2 if attn == "sdpa" else 0)
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        want = theirs[name].grad
+        assert (want is None) == any(part in name for part in UNREAD), name
+        if want is not None and not name.endswith(BALANCED):
+            assert parameter.grad is not None and want.norm() > 0, name
+            assert float((parameter.grad - want).norm()) <= 1e-5 * float(want.norm()), name
+
+
+@pytest.mark.parametrize("how", ["freeze_vision", "lora"])
+def test_frozen_towers_and_adapters(path: Path, processor: Processor, how: str) -> None:
+    """A reference policy, and with a frozen tower its features once; adapters stand in the language model alone."""
+    changes: dict[str, Any] = {"freeze_vision": True} if how == "freeze_vision" else {"lora": {"rank": 2}}
+    config = config_for(path, model={"path": str(path), "device": "cpu", **changes}, algorithm={"beta": 0.1})
+    model = load_model(config.model, processor.family)
+    trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    assert trained and not any(name.startswith(TOWER) for name in trained)
+    assert all(".language_model." in name for name in trained) == (how == "lora")
+    learner = Learner(model, processor, config, 10)
+    report = learner.update(make_groups(processor))
+    assert report.metrics["learner/images_encoded"] == 5
+    moved = {n for n, p in model.named_parameters() if n in trained and not torch.equal(p, trained[n])}
+    assert moved and (moved == set(trained) or how == "lora")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("layer_types", ["full_attention", "sliding_attention"], "its layers have sliding_attention"),
+        ("sliding_window", 64, "its layers have sliding_attention"),
+        ("final_logit_softcapping", 30.0, r"its final_logit_softcapping is 30\.0"),
+        ("attention_dropout", 0.1, r"its attention_dropout is 0\.1"),
+        ("bias", True, "its head has a bias"),
+    ],
+)
+def test_a_model_that_would_be_run_wrongly_is_refused(
+    path: Path, processor: Processor, field: str, value: Any, words: str
+) -> None:
+    model = load_model(ModelConfig(path=str(path), device="cpu"), processor.family)
+    processor.family.check(model)
+    if field == "bias":
+        model.set_output_embeddings(torch.nn.Linear(32, 272, bias=True))
+    else:
+        setattr(model.config.text_config, field, value)
+    with pytest.raises(ConfigError, match=f"a llama cannot be trained exactly: {words};"):
+        PackForward(model, family=processor.family, media_token_ids=frozenset(), temperature=1.0)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
+    monkeypatch.setattr(sys, "argv", ["mm-grpo", *map(str, arguments)])
+    try:
+        cli.main()
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else 1
+    return 0
+
+
+def test_it_is_trained_through_the_command_line(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(FILE, tmp_path / "my_family.py")
+    rows = []
+    for i in range(4):
+        tiny.picture(i).save(tmp_path / f"{i}.png")
+        rows.append({"prompt": "what is it", "image": f"{i}.png"} if i else {"prompt": "just words"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text("def mine(completion):\n    return sum(map(ord, completion)) % 7\n")
+    config = {
+        "model": {"path": str(path), "processor": "my_family.py:PictureLlamaProcessor"},
+        "data": {"train": "rows.jsonl"},
+        "rollout": {"prompts_per_step": 4, "num_generations": 3, "max_completion_length": 8},
+        "rewards": ["mine.py:mine"],
+        "optim": {"learning_rate": 1e-3},
+        "run": {"dir": str(tmp_path / "run"), "max_steps": 2},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert run(monkeypatch, "check", tmp_path / "config.yaml") == 0, capsys.readouterr()
+    assert run(monkeypatch, "train", tmp_path / "config.yaml") == 0, capsys.readouterr()
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 2
+    for row in metrics:
+        assert row["sampling/sampling_logp_difference/max"] <= 1e-5
+        assert row["sync/logp_gap"] <= 1e-5
+        assert row["learner/update_norm"] > 0
+    before, after = (
+        load_file(path / "model.safetensors"),
+        load_file(tmp_path / "run" / "model" / "model.safetensors"),
+    )
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) == any(part in name for part in UNREAD), name
+    again = load_processor(str(tmp_path / "run" / "model"), named=NAMED)
+    assert again.prompt(tiny.sample("r", "hello")).token_ids == tuple(again.tokenizer("hello")["input_ids"])  # type: ignore[attr-defined]
+    assert (
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model").config.model_type
+        == "picture_llama"
+    )
+
+
+def test_the_package_knows_nothing_of_it(path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no processor for model type 'picture_llama'; .* name it in model\.processor"
+    ):
+        load_processor(str(path))
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("gone.py:P", r"model\.processor = 'gone\.py:P': there is no file .*gone\.py"),
+        (
+            "broken.py:P",
+            r"model\.processor = 'broken\.py:P' cannot be imported: NameError: .* at .*broken\.py:1",
+        ),
+        ("half.py:Q", r"model\.processor = 'half\.py:Q': half\.py has no 'Q'; .*it has P"),
+        ("half.py:P", r"half\.py:P is no processor: its objects have no family, .*decode, save"),
+        (
+            "no.such.module:P",
+            r"model\.processor = 'no\.such\.module:P' cannot be imported: ModuleNotFoundError",
+        ),
+        ("half.py", r"model\.processor = 'half\.py': must be path/to/file\.py:Name or package\.module:Name"),
+    ],
+)
+def test_a_processor_that_is_not_there_is_one_line(
+    named: str, words: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("nothing_of_this_name\n")
+    Path("half.py").write_text("class P:\n    def __init__(self, path, config, **limits): ...\n")
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_processor(str(path), named=named)
+    assert "\n" not in str(caught.value)
+
+
+LAYOUT = re.compile(
+    r"\.visual\b|\bvision_tower\b|grid_thw|pixel_values|lm_head|model\.language_model|get_image_features|embed_tokens"
+)
+ALLOWED = {
+    "processors",
+    "testing",  # it builds tiny models of the families
+    "learner/transformers_patches.py",  # hides a method of transformers' models
+    "rollout/weights.py",  # an example in a docstring
+}
+
+
+def test_nothing_else_knows_how_a_model_is_built() -> None:
+    root = Path(mm_grpo.__file__).parent
+    found = [
+        f"{file.relative_to(root)}:{number}: {line.strip()}"
+        for file in sorted(root.rglob("*.py"))
+        if not {file.relative_to(root).parts[0], str(file.relative_to(root))} & ALLOWED
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if LAYOUT.search(line)
+    ]
+    assert found == []

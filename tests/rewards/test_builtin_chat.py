@@ -1,0 +1,287 @@
+"""The client behind judge: tries, time-outs, rate limits, keys and proxies, against a server with bad days."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+import traceback
+from typing import Any
+
+import pytest
+from helpers.chat_server import Answer, Server, ask, entry, says
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards import Scorer
+from mm_grpo.rewards.builtins import chat
+from mm_grpo.rewards.builtins.judge import judge
+from mm_grpo.rewards.resolve import resolve_entry
+
+KEY = "sk-very-secret-0123456789"
+
+# a server with bad days ------------------------------------------------------------------------
+
+
+def test_dropped_connections_slow_answers_and_server_errors_are_tried_again(server: Server) -> None:
+    turn = iter(range(9))
+
+    def answer(_: Server, body: dict[str, Any]) -> Any:
+        match next(turn):
+            case 0:
+                return None
+            case 1:
+                time.sleep(0.6)
+                return says("Score: 1")
+            case 2:
+                return says("overloaded", 503)
+            case 3:
+                return 200, {}, "<html>not json</html>"
+            case _:
+                return says("Score: 6")
+
+    server.answer = answer
+    assert ask(server, request_timeout=0.3) == 0.6
+    assert len(server.requests) == 5
+
+
+def test_429_with_retry_after_holds_back_all_calls(server: Server, rows: Any) -> None:
+    refused = threading.Event()
+
+    def answer(_: Server, body: dict[str, Any]) -> Any:
+        if not refused.is_set():
+            refused.set()
+            return says("slow down", 429, Retry_After="0.5")
+        return says("Score: 8")
+
+    server.answer = answer
+    scorer = Scorer([entry(server, max_concurrency=2)])
+    texts = [f"cat {i}" for i in range(6)]
+    scores = scorer.score(*rows(texts, answer=["cat"] * 6), step=1)
+    scorer.close()
+    assert scores.parts["judge"] == [0.8] * 6
+    # one more call may have been under way; the rest kept away
+    early = [t for t in server.times[1:] if t - server.times[0] < 0.45]
+    assert len(server.requests) == 7 and len(early) <= 1
+
+
+def test_retry_after_as_a_date_and_one_that_is_too_far(server: Server) -> None:
+    assert chat._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
+    assert chat._retry_after("soon") is None and chat._retry_after(None) is None
+    server.answer = lambda *_: says("slow down", 429, Retry_After="3600")
+    with pytest.raises(RewardError, match=r"asks to come back in 3600 s \(status 429: "):
+        ask(server)
+    assert len(server.requests) == 1
+
+
+def test_no_more_calls_are_in_flight_than_allowed(server: Server, rows: Any) -> None:
+    def answer(_: Server, body: dict[str, Any]) -> Any:
+        time.sleep(0.15)
+        return says("Score: 5")
+
+    server.answer = answer
+    texts = [f"cat {i}" for i in range(24)]
+    for limit, settings in ((8, {}), (3, {"max_concurrency": 3})):
+        server.most = 0
+        scorer = Scorer([entry(server, cache=False, **settings)])
+        assert scorer.score(*rows(texts, answer=["cat"] * 24), step=1).totals == [0.5] * 24
+        scorer.close()
+        assert limit - 1 <= server.most <= limit
+
+
+def test_nonsense_is_asked_again_and_is_never_a_score(server: Server, rows: Any) -> None:
+    replies = iter(["I like cats.", "Score: 99", "Score: 4"])
+    server.answer = lambda *_: says(next(replies))
+    assert ask(server) == 0.4
+    server.answer = lambda *_: says("What a lovely picture!")
+    with pytest.raises(
+        RewardError, match="'m' gave no verdict from 0 to 10 in 3 replies; the last: 'What a lovely picture!'"
+    ):
+        ask(server, "a dog", attempts=3)
+    masking = Scorer([entry(server, attempts=1), "exact_match"], on_error="mask")
+    server.answer = lambda _, body: says(
+        "Score: 4" if "a cat" in body["messages"][0]["content"][-1]["text"] else "?"
+    )
+    scores = masking.score(*rows(["a cat", "a dog"], answer=["a cat?", "dog"]), step=1)
+    masking.close()
+    assert scores.parts["judge"] == [0.4, None] and scores.totals == [1.4, None]
+
+
+def test_a_try_is_bounded_as_a_whole_although_blanks_keep_coming() -> None:
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while not writer.is_closing():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+
+    async def score() -> None:
+        async with await asyncio.start_server(trickle, "127.0.0.1", 0) as running:
+            url = f"http://127.0.0.1:{running.sockets[0].getsockname()[1]}/v1"
+            with pytest.raises(RewardError, match=r"in 1 tries of 0\.3 s; the last: TimeoutError$"):
+                await judge("a cat", "?", answer="cat", url=url, model="m", attempts=1, request_timeout=0.3)
+            await asyncio.sleep(0.1)  # so that the server sees that the client is gone
+
+    start = time.monotonic()
+    asyncio.run(score())
+    assert time.monotonic() - start < 5
+
+
+def test_a_mistake_in_the_settings_is_raised_at_once(server: Server) -> None:
+    server.answer = lambda *_: says("no such model", 404)
+    with pytest.raises(
+        RewardError, match=r"http://127.0.0.1:\d+/v1 answered with status 404: .*no such model"
+    ):
+        ask(server)
+    assert len(server.requests) == 1
+    with pytest.raises(RewardError, match=r"gave no answer in 2 tries of 60 s; the last: ConnectError"):
+        ask(server, url="http://127.0.0.1:9/v1", attempts=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": ""}, "url=':?/?/?'; set both"),
+        ({"model": ""}, "model='', url='http://127.0.0.1"),
+        ({"url": "ftp://x"}, "set both, such as url: http://host:8000/v1"),
+        ({"low": 3, "high": 3}, "low must be below high"),
+        ({"attempts": 0}, "attempts=0"),
+        ({"request_timeout": 0}, "request_timeout=0"),
+        ({"verdict": r"\d"}, "it needs a group, in brackets, around the number"),
+    ],
+)
+def test_settings_that_mean_nothing(server: Server, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ask(server, **settings)
+
+
+# the key ----------------------------------------------------------------------------------------
+
+
+def everything(error: BaseException) -> str:
+    """The message, its causes, and every local variable of every frame: more than any log holds."""
+    told = "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+        told += "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
+    return told
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda *_: says(f"Incorrect API key provided: {KEY}", 401),
+        lambda *_: says(f"x {KEY}", 500),
+        lambda *_: says("slow down", 429, Retry_After="9999"),
+        lambda *_: (200, {}, f"<html>{'x' * 190}{KEY}</html>"),
+        lambda *_: None,
+    ],
+)
+def test_no_key_in_any_log_or_message(
+    server: Server,
+    rows: Any,
+    answer: Answer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
+    server.answer = answer
+    caplog.set_level(logging.DEBUG)
+    scorer = Scorer([entry(server, key_env="JUDGE_KEY", attempts=1)])
+    with pytest.raises(RewardError) as raised:
+        scorer.score(*rows(["a cat"], answer=["cat"]), step=1)
+    scorer.close()
+    assert server.keys == [f"Bearer {KEY}"]
+    assert KEY not in everything(raised.value) and KEY[:12] not in str(raised.value)
+    assert KEY not in caplog.text and KEY not in repr(resolve_entry(entry(server, key_env="JUDGE_KEY")))
+
+
+def test_the_key_goes_with_every_request_and_into_no_score(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    assert ask(server, key_env="JUDGE_KEY") == 1.0
+    assert server.keys == [f"Bearer {KEY}"] and KEY not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            None,
+            "the environment variable JUDGE_KEY is not set, and key_env says that it holds the key; set it",
+        ),
+        (" ", "JUDGE_KEY is not set"),
+        ("a\nb", "JUDGE_KEY holds no key: it has spaces or control characters"),
+        ("clé", "JUDGE_KEY holds no key"),
+    ],
+)
+def test_a_key_that_is_none(
+    server: Server, value: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_KEY", value)
+    with pytest.raises(RewardError, match=message) as raised:
+        ask(server, key_env="JUDGE_KEY")
+    assert value is None or not value.strip() or value not in str(raised.value)
+    assert server.requests == []
+
+
+def test_secrets_in_the_address_are_not_shown() -> None:
+    assert chat.shown("https://user:pass@host:1/v1?key=abc") == "https://host:1/v1"
+
+
+# the environment -------------------------------------------------------------------------------
+
+
+def test_no_proxy_stands_between_us_and_this_machine(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert ask(server) == 1.0
+    with pytest.raises(RewardError, match="gave no answer in 1 tries of 60 s; the last: ConnectError"):
+        ask(server, url="http://judge.invalid/v1", attempts=1)  # elsewhere the proxy is asked
+
+
+def test_what_the_environment_holds_for_openai_goes_to_no_other_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "OPENAI_ADMIN_KEY"):
+        monkeypatch.setenv(name, KEY)
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    assert ask(server) == 1.0
+    assert KEY not in str(server.headers) and server.keys == [None]
+
+
+def test_a_key_that_changes_and_two_keys_for_one_server(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def both() -> None:
+        settings = {"prompt": "?", "answer": "cat", "url": server.url, "model": "m", "cache": False}
+        for key in ("one", "two"):
+            monkeypatch.setenv("JUDGE_KEY", key)
+            await judge("a cat", **settings, key_env="JUDGE_KEY")
+        monkeypatch.setenv("OTHER_KEY", "three")
+        await asyncio.gather(
+            *(judge("a cat", **settings, key_env=key) for key in ("JUDGE_KEY", "OTHER_KEY", None))
+        )
+
+    asyncio.run(both())
+    assert server.keys[:2] == ["Bearer one", "Bearer two"]
+    assert sorted(str(key) for key in server.keys[2:]) == ["Bearer three", "Bearer two", "None"]
+
+
+def test_each_event_loop_has_a_client_of_its_own_and_leaves_no_connection_open(server: Server) -> None:
+    for i in range(3):
+        assert ask(server, f"cat {i}") == 1.0  # asyncio.run: a new loop each
+    assert len(server.requests) == 3
+    for _ in range(100):
+        if not server.open:
+            break
+        time.sleep(0.01)
+    assert not server.open

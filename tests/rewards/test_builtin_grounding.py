@@ -1,0 +1,357 @@
+"""Boxes and points in a text, coordinate spaces; iou, giou, box_match and point_in_box."""
+
+import inspect
+import itertools
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mm_grpo.rewards import Scorer
+from mm_grpo.rewards.builtins.boxes import Frame, boxes_in, has_area, iou_of, point_in
+from mm_grpo.rewards.builtins.grounding import assign, box_match, giou, giou_of, iou, point_in_box
+from mm_grpo.types import Sample
+
+SEEN = (Image.new("RGB", (56, 28)),)
+ROW = Sample("row:0", [], (Image.new("RGB", (112, 140)),))  # seen at half the width and a fifth of the height
+
+coordinates = st.floats(-1e6, 1e6) | st.integers(-100, 100).map(float)
+boxes = st.tuples(coordinates, coordinates, coordinates, coordinates)
+
+
+# reading ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", []),
+        ("[1, 2, 3, 4]", [(1, 2, 3, 4)]),
+        ("(1,2,3,4)", [(1, 2, 3, 4)]),
+        ("1 2 3 4", [(1, 2, 3, 4)]),
+        ("1, 2, 3, 4.", [(1, 2, 3, 4)]),
+        ("the years 1 2 3 4 and so on", []),
+        ("<box>1 2 3 4</box>", [(1, 2, 3, 4)]),
+        ("<|box_start|>(1,2),(3,4)<|box_end|>", [(1, 2, 3, 4)]),
+        ("(1, 2), (3, 4)", [(1, 2, 3, 4)]),
+        ("(1, 2) (3, 4)", [(1, 2, 3, 4)]),
+        ("[[1, 2], [3, 4]]", [(1, 2, 3, 4)]),
+        ('```json\n[{"bbox_2d": [1, 2, 3, 4], "label": "a"}]\n```', [(1, 2, 3, 4)]),
+        ("[1, 2, 3, 4] or [5, 6, 7, 8]", [(1, 2, 3, 4), (5, 6, 7, 8)]),
+        ("<answer>[1, 2, 3, 4]</answer> [5, 6, 7, 8]", [(1, 2, 3, 4)]),
+        ("[0.25, .5, 0.75, 1.]", [(0.25, 0.5, 0.75, 1)]),
+        ("[-1, +2, 3e1, 4]", [(-1, 2, 30, 4)]),
+        ("[1, 2, 3]", []),
+        ("[1, 2, 3, 4, 5]", []),
+        ("[1, 2, 3, 1e99]", []),
+        ("[1, 2, 3, 1e999]", []),
+        ("[1, 2, 3, 12345678901]", []),
+        ("[nan, 2, 3, 4]", []),
+        ("[1; 2; 3; 4]", []),
+        ("［1, 2, 3, 4］", []),
+    ],
+)
+def test_boxes_in_a_text(text, found):
+    assert boxes_in(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "point"),
+    [
+        ("", None),
+        ("(3, 4)", (3, 4)),
+        ("[3.5, 4]", (3.5, 4)),
+        ("3 4", (3, 4)),
+        ("click(x=3, y=4)", (3, 4)),
+        ('<point x="3" y="4" alt="a">a</point>', (3, 4)),
+        ('{"x": 3, "y": 4}', (3, 4)),
+        ('{"point_2d": [3, 4], "label": "a"}', (3, 4)),
+        ("<point>3 4</point>", (3, 4)),
+        ("(1, 2) no, (3, 4)", (3, 4)),
+        ("(1, 2), (3, 4)", (2, 3)),
+        ("[1, 2, 3, 4]", (2, 3)),
+        ("[1, 2, 3, 4] so (9, 9)", (9, 9)),
+        ("(9, 9) so [1, 2, 3, 4]", (2, 3)),
+        ("step 3 of 4", None),
+        ("(3)", None),
+        ("(3, nan)", None),
+        ("(3, 1e99)", None),
+    ],
+)
+def test_the_point_in_a_text(text, point):
+    assert point_in(text) == point
+
+
+# iou and giou ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("[0, 0, 10, 20]", 1.0),
+        ("[0, 0, 10, 10]", 0.5),
+        ("[5, 0, 15, 20]", 1 / 3),
+        ("[10, 0, 20, 20]", 0.0),
+        ("[0, 0, 100, 200]", 0.01),
+        ("[-10, 0, 10, 20]", 0.5),
+        ("[10, 20, 0, 0]", 0.0),
+        ("[10, 0, 0, 20]", 0.0),
+        ("[5, 5, 5, 5]", 0.0),
+        ("[0, 0, 9e6, 9e6]", 200 / 81e12),
+        ("[9, 9, 9, 9] [0, 0, 10, 20]", 1.0),
+        ("nowhere", 0.0),
+        ("", 0.0),
+        ("[NaN, 0, 10, 20]", 0.0),
+    ],
+)
+def test_iou(completion, score):
+    assert iou(completion, (0, 0, 10, 20)) == pytest.approx(score)
+    assert iou(completion, (0, 0, 10, 20), threshold=0.5) == float(score >= 0.5)
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("[0, 0, 10, 20]", 1.0),
+        ("[0, 0, 10, 10]", 0.5),
+        ("[10, 0, 20, 20]", 0.0),  # side by side: the hull is the union
+        ("[30, 0, 40, 20]", -0.5),  # union 400 of a hull of 800
+        ("[10, 20, 20, 40]", -0.5),
+        ("[10, 20, 0, 0]", -1.0),
+        ("", -1.0),
+    ],
+)
+def test_giou(completion, score):
+    assert giou(completion, (0, 0, 10, 20)) == pytest.approx(score)
+
+
+@example(
+    (-71260.0, -999990.0, 0.0, 0.0), (-71259.17578125, -928719.0, 0.0, -1.17578125)
+)  # a rounding above the IoU
+@given(boxes, boxes)
+def test_iou_is_symmetric_and_in_its_range(one, other):
+    value = iou_of(one, other)
+    assert 0 <= value <= 1 and value == iou_of(other, one)
+    assert -1 <= giou_of(one, other) <= value or not (has_area(one) and has_area(other))
+    assert giou_of(one, other) == giou_of(other, one)
+
+
+@given(boxes.filter(has_area))
+def test_a_box_overlaps_itself_wholly(box):
+    width, height = box[2] - box[0], box[3] - box[1]
+    assert iou_of(box, box) == (1.0 if width * height > 0 else 0.0)  # tiny ones underflow
+    moved = (box[0] + 2 * width, box[1], box[2] + 2 * width, box[3])
+    assert iou_of(box, moved) == 0.0
+
+
+@given(
+    st.tuples(*[st.integers(0, 30)] * 4).filter(has_area),
+    st.tuples(*[st.integers(0, 30)] * 4).filter(has_area),
+)
+def test_iou_counts_the_pixels_of_whole_boxes(one, other):
+    cells = [set(itertools.product(range(b[0], b[2]), range(b[1], b[3]))) for b in (one, other)]
+    assert iou_of(one, other) == len(cells[0] & cells[1]) / len(cells[0] | cells[1])
+    assert iou(f"{list(one)}", other) == iou_of(one, other)
+
+
+# coordinate systems ----------------------------------------------------------------------------
+
+
+def test_every_pair_of_spaces_agrees():
+    # one box: the left half of the image, from a quarter of its height to three quarters
+    written = {
+        "pixel": "[0, 7, 28, 21]",
+        "normalized": "[0, 0.25, 0.5, 0.75]",
+        "0-1000": "[0, 250, 500, 750]",
+    }
+    gold = {
+        "pixel": (0, 7, 28, 21),
+        "original": (0, 35, 56, 105),
+        "normalized": (0, 0.25, 0.5, 0.75),
+        "0-1000": (0, 250, 500, 750),
+    }
+    for space, text in written.items():
+        for gold_space, box in gold.items():
+            assert iou(text, box, SEEN, ROW, space=space, gold_space=gold_space) == pytest.approx(1.0)
+            assert giou(text, box, SEEN, ROW, space=space, gold_space=gold_space) == pytest.approx(1.0)
+            options = {"space": space, "gold_space": gold_space}
+            assert box_match(text, [box], SEEN, ROW, **options, threshold=1.0) == 1.0
+            assert point_in_box(text, box, SEEN, ROW, **options) == 1.0
+
+
+def test_gold_boxes_live_in_the_original_image_by_default(rows):
+    prompts, completions = rows(["[0, 0, 2, 2]", "[0, 0, 4, 4]"], box=[[0, 0, 4, 4], [0, 0, 5, 4]])
+    # the images are 4 × 4 and 5 × 4 pixels, and the model saw 2 × 2
+    assert Scorer(["iou"]).score(prompts, completions, step=1).parts == {"iou": [1.0, 0.25]}
+    seen = Scorer([{"name": "iou", "gold_space": "pixel"}])
+    with pytest.raises(Exception, match="does not lie in its image, which is 2 × 2 in the space 'pixel'"):
+        seen.score(prompts, completions, step=1)
+
+
+def test_layouts():
+    assert iou("[1, 2, 30, 40]", (1, 2, 31, 42), layout="xywh") == 1.0
+    assert iou("[1, 2, 31, 42]", [1, 2, 30, 40], gold_layout="xywh") == 1.0
+    assert iou("[2, 1, 42, 31]", "[1, 2, 31, 42]", layout="yxyx") == 1.0
+    assert boxes_in("[1, 2, 30, -1]", "xywh") == [(1, 2, 31, 1)]
+
+
+def test_the_image_of_several():
+    images = (Image.new("RGB", (10, 10)), Image.new("RGB", (20, 20)))
+    assert (
+        iou("[0, 0, 1, 1]", (0, 0, 20, 20), images, space="normalized", gold_space="pixel", image_index=1)
+        == 1.0
+    )
+    with pytest.raises(ValueError, match=r"image_index=2, and the row has 2 image\(s\), counted from 0"):
+        iou("[0, 0, 1, 1]", (0, 0, 1, 1), images, image_index=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"box": (1, 2, 3)}, r"the gold box is \(1, 2, 3\); it must be four finite numbers"),
+        ({"box": (1, 2, 3, math.nan)}, "it must be four finite numbers"),
+        ({"box": "here"}, "it must be four finite numbers"),
+        ({"box": [True, 0, 1, 1]}, "it must be four finite numbers"),
+        (
+            {"box": (5, 0, 1, 1)},
+            r"the gold box \(5.0, 0.0, 1.0, 1.0\) has no area: \(x0, y0\) must be the top left",
+        ),
+        (
+            {"box": (0, 0, 200, 100)},
+            r"does not lie in its image, which is 112 × 140 in the space 'original'; see",
+        ),
+        ({"box": (0, 0, 200, 100), "gold_space": "normalized"}, "which is 1 × 1 in the space 'normalized'"),
+        ({"box": (0, 0, 1, 1), "space": "original"}, "space='original'; legal are 'pixel', 'normalized'"),
+        ({"box": (0, 0, 1, 1), "gold_space": "seen"}, "gold_space='seen'; legal are 'original', 'pixel'"),
+        ({"box": (0, 0, 1, 1), "layout": "xxyy"}, "layout 'xxyy'; legal are 'xyxy', 'xywh'"),
+        ({"box": (0, 0, 1, 1), "threshold": 0}, r"threshold=0; it is an overlap in \(0, 1\]"),
+    ],
+)
+def test_golds_and_settings_that_mean_nothing(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        iou("[0, 0, 1, 1]", images=SEEN, sample=ROW, **arguments)
+
+
+def test_spaces_without_an_image():
+    assert iou("[0, 0, 1, 1]", (0, 0, 1, 1), gold_space="original") == 1.0
+    assert Frame().scale("normalized", "0-1000") == (1000.0, 1000.0)
+    with pytest.raises(
+        ValueError, match="coordinates in the space 'pixel' need the image's size, and the row has no"
+    ):
+        iou("[0, 0, 1, 1]", (0, 0, 1, 1), gold_space="normalized")
+
+
+def test_the_box_rewards_share_their_options():
+    shared = {
+        "space": "pixel",
+        "gold_space": "original",
+        "layout": "xyxy",
+        "gold_layout": "xyxy",
+        "image_index": 0,
+    }
+    for fn in (iou, giou, box_match, point_in_box):
+        parameters = inspect.signature(fn).parameters
+        assert {name: parameters[name].default for name in list(parameters)[-5:]} == shared
+        assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in shared)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'spaces'"):
+            fn("[0, 0, 1, 1]", [[0, 0, 1, 1]] if fn is box_match else [0, 0, 1, 1], spaces="pixel")
+
+
+# box_match -------------------------------------------------------------------------------------
+
+TWO = [[0, 0, 10, 10], [20, 0, 30, 10]]
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "f1", "mean"),
+    [
+        ("[0,0,10,10] [20,0,30,10]", TWO, 1.0, 1.0),
+        ("[20,0,30,10] [0,0,10,10]", TWO, 1.0, 1.0),
+        ("[0,0,10,10]", TWO, 2 / 3, 0.5),
+        ("[0,0,10,10] [0,0,10,10]", TWO, 0.5, 0.5),
+        ("[0,0,10,10] [20,0,30,10] [50,0,60,10]", TWO, 0.8, 2 / 3),
+        ("[0,0,10,5] [20,0,30,4]", TWO, 0.5, 0.45),
+        ("[10,10,0,0]", TWO, 0.0, 0.0),
+        ("", TWO, 0.0, 0.0),
+        ("there are none", [], 1.0, 1.0),
+        ("[0,0,10,10]", [], 0.0, 0.0),
+    ],
+)
+def test_box_match(completion, gold, f1, mean):
+    assert box_match(completion, gold) == pytest.approx(f1)
+    assert box_match(completion, gold, metric="mean_iou") == pytest.approx(mean)
+
+
+def test_the_matching_is_the_best_one_and_not_the_greedy_one():
+    # the first box overlaps both golds, the nearer one more: greedy would leave the second box without
+    gold = [[0, 0, 10, 10], [4, 0, 14, 10]]
+    text = "[2, 0, 12, 10] [5, 0, 15, 10]"
+    assert box_match(text, gold, threshold=0.6) == 1.0
+    assert box_match(text, gold, metric="mean_iou") == pytest.approx((8 / 12 + 9 / 11) / 2)
+
+
+def test_too_many_boxes_win_nothing():
+    gold = [[0, 0, 10, 10]]
+    assert box_match("[0,0,10,10] " * 100, gold) == pytest.approx(2 / 101)
+    assert box_match("[0,0,10,10] " * 101, gold) == 0.0
+    many = [[i, 0, i + 1, 1] for i in range(120)]
+    assert box_match(" ".join(map(str, many)), many) == 1.0
+
+
+def test_box_match_refuses_what_means_nothing():
+    with pytest.raises(ValueError, match="metric='map'; legal are 'f1' and 'mean_iou'"):
+        box_match("", TWO, metric="map")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"threshold=1.5"):
+        box_match("", TWO, threshold=1.5)
+    with pytest.raises(ValueError, match="the gold box is 3; it must be four finite numbers"):
+        box_match("", [3])
+    assert box_match("", None) is None
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda m: st.lists(
+            st.lists(st.floats(-10, 10) | st.sampled_from([0.0, 1.0]), min_size=m, max_size=m),
+            min_size=1,
+            max_size=5,
+        )
+    )
+)
+def test_the_assignment_is_the_best_of_all(weights):
+    pairs = assign(weights)
+    n, m = len(weights), len(weights[0])
+    assert len(pairs) == min(n, m) == len({i for i, _ in pairs}) == len({j for _, j in pairs})
+    small, large = min(n, m), max(n, m)
+    best = max(
+        sum(weights[i][j] if n <= m else weights[j][i] for i, j in zip(range(small), chosen, strict=True))
+        for chosen in itertools.permutations(range(large), small)
+    )
+    assert sum(weights[i][j] for i, j in pairs) == pytest.approx(best)
+
+
+def test_assignments_of_nothing():
+    assert assign([]) == [] and assign([[]]) == []
+
+
+# point_in_box ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("(15, 15)", 1.0),
+        ("(10, 20)", 1.0),
+        ("(9.9, 15)", 0.0),
+        ("(15, 20.01)", 0.0),
+        ("(1, 1) or (15, 15)", 1.0),
+        ("[10, 10, 20, 20]", 1.0),
+        ("[20, 20, 10, 10]", 1.0),
+        ("(-15, 15)", 0.0),
+        ("15", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_point_in_box(completion, score):
+    assert point_in_box(completion, (10, 10, 20, 20)) == score

@@ -1,0 +1,420 @@
+"""Time-outs and retries in the trainer's process, gates, clipping, and what the policies' keys may be."""
+
+import asyncio
+import logging
+import threading
+import time
+
+import pytest
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards import Scorer, get, resolve_entry, reward
+from mm_grpo.rewards.options import RewardOptions
+
+
+def fails(match: str):
+    return pytest.raises(RewardError, match=match)
+
+
+def named(name, fn, **settings):
+    return {"name": fn, "as": name, **settings}
+
+
+def marks(**scores):
+    """A reward that scores a completion by its text."""
+    return lambda completion: scores[completion]
+
+
+# plain functions -----------------------------------------------------------------------------------
+
+
+def test_a_plain_function_with_a_time_out_scores_as_without(rows):
+    threads = []
+
+    def f(completion):
+        threads.append(threading.current_thread())
+        return float(len(completion))
+
+    scorer = Scorer([named("f", f, timeout=5), named("g", f)])
+    assert scorer.score(*rows(["a", "bc"]), step=1).parts == {"f": [1.0, 2.0], "g": [1.0, 2.0]}
+    assert threads[0] is threads[1] is not threading.main_thread()
+    assert threads[2] is threads[3] is threading.main_thread()
+
+
+def test_a_plain_function_that_hangs_stops_the_run_whatever_the_policy(rows, caplog):
+    release = threading.Event()
+
+    def f(completion):
+        return release.wait(20) if completion == "b" else 1.0
+
+    with caplog.at_level(logging.INFO):
+        scorer = Scorer([named("f", f, timeout=0.2)], on_error="mask")
+    assert (
+        "reward 'f' has a time-out and runs in the trainer's process, where nothing can end it" in caplog.text
+    )
+    start = time.perf_counter()
+    with fails(
+        r"reward 'f', on row 'row:1' with the completion 'b', had not answered after timeout = 0.2 s. A plain "
+        r"function runs in the trainer's process, in a thread that cannot be killed, so the run stops. With "
+        r"isolated: true it runs in a process that can, and on_timeout: mask goes on"
+    ):
+        scorer.score(*rows("abc"), step=1)
+    assert time.perf_counter() - start < 1.2
+    release.set()
+
+
+def test_errors_in_the_thread_keep_their_policy(rows):
+    def f(completion):
+        return 1 / (completion != "b")
+
+    scores = Scorer([named("f", f, timeout=5, on_error="mask")]).score(*rows("abc"), step=1)
+    assert scores.totals == [1.0, None, 1.0] and scores.metrics["rewards/f/errors"] == 1
+    with fails("on row 'row:1' with the completion 'b', raised ZeroDivisionError") as caught:
+        Scorer([named("f", f, timeout=5)]).score(*rows("abc"), step=1)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_retries_of_a_plain_function(rows):
+    calls = []
+
+    def f(completion):
+        calls.append(completion)
+        if calls.count(completion) < 3:
+            raise ConnectionError("no server")
+        return 1.0
+
+    assert Scorer([named("f", f, retries=2)]).score(*rows("ab"), step=1).totals == [1.0, 1.0]
+    assert calls == ["a", "a", "a", "b", "b", "b"]
+    calls.clear()
+    with fails("raised ConnectionError: no server"):
+        Scorer([named("f", f, retries=1)]).score(*rows("ab"), step=1)
+    assert calls == ["a", "a"]
+
+
+# async functions -----------------------------------------------------------------------------------
+
+
+def test_an_async_reward_that_is_late_is_cancelled_and_counted(rows):
+    ended = []
+
+    async def f(completion):
+        try:
+            await asyncio.sleep(20 if completion == "b" else 0)
+        finally:
+            ended.append(completion)
+        return 1.0
+
+    scorer = Scorer([named("f", f, timeout=0.2, on_timeout="mask")])
+    start = time.perf_counter()
+    scores = scorer.score(*rows("abc"), step=1)
+    assert time.perf_counter() - start < 1.2
+    assert scores.totals == [1.0, None, 1.0] and sorted(ended) == ["a", "b", "c"]
+    found = [scores.metrics[f"rewards/f/{what}"] for what in ("errors", "timeouts", "none")]
+    assert found == [0, 1, 0] and 0.2 <= scores.metrics["time/reward/f"] < 1
+    with fails("reward 'f', on row 'row:1' .* had not answered after timeout = 0.2 s; 1 of 3 calls had not"):
+        Scorer([named("f", f, timeout=0.2)]).score(*rows("abc"), step=1)
+    scorer.close()
+
+
+def test_an_async_reward_that_takes_no_cancelling_is_left(rows):
+    async def f(completion):
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError:
+            return 1.0
+
+    scorer = Scorer([named("f", f, timeout=0.1, on_timeout="mask")])
+    scores = scorer.score(*rows("a"), step=1)
+    assert scores.parts == {"f": [None]} and scores.metrics["rewards/f/timeouts"] == 1
+    scorer.close()
+
+
+def test_an_async_reward_that_blocks_the_loop_stops_the_run(rows):
+    async def f(completion):
+        if completion == "b":
+            time.sleep(2.5)
+        return 1.0
+
+    scorer = Scorer([named("f", f, timeout=0.1)], on_error="mask")
+    start = time.perf_counter()
+    with fails(
+        r"async rewards \('f'\): the event loop does not answer, for one of them blocks it without `await`. It "
+        r"runs in the trainer's process and cannot be killed, so the run stops"
+    ):
+        scorer.score(*rows("abc"), step=1)
+    assert time.perf_counter() - start < 1.1
+    assert scorer.score(*rows("a"), step=2).totals == [1.0]  # on a new loop
+    scorer.close()
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_max_concurrency_of_an_async_reward(rows, limit):
+    now, most = 0, 0
+
+    async def f(completion):
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+        return 1.0
+
+    scorer = Scorer([named("f", f, max_concurrency=limit)])
+    assert scorer.score(*rows("a" * 10), step=1).totals == [1.0] * 10
+    assert most == (limit or 10)
+    scorer.close()
+
+
+def test_retries_of_an_async_reward_wait_in_between(rows):
+    times = []
+
+    async def f(completion):
+        times.append(time.perf_counter())
+        if len(times) < 2:
+            raise ConnectionError
+        return 1.0
+
+    scorer = Scorer([named("f", f, retries=1)])
+    assert scorer.score(*rows("a"), step=1).totals == [1.0]
+    assert times[1] - times[0] >= 0.49
+    scorer.close()
+
+
+def test_async_rewards_run_beside_the_others(rows):
+    async def slow(completion):
+        await asyncio.sleep(0.3)
+        return 1.0
+
+    def plain(completion):
+        time.sleep(0.3)
+        return 1.0
+
+    scorer = Scorer([named("slow", slow), named("plain", plain)])
+    start = time.perf_counter()
+    assert scorer.score(*rows("a"), step=1).totals == [2.0]
+    assert time.perf_counter() - start < 0.5
+    scorer.close()
+
+
+def test_a_plain_failure_cancels_the_async_ones(rows):
+    ended = []
+
+    async def slow(completion):
+        try:
+            await asyncio.sleep(20)
+        finally:
+            ended.append(completion)
+
+    def plain(completion):
+        time.sleep(0.05)
+        raise ValueError("no")
+
+    scorer = Scorer([named("slow", slow), named("plain", plain)])
+    start = time.perf_counter()
+    with fails("reward 'plain', .* raised ValueError: no"):
+        scorer.score(*rows("ab"), step=1)
+    assert time.perf_counter() - start < 5 and ended == ["a", "b"]
+    scorer.close()
+
+
+# policies --------------------------------------------------------------------------------------------
+
+
+def test_a_rewards_own_policy_wins_over_the_scorers(rows):
+    def bad(completion):
+        raise ValueError("no")
+
+    async def late(completion):
+        await asyncio.sleep(20)
+
+    with fails("reward 'b', .* raised ValueError"):
+        Scorer([named("a", bad), named("b", bad, on_error="stop")], on_error="mask").score(*rows("x"), step=1)
+    scorer = Scorer([named("a", late, timeout=0.1, on_error="mask", on_timeout="stop")])
+    with fails("reward 'a', .* had not answered"):
+        scorer.score(*rows("x"), step=1)
+    scorer.close()
+    scorer = Scorer([named("a", late, timeout=0.1), named("b", bad, on_error="mask")], on_timeout="mask")
+    metrics = scorer.score(*rows("x"), step=1).metrics
+    assert (metrics["rewards/a/timeouts"], metrics["rewards/b/errors"]) == (1, 1)
+    scorer.close()
+
+
+def test_a_masked_completion_has_no_total_whatever_else_scored(rows):
+    def bad(completion):
+        return {"x": 1.0}[completion]
+
+    scorer = Scorer([named("a", bad, on_error="mask", weight=0), named("b", lambda completion: 0.5)])
+    scores = scorer.score(*rows("xy"), step=1)
+    assert scores.totals == [0.5, None] and scores.parts["b"] == [0.5, 0.5]
+
+
+# gates and clipping ----------------------------------------------------------------------------------
+
+
+def test_a_gate_decides_where_a_reward_applies(rows):
+    asked = []
+
+    def gated(completion):
+        asked.append(completion)
+        return 10.0
+
+    form = marks(a=1.0, b=0.0, c=-1.0, d=None, e=0.1)
+    scorer = Scorer([named("g", gated, only_if="form"), named("form", form)])
+    scores = scorer.score(*rows("abcde"), step=1)
+    assert asked == ["a", "e"]
+    assert scores.parts["g"] == [10.0, None, None, None, 10.0]
+    assert scores.totals == [11.0, 0.0, -1.0, None, 10.1]
+    assert scores.metrics["rewards/g/none"] == 3 and scores.metrics["rewards/g/mean"] == 10.0
+
+
+def test_gates_of_all_kinds_in_a_row(rows):
+    seen = []
+
+    async def first(completion):
+        return {"a": 1.0, "b": 1.0, "c": 0.0}[completion]
+
+    def second(completions, box, **kwargs):
+        seen.append(([c[0]["content"] for c in completions], box))
+        return [1.0, 0.0]
+
+    async def third(completion):
+        return 5.0
+
+    scorer = Scorer(
+        [
+            named("third", third, only_if=["first", "second"]),
+            named("second", second, only_if="first"),
+            named("first", first),
+        ]
+    )
+    scores = scorer.score(*rows("abc", box=[1, 2, 3]), step=1)
+    assert seen == [(["a", "b"], [1, 2])]
+    assert scores.parts == {"third": [5.0, None, None], "second": [1.0, 0.0, None], "first": [1.0, 1.0, 0.0]}
+    assert list(scores.parts) == ["third", "second", "first"] and scores.totals == [7.0, 1.0, 0.0]
+    scorer.close()
+
+
+def test_a_gate_that_failed_lets_nothing_through(rows):
+    def form(completion):
+        return {"a": 1.0}[completion]
+
+    scorer = Scorer(
+        [named("form", form, on_error="mask"), named("g", lambda completion: 2.0, only_if="form")]
+    )
+    scores = scorer.score(*rows("ab"), step=1)
+    assert scores.totals == [3.0, None] and scores.metrics["rewards/g/none"] == 1
+
+
+def test_clipping_is_of_the_total_and_not_of_the_parts(rows):
+    entry = named("a", marks(a=-3.0, b=0.5, c=9.0), clip=[-1, 2], weight=0.5)
+    scores = Scorer([entry]).score(*rows("abc"), step=1)
+    assert scores.totals == [-0.5, 0.25, 1.0]
+    assert scores.parts == {"a": [-3.0, 0.5, 9.0]} and scores.metrics["rewards/a/mean"] == 6.5 / 3
+    high = Scorer([named("a", marks(a=-3.0, b=9.0), clip=[None, 2])]).score(*rows("ab"), step=1)
+    assert high.totals == [-3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "gates, message",
+    [
+        ({"a": "c"}, "reward 'a': only_if is 'c', which is no other reward of the list; its rewards: a, b"),
+        ({"a": "a"}, "reward 'a': only_if is 'a', which is no other reward of the list"),
+        (
+            {"a": "b", "b": "a"},
+            "rewards: only_if goes in a circle among a, b; one of them must be scored without",
+        ),
+    ],
+)
+def test_gates_that_mean_nothing(gates, message):
+    def score(completion):
+        return 1.0
+
+    with fails(message):
+        Scorer([named(name, score, **({"only_if": gates[name]} if name in gates else {})) for name in "ab"])
+    with fails("did you mean 'formats'"):
+        Scorer([named("a", score, only_if="format"), named("formats", score)])
+
+
+# keys ------------------------------------------------------------------------------------------------
+
+
+def test_the_decorator_and_the_entry_take_the_same_options():
+    @reward("own", timeout=3, retries=2, on_error="mask", only_if="format", clip=(0, None))
+    async def own(completion):
+        return 1.0
+
+    assert get("own").options == RewardOptions(
+        timeout=3.0, retries=2, on_error="mask", only_if=("format",), clip=(0.0, None)
+    )
+    options = resolve_entry({"name": "own", "timeout": None, "only_if": [], "max_concurrency": 4}).options
+    assert options == RewardOptions(retries=2, on_error="mask", clip=(0.0, None), max_concurrency=4)
+    assert get("own").options.timeout == 3.0
+    assert (
+        RewardOptions(isolated=True).deadline == 120 and RewardOptions(isolated=True, timeout=5).deadline == 5
+    )
+    assert RewardOptions().deadline is None
+
+
+def test_memory_limits_are_bytes_or_a_text():
+    def limit(value):
+        return resolve_entry({"name": "length", "isolated": True, "memory_limit": value}).options.memory_limit
+
+    assert [limit(v) for v in (5, "2GB", "1.5 GiB", "512 mb", "7", None)] == [
+        5,
+        2 * 10**9,
+        3 * 2**29,
+        512 * 10**6,
+        7,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"isolated": "yes"}, "reward 'length': isolated is 'yes'; legal is true or false"),
+        ({"timeout": 0}, "timeout is 0; legal is a number of seconds above 0, or null for none"),
+        ({"timeout": float("inf")}, "timeout is inf; legal"),
+        ({"timeout": True}, "timeout is True; legal"),
+        ({"retries": -1}, "retries is -1; legal is a whole number, 0 or more"),
+        ({"retries": None}, "retries is None; legal"),
+        ({"max_concurrency": 0}, "max_concurrency is 0; legal is a whole number, 1 or more"),
+        (
+            {"memory_limit": "2 TB"},
+            "memory_limit is '2 TB'; legal is a number of bytes, or a text such as 512MB",
+        ),
+        ({"on_error": "skip"}, "on_error is 'skip'; legal is stop or mask"),
+        ({"on_timeout": 0}, "on_timeout is 0; legal is stop or mask"),
+        ({"only_if": 3}, "only_if is 3; legal is the name of another reward, or a list of names"),
+        ({"clip": [1, 0]}, r"clip is \[1, 0\]; legal is \[lowest, highest\], two finite numbers in order"),
+        ({"clip": 1}, "clip is 1; legal"),
+        ({"clip": [None, None]}, "clip is .*; legal"),
+        ({"clip": [0, float("nan")]}, "clip is .*; legal"),
+        ({"completions": "tokens"}, "completions is 'tokens'; legal is messages or text"),
+        ({"timeot": 3}, "reward 'length' has no setting 'timeot'; did you mean 'timeout'"),
+        (
+            {"max_concurrency": 2},
+            "max_concurrency = 2 is for async and for isolated rewards; this one is a plain",
+        ),
+        ({"memory_limit": 10}, "memory_limit = 10 needs isolated: true; in the trainer's process"),
+        (
+            {"timeout": 2, "on_timeout": "mask"},
+            "timeout = 2 and on_timeout is 'mask', but a plain function in the trainer's process cannot be ended",
+        ),
+        ({"completions": "text"}, "completions = 'text' is for functions that take `completions`"),
+    ],
+)
+def test_keys_that_mean_nothing(settings, message):
+    with fails(message):
+        resolve_entry({"name": "length", **settings})
+
+
+def test_the_decorator_refuses_what_it_does_not_know():
+    with fails(
+        r"reward 'f': @reward has no setting 'time_out'; legal are name, weight, needs, isolated, timeout"
+    ):
+        reward("f", time_out=3)(lambda completion: 1.0)
+    with fails("reward 'f': timeout is '3'; legal"):
+        reward("f", timeout="3")(lambda completion: 1.0)
+    with fails("on_timeout is 'skip'; legal are 'stop' and 'mask'"):
+        Scorer(["length"], on_timeout="skip")

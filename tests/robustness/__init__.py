@@ -1,0 +1,9 @@
+"""Hostile input: the tables of cases that test_robustness.py and make_table.py run.
+
+Importing a table adds its cases to `CASES`.
+"""
+
+from robustness import cases_commands, cases_config, cases_media, cases_rows  # noqa: F401
+from robustness.cases import CASES, Case
+
+__all__ = ["CASES", "Case"]

@@ -1,0 +1,120 @@
+"""From scores to advantages: what of a reward's answers each aggregation looks at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mm_grpo.algorithm.advantages import Objective, gdpo, grpo
+from mm_grpo.config import AlgorithmConfig
+from mm_grpo.rewards.resolve import resolve_entries
+from mm_grpo.rewards.scorer import Scores
+from mm_grpo.rewards.spec import RewardSpec
+from mm_grpo.rollout.collect import compute_advantages, group_metrics, has_zero_std, with_scores
+from mm_grpo.types import Completion, Group
+
+GDPO = AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")
+
+
+def right(completion: str) -> float:
+    return 0.0
+
+
+def short(completion: str) -> float:
+    return 0.0
+
+
+def seen(completion: str) -> float:
+    return 0.0
+
+
+def specs() -> list[RewardSpec]:
+    entries: list[Any] = [
+        right,
+        {"name": short, "weight": 0.5, "clip": [None, 2.0]},
+        {"name": seen, "weight": 0.0},
+    ]
+    return resolve_entries(entries)
+
+
+SCORES = Scores(
+    totals=[1.0, 1.0, None, 1.5],
+    parts={"right": [1.0, 0.0, 5.0, 1.0], "short": [0.0, 9.0, 5.0, 1.0], "seen": [7.0, 8.0, 9.0, None]},
+    metrics={},
+    extra={"note": ["a", "b", "c", None]},
+)
+
+
+def scored(*sizes: int, kl: tuple[tuple[float, ...], ...] = ((), ())) -> list[Group]:
+    """The scores, cut for groups of these sizes. Nothing of a prompt or a completion is looked at."""
+    anything: Any = object()
+    groups = zip((4, 7), sizes, kl, strict=True)
+    return with_scores(
+        [Group(slot, anything, (anything,) * size, kl=cost) for slot, size, cost in groups], SCORES
+    )
+
+
+def test_scores_are_cut_in_order() -> None:
+    first, second = scored(1, 3)
+    assert (first.slot, first.rewards, first.parts["short"]) == (4, (1.0,), [0.0])
+    assert (second.slot, second.rewards) == (7, (1.0, None, 1.5))
+    assert (second.parts["right"], second.extra["note"]) == ([0.0, 5.0, 1.0], ["b", "c", None])
+    with pytest.raises(ValueError, match="4 totals for groups of 5 completions"):
+        scored(2, 3)
+
+
+def test_totals_are_what_sum_then_normalize_looks_at() -> None:
+    want = grpo([[1.0, 1.0], [None, 1.5]])
+    assert compute_advantages(scored(2, 2), specs(), AlgorithmConfig()) == want == [(0.0, 0.0), (0.0, 0.0)]
+
+
+def test_clipped_parts_of_unmasked_completions_are_what_normalize_then_sum_looks_at() -> None:
+    want = gdpo(
+        [[1.0, 1.0], [None, 1.5]],
+        [Objective(1.0, [[1.0, 0.0], [None, 1.0]]), Objective(0.5, [[0.0, 2.0], [None, 1.0]])],
+    )
+    got = compute_advantages(scored(2, 2), specs(), GDPO)
+    assert got == want
+    assert got[0][0] > 0 > got[0][1] and got[1] == (0.0, 0.0)
+
+
+def test_the_kl_comes_off_the_totals() -> None:
+    config = AlgorithmConfig(kl_in_reward=True, beta=0.5, kl_estimator="k1", scale_rewards="none")
+    # 1 - 0.5 * 2 and 1 - 0.5 * -1: 0 and 1.5, less their mean of 0.75
+    assert compute_advantages(scored(2, 2, kl=((2.0, -1.0), (9.0, 3.0))), specs(), config) == [
+        (-0.75, 0.75),
+        (0.0, 0.0),
+    ]
+
+
+def test_zero_std_is_looked_for_where_advantages_are_and_before_any_kl() -> None:
+    paid = scored(2, 2, kl=((2.0, -1.0), (9.0, 3.0)))
+    taken = AlgorithmConfig(kl_in_reward=True, beta=0.5)
+    assert [has_zero_std(s, specs(), taken) for s in paid] == [True, True]  # totals 1, 1 and a lone 1.5
+    assert [has_zero_std(s, specs(), GDPO) for s in paid] == [False, True]  # the parts of the first differ
+    (one, other) = scored(1, 3)
+    assert has_zero_std(one, specs(), AlgorithmConfig())
+    assert not has_zero_std(other, specs(), AlgorithmConfig(scale_rewards="batch"))
+
+
+def test_metrics_of_groups_by_hand() -> None:
+    prompt: Any = object()
+    logprobs = [(-1.0, -2.0), (-3.0,), (-0.5, -0.5, -1.0), ()]
+    reasons: list[Any] = ["stop", "length", "stop", "stop"]
+    ids = [tuple(range(len(values))) for values in logprobs]
+    answers = [
+        Completion(*one, "", reason, 0)
+        for one, reason in zip(zip(ids, logprobs, strict=True), reasons, strict=True)
+    ]
+    groups = [
+        Group(0, prompt, tuple(answers[:2]), (1.0, 4.0)),
+        Group(1, prompt, tuple(answers[2:]), (None, 1.0)),
+    ]
+    found = group_metrics(groups)
+    assert found["completions/mean_logprob"] == pytest.approx(-8 / 6)  # of tokens, not of completions
+    assert (found["frac_reward_none"], found["frac_reward_zero_std"]) == (0.25, 0.5)
+    assert (found["reward_min"], found["reward"], found["reward_max"]) == (1.0, 2.0, 4.0)
+    assert found["completions/clipped_ratio"] == 0.25
+    none = group_metrics([Group(0, prompt, tuple(answers[:2]), (None, None))])
+    assert none["frac_reward_none"] == 1.0 and "reward" not in none and "reward_min" not in none

@@ -1,0 +1,150 @@
+"""What an evaluation says where there is nothing to say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.rollout.evaluate import Best, Evaluation, as_metrics, better
+from mm_grpo.run.metrics import read_metrics
+
+ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
+
+
+def made(path: Path, folder: Path, heldout: Any, reward: Any, **changes: Any) -> GRPOTrainer:
+    values: dict[str, Any] = {
+        "model": {"path": str(path)},
+        "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3},
+        "run": {
+            "dir": str(folder),
+            "max_steps": 1,
+            "report": False,
+            "save_model": False,
+            "guards": {"no_update": "off"},
+        },
+    }
+    return GRPOTrainer(
+        GRPOConfig.from_dict({**values, **changes}), train=ROWS, eval=heldout, rewards=[reward]
+    )
+
+
+def test_what_was_not_measured_is_not_0(models: dict[str, Path], tmp_path: Path) -> None:
+    """The reward applies to no row of the second set."""
+    heldout = {
+        "known": [dict(row, known=True) for row in ROWS[:1]],
+        "new": [dict(row, known=False) for row in ROWS],
+    }
+    trainer = made(
+        models["qwen2_vl"],
+        tmp_path / "r",
+        dict(reversed(heldout.items())),
+        lambda completion, known=True: 0.5 if known else None,
+    )
+    found = trainer.evaluate()
+    assert found == {"new": Evaluation(None, None, 4, None), "known": Evaluation(None, 0.5, 1, 0.5)}
+    assert as_metrics(found) == {"eval/known/reward": 0.5}
+    assert better(None, found, 0) is None and better(Best(0.5, 1), found, 2) == Best(0.5, 1)
+    summary = trainer.train()
+    assert summary["score_before"] is None and summary["score_after"] is None
+    assert summary["eval"] == {"known": {"before": 0.5, "after": 0.5, "rows": 1}}
+    start, metrics = read_metrics(trainer.folder.paths.metrics)
+    assert start == {"step": 0, "eval/known/reward": 0.5}
+    assert "eval/new/reward" not in metrics and metrics["eval/known/reward"] == 0.5
+
+
+def test_the_headline_is_the_mean_reward_or_the_share_above_a_mark(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A reward that is never 1, such as an IoU, has an accuracy where the mark says what counts as right."""
+
+    def overlap(completion: str, overlap: float = 0.5) -> float:
+        return overlap
+
+    rows = [dict(row, overlap=value) for row, value in zip(ROWS, (0.95, 0.7, 0.5, 0.1), strict=True)]
+    mean = made(models["qwen2_vl"], tmp_path / "a", rows, overlap)
+    assert mean.evaluate()["eval"] == Evaluation(None, pytest.approx(0.5625), 4, pytest.approx(0.5625))
+    assert str(mean.headline) == "mean reward"
+    run = {"max_steps": 1, "report": False, "save_model": False, "guards": {"no_update": "off"}}
+    marked = made(
+        models["qwen2_vl"],
+        tmp_path / "b",
+        rows,
+        overlap,
+        run={**run, "dir": str(tmp_path / "b"), "headline": "overlap >= 0.5"},
+    )
+    assert marked.evaluate()["eval"] == Evaluation(0.75, pytest.approx(0.5625), 4, 0.75)
+    assert str(marked.headline) == "accuracy (overlap >= 0.5)"
+    summary = marked.train()
+    assert summary["headline"] == "accuracy (overlap >= 0.5)" and summary["accuracy_best"] == 0.75
+    with pytest.raises(
+        ConfigError, match=r"run.headline = 'overlop >= 1': no reward of the run is named 'overlop'"
+    ):
+        run = {**run, "dir": str(tmp_path / "c"), "headline": "overlop >= 1"}
+        made(models["qwen2_vl"], tmp_path / "c", rows, overlap, run=run)
+
+
+def test_rows_that_are_too_long_are_dropped_where_the_config_says_so(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    heldout = [dict(row) for row in ROWS[:3]]
+    parts = heldout[1]["prompt"][0]["content"]
+    heldout[1]["prompt"] = [{"role": "user", "content": [*parts, {"type": "text", "text": "x" * 400}]}]
+
+    def trainer(rows: Any, policy: str) -> GRPOTrainer:
+        data = {"max_prompt_length": 200, "on_overlong": policy}
+        return made(models["qwen2_vl"], tmp_path / policy, rows, lambda completion: 1.0, data=data)
+
+    assert trainer(heldout, "drop").evaluate()["eval"] == Evaluation(None, 1.0, 2, 1.0)
+    assert trainer([heldout[1]], "drop").evaluate()["eval"] == Evaluation(None, None, 0, None)
+    with pytest.raises(DataError, match=r"drop such rows with data\.on_overlong=drop"):
+        trainer(heldout, "stop").evaluate()
+
+
+def always_right(completion: str) -> float:
+    return 1.0
+
+
+def test_sets_are_answered_from_seeds_of_their_own(models: dict[str, Path], tmp_path: Path) -> None:
+    """Two sets with the same rows, sampled: equal seeds would give equal answers."""
+    rollout = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3}
+    sampled = {"eval": {"temperature": 1.0, "num_generations": 2}}
+    trainer = made(
+        models["qwen2_vl"],
+        tmp_path / "r",
+        {"a": ROWS, "b": ROWS},
+        lambda completion: 1.0,
+        rollout=rollout | sampled,
+    )
+    seeds: list[int] = []
+    generate = trainer.engine.generate
+
+    def noted(requests: Any) -> Any:
+        seeds.extend(r.seed for r in requests)
+        return generate(requests)
+
+    trainer.engine.generate = noted  # type: ignore[method-assign]
+    trainer.evaluate()
+    assert len(seeds) == 16 == len(set(seeds))
+
+
+def test_a_prompt_and_its_longest_answer_in_evaluation_fit_the_context(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3}
+    longer = {"eval": {"max_completion_length": 2048 - 40}}
+    trainer = made(models["qwen2_vl"], tmp_path / "a", ROWS[:1], always_right, rollout=rollout | longer)
+    with pytest.raises(DataError, match=r"context of 2048 less rollout.eval.max_completion_length allows 40"):
+        trainer.evaluate()
+    with pytest.raises(ConfigError, match=r"rollout.eval.max_completion_length = 2048: the model's context"):
+        made(
+            models["qwen2_vl"],
+            tmp_path / "b",
+            ROWS[:1],
+            lambda completion: 1.0,
+            rollout=rollout | {"eval": {"max_completion_length": 2048}},
+        )

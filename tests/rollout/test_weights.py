@@ -1,0 +1,229 @@
+"""What is sent to an engine: whole units, what changed; and the proof of what arrived."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mm_grpo.errors import GuardStop
+from mm_grpo.rollout import weights as weights_module
+from mm_grpo.rollout.weights import WeightLedger, digest, unit_of
+
+LAYER = "model.language_model.layers.0"
+NAMES = [
+    "model.visual.blocks.0.attn.qkv.weight",
+    "model.visual.blocks.0.attn.qkv.bias",
+    "model.visual.blocks.0.attn.proj.weight",
+    "model.language_model.embed_tokens.weight",
+    f"{LAYER}.self_attn.q_proj.weight",
+    f"{LAYER}.self_attn.q_proj.bias",
+    f"{LAYER}.self_attn.k_proj.weight",
+    f"{LAYER}.self_attn.v_proj.weight",
+    f"{LAYER}.self_attn.o_proj.weight",
+    f"{LAYER}.mlp.gate_proj.weight",
+    f"{LAYER}.mlp.up_proj.weight",
+    f"{LAYER}.mlp.down_proj.weight",
+    f"{LAYER}.input_layernorm.weight",
+    "model.language_model.norm.weight",
+    "lm_head.weight",
+]
+
+
+def weights() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(6, 4) for name in NAMES}
+
+
+def send(ledger: WeightLedger, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Transfer and settle as an honest engine does; the names that went."""
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    transfer = ledger.transfer(pairs)
+    received = {name: digest(tensor) for name, tensor in transfer}
+    ledger.settle(transfer, received)
+    return list(received)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        (f"{LAYER}.self_attn.q_proj.bias", f"{LAYER}.self_attn"),
+        (f"{LAYER}.mlp.gate_proj.weight", f"{LAYER}.mlp"),
+        (f"{LAYER}.mlp.experts.12.up_proj.weight", f"{LAYER}.mlp"),
+        (f"{LAYER}.mlp.experts.gate_up_proj", f"{LAYER}.mlp"),
+        (f"{LAYER}.input_layernorm.weight", LAYER),
+        ("model.visual.blocks.3.mlp.up_proj.bias", "model.visual.blocks.3.mlp"),
+        ("model.visual.merger.mlp.2.weight", "model.visual.merger.mlp"),
+        ("model.language_model.norm.weight", "model.language_model"),
+        ("lm_head.weight", ""),
+    ],
+)
+def test_units(name: str, unit: str) -> None:
+    assert unit_of(name) == unit
+
+
+def test_everything_goes_first_and_then_what_changed() -> None:
+    ledger, tensors = WeightLedger(), weights()
+    assert send(ledger, tensors) == NAMES
+    assert send(ledger, tensors) == []
+    tensors[f"{LAYER}.mlp.up_proj.weight"][0, 0] += 1e-7
+    assert send(ledger, tensors) == [f"{LAYER}.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+    ledger.forget()  # sleep level 2
+    assert sorted(send(ledger, tensors)) == sorted(NAMES)
+
+
+def test_q_and_v_alone_take_k_and_o_and_the_biases_along() -> None:
+    ledger, tensors = WeightLedger(), weights()
+    send(ledger, tensors)
+    tensors[f"{LAYER}.self_attn.q_proj.weight"].mul_(2)
+    tensors[f"{LAYER}.self_attn.v_proj.weight"].mul_(2)
+    transfer = ledger.transfer(tensors.items())
+    sent = dict(transfer)
+    assert set(sent) == {n for n in NAMES if ".self_attn." in n}
+    assert transfer.bytes == 5 * 6 * 4 * 4
+    assert transfer.skipped_bytes == (len(NAMES) - 5) * 6 * 4 * 4
+
+
+def test_a_part_of_a_unit_is_never_sent() -> None:
+    ledger, tensors = WeightLedger(), weights()
+    send(ledger, tensors)
+    changed = {n: t for n, t in tensors.items() if "q_proj" in n or "v_proj" in n}
+    assert send(ledger, changed) == []  # nothing changed, so nothing is due
+    changed[f"{LAYER}.self_attn.v_proj.weight"].mul_(2)
+    with pytest.raises(
+        GuardStop, match=rf"'{LAYER}.self_attn' changed and came without .*k_proj.weight', '.*o_proj"
+    ):
+        send(ledger, changed)
+    whole = {n: t for n, t in tensors.items() if ".self_attn." in n}
+    assert list(send(ledger, whole)) == list(whole)
+
+
+def test_a_name_that_the_first_transfer_did_not_have() -> None:
+    ledger, tensors = WeightLedger(), weights()
+    send(ledger, tensors)
+    with pytest.raises(
+        GuardStop, match=r"sent 'model.extra.new.weight', which its first transfer did not have"
+    ):
+        send(ledger, {**tensors, "model.extra.new.weight": torch.zeros(1)})
+
+
+def test_after_forgetting_a_part_is_not_enough() -> None:
+    ledger, tensors = WeightLedger(), weights()
+    send(ledger, tensors)
+    ledger.forget()
+    with pytest.raises(GuardStop, match=r"lost its weights and .* did not come"):
+        send(ledger, {n: t for n, t in tensors.items() if ".mlp." in n})
+
+
+def test_what_arrives_is_compared() -> None:
+    ledger, tensors = WeightLedger(), weights()
+    transfer = ledger.transfer(tensors.items())
+    received = {name: digest(tensor) for name, tensor in transfer}
+    for fault, message in (
+        (
+            {n: d for n, d in received.items() if n != NAMES[0]},
+            f"of 15 tensors 1 never arrived: '{NAMES[0]}'",
+        ),
+        ({**received, NAMES[1]: "0"}, f"1 arrived changed: '{NAMES[1]}'"),
+        ({**received, "other": "0"}, "1 were never sent: 'other'"),
+        ({}, "15 never arrived: .* and 12 more"),
+    ):
+        with pytest.raises(GuardStop, match=message):
+            ledger.settle(transfer, fault)
+    assert send(ledger, tensors) == NAMES  # nothing of a failed transfer is believed
+
+
+def test_a_transfer_that_failed_is_sent_again() -> None:
+    ledger, tensors = WeightLedger(), weights()
+    send(ledger, tensors)
+    tensors[f"{LAYER}.mlp.up_proj.weight"].mul_(2)
+    transfer = ledger.transfer(tensors.items())
+    list(transfer)
+    with pytest.raises(GuardStop):
+        ledger.settle(transfer, {})
+    assert f"{LAYER}.mlp.up_proj.weight" in send(ledger, tensors)
+
+
+class Receiver:
+    """An engine that digests what it takes; `takes` says of which names it takes the tensors."""
+
+    def __init__(self) -> None:
+        self.holds_weights, self.takes = True, lambda name: True
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> dict[str, str]:
+        return {name: weights_module.digest(tensor) for name, tensor in tensors if self.takes(name)}
+
+
+def test_a_tensor_is_hashed_once_by_the_learner_and_once_as_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: Counter[int] = Counter()
+    monkeypatch.setattr(weights_module, "digest", lambda t: (hashed.update([id(t)]), digest(t))[1])
+    engine: Any = Receiver()
+    ledger, tensors = WeightLedger(), weights()
+    sent = ledger.send(engine, tensors.items(), 0)
+    assert set(hashed) == {id(t) for t in tensors.values()} and set(hashed.values()) == {2}
+    assert (len(sent.digests), sent.bytes) == (len(NAMES), len(NAMES) * 6 * 4 * 4)
+    hashed.clear()
+    assert ledger.send(engine, tensors.items(), 1).bytes == 0
+    assert set(hashed.values()) == {1} and len(hashed) == len(NAMES)
+
+
+def test_an_engine_that_lost_its_weights_gets_all_of_them() -> None:
+    engine: Any = Receiver()
+    ledger, tensors = WeightLedger(), weights()
+    ledger.send(engine, tensors.items(), 0)
+    engine.holds_weights = False
+    assert sorted(ledger.send(engine, tensors.items(), 1).digests) == sorted(NAMES)
+
+
+def test_after_a_transfer_that_failed_everything_goes() -> None:
+    engine: Any = Receiver()
+    ledger, tensors = WeightLedger(), weights()
+    ledger.send(engine, tensors.items(), 0)
+    tensors["lm_head.weight"].mul_(2)
+    engine.takes = lambda name: False
+    with pytest.raises(GuardStop, match=r"of 1 tensors 1 never arrived: 'lm_head.weight'"):
+        ledger.send(engine, tensors.items(), 1)
+    engine.takes = lambda name: True
+    assert sorted(ledger.send(engine, tensors.items(), 2).digests) == sorted(NAMES)
+
+
+def test_what_an_engine_does_not_look_at_is_missing_too() -> None:
+    class Ignoring(Receiver):
+        def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> dict[str, str]:
+            return {}
+
+    with pytest.raises(GuardStop, match=rf"of {len(NAMES)} tensors {len(NAMES)} never arrived"):
+        WeightLedger().send(Ignoring(), weights().items(), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [0, 1, 7, 4096, 5000, 300_000])
+def test_a_digest_sees_every_place_shape_and_dtype(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(size)
+    tensor = torch.randint(1, 100, (size,)).to(dtype)
+    value = digest(tensor)
+    assert value == digest(tensor.clone())
+    assert len(value) == 64
+    for place in {0, size // 2, size - 1} if size else ():
+        other = tensor.clone()
+        other[place] += 1
+        assert digest(other) != value
+    if size > 1:
+        assert digest(tensor.roll(1)) != value or bool((tensor == tensor[0]).all())
+        assert digest(tensor[None]) != value
+    if dtype is torch.bfloat16 and size:
+        assert digest(tensor.view(torch.float16)) != value
+
+
+def test_a_digest_of_a_view_is_that_of_its_values() -> None:
+    base = torch.randn(65, 513)
+    assert digest(base.T) == digest(base.T.contiguous())
+    odd = base.flatten()[1:]  # not aligned to 8 bytes
+    assert digest(odd) == digest(odd.clone())
+    columns = torch.randn(1024, 8)
+    swapped = columns[:, [1, 0, 2, 3, 4, 5, 6, 7]]
+    assert digest(columns) != digest(swapped)

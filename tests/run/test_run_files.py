@@ -1,0 +1,127 @@
+"""Whole files and folders on disk, and the environment that a run writes down."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from mm_grpo.files import atomic_folder, atomic_write, temporary_folder
+from mm_grpo.run import environment
+from mm_grpo.run.environment import describe_environment
+from mm_grpo.run.folder import RunFolder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
+
+
+def test_the_environment_tells_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/ada/.venv/bin/mm-grpo", "train", "a.yaml"])
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    found = describe_environment()
+    assert found["command"] == ["mm-grpo", "train", "a.yaml"]
+    assert found["mm_grpo"] == "0.1.0"
+    assert found["packages"]["torch"].startswith("2.")
+    assert found["cpus"] >= 1
+    assert "hf_secret" not in json.dumps(found) and "ada" not in json.dumps(found)
+
+
+def test_gpus_are_read_from_the_driver(tmp_path: Path) -> None:
+    for card in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / card).mkdir()
+        (tmp_path / card / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 5\n")
+    assert environment._gpus(tmp_path) == ["NVIDIA H200", "NVIDIA H200"]
+    assert environment._gpus(tmp_path / "none") == []
+
+
+def test_atomic_write_replaces_the_file_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    atomic_write(file, "größer\n")
+    assert file.read_bytes() == "größer\n".encode()
+    atomic_write(file, "half \ud800\n")
+    assert file.read_bytes() == b"half ?\n"
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        atomic_write(file, b"new")
+    assert file.read_bytes() == b"half ?\n"
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_atomic_write_leaves_the_usual_permissions(tmp_path: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        atomic_write(tmp_path / "a", b"", durable=False)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o644
+
+
+def test_replace_folder_swaps_and_keeps_the_old_one_on_failure(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x: 1\n")
+
+    def first(path: Path) -> None:
+        (path / "weights").write_text("1")
+        (path / "extra").touch()
+
+    def second(path: Path) -> None:
+        (path / "weights").write_text("2")
+
+    folder.replace_folder("model", first)
+    folder.replace_folder("model", second)
+    assert names(tmp_path / "model") == ["weights"]
+    assert (tmp_path / "model" / "weights").read_text() == "2"
+
+    def broken(path: Path) -> None:
+        (path / "weights").write_text("3")
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        folder.replace_folder("model", broken)
+    assert (tmp_path / "model" / "weights").read_text() == "2"
+    assert names(tmp_path) == [
+        "config.yaml",
+        "environment.json",
+        "mm_grpo_run.json",
+        "model",
+        "model/weights",
+    ]
+
+
+def test_a_swap_that_was_killed_half_way_is_mended(tmp_path: Path) -> None:
+    (tmp_path / ".model.old").mkdir()
+    (tmp_path / ".model.old" / "weights").write_text("1")
+
+    def broken(path: Path) -> None:
+        raise RuntimeError("again")
+
+    with pytest.raises(RuntimeError, match="again"):
+        atomic_folder(tmp_path / "model", broken)
+    assert names(tmp_path) == ["model", "model/weights"]
+
+
+def test_temporary_folders_of_killed_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("mm_grpo_tmp_left", "mm_grpo_tmp_new", "mm_grpo_other"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+    with temporary_folder("held") as held:
+        for name in ("mm_grpo_tmp_left", "mm_grpo_other", held.name):
+            os.utime(tmp_path / name, (1, 1))
+        with temporary_folder("x") as folder:
+            assert folder.is_dir() and folder.name.startswith("mm_grpo_tmp_x_")
+        assert names(tmp_path) == sorted(
+            ["mm_grpo_other", "mm_grpo_other/inner", "mm_grpo_tmp_new", "mm_grpo_tmp_new/inner", held.name]
+        )
+    assert not held.exists()

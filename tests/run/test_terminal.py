@@ -1,0 +1,82 @@
+"""Control characters and markup in data never reach the terminal: messages, progress, tables, warnings."""
+
+from __future__ import annotations
+
+import io
+import logging
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
+
+from mm_grpo.run.progress import Progress
+from mm_grpo.terminal import KEPT, PrintableFilter, cell, print_traceback, printable
+
+HOSTILE = "\x1b[31mred\x07\x9b2J\u202edetsrever\u2066\u2028next\r[bold]b[/bold]\ud800\x00"
+SHOWN = r"\x1b[31mred\x07\x9b2J\u202edetsrever\u2066\u2028next\r[bold]b[/bold]\ud800\x00"
+
+
+def hidden(text: str) -> list[str]:
+    return [
+        c
+        for c in text
+        if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t" + KEPT
+    ]
+
+
+def test_control_characters_become_escapes() -> None:
+    assert printable(HOSTILE) == SHOWN
+    assert printable("a\tb\nc") == "a\tb\nc" and printable("a\tb\nc", lines=False) == r"a\tb\nc"
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "größer", "漢字 עברית हिन्दी", "👩\u200d👩\u200d👧", "می\u200cخواهم"]
+)
+def test_what_people_write_stays(text: str) -> None:
+    assert printable(text) == text
+
+
+@given(st.text(alphabet=st.characters(categories=("Cc", "Cf", "Cs", "Zl", "Zp", "L", "P"))))
+def test_no_hidden_character_is_left(text: str) -> None:
+    assert hidden(printable(text)) == []
+    printable(text).encode()
+
+
+def test_progress_prints_data_as_text() -> None:
+    console = Console(file=io.StringIO(), highlight=False)
+    Progress(3, console=console).print(HOSTILE)
+    assert console.file.getvalue() == SHOWN + "\n"  # type: ignore[attr-defined]
+
+
+def test_a_closed_terminal_does_not_end_the_run() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    with Progress(2, headline="x", console=Console(file=Closed())) as progress:
+        progress.advance(1, {"reward": 0.5})
+
+
+def test_cells_are_no_markup() -> None:
+    table = Table()
+    table.add_row(cell(HOSTILE + "\nb"))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table)
+    assert SHOWN + r"\nb" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_warnings_and_tracebacks_are_printable(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.getLogger("mm_grpo").warning("guard: row %s", HOSTILE)
+    assert caplog.messages == [f"guard: row {SHOWN}"]
+    assert any(isinstance(f, PrintableFilter) for f in logging.getLogger("mm_grpo").filters)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError as error:
+        print_traceback(type(error), error, error.__traceback__)
+    err = capsys.readouterr().err
+    assert f"ValueError: {SHOWN}\n" in err and hidden(err) == []

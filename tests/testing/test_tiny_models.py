@@ -1,0 +1,33 @@
+"""Which family a tiny stand-in is built for: read from a model's config, or from its published name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.testing.tiny_models import family_of
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("Qwen/Qwen2-VL-2B-Instruct", "qwen2_vl"),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl"),
+        ("someone/qwen2_5_vl-finetuned/", "qwen2_5_vl"),
+        ("Qwen/Qwen3-VL-4B-Instruct", "qwen3_vl"),
+    ],
+)
+def test_families_by_published_name(name: str, family: str) -> None:
+    assert family_of(name) == family
+
+
+def test_families_by_config_of_a_folder(models: dict[str, Path]) -> None:
+    assert {name: family_of(str(path)) for name, path in models.items()} == {name: name for name in models}
+
+
+@pytest.mark.parametrize("name", ["OpenGVLab/InternVL3-2B", "/no/such/folder", "Qwen/Qwen2.5-3B"])
+def test_a_path_of_no_known_family_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="tells none of them; give a model folder, or a name such as Qwen/"):
+        family_of(name)

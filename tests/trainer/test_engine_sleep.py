@@ -1,0 +1,119 @@
+"""The engine sleeps while the learner works and at no other time, and is closed by a run that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small_runs import HELDOUT, ROWS, config_for, vowels
+from torch import Tensor
+
+from mm_grpo import GRPOTrainer, build
+from mm_grpo.errors import RewardError
+from mm_grpo.rollout.engine import Digest, Request
+from mm_grpo.testing.fake_engines import FakeRemoteEngine
+from mm_grpo.types import Completion, Prompt
+
+
+class SleepingEngine(FakeRemoteEngine):
+    """Writes down what it is asked to do, and refuses to work in its sleep."""
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        super().__init__(model, processor)
+        self.calls: list[str] = []
+        self.asleep = False
+
+    def work(self, name: str) -> None:
+        assert not self.asleep, f"{name} while asleep"
+        if self.calls[-1:] != [name]:
+            self.calls.append(name)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.work("generate")
+        return super().generate(requests)
+
+    def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
+        self.work("score")
+        return super().score(prompt, token_ids)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
+        self.work("update_weights")
+        return super().update_weights(tensors, version)
+
+    def sleep(self) -> None:
+        self.work("sleep")
+        self.asleep = True
+
+    def wake(self) -> None:
+        assert self.asleep
+        self.asleep = False
+        self.calls.append("wake")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def trainer(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GRPOTrainer:
+    monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: SleepingEngine(m, p))
+    config = config_for(models["qwen2_vl"], tmp_path / "run", run={"max_steps": 2, "eval_every": 1})
+    return GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[vowels])
+
+
+def calls_of(trainer: GRPOTrainer) -> list[str]:
+    engine: Any = trainer.engine
+    calls: list[str] = engine.calls
+    return calls
+
+
+def note_learner(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
+    update = trainer.learner.update
+
+    def noted(groups: Any) -> Any:
+        calls_of(trainer).append("learner")
+        if fails:
+            raise RuntimeError("out of memory")
+        return update(groups)
+
+    monkeypatch.setattr(trainer.learner, "update", noted)
+
+
+def test_the_engine_sleeps_around_the_learner_alone(
+    trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_learner(trainer, monkeypatch)
+    trainer.train()
+    start = ["update_weights", "generate", "score", "generate"]  # sync, parity check, evaluation and rollout
+    step = ["score", "sleep", "learner", "wake", "update_weights", "score", "generate"]
+    assert calls_of(trainer) == [*start, *step, *step]
+
+
+def test_a_trainer_still_evaluates_after_its_run_and_closes_its_engine(trainer: GRPOTrainer) -> None:
+    trainer.train()
+    assert trainer.evaluate()["eval"].rows == len(HELDOUT)
+    assert "close" not in calls_of(trainer)
+    trainer.close()
+    assert calls_of(trainer)[-1] == "close"
+
+
+def test_a_step_whose_learner_fails_closes_the_engine_asleep(
+    trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_learner(trainer, monkeypatch, fails=True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert calls_of(trainer)[-3:] == ["sleep", "learner", "close"]
+
+
+def test_a_step_whose_reward_fails_closes_the_engine_awake(
+    trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any) -> Any:
+        raise RewardError("no score")
+
+    monkeypatch.setattr(trainer.collector.scorer, "score", failing)
+    with pytest.raises(RewardError, match="no score"):
+        trainer.train()
+    assert calls_of(trainer)[-2:] == ["generate", "close"]

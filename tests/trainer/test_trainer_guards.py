@@ -1,0 +1,155 @@
+"""Dead signals through the whole trainer: 12 steps of each, what stops or warns, and a healthy run without either."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.small_runs import ROWS, config_for, rows_of, vowels
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.errors import GuardStop
+
+STEPS = 12
+
+
+def trainer_for(path: Path, folder: Path, reward: Any, guards: Any = None, **changes: Any) -> GRPOTrainer:
+    run = {"max_steps": STEPS, "report": False, "guards": guards or {}, **changes.pop("run", {})}
+    return GRPOTrainer(config_for(path, folder, run=run, **changes), train=ROWS, rewards=[reward])
+
+
+def constant(completion: str) -> float:
+    return 0.5
+
+
+def nothing(completion: str) -> None:
+    return None
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.message.startswith("guard ")]
+
+
+def test_a_healthy_run_raises_no_alarm(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer_for(models["qwen2_vl"], tmp_path / "r", vowels, algorithm={"beta": 0.1}).train()
+    assert warnings_of(caplog) == []
+    rows = rows_of(tmp_path / "r")
+    assert len(rows) == STEPS and all(row["kl"] > 0 for row in rows[1:])
+    assert all(row["advantages/frac_zero"] < 1 and row["frac_reward_none"] == 0 for row in rows)
+    assert all(row["reward_min"] < row["reward"] < row["reward_max"] for row in rows)
+    assert [row["step"] for row in rows if "images/logp_change" in row] == [1]
+    assert rows[0]["images/logp_change"] > 0
+    # of a random model, every token is nearly as likely as any other
+    assert all(-10 < row["completions/mean_logprob"] < -1 for row in rows)
+
+
+def test_no_reward_at_all_stops_at_the_tenth_step(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(GuardStop, match="guard no_reward: for 10 steps no completion has had a reward"):
+        trainer_for(models["qwen2_vl"], tmp_path / "r", nothing).train()
+    rows = rows_of(tmp_path / "r")
+    assert [row["frac_reward_none"] for row in rows] == [1.0] * 10  # the evidence is there
+    assert "reward" not in rows[-1] and rows[-1]["advantages/frac_zero"] == 1
+
+
+def test_no_reward_can_be_left_to_warn_and_the_run_still_ends_without_success(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_for(models["qwen2_vl"], tmp_path / "r", nothing, {"no_reward": "warn"})
+    with pytest.raises(GuardStop, match="no update in 12 steps: no completion had a reward"):
+        trainer.train()
+    assert [text.split(":")[0] for text in warnings_of(caplog)] == ["guard no_reward"]
+
+
+def test_constant_rewards_end_without_success_after_everything_was_saved(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(GuardStop, match="no update in 12 steps: the rewards of no group differed"):
+        trainer_for(models["qwen2_vl"], tmp_path / "r", constant).train()
+    assert (tmp_path / "r" / "model" / "config.json").exists()
+    assert (tmp_path / "r" / "summary.json").exists() and len(rows_of(tmp_path / "r")) == STEPS
+
+
+def test_an_entropy_bonus_does_not_make_constant_rewards_a_success(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer = trainer_for(models["qwen2_vl"], tmp_path / "r", constant, algorithm={"entropy_coef": 0.01})
+    with pytest.raises(GuardStop, match=r"guard zero_std: in none of 12 steps .* \(the mean reward is 0.5\)"):
+        trainer.train()
+    assert all(row["learner/update_norm"] > 0 for row in rows_of(tmp_path / "r"))
+
+
+def test_a_learning_rate_of_0_throughout_is_no_success(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rate, few = {"learning_rate": 0.0}, {"max_steps": 2}
+    with pytest.raises(GuardStop, match="the learning rate was 0 in all 2 updates"):
+        trainer_for(models["qwen2_vl"], tmp_path / "a", vowels, optim=rate, run=few).train()
+    warned = trainer_for(
+        models["qwen2_vl"], tmp_path / "b", vowels, {"no_update": "warn"}, optim=rate, run=few
+    )
+    assert warned.train()["steps"] == 2
+    assert ["no_update" in text for text in warnings_of(caplog)] == [True]
+
+
+def test_completions_that_are_all_cut_warn(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_for(models["qwen2_vl"], tmp_path / "r", vowels, rollout={"max_completion_length": 1})
+    trainer.train()
+    assert all(row["completions/clipped_ratio"] == 1 for row in rows_of(tmp_path / "r"))
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("guard clipped_lengths: for 10 steps nearly all completions (100% in the last)")
+
+
+def test_where_cut_completions_are_left_out_the_run_ends_without_success(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes: dict[str, Any] = {
+        "rollout": {"max_completion_length": 1},
+        "algorithm": {"mask_truncated_completions": True},
+    }
+    with pytest.raises(GuardStop, match="no update in 12 steps: every completion was cut at"):
+        trainer_for(models["qwen2_vl"], tmp_path / "r", vowels, **changes).train()
+    assert "mask_truncated_completions leaves them out" in warnings_of(caplog)[0]
+
+
+def test_images_that_do_not_reach_the_text_stop_the_first_step(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer = trainer_for(models["qwen2_vl"], tmp_path / "r", vowels)
+    score = trainer.learner.score
+
+    def blind(prompt: Any, *args: Any, **options: Any) -> Any:
+        vision = {k: t * 0 if t.is_floating_point() else t for k, t in prompt.vision.items()}
+        return score(replace(prompt, vision=vision), *args, **options)
+
+    trainer.learner.score = blind  # type: ignore[method-assign]
+    trainer.config.run.guards["logp_gap"] = "off"  # the engine still sees
+    with pytest.raises(GuardStop, match=r"guard unread_images: .* a completion of train:\d"):
+        trainer.train()
+
+
+def test_a_reference_that_is_the_policy_itself_is_told(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_for(models["qwen2_vl"], tmp_path / "r", vowels, algorithm={"beta": 0.1})
+    trainer.learner.reference = trainer.learner.module
+    trainer.train()
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("guard zero_kl: for 10 steps the KL to the reference policy has been exactly 0")
+
+
+def test_guards_go_on_counting_when_a_run_is_resumed(models: dict[str, Path], tmp_path: Path) -> None:
+    def trainer(max_steps: int, resume: bool) -> GRPOTrainer:
+        run = {"max_steps": max_steps, "save_every": 1, "report": False, "guards": {}}
+        config = config_for(models["qwen2_vl"], tmp_path / "r", run=run, algorithm={"entropy_coef": 0.01})
+        return GRPOTrainer(config, train=ROWS, rewards=[nothing], resume=resume)
+
+    trainer(6, False).train()
+    with pytest.raises(GuardStop, match="guard no_reward: for 10 steps"):
+        trainer(12, True).train()
+    assert len(rows_of(tmp_path / "r")) == 10
