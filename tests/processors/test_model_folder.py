@@ -1,0 +1,175 @@
+"""A model that is named and not in a folder: the hub is asked shortly, and what was meant is asked back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub.constants as hub
+import pytest
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.processors import model_folder
+from mm_grpo.processors.model_folder import read_config
+
+NAME = "org/name"
+COMMIT = "0123456789" * 4
+
+
+@pytest.fixture
+def hub_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, models: dict[str, Path]
+) -> Iterator[Callable[[int], None]]:
+    """Lets this port of this machine be the hub, with an empty cache; the working folder is empty too."""
+
+    def use(port: int) -> None:
+        url = f"http://127.0.0.1:{port}"
+        monkeypatch.setattr(hub, "ENDPOINT", url)
+        monkeypatch.setattr(
+            hub, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "HF_HUB_ETAG_TIMEOUT", 1)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    model_folder._REACHED.clear()
+    yield use
+    model_folder._REACHED.clear()
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port that takes connections and never answers, as a firewall's."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(50)
+        yield server.getsockname()[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def seconds_of(message: str) -> float:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=message):
+        read_config(NAME)
+    return time.monotonic() - began
+
+
+def test_a_hub_that_refuses_is_one_message_at_once(hub_at: Callable[[int], None]) -> None:
+    hub_at(free_port())
+    assert (
+        seconds_of(r"no folder 'org/name' in '.*work'.*hub: http.*cannot be reached.*Connection refused") < 4
+    )
+
+
+def test_a_hub_that_never_answers_is_one_message_within_its_time_out(
+    hub_at: Callable[[int], None], silent: int
+) -> None:
+    hub_at(silent)
+    assert seconds_of(r"cannot be reached .*[Tt]ime") < 8
+
+
+def test_a_mistyped_folder_is_named(hub_at: Callable[[int], None]) -> None:
+    Path("org/nome").mkdir(parents=True)
+    hub_at(free_port())
+    assert seconds_of(r"did you mean 'org/nome'\?") < 4
+
+
+def test_offline_asks_nobody(
+    hub_at: Callable[[int], None], silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub_at(silent)
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    assert seconds_of(r"no folder 'org/name'.*HF_HUB_OFFLINE is set, and .* is not in the cache") < 1
+
+
+def test_a_path_that_is_no_name_of_the_hub_asks_nobody(hub_at: Callable[[int], None], silent: int) -> None:
+    hub_at(silent)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="no model config can be read there"):
+        read_config("./org/a/b")
+    assert time.monotonic() - began < 1
+
+
+class Hub:
+    """Answers for one model. `asked` are the methods and paths; `broken` requests are dropped first."""
+
+    def __init__(self, config: bytes, broken: int = 0) -> None:
+        self.asked: list[str] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                outer.asked.append(f"{self.command} {self.path}")
+                if len(outer.asked) <= broken:
+                    self.connection.close()
+                    return
+                found = self.path == f"/{NAME}/resolve/main/config.json" or COMMIT in self.path
+                found = found and self.path.endswith("/config.json")
+                self.send_response(200 if found else 404)
+                self.send_header("X-Repo-Commit", COMMIT)
+                if not found:
+                    self.send_header("X-Error-Code", "EntryNotFound")
+                self.send_header("ETag", '"abc"')
+                self.send_header("Content-Length", str(len(config)) if found else "0")
+                self.end_headers()
+                if found and self.command == "GET":
+                    self.wfile.write(config)
+
+            do_GET = do_HEAD
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return self.http.server_port
+
+
+def test_a_hub_that_answers_is_asked_once_more_and_no_oftener(
+    hub_at: Callable[[int], None], models: dict[str, Path]
+) -> None:
+    server = Hub((models["qwen2_vl"] / "config.json").read_bytes())
+    hub_at(server.port)
+    assert read_config(NAME).model_type == "qwen2_vl"
+    first = len(server.asked)
+    assert server.asked[0] == f"HEAD /{NAME}/resolve/main/config.json"
+    read_config(NAME)
+    assert len(server.asked) - first < first  # the first look is not taken again
+
+
+def test_one_dropped_connection_is_no_end(hub_at: Callable[[int], None], models: dict[str, Path]) -> None:
+    server = Hub((models["qwen2_vl"] / "config.json").read_bytes(), broken=1)
+    hub_at(server.port)
+    assert read_config(NAME).model_type == "qwen2_vl"
+
+
+def test_what_is_in_the_cache_is_used_with_a_warning(
+    hub_at: Callable[[int], None], models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Hub((models["qwen2_vl"] / "config.json").read_bytes())
+    hub_at(server.port)
+    read_config(NAME)
+    server.http.shutdown()
+    server.http.server_close()
+    model_folder._REACHED.clear()
+    with caplog.at_level(logging.WARNING, logger="mm_grpo"):
+        assert json.loads(read_config(NAME).to_json_string())["model_type"] == "qwen2_vl"
+    assert "cannot be reached" in caplog.text and "the files in the cache are used" in caplog.text
+    assert hub.HF_HUB_OFFLINE  # so that what is not in the cache is missed at once
