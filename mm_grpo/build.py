@@ -9,18 +9,20 @@ engine itself, so that no run pays for one that it does not use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.errors import ConfigError
+from mm_grpo.rollout.engine_limits import EngineLimits, engine_limits
 from mm_grpo.rollout.prompts import PromptBuilder, context_of
 from mm_grpo.rollout.seeds import SeedPlan
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.dataset import Dataset
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.learner.learner import Learner
     from mm_grpo.parity.sync import VerifiedSync
@@ -70,7 +72,10 @@ def plan_run(config: GRPOConfig, rows: Sized, *, at_least_an_epoch: bool = False
 
 @dataclass(frozen=True)
 class Parts:
-    """What turns rows into prompts, samples from them and learns; `sync` has sent the learner's weights once."""
+    """What turns rows into prompts, samples from them and learns; `sync` has sent the learner's weights once.
+
+    `sentences` say which limits were chosen because the config sets none.
+    """
 
     processor: Processor
     model: Any
@@ -78,11 +83,13 @@ class Parts:
     learner: Learner
     engine: RolloutEngine
     sync: VerifiedSync
+    sentences: tuple[str, ...] = ()
 
 
 def build_parts(
     config: GRPOConfig,
     updates: int,
+    datasets: Iterable[Dataset],
     *,
     model: Any = None,
     processor: Processor | None = None,
@@ -90,8 +97,9 @@ def build_parts(
 ) -> Parts:
     """Load what `config` names, in place of which a `model` and a `processor` can be given.
 
-    `updates` is the length of the learning-rate schedule, `ranks` the processes that train together. Raises
-    ConfigError for what cannot be loaded and GuardStop when the weights did not reach the engine.
+    `updates` is the length of the learning-rate schedule, `datasets` are all whose rows will be asked about,
+    `ranks` the processes that train together. Raises ConfigError for what cannot be loaded and GuardStop when the
+    weights did not reach the engine.
     """
     from mm_grpo.distributed.accelerate_env import check_launcher
     from mm_grpo.learner.learner import Learner
@@ -130,47 +138,59 @@ def build_parts(
         from_path = "engine" if config.rollout.engine != "transformers" else processor_from_path
         model = adopt_model(model, config.model, processor.family, from_path=from_path, several=several)
     check_saveable(model, processor)
-    prompt_builder = PromptBuilder(processor, config, context_of(model.config))
+    context, limits = context_of(model.config), None
+    if config.rollout.engine == "vllm":
+        limits = engine_limits(config, processor, datasets, context)
+    prompt_builder = PromptBuilder(processor, config, context, limits.max_model_len if limits else None)
     learner = Learner(model, processor, config, updates, ranks)
-    engine = build_engine(config, model, processor)
+    engine = build_engine(config, model, processor, limits)
     sync = VerifiedSync(engine, learner, config)
     sync.start()
-    return Parts(processor, model, prompt_builder, learner, engine, sync)
+    sentences = [limits.sentence] if limits is not None and limits.sentence else []
+    if config.data.max_pixels is None:
+        sentences.insert(0, f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)")
+    return Parts(processor, model, prompt_builder, learner, engine, sync, tuple(sentences))
 
 
 # the engine ----------------------------------------------------------------------------------
 
 
-def build_engine(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
-    """The engine of `rollout.engine`. `model` is the learner's, which an embedded engine samples from.
+def build_engine(
+    config: GRPOConfig, model: Any, processor: Processor, limits: EngineLimits | None = None
+) -> RolloutEngine:
+    """The engine of `rollout.engine`. `model` is the learner's, which an embedded engine samples from; `limits` are
+    what another is started for.
 
     An engine with weights of its own has to be sent the learner's before it samples.
     """
     name: str = config.rollout.engine
     if name not in ENGINES:
         raise ConfigError(f"rollout.engine = '{name}': must be one of {', '.join(sorted(ENGINES))}")
-    return ENGINES[name](config, model, processor)
+    return ENGINES[name](config, model, processor, limits)
 
 
-def _transformers(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
+def _transformers(
+    config: GRPOConfig, model: Any, processor: Processor, limits: EngineLimits | None
+) -> RolloutEngine:
     from mm_grpo.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(model, processor)
 
 
-def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
+def _vllm(config: GRPOConfig, model: Any, processor: Processor, limits: EngineLimits | None) -> RolloutEngine:
     """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
     from mm_grpo.rollout.vllm.engine import VLLMEngine
     from mm_grpo.rollout.vllm.launch import EngineSettings
 
-    given = config.rollout.vllm
+    given, context = config.rollout.vllm, context_of(model.config)
+    limits = limits or engine_limits(config, processor, (), context)
     settings = EngineSettings(
         model=config.model.path,
         dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=given.max_model_len or _longest(config, model),
+        max_model_len=limits.max_model_len,
         min_pixels=processor.min_pixels,
         max_pixels=processor.max_pixels,
-        max_images=given.max_images,
+        max_images=limits.max_images,
         gpu_memory_utilization=given.gpu_memory_utilization,
         sleep_level=given.sleep_level,
         trust_remote_code=config.model.trust_remote_code,
@@ -187,15 +207,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
         ) from error
 
 
-def _longest(config: GRPOConfig, model: Any) -> int:
-    """Prompt and completion at their limits and one token for scoring, else all that the model can take."""
-    context = context_of(model.config) or 32768
-    longest = config.data.max_prompt_length
-    answer = max(config.rollout.max_completion_length, config.rollout.eval.max_completion_length or 0)
-    return context if longest is None else min(context, longest + answer + 1)
-
-
-ENGINES: dict[str, Callable[[GRPOConfig, Any, Processor], RolloutEngine]] = {
+ENGINES: dict[str, Callable[[GRPOConfig, Any, Processor, EngineLimits | None], RolloutEngine]] = {
     "transformers": _transformers,
     "vllm": _vllm,
 }

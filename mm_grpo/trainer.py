@@ -93,7 +93,8 @@ class GRPOTrainer:
             max_steps=self.plan.max_steps,
         )
         self.headline = Headline.of(config, [spec.name for spec in self.scorer.specs])
-        for dataset in (self.train_set, *self.eval_sets.values()):
+        sets = (self.train_set, *self.eval_sets.values())
+        for dataset in sets:
             self.scorer.check(dataset.columns)
         if self.ranks.first:
             self.scorer.start()  # workers import their rewards while the model loads
@@ -113,9 +114,12 @@ class GRPOTrainer:
         # adapters are drawn from the run's seed, and the caller's random numbers go on as they were
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(config.run.seed % 2**63)
-            parts = build_parts(config, self.plan.updates, model=model, processor=processor, ranks=self.ranks)
+            parts = build_parts(
+                config, self.plan.updates, sets, model=model, processor=processor, ranks=self.ranks
+            )
         self.processor, self.model, self.prompt_builder = parts.processor, parts.model, parts.prompt_builder
         self.learner, self.engine, self.sync = parts.learner, parts.engine, parts.sync
+        self._limits = parts.sentences
         self.collector = Collector(
             config,
             self.train_set,
@@ -259,8 +263,8 @@ class GRPOTrainer:
                 if done and run.paths.metrics.exists():
                     self.guards.replay(read_metrics(run.paths.metrics))
         self._call("on_train_begin")
-        sentences = (self.config.batch_sentence(processes=self.ranks.world), self.learner.memory_sentence())
-        headline = "\n".join(filter(None, sentences))
+        batch, memory = self.config.batch_sentence(processes=self.ranks.world), self.learner.memory_sentence()
+        headline = "\n".join(filter(None, (batch, *self._limits, memory)))
         headline += "\n" + self.checkpoints.sentence(self.save_every)
         with (
             Progress(max_steps, headline=headline, first=done, quiet=not first) as progress,

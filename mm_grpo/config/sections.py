@@ -99,7 +99,8 @@ class DataConfig(Section):
     min_pixels: int | None = Field(default=None, ge=1)
     """Fewest pixels of an image after resizing, >= 1; null is the model processor's own limit. Default: null."""
     max_pixels: int | None = Field(default=None, ge=1)
-    """Most pixels of an image after resizing, >= 1; null is the model processor's own limit. Default: null."""
+    """Most pixels of an image after resizing, >= 1; null is the model processor's own limit, and no more than makes
+    1,280 tokens (1,003,520 pixels in Qwen2.5-VL). Default: null."""
     max_image_bytes: int = Field(default=50 * 1024 * 1024, ge=1)
     """Largest encoded image that is opened, in bytes, >= 1. Default: 52428800."""
     max_image_pixels: int = Field(default=178956970 // 2, ge=1)
@@ -163,9 +164,9 @@ class VLLMConfig(Section):
 
     where: ClassVar[str] = "rollout.vllm"
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prompt and completion together, in tokens, >= 2; null is the sum of both limits. Default: null."""
-    max_images: int = Field(default=1, ge=1)
-    """Most images in one prompt, >= 1. Default: 1."""
+    """Longest prompt and completion together, in tokens, >= 2; null is what the rows need. Default: null."""
+    max_images: int | None = Field(default=None, ge=1)
+    """Most images in one prompt, >= 1; null is what the rows have. Default: null."""
     gpu_memory_utilization: Number = Field(default=0.3, gt=0, le=1)
     """Share of a GPU's memory that vLLM may hold, > 0 and <= 1. Default: 0.3."""
     sleep_level: Literal[0, 1, 2] = 0

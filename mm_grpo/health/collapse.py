@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mm_grpo.health import Alarm
-from mm_grpo.health.history import RewardRange, Streak
+from mm_grpo.health import Alarm, RewardRange, Streak
 
 FIRST_STEPS = 5
 """Steps at the start of a run whose mean entropy the later ones are compared with."""

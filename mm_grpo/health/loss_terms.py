@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mm_grpo.config import AlgorithmConfig
-from mm_grpo.health import Alarm
-from mm_grpo.health.history import Streak
+from mm_grpo.health import Alarm, Streak
 
 KL_STEPS = 10
 """Consecutive steps with a KL of exactly 0, all after an update that moved the weights, after which it warns."""

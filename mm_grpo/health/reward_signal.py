@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mm_grpo.health import Alarm
-from mm_grpo.health.history import RewardRange, Streak
+from mm_grpo.health import Alarm, RewardRange, Streak
 
 WARN_STEPS, WARN_COMPLETIONS = 10, 500
 """Consecutive steps without spread, and completions sampled in them, after which `zero_std` warns. Where one

@@ -61,8 +61,11 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
         max_pixels=config.data.max_pixels,
         trust_remote_code=config.model.trust_remote_code,
     )
+    vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
     transformers_config = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    prompt_builder = PromptBuilder(processor, config, context_of(transformers_config))
+    prompt_builder = PromptBuilder(
+        processor, config, context_of(transformers_config), None if vllm is None else vllm.max_model_len
+    )
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
@@ -136,8 +139,6 @@ class _Limits:
 def _limits(config: GRPOConfig, *, trained: bool) -> _Limits:
     vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
     tokens = {"optim.max_tokens_per_pack": config.optim.max_tokens_per_pack} if trained else {}
-    if trained and vllm is not None and vllm.max_model_len is not None:
-        tokens["rollout.vllm.max_model_len"] = vllm.max_model_len
     return _Limits(config.rollout.max_completion_length, tokens, None if vllm is None else vllm.max_images)
 
 

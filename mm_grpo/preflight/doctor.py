@@ -112,7 +112,7 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     rows = load_train(config)
     plan = plan_run(config, rows, at_least_an_epoch=True)
     with _timed(report, "load"):
-        parts = build_parts(_for_updates(config), updates=100)
+        parts = build_parts(_for_updates(config), 100, [rows])
     model, limit = parts.model, parts.sync.limit
     report.dtype, report.device = str(model.dtype).removeprefix("torch."), str(model.device)
     report.limit = limit

@@ -7,7 +7,7 @@ the family's file when it is first asked for, or the file that `model.processor`
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -42,6 +42,10 @@ class Processor(Protocol):
         """Process one sample. DataError names the row when it cannot be used."""
         ...
 
+    def max_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], images: int, *, row: str) -> int:
+        """At least as many tokens as `prompt` makes of these messages and so many images of any size."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
         ...
@@ -51,7 +55,7 @@ class Processor(Protocol):
         ...
 
 
-_MEMBERS = (*Processor.__annotations__, "prompt", "decode", "save")
+_MEMBERS = (*Processor.__annotations__, "prompt", "max_prompt_tokens", "decode", "save")
 
 
 def register(*model_types: str) -> Callable[[_C], _C]:
@@ -73,7 +77,7 @@ def load_processor(
     max_pixels: int | None = None,
     trust_remote_code: bool = False,
 ) -> Processor:
-    """The processor for the model at `path`, with our pixel limits or the model's own (pixels of an image).
+    """The processor for the model at `path`, with the given pixel limits or its own (pixels of an image).
 
     `named` is the config's `model.processor`: a class of the user's own, as `file.py:Class` or `module:Class`, which is
     called as those of this package are, and given `trust_remote_code` only where that is true. Raises ConfigError when

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 MAX_WALK = 16
 """Most times that the resize rule is applied before an image counts as having no stable size."""
+IMAGE_TOKENS = 1280
+"""Most tokens of an image where `data.max_pixels` is not set: what Qwen's model cards advise. The models' own limit is
+16,384, which makes some 15,000 of a 12-megapixel photo."""
 _BOUNDARIES = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
 
@@ -62,8 +65,8 @@ class QwenVLFamily(Family):
 class QwenVLProcessor:
     """The processor of one Qwen-VL model, read from its folder.
 
-    `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own.
-    Text-only and image prompts share one path.
+    `min_pixels` and `max_pixels` bound an image's area after the resize. None keeps the model's own, the larger of
+    which is lowered to IMAGE_TOKENS; `save` writes the model's own then. Text-only and image prompts share one path.
     """
 
     family = QwenVLFamily()
@@ -104,15 +107,18 @@ class QwenVLProcessor:
                 "merges.txt, beside the weights"
             )
         image_processor = self.hf.image_processor
-        self.min_pixels = int(min_pixels or image_processor.size["shortest_edge"])
-        self.max_pixels = int(max_pixels or image_processor.size["longest_edge"])
+        self.factor = int(image_processor.patch_size * image_processor.merge_size)
+        own = {edge: int(image_processor.size[edge]) for edge in ("shortest_edge", "longest_edge")}
+        self.min_pixels = int(min_pixels or own["shortest_edge"])
+        default = max(min(own["longest_edge"], IMAGE_TOKENS * self.factor**2), own["shortest_edge"])
+        self.max_pixels = int(max_pixels or default)
         if self.min_pixels > self.max_pixels:
             raise ConfigError(
                 f"data.min_pixels = {self.min_pixels} is above data.max_pixels = {self.max_pixels} "
                 "(a limit that is not set is the model's own); lower the first or raise the second"
             )
         image_processor.size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
-        self.factor = int(image_processor.patch_size * image_processor.merge_size)
+        self._saved_size = image_processor.size if max_pixels else {**own, "shortest_edge": self.min_pixels}
         self.image_token_id = int(config.image_token_id)
         self.config = config
         self.media_token_ids = self._media_ids()
@@ -132,16 +138,7 @@ class QwenVLProcessor:
                 f"{sample.uid}: the row has {len(sample.videos)} video(s); only images are supported"
             )
         images = tuple(self._resize(sample.uid, i, image) for i, image in enumerate(sample.images))
-        try:
-            text = self.hf.apply_chat_template(
-                [dict(m) for m in sample.messages], tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:
-            raise DataError(
-                f"{sample.uid}: the model's chat template does not take the prompt ({error}); change the prompt, or "
-                "the template in model.path"
-            ) from error
-        collapsed = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        collapsed = self._collapsed(sample.messages, sample.uid)
         self._check_placeholders(sample.uid, collapsed, len(images))
 
         vision: dict[str, Tensor] = {}
@@ -163,14 +160,35 @@ class QwenVLProcessor:
             vision=vision,
         )
 
+    def max_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], images: int, *, row: str) -> int:
+        return len(self._collapsed(messages, row)) + images * (self.max_pixels // self.factor**2)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def save(self, path: str | Path) -> None:
-        self.hf.save_pretrained(str(path))
+        size, self.hf.image_processor.size = self.hf.image_processor.size, self._saved_size
+        try:
+            self.hf.save_pretrained(str(path))
+        finally:
+            self.hf.image_processor.size = size
 
     # parts -----------------------------------------------------------------------------------
+
+    def _collapsed(self, messages: Sequence[Mapping[str, Any]], row: str) -> list[int]:
+        """The ids of a conversation with one token for each image."""
+        try:
+            text = self.hf.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
+                "the template in model.path"
+            ) from error
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _resize(self, uid: str, index: int, image: Any) -> Any:
         try:

@@ -141,7 +141,7 @@ def _find(
 def _require_library(spec: RewardSpec) -> None:
     """RewardError when a built-in needs a package that is not installed: now, and not after a rollout."""
     if spec.source == "built-in":
-        from mm_grpo.rewards.builtins.libraries import require
+        from mm_grpo.rewards.builtins import require
 
         require(spec.name)
 

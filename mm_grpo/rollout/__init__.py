@@ -7,6 +7,7 @@
     engine               the protocol that every engine keeps, the request it is sent, the check of its answers
     transformers_engine  the embedded engine, a decode loop over the learner's own model
     vllm                 vLLM in the trainer's process
+    engine_limits        what vLLM is started for where the config leaves it to the rows
     weights              which tensors an engine is due, and the digests that prove what arrived
 
 A new engine is one file that keeps the protocol of `engine.py`, and a line in `build.ENGINES`.

@@ -35,7 +35,8 @@ TRAINING, EVALUATION = "rollout.max_completion_length", "rollout.eval.max_comple
 
 
 class PromptBuilder:
-    """Samples to prompts under the config's length limit. `context` is the model's own, in tokens.
+    """Samples to prompts under the config's length limit. `context` is the model's own, in tokens, `max_model_len` what
+    vLLM is started for, None with another engine.
 
     `evaluation` is the builder for evaluation, whose completions may be longer. Raises ConfigError when the longest
     completion (`completion_length`, by the field of that name) takes all of the context.
@@ -46,6 +47,7 @@ class PromptBuilder:
         processor: Processor,
         config: GRPOConfig,
         context: int | None,
+        max_model_len: int | None = None,
         completion_length: int | None = None,
         length_field: str = TRAINING,
     ) -> None:
@@ -61,13 +63,21 @@ class PromptBuilder:
                     "prompt none; lower it"
                 )
             limits[f"the model's context of {context} less {length_field}"] = room
+        if max_model_len is not None:
+            room = max_model_len - completion_length - 1  # scoring samples one token more
+            if room < 1:
+                raise ConfigError(
+                    f"rollout.vllm.max_model_len = {max_model_len}: {length_field} = {completion_length} leaves a "
+                    "prompt none of it; raise the first or lower the second"
+                )
+            limits[f"rollout.vllm.max_model_len = {max_model_len} less {length_field}"] = room
         known = {name: limit for name, limit in limits.items() if limit is not None}
         self.limit_name = min(known, key=lambda name: known[name]) if known else None
         self.limit = known[self.limit_name] if self.limit_name else None
         self.evaluation = self
         longer = config.rollout.eval.max_completion_length
         if length_field == TRAINING and longer is not None:
-            self.evaluation = PromptBuilder(processor, config, context, longer, EVALUATION)
+            self.evaluation = PromptBuilder(processor, config, context, max_model_len, longer, EVALUATION)
 
     def process(self, sample: Sample) -> Prompt:
         """The prompt of a sample. DataError when it is longer than the limit."""

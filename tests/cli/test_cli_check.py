@@ -126,14 +126,13 @@ def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, job:
     pack = command("check", job, "optim.max_tokens_per_pack=60", "rollout.max_completion_length=20")
     assert pack.code == 2 and f"{rows}:5: the prompt has " in pack.out
     assert "more than optim.max_tokens_per_pack = 60" in pack.out
-    images = command("check", job, "rollout.engine=vllm")
+    images = command("check", job, "rollout.engine=vllm", "rollout.vllm.max_images=1")
     assert images.code == 2 and images.out.rstrip().endswith("1 problem(s)")
     assert f"{rows}:5: the row has 2 images, and rollout.vllm.max_images = 1;" in images.out
-    length = command(
-        "check", job, "rollout.engine=vllm", "rollout.vllm.max_images=2", "rollout.vllm.max_model_len=40"
-    )
-    assert length.code == 2 and "more than rollout.vllm.max_model_len = 40" in length.out
-    assert command("check", job, "rollout.engine=vllm", "rollout.vllm.max_images=2").code == 0
+    length = command("check", job, "rollout.engine=vllm", "rollout.vllm.max_model_len=40")
+    assert length.code == 2
+    assert "rollout.vllm.max_model_len = 40 less rollout.max_completion_length allows 35;" in length.out
+    assert command("check", job, "rollout.engine=vllm").code == 0
 
 
 def test_a_reward_that_applies_to_no_row_is_a_problem(command: Any, job: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_model_that_is_passed_in_is_what_vllm_samples_from(
     with torch.no_grad():
         for parameter in model.model.language_model.layers.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    parts = build_parts(config, 10, model=model)
+    parts = build_parts(config, 10, [], model=model)
     prompt = parts.processor.prompt(tiny.sample("r", "what is it", (tiny.picture(1),)))
     on_disk = Learner(load_model(config.model, parts.processor.family), parts.processor, config, 10)
     assert gap(parts.learner, parts.engine, prompt) <= (1e-5 if dtype == "float32" else 0.03)
@@ -87,7 +87,7 @@ def test_a_model_that_is_passed_in_is_what_vllm_samples_from(
     with pytest.raises(
         ConfigError, match=r"text_config\.rms_norm_eps is .* the engine is made from model\.path"
     ):
-        build_parts(config, 10, model=model)
+        build_parts(config, 10, [], model=model)
 
 
 def gap(learner: Learner, engine: Any, prompt: Any) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mm_grpo.health.history import RewardRange, Streak
+from mm_grpo.health import RewardRange, Streak
 from mm_grpo.health.reward_signal import NoReward, ZeroStd
 
 

@@ -63,7 +63,7 @@ def plain(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> A
 
 
 def parts_of(path: Path, policy: Any, /, **changes: Any) -> Parts:
-    return build_parts(small_config(path, **changes), 3, model=policy)
+    return build_parts(small_config(path, **changes), 3, [], model=policy)
 
 
 def one_line(caught: pytest.ExceptionInfo[ConfigError]) -> str:

@@ -64,8 +64,7 @@ class PictureLlamaProcessor:
         self.stop_token_ids = frozenset({self.tokenizer.eos_token_id})
 
     def prompt(self, sample: Sample) -> Prompt:
-        text = "".join(part for message in sample.messages for part in texts(message["content"]))
-        collapsed = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        collapsed = self._collapsed(sample.messages)
         if collapsed.count(self.image_token_id) != len(sample.images):
             raise DataError(f"{sample.uid}: {IMAGE} is typed into the text")
         images = tuple(image.resize((self.side, self.side)) for image in sample.images)
@@ -81,9 +80,17 @@ class PictureLlamaProcessor:
             vision={"pixel_values": torch.stack(pixels) / 127.5 - 1} if pixels else {},
         )
 
+    def max_prompt_tokens(self, messages: Sequence[Any], images: int, *, row: str) -> int:
+        return len(self._collapsed(messages)) + images * self.features
+
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def _collapsed(self, messages: Sequence[Any]) -> list[int]:
+        text = "".join(part for message in messages for part in texts(message["content"]))
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def save(self, path: str | Path) -> None:
         self.tokenizer.save_pretrained(str(path))

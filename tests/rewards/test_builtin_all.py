@@ -17,7 +17,6 @@ import pytest
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import builtins, get, names, resolve_entry
-from mm_grpo.rewards.builtins import libraries
 from mm_grpo.rewards.registry import BUILTINS
 
 HUGE = 100_000
@@ -173,16 +172,16 @@ def test_loading_all_of_them_imports_no_heavy_library() -> None:
     assert run.stdout.split() == []
 
 
-@pytest.mark.parametrize("name", sorted(libraries.LIBRARIES))
+@pytest.mark.parametrize("name", sorted(builtins.LIBRARIES))
 def test_a_missing_library_is_told_when_the_reward_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, package, extra = libraries.LIBRARIES[name]
-    monkeypatch.setitem(libraries.LIBRARIES, name, (f"no_{module}", package, extra))
-    libraries.library.cache_clear()
+    module, package, extra = builtins.LIBRARIES[name]
+    monkeypatch.setitem(builtins.LIBRARIES, name, (f"no_{module}", package, extra))
+    builtins.library.cache_clear()
     message = rf"reward '{name}' needs the package {package}, .* pip install 'mm_grpo\[{extra}\]'"
     with pytest.raises(RewardError, match=message):
         resolve_entry(name)
     with pytest.raises(RewardError, match=message):
-        libraries.library(name)
-    libraries.library.cache_clear()
+        builtins.library(name)
+    builtins.library.cache_clear()

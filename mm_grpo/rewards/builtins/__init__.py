@@ -11,9 +11,54 @@
 - `judge.py`         judge, with `chat.py`, the client of its server
 - `reward_model.py`  reward_model
 - `answers.py`       where the final answer stands, gold answers, normal forms of texts
-- `libraries.py`     packages that only some rewards need
 
 To add one: a function whose docstring gives units, range, edge cases, the data it serves and a doctest; its name in
 `registry.BUILTINS`; a test of its boundaries; then `python docs/make_rewards.py`. Every one takes time linear in
 the length of the completion, but for edit distances, which have short golds or fast code.
+
+Packages that only some of them need are imported when such a reward first scores: `LIBRARIES` says which reward needs
+which, `require` is called when a config names a reward, so that a missing one fails before a model is loaded, and
+`library` imports it.
 """
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+from mm_grpo.errors import RewardError
+
+# reward: (module, package on the index, extra of mm_grpo that installs it)
+LIBRARIES = {
+    "anls": ("rapidfuzz", "rapidfuzz", "text"),
+    "edit_similarity": ("rapidfuzz", "rapidfuzz", "text"),
+    "json_schema": ("jsonschema", "jsonschema", "json"),
+    "judge": ("openai", "openai", "judge"),
+    "mask_iou": ("pycocotools", "pycocotools", "masks"),
+    "math": ("math_verify", "math-verify", "math"),
+}
+
+
+def require(reward: str) -> None:
+    """RewardError when the library that a built-in needs is not installed."""
+    if reward in LIBRARIES and importlib.util.find_spec(LIBRARIES[reward][0]) is None:
+        raise RewardError(_missing(reward))
+
+
+@functools.cache
+def library(reward: str, submodule: str = "") -> Any:
+    """The imported module that a built-in needs; RewardError when it is not installed."""
+    try:
+        return importlib.import_module(LIBRARIES[reward][0] + submodule)
+    except ModuleNotFoundError as error:
+        raise RewardError(_missing(reward)) from error
+
+
+def _missing(reward: str) -> str:
+    _, package, extra = LIBRARIES[reward]
+    return (
+        f"reward {reward!r} needs the package {package}, which is not installed; install it with "
+        f"pip install {package}, or pip install 'mm_grpo[{extra}]'"
+    )

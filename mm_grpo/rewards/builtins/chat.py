@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.builtins.libraries import library
+from mm_grpo.rewards.builtins import library
 
 FIRST_WAIT = 0.5  # seconds before the second try; each further wait is twice the one before
 LONGEST_WAIT = 60.0  # seconds; a server that asks for more is not waited for

@@ -18,8 +18,8 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Literal, NoReturn
 
+from mm_grpo.rewards.builtins import library
 from mm_grpo.rewards.builtins.answers import final_part, normalise
-from mm_grpo.rewards.builtins.libraries import library
 from mm_grpo.rewards.registry import reward
 
 MOST_CHECKS = 100_000  # keywords of a schema applied to a value, all levels together

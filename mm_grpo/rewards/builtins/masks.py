@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.rewards.builtins import library
 from mm_grpo.rewards.builtins.answers import final_part
 from mm_grpo.rewards.builtins.boxes import Frame, GoldSpace, Space, check_space
-from mm_grpo.rewards.builtins.libraries import library
 from mm_grpo.rewards.registry import reward
 
 if TYPE_CHECKING:

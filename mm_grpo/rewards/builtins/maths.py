@@ -8,8 +8,8 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from mm_grpo.rewards.builtins import library
 from mm_grpo.rewards.builtins.answers import Answer, boxed, final_part, gold_texts
-from mm_grpo.rewards.builtins.libraries import library
 from mm_grpo.rewards.registry import reward
 
 LONGEST = 500  # characters of an answer; of other text the last 1,000 are read

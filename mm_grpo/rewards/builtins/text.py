@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from mm_grpo.rewards.builtins import library
 from mm_grpo.rewards.builtins.answers import Answer, boxed, composed, final_part, gold_texts, normalise
-from mm_grpo.rewards.builtins.libraries import library
 from mm_grpo.rewards.registry import reward
 
 _AROUND = r"[ \t*_`\"'“”‘’$({\[]{0,8}"  # what may stand before a letter

@@ -1,0 +1,81 @@
+"""How long a sequence and how many images vLLM is started for, where the config leaves it to the rows.
+
+vLLM reserves room for one sequence of `rollout.vllm.max_model_len` at least, so the whole context of a model (128,000
+tokens of Qwen2.5-VL) is more than a run needs and often more than fits. Rows are read with their images closed; an
+image counts as large as `data.max_pixels` lets it be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.processors.base import Processor
+
+ROWS = 1000
+"""Rows of a set that are looked at: the ones with the longest texts of a list, else evenly spaced ones."""
+MARGIN = 1.25
+"""What the longest of the rows that were looked at is multiplied by where there are others."""
+STEP = 256
+UNKNOWN = 32768
+"""Tokens of a sequence where there are neither rows to look at nor a context in the model's config."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Most tokens of a sequence, and most images of a prompt. `sentence` says where they come from; "" if set."""
+
+    max_model_len: int
+    max_images: int
+    sentence: str = ""
+
+
+def engine_limits(
+    config: GRPOConfig, processor: Processor, datasets: Iterable[Dataset], context: int | None
+) -> EngineLimits:
+    """The limits of `rollout.vllm`, and for those that are null what the rows of `datasets` need.
+
+    A sequence is a prompt, the longest completion of training or evaluation, and one token for scoring; it is never
+    longer than the model's `context`, and as long without rows. Raises DataError for a row that is wrong.
+    """
+    given, rollout = config.rollout.vllm, config.rollout
+    answer = max(rollout.max_completion_length, rollout.eval.max_completion_length or 0) + 1
+    if given.max_model_len is not None and given.max_images is not None:
+        return EngineLimits(given.max_model_len, given.max_images)
+    longest, images, looked, total = 1, 1, 0, 0
+    for dataset in datasets:
+        indices = _rows_to_look_at(dataset)
+        looked, total = looked + len(indices), total + len(dataset)
+        for index in indices:
+            fields = dataset.encoded_fields(index)
+            row, count = dataset.row_name(index), len(fields.images)
+            longest = max(longest, processor.max_prompt_tokens(fields.messages, count, row=row))
+            images = max(images, count)
+    if looked < total:
+        longest = int(longest * MARGIN)
+    most = min(longest, config.data.max_prompt_length or longest)
+    need = -(-(most + answer) // STEP) * STEP if total else context or UNKNOWN
+    length, images = given.max_model_len or min(need, context or need), given.max_images or images
+    return EngineLimits(
+        length,
+        images,
+        f"vLLM: up to {length:,} tokens of prompt and completion (rollout.vllm.max_model_len) and "
+        f"{images} image(s) in a prompt (rollout.vllm.max_images), for {looked:,} of {total:,} rows",
+    )
+
+
+def _rows_to_look_at(dataset: Dataset) -> list[int]:
+    if len(dataset) <= ROWS:
+        return list(range(len(dataset)))
+    if not dataset.in_memory:
+        return list(range(0, len(dataset), -(-len(dataset) // ROWS)))
+
+    def size(index: int) -> tuple[int, int]:
+        fields = dataset.fields(index)
+        return len(fields.images), len(str(fields.messages))
+
+    return sorted(range(len(dataset)), key=size)[-ROWS:]

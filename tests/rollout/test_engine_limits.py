@@ -1,0 +1,129 @@
+"""What vLLM is started for where the config leaves it to the rows."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny
+from helpers.configs import small_config
+from transformers import AutoProcessor
+
+from mm_grpo.data.sources import load_train
+from mm_grpo.errors import ConfigError
+from mm_grpo.processors.base import load_processor
+from mm_grpo.rollout.engine_limits import engine_limits
+from mm_grpo.rollout.prompts import PromptBuilder, TooLong
+
+CONTEXT = 2048
+
+
+def rows(*texts: str, images: int = 1) -> list[dict[str, Any]]:
+    parts = [{"type": "image"}] * images
+    return [
+        {
+            "prompt": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
+            "images": [tiny.picture(1, 20, 20)] * images,
+        }
+        for text in texts
+    ]
+
+
+def limits(models: Any, given: Any, **changes: Any) -> Any:
+    config = small_config(
+        models["qwen2_5_vl"], rollout={"engine": "vllm", "max_completion_length": 100}, **changes
+    )
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    return engine_limits(config, processor, [load_train(config, given)], CONTEXT), processor
+
+
+def test_the_longest_row_with_images_at_their_largest_decides(models: dict[str, Any]) -> None:
+    found, processor = limits(models, rows("short", "x" * 400, images=2))
+    # one token a character in the tiny vocabulary; two images of 64 tokens (the model's limit of 224 x 224 pixels)
+    longest = processor.prompt(
+        tiny.sample("r", "x" * 400, (tiny.picture(1, 224, 224), tiny.picture(2, 224, 224)))
+    )
+    assert 2 * 64 + 400 < len(longest.token_ids) < 2 * 64 + 400 + 60
+    assert found.max_model_len == 768  # that, 100 of the completion, 1 for scoring, in steps of 256
+    assert found.max_images == 2
+    assert (
+        "up to 768 tokens" in found.sentence
+        and "2 image(s)" in found.sentence
+        and "2 of 2 rows" in found.sentence
+    )
+
+
+def test_limits_that_are_set_hold_and_the_context_bounds_the_rest(models: dict[str, Any]) -> None:
+    found, _ = limits(models, rows("x" * 9000))
+    assert (found.max_model_len, found.max_images) == (CONTEXT, 1)
+    found, _ = limits(models, rows("x" * 900), data={"max_prompt_length": 300})
+    assert found.max_model_len == 512  # 300 + 100 + 1
+    config = small_config(
+        "model", rollout={"engine": "vllm", "vllm": {"max_model_len": 333, "max_images": 4}}
+    )
+    found = engine_limits(config, None, [], None)  # type: ignore[arg-type]
+    assert (found.max_model_len, found.max_images, found.sentence) == (333, 4, "")
+
+
+def test_of_a_long_list_the_longest_rows_are_looked_at(models: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr("mm_grpo.rollout.engine_limits.ROWS", 2)
+    found, _ = limits(models, [*rows("x" * 800), *rows(*["short"] * 5), *rows("two", images=2)])
+    assert found.max_images == 2 and "2 of 7 rows" in found.sentence
+    # (800 + 64 + template) * 1.25 + 101, in steps of 256: above 1,179 whatever the template
+    assert found.max_model_len == 1280
+
+
+def test_of_a_set_on_disk_some_rows_are_read_and_a_longer_one_is_told(
+    models: dict[str, Any], monkeypatch: Any, tmp_path: Path
+) -> None:
+    from datasets import Dataset
+
+    monkeypatch.setattr("mm_grpo.rollout.engine_limits.ROWS", 3)
+    text_only = {"text_only": True}
+    texts = ["a", "bb", "x" * 1500, "c", "d", "e"]
+    found, processor = limits(
+        models, Dataset.from_list([{"prompt": text, "answer": ""} for text in texts]), data=text_only
+    )
+    assert "3 of 6 rows" in found.sentence
+    assert found.max_model_len == 2048  # row 2 was among those looked at: 0, 2, 4
+    texts[2], texts[3] = "c", "x" * 1500
+    found, processor = limits(
+        models, Dataset.from_list([{"prompt": text, "answer": ""} for text in texts]), data=text_only
+    )
+    assert found.max_model_len == 256
+    config = small_config(models["qwen2_5_vl"], rollout={"max_completion_length": 100})
+    builder = PromptBuilder(processor, config, CONTEXT, found.max_model_len)
+    with pytest.raises(
+        TooLong, match=r"rollout.vllm.max_model_len = 256 less rollout.max_completion_length allows 155;"
+    ):
+        builder.process(tiny.sample("train:3", "x" * 1500))
+
+
+def test_no_room_for_a_prompt(models: dict[str, Any]) -> None:
+    config = small_config(models["qwen2_5_vl"], rollout={"max_completion_length": 100})
+    with pytest.raises(ConfigError, match=r"max_model_len = 101: .*leaves a prompt none"):
+        PromptBuilder(load_processor(str(models["qwen2_5_vl"])), config, None, 101)
+
+
+def test_a_photograph_is_1280_tokens_unless_more_are_allowed(models: dict[str, Any], tmp_path: Path) -> None:
+    folder, size = tmp_path / "model", {"shortest_edge": 3136, "longest_edge": 12845056}  # Qwen2.5-VL's own
+    shutil.copytree(models["qwen2_5_vl"], folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    theirs = AutoProcessor.from_pretrained(folder)
+    theirs.image_processor.size = size
+    theirs.save_pretrained(folder)
+    photo = tiny.sample("r", "what", (tiny.picture(1, 4000, 3000),))
+    processor = load_processor(str(folder))
+    width, height = processor.prompt(photo).engine_prompt.images[0].size
+    assert processor.max_pixels == 1280 * 28 * 28
+    assert 1200 <= width // 28 * (height // 28) <= 1280
+    assert processor.max_prompt_tokens(photo.messages, 1, row="r") >= len(processor.prompt(photo).token_ids)
+    more = load_processor(str(folder), max_pixels=4_000_000).prompt(photo).engine_prompt.images[0]
+    assert 3_800_000 < more.width * more.height <= 4_000_000
+    # what is saved beside the weights keeps the model's own limit, unless the config set one
+    for limit, kept in ((None, 12845056), (50176, 50176)):
+        load_processor(str(folder), max_pixels=limit).save(tmp_path / f"saved-{limit}")
+        saved = AutoProcessor.from_pretrained(tmp_path / f"saved-{limit}").image_processor
+        assert saved.size["longest_edge"] == kept
+    assert processor.max_pixels == 1280 * 28 * 28
