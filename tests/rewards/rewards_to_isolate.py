@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from pathlib import Path
 
 
 class Opaque(Exception):
@@ -94,6 +95,17 @@ def echo_batch(completions, box, log_extra, log_metric, **kwargs):
 
 def process(completion):
     return float(os.getpid())
+
+
+def meets(completion, folder):
+    """1 when, within 20 s, another process is in this function at the same time."""
+    (Path(folder) / f"{os.getpid()}").touch()
+    deadline = time.monotonic() + 20
+    while len(list(Path(folder).iterdir())) < 2:
+        if time.monotonic() > deadline:
+            return 0.0
+        time.sleep(0.01)
+    return 1.0
 
 
 def wrong_count(completions, **kwargs):

@@ -99,6 +99,23 @@ def test_many_calls_are_spread_and_come_back_in_order(rows, scorer):
     assert scores.parts["r"] == scores.parts["b"] == [float(len(text)) for text in texts]
 
 
+def test_two_workers_are_at_work_at_the_same_time(rows, scorer, tmp_path):
+    folders = [str(tmp_path)] * 2
+    assert scorer(isolated("meets", timeout=60)).score(*rows(["a", "b"], folder=folders), step=1).totals == [
+        1.0,
+        1.0,
+    ]
+
+
+def test_mathematics_in_two_workers(rows, scorer):
+    answers = [rf"\frac{{{i}}}{{7}}+x^{i % 3}" for i in range(1, 65)]
+    texts = [rf"It is \boxed{{x^{i % 3}+\frac{{{i + i % 2}}}{{7}}}}" for i in range(1, 65)]
+    scores = scorer({"name": "math", "isolated": True, "timeout": 60}).score(
+        *rows(texts, answer=answers), step=1
+    )
+    assert scores.totals == [1.0 - i % 2 for i in range(1, 65)]
+
+
 def test_a_function_that_prints_and_reads_scores_all_the_same(rows, scorer):
     assert scorer(isolated("behave")).score(*rows(["print", "read"]), step=1).totals == [4.0, 0.0]
 

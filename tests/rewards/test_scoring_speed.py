@@ -1,7 +1,5 @@
 """What scoring costs beside the rewards' own work, and what worker processes gain."""
 
-import os
-import random
 import time
 from pathlib import Path
 
@@ -47,31 +45,3 @@ def test_a_worker_costs_little_more(rows, name):
     best = min(seconds(scorer, batch) for _ in range(5)) / ROWS
     scorer.close()
     assert best < 100e-6  # 20 on a quiet machine
-
-
-@pytest.mark.long
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need two processor cores")
-def test_two_workers_score_mathematics_almost_twice_as_fast(rows):
-    draw = random.Random(0)
-    texts, answers = [], []
-    for i in range(4096):
-        a, b, power = draw.randint(1, 999), draw.randint(2, 99), draw.randint(1, 9)
-        answers.append(rf"\frac{{{a}}}{{{b}}}+x^{power}")
-        texts.append(rf"<think>so</think> It is \boxed{{x^{power}+\frac{{{a + i % 2}}}{{{b}}}}}")
-    batch = rows(texts, answer=answers)
-    one = Scorer([{"name": "math", "isolated": False}])
-    two = Scorer([{"name": "math", "isolated": True, "timeout": 200}], workers=2)
-    two.start()
-    best = {"one": float("inf"), "two": float("inf")}
-    for _ in range(3):  # other programs may want a core for a while
-        best["one"] = min(best["one"], seconds(one, batch))
-        best["two"] = min(best["two"], seconds(two, batch))
-        if best["one"] / best["two"] >= 1.7:
-            break
-    scores = two.score(*batch, step=2)
-    two.close()
-    assert scores.totals == [1.0 - i % 2 for i in range(4096)]
-    print(f"\n{4096 / best['one']:.0f} per second in one process, {4096 / best['two']:.0f} with two workers")
-    # 1.7 to 1.9 on two quiet cores; the bound leaves room for a program that takes a share of one, and still
-    # tells two workers from one
-    assert best["one"] / best["two"] >= 1.3
