@@ -197,7 +197,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor, limits: EngineLi
         engine_kwargs=tuple(given.engine_kwargs.items()),
     )
     try:
-        return VLLMEngine(settings, processor)
+        return VLLMEngine(settings, processor, timeout=given.timeout)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("vllm"):
             raise

@@ -171,6 +171,9 @@ class VLLMConfig(Section):
     """Share of a GPU's memory that vLLM may hold, > 0 and <= 1. Default: 0.3."""
     sleep_level: Literal[0, 1, 2] = 0
     """What a GPU engine frees while the learner works: 0 nothing, 1 its caches, 2 its weights too. Default: 0."""
+    timeout: Number = Field(default=600.0, gt=0)
+    """Seconds without one step of vLLM's after which it counts as hung and the process is ended (exit code 1), > 0.
+    Default: 600.0."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vllm.LLM, as {name: value}. Default: {}."""
 

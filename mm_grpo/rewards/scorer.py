@@ -4,7 +4,8 @@ Nothing here invents a score (law 9). `None` means that a reward does not apply;
 infinity, a non-number, a wrong count, a process that died or a time-out stops the run with a RewardError,
 or where its options say "mask" leaves the completions concerned without a total, counted in the metrics.
 Totals and raw parts stay apart. Plain functions are called here, one call after the other; with a time-out in a
-thread, which can be waited for but not ended, so that a time-out stops the run. Isolated rewards run in worker
+thread, which can be waited for but not ended, so that a time-out stops the run; where the thread lets nothing else
+run, a watchdog ends the process. Isolated rewards run in worker
 processes (`isolation.py`) and async ones on an event loop (`async_calls.py`), beside the others of the step. One
 call's arguments and messages are in `call.py`. Rewards that wait for a gate (`only_if`) come after it. Axis
 letters: n = P·G rows, flat.
@@ -27,6 +28,7 @@ from mm_grpo.rewards.options import Action
 from mm_grpo.rewards.resolve import Entry, resolve_entries
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.user_code import kept_state
+from mm_grpo.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mm_grpo.rewards.async_calls import BackgroundLoop
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from mm_grpo.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
+
+WITHOUT_LOCK = 5.0
+"""Seconds after a time-out in which this process must have noticed it, or be ended."""
+_ISOLATE = "With isolated: true it runs in a process that can be killed, and on_timeout: mask goes on"
 
 
 @dataclass(frozen=True)
@@ -263,15 +269,21 @@ def _run_plain(results: RewardCalls) -> None:
             raised.append(error)
 
     thread = threading.Thread(target=run, name=f"reward {results.spec.name}", daemon=True)
-    thread.start()
-    thread.join(deadline)
+    hangs = (
+        f"error: reward {results.spec.name!r} had not answered after timeout = {deadline:g} s, and lets nothing else "
+        "of this process run (a regular expression or C code that holds the interpreter's lock), so the process is "
+        f"ended; where it stands follows. {_ISOLATE}"
+    )
+    with Watchdog(deadline + WITHOUT_LOCK, hangs):
+        thread.start()
+        thread.join(deadline)
     if raised:
         raise raised[0]
     if thread.is_alive():
         raise RewardError(
             f"{calls[min(done, len(calls) - 1)].blame()} had not answered after timeout = {deadline:g} s. A "
             f"plain function runs in the trainer's process, in a thread that cannot be killed, so the run "
-            f"stops. With isolated: true it runs in a process that can, and on_timeout: mask goes on"
+            f"stops. {_ISOLATE}"
         )
 
 

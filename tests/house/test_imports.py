@@ -25,7 +25,9 @@ ROOT = Path(mm_grpo.__file__).parent
 
 # From the bottom up; a part is the first name under mm_grpo, module or package.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"version", "types", "errors", "files", "import_path", "terminal", "timing", "config"}),
+    frozenset(
+        {"version", "types", "errors", "files", "import_path", "terminal", "timing", "watchdog", "config"}
+    ),
     frozenset({"data", "processors", "rewards", "algorithm", "distributed"}),
     frozenset({"health"}),
     frozenset({"rollout", "learner"}),

@@ -56,7 +56,7 @@ def test_a_plain_function_that_hangs_stops_the_run_whatever_the_policy(rows, cap
     with fails(
         r"reward 'f', on row 'row:1' with the completion 'b', had not answered after timeout = 0.2 s. A plain "
         r"function runs in the trainer's process, in a thread that cannot be killed, so the run stops. With "
-        r"isolated: true it runs in a process that can, and on_timeout: mask goes on"
+        r"isolated: true it runs in a process that can be killed, and on_timeout: mask goes on"
     ):
         scorer.score(*rows("abc"), step=1)
     assert time.perf_counter() - start < 1.2

@@ -37,12 +37,13 @@ class VLLMEngine:
     """A `RolloutEngine` over vLLM, one per process (or per tensor-parallel group of processes).
 
     The vLLM engine outlives this object; a second one with equal settings takes it over and must then
-    `update_weights` before it samples.
+    `update_weights` before it samples. Where vLLM makes no step for `timeout` seconds, the process is ended.
     """
 
-    def __init__(self, settings: EngineSettings, processor: Processor) -> None:
+    def __init__(self, settings: EngineSettings, processor: Processor, timeout: float = 600.0) -> None:
         self.settings, self.processor = settings, processor
         self._handle = launch(settings)
+        self._handle.timeout = timeout
         internals.wake(self._handle)
         # a fresh engine holds what is on disk; one that is taken over, whatever its last trainer sent
         self._current = self._handle.owner is None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mm_grpo.errors import DataError, EngineError
 from mm_grpo.rollout.vllm.launch import Handle, first_line
+from mm_grpo.watchdog import Watchdog
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """vLLM's fused layers and what they are made of, in order; a model's own `packed_modules_mapping` comes on top."""
@@ -61,7 +62,7 @@ def run(handle: Handle, work: Sequence[EngineRequest]) -> list[Answer]:
 
     llm = handle.llm
     try:
-        with _eager():
+        with _eager(), _watched(handle, f"sampled or scored {len(work)} request(s)"):
             params = [SamplingParams(**w.params) for w in work]
             if hasattr(llm, "enqueue"):
                 for item, param in zip(work, params, strict=True):  # one by one: a refusal has a row to name
@@ -148,6 +149,33 @@ def _chosen(entries: Any, token_ids: Sequence[int]) -> list[float]:
     return [float(entry[token].logprob) for entry, token in zip(entries, token_ids, strict=True)]
 
 
+@contextmanager
+def _watched(handle: Handle, what: str) -> Iterator[None]:
+    """A call of vLLM's whose time counts from its last step. A hang in its kernels or collectives, which nothing in
+    Python could end, ends the process with a message."""
+    engine, seconds = handle.llm.llm_engine, handle.timeout
+    message = (
+        f"error: vLLM has made no step for {seconds:g} s while it {what}, and hangs, so the process is ended; where it "
+        "stands follows. Go on from the newest checkpoint with --resume; where its steps take longer than that, raise "
+        "rollout.vllm.timeout"
+    )
+    with Watchdog(seconds, message) as watchdog:
+        step, own = engine.step, vars(engine).get("step")
+
+        def stepped() -> Any:
+            watchdog.restart()
+            return step()
+
+        engine.step = stepped
+        try:
+            yield
+        finally:
+            if own is None:
+                del engine.step
+            else:
+                engine.step = own
+
+
 def _eager() -> Any:
     """On a CPU, small helpers of vLLM's sampler would each start a C++ compiler on first use."""
     return nullcontext() if torch.cuda.is_available() else torch.compiler.set_stance("force_eager")
@@ -172,7 +200,7 @@ def reload(handle: Handle, tensors: Iterable[tuple[str, Tensor]]) -> None:
             failures.append(error)
 
     try:
-        with _eager():
+        with _eager(), _watched(handle, "took new weights"):
             handle.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": until_failure()})
     except BaseException as error:
         handle.fault = f"its worker failed in a weight update ({first_line(error)})"
@@ -236,7 +264,8 @@ def reset_encoder_cache(handle: Handle) -> None:
 
 def sleep(handle: Handle, level: int) -> None:
     """Give memory back: at level 1 weights go to the host, at level 2 they are gone."""
-    handle.llm.sleep(level=level)
+    with _watched(handle, "gave memory back"):
+        handle.llm.sleep(level=level)
     handle.asleep = {"weights", "kv_cache"}
 
 
@@ -246,5 +275,6 @@ def wake(handle: Handle, *parts: str) -> None:
     if due and torch.cuda.is_available():
         torch.cuda.empty_cache()  # vLLM takes memory from the device, not from torch's cache of freed blocks
     if due:
-        handle.llm.wake_up(due)
+        with _watched(handle, "took memory back"):
+            handle.llm.wake_up(due)
         handle.asleep -= set(due)

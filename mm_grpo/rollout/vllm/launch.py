@@ -70,7 +70,7 @@ class Handle:
 
     `owner` is the last trainer's engine that used it, `fault` says why it is unusable, and `asleep` names the
     parts of its memory that are given back (`weights`, `kv_cache`). `readable` are the weights that can be read back
-    from its parameters, None before the first update.
+    from its parameters, None before the first update. A call that makes no step for `timeout` seconds counts as hung.
     """
 
     llm: Any
@@ -79,6 +79,7 @@ class Handle:
     fault: str | None = None
     asleep: set[str] = field(default_factory=set)
     readable: set[str] | None = None
+    timeout: float = 600.0
 
 
 _RUNNING: dict[str, Handle] = {}  # by the settings' repr: engine_kwargs may hold mappings

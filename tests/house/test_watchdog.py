@@ -1,0 +1,105 @@
+"""What hangs without letting Python run ends with a message, the place where it stands and exit code 1."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mm_grpo.watchdog import Watchdog
+
+SLEEP = "import ctypes; ctypes.PyDLL(None).usleep(60_000_000)"  # PyDLL keeps the interpreter's lock
+REGEX = 'import re; re.match(r"(a+)+b", "a" * 50)'
+
+REWARD = """
+import sys
+from pathlib import Path
+import mm_grpo.rewards.scorer as scorer
+from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
+scorer.WITHOUT_LOCK = 0.5
+prompt = Prompt(Sample("train:0", [{"role": "user", "content": "q"}]), (1,), EnginePrompt((1,), ()), None, {})
+made = scorer.Scorer([{"name": sys.argv[1] + ":slow", "timeout": 0.5}])
+made.score([prompt], [Completion((1,), (0.0,), "x", "stop", 0)], step=1)
+"""
+
+ENGINE = """
+from types import SimpleNamespace
+from mm_grpo.rollout.vllm.internals import _watched
+
+class Engine:
+    def step(self):
+        {hang}
+
+handle = SimpleNamespace(llm=SimpleNamespace(llm_engine=Engine()), timeout=0.5)
+with _watched(handle, "sampled or scored 4 request(s)"):
+    handle.llm.llm_engine.step()
+"""
+
+
+def ended(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("hang", [SLEEP, REGEX], ids=["C", "regular expression"])
+def test_a_reward_that_hangs_with_the_interpreters_lock(hang: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(f"def slow(completion):\n    {hang}\n    return 1.0\n")
+    result = ended(REWARD, str(file))
+    assert result.returncode == 1
+    message, where = result.stderr.split("Timeout (", 1)
+    assert "error: reward 'slow' had not answered after timeout = 0.5 s, and lets nothing else" in message
+    assert "isolated: true" in message and f'"{file}", line 2 in slow' in where
+
+
+def test_a_hang_inside_vllm() -> None:
+    result = ended(ENGINE.format(hang=SLEEP))
+    assert result.returncode == 1
+    assert (
+        "error: vLLM has made no step for 0.5 s while it sampled or scored 4 request(s), and hangs"
+        in result.stderr
+    )
+    assert (
+        "--resume" in result.stderr and "rollout.vllm.timeout" in result.stderr and "in step" in result.stderr
+    )
+
+
+def test_what_moves_or_ends_in_time_is_left_alone() -> None:
+    script = """
+import time
+from mm_grpo.watchdog import Watchdog
+with Watchdog(1.0, "outer") as outer:
+    for _ in range(8):
+        with Watchdog(0.6, "inner"):
+            time.sleep(0.3)
+        outer.restart()
+with Watchdog(0.1, "short"):
+    pass
+time.sleep(1.5)
+print("done")
+"""
+    result = ended(script)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
+
+
+def test_the_block_whose_time_ends_first_counts() -> None:
+    script = """
+from mm_grpo.watchdog import Watchdog
+with Watchdog(0.3, "outer"), Watchdog(50.0, "inner"):
+    {hang}
+"""
+    result = ended(script.format(hang=SLEEP))
+    assert result.returncode == 1 and result.stderr.startswith("\nouter\n") and "inner" not in result.stderr
+
+
+def test_a_block_costs_little() -> None:
+    with Watchdog(60.0, "first"):
+        pass
+    start = time.process_time()
+    for _ in range(200):
+        with Watchdog(60.0, "x") as watchdog:
+            watchdog.restart()
+    assert (time.process_time() - start) / 200 < 2e-3  # 0.1 ms on a quiet machine
