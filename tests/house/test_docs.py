@@ -56,3 +56,23 @@ def test_the_readmes_arithmetic_is_what_a_run_prints() -> None:
 
     config = GRPOConfig(model={"path": "x"}, rollout={"prompts_per_step": 16})
     assert config.batch_sentence(processes=1) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def words(text: str) -> str:
+    return " ".join(text.replace("**", "").split())
+
+
+def test_every_promise_of_the_readme_has_a_test() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(table) >= 25
+    for promise, tests in table:
+        assert words(promise) in words(readme)
+        for name in re.findall(r"`([^`]+)`", tests):
+            file, _, function = name.partition("::")
+            code = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert f"def {function}(" in code if function else "def test_" in code, name
+    first_list = [words(bold) for bold in re.findall(r"^- \*\*(.+?)\*\*", readme, re.DOTALL | re.MULTILINE)]
+    assert len(first_list) == 8
+    assert [bold for bold in first_list if not any(bold in words(promise) for promise, _ in table)] == []
