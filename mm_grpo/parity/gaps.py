@@ -1,7 +1,7 @@
 """Parity: do engine and learner see the same tokens, images and weights?
 
 Pure comparisons, shared by the check at the start of a run, by the verified weight sync and by
-`mm-grpo doctor`. Two log-prob gaps are told apart:
+`mm-grpo doctor`. Two log-prob gaps are kept apart:
 
 - `score`: the engine re-scores a given completion, the learner does too, both over the whole vocabulary
   at temperature 1. Weights and images show here, sampling does not.

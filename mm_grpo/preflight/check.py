@@ -165,9 +165,9 @@ def _walk(
                 dropped += 1
                 continue
             # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
-            told, uid = str(error), f"{dataset.name}:{index}: "
-            named = told.startswith(uid)
-            failed.append(f"{dataset.row_name(index)}: {told.removeprefix(uid)}" if named else told)
+            message, uid = str(error), f"{dataset.name}:{index}: "
+            named = message.startswith(uid)
+            failed.append(f"{dataset.row_name(index)}: {message.removeprefix(uid)}" if named else message)
             continue
         broken = limits.broken_by(prompt)
         if broken is not None:

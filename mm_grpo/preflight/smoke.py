@@ -39,7 +39,7 @@ def smoke_config(
         kept: paths of fields that were set by hand (`data.train`), which stay as they are.
 
     Raises:
-        ConfigError: the family cannot be told from `model.path`.
+        ConfigError: the family cannot be read from `model.path`.
     """
     values = config.model_dump()
     model, data, rollout = values["model"], values["data"], values["rollout"]

@@ -23,10 +23,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.messages import Section, section_of
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import atomic_write
+from mm_grpo.files import atomic_write, read_regular_file
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
 from mm_grpo.learner.state import (
@@ -51,7 +53,11 @@ KEYS: Mapping[str, type | tuple[type, ...]] = {
     "format": int, "step": int, "extra": dict, "reference": (dict, type(None)), "config": dict, "parameters": dict,
     "frozen": str, "updates": int, "adam_steps": int, "files": list, "log": (dict, type(None)), "sha256": str,
 }  # fmt: skip
-"""What a manifest holds, all of it required."""
+"""What a manifest holds, all of it required; no number is below 0."""
+EXTRA_KEYS: Mapping[str, type | tuple[type, ...]] = {
+    "tokens_seen": int, "rows": dict, "rewards": list, "best": (dict, type(None)), "before": dict, "after": dict,
+}  # fmt: skip
+"""What the trainer keeps in a manifest's extra; same_run.py requires all of it."""
 logger = logging.getLogger("mm_grpo")
 
 # Fields that may differ on resuming: none of them changes a sample or an update.
@@ -153,9 +159,15 @@ class Checkpoints:
             self._refuse_others(checkpoint, identity)
             files = [checkpoint.path / str(mark["name"]) for mark in manifest["files"]]
             own = files[self.ranks.rank] if len(files) == self.ranks.world else None
-            load_state(self.learner.optimizer, files, manifest["updates"], manifest["adam_steps"], own)
-            if manifest["reference"] is not None and self.learner.moving is not None:
-                load_reference(self.learner.moving, checkpoint.path / REFERENCE)
+            try:
+                load_state(self.learner.optimizer, files, manifest["updates"], manifest["adam_steps"], own)
+                if manifest["reference"] is not None and self.learner.moving is not None:
+                    load_reference(self.learner.moving, checkpoint.path / REFERENCE)
+            except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+                raise ConfigError(
+                    f"the checkpoint '{checkpoint.path}' cannot be loaded ({type(error).__name__}: {error}): its marks "
+                    "agree with files that are no state; remove it, or start again with run.overwrite=true"
+                ) from error
 
     def sentence(self, every: int) -> str:
         """What the run keeps to resume from, said at its start, with the bytes on disk of one checkpoint."""
@@ -175,7 +187,7 @@ class Checkpoints:
     def _make_room(self, beside: Path) -> None:
         try:
             for left in self.folder.glob(".step-*.new"):  # by a process that was killed
-                shutil.rmtree(left)
+                _remove(left)
             beside.mkdir(parents=True)
         except OSError as error:
             raise self._unwritten(error) from error
@@ -223,7 +235,7 @@ class Checkpoints:
             manifest["sha256"] = digest_of(manifest)
             atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
             _sync(beside)
-            shutil.rmtree(path, ignore_errors=True)  # the step is taken again, so this one was not whole
+            _remove(path)  # the step is taken again, so this one was not whole
             os.replace(beside, path)
             _sync(self.folder)
         except OSError as error:
@@ -255,7 +267,7 @@ class Checkpoints:
         manifest: dict[str, Any] = {}
         fault: str | None = None
         try:
-            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            manifest = json.loads(read_regular_file(path / MANIFEST).decode())
             fault = manifest_fault(manifest, _step_of(path))
             fault = fault and f"{path.name}{fault}"
             kept = [] if fault else [*manifest["files"], manifest["reference"], manifest["log"]]
@@ -270,10 +282,10 @@ class Checkpoints:
                     )
                 if fault is None and mark_of(file).sha256 != wanted["sha256"]:
                     fault = f"{path.name}/{file.name} is not what was written: its SHA-256 differs"
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             fault = f"{path.name}/{MANIFEST} cannot be read ({error})"
-        told = [f for f in self.ranks.all_gather(fault, "looking for a checkpoint") if f]
-        return manifest, told[0] if told else None
+        faults = [f for f in self.ranks.all_gather(fault, "looking for a checkpoint") if f]
+        return manifest, faults[0] if faults else None
 
     def _refuse_others(self, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
         manifest, where = checkpoint.manifest, f"'{checkpoint.path}'"
@@ -336,9 +348,17 @@ def manifest_fault(manifest: Any, step: int) -> str | None:
         return f"/{MANIFEST} lacks or should not have {', '.join(map(repr, wrong))}"
     if manifest["sha256"] != digest_of(manifest):
         return f"/{MANIFEST} is not what was written: its SHA-256 differs"
-    for key, kind in KEYS.items():
-        if not isinstance(manifest[key], kind) or isinstance(manifest[key], bool):
-            return f"/{MANIFEST} has {key} = {manifest[key]!r}, which is none"
+    known = {f"extra.{key}": value for key, value in _mapping(manifest["extra"]).items() if key in EXTRA_KEYS}
+    kinds = {**KEYS, **{f"extra.{key}": kind for key, kind in EXTRA_KEYS.items()}}
+    for key, value in ({**manifest, **known}).items():
+        below = isinstance(value, int) and value < 0
+        if (
+            below
+            or isinstance(value, bool)
+            or not isinstance(value, kinds[key])
+            or (key == "files" and not value)
+        ):
+            return f"/{MANIFEST} has {key} = {value!r}, which is none"
     if manifest["step"] != step:
         return f" is the checkpoint of step {manifest['step']}: the folder was renamed"
     return None
@@ -367,6 +387,18 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     if config.optim.lr_scheduler_type != "constant":  # the rate of every step goes by the length of the run
         flat["run.max_steps"] = config.run.max_steps
     return flat
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a file or a link and not what it leads to; OSError when it stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

@@ -100,7 +100,7 @@ def test_gdpo_by_hand() -> None:
     assert got[1] == pytest.approx((second / scale, -second / scale), abs=1e-12)
 
 
-def test_gdpo_tells_two_rewards_from_one() -> None:
+def test_gdpo_keeps_two_rewards_apart() -> None:
     # both groups have one winner; in the second it won both rewards, and is worth twice as much
     one, two = gdpo(
         [[0.0, 1.0], [0.0, 2.0]],

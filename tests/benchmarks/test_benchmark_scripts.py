@@ -133,7 +133,7 @@ def test_step(result: Result) -> None:
         ("plot", ["/nope.json"], "/nope.json: there is no such file; learner.py --json FILE writes one"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(
+def test_a_mistake_is_one_line(
     name: str,
     arguments: list[str],
     told: str,

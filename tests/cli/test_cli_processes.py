@@ -160,8 +160,8 @@ def test_ctrl_c_ends_all_with_130(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_second_ctrl_c_kills_processes_that_hang(tmp_path: Path) -> None:
-    with started(*peers(tmp_path, "deaf")) as process:
-        wait_for(lambda: len(list(tmp_path.glob("deaf-*"))) == 2 or process.poll() is not None)
+    with started(*peers(tmp_path, "ignoring")) as process:
+        wait_for(lambda: len(list(tmp_path.glob("ignoring-*"))) == 2 or process.poll() is not None)
         ranks = ranks_of(process)
         process.send_signal(signal.SIGINT)
         time.sleep(1)
@@ -321,5 +321,5 @@ def test_the_exit_code_of_a_launch_that_a_signal_ended(asked: int, code: int, pr
         (RuntimeError("CUDA out of memory"), None),
     ],
 )
-def test_a_lost_connection_is_told_from_a_fault(error: RuntimeError, printed: str | None) -> None:
+def test_a_lost_connection_is_distinguished_from_a_fault(error: RuntimeError, printed: str | None) -> None:
     assert lost_another(error) == printed

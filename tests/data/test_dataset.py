@@ -150,7 +150,7 @@ def test_columns_are_those_of_all_rows_under_our_names() -> None:
         Dataset(mixed, settings(columns={"prompt": "problen"}))
 
 
-def test_conversational_is_told_by_the_first_row() -> None:
+def test_conversational_is_decided_by_the_first_row() -> None:
     messages = [{"problem": [{"role": "user", "content": "?"}]}]
     assert Dataset(messages, settings(columns={"prompt": "problem"})).conversational is True
 

@@ -48,7 +48,7 @@ def test_others_have_another(other: list[dict[str, Any]]) -> None:
     assert of(other) != of([row(), row(answer="blue")])
 
 
-def test_images_are_told_by_where_they_come_from(tmp_path: Path) -> None:
+def test_images_are_fingerprinted_by_where_they_come_from(tmp_path: Path) -> None:
     for name, size in (("a", 56), ("b", 84)):
         Image.new("RGB", (size, size)).save(tmp_path / f"{name}.png")
     paths = [of([row(image=str(tmp_path / f"{name}.png"))]) for name in "ab"]

@@ -5,7 +5,7 @@
 
     loop        exchanges objects and gradients for ever; FOLDER/exchanged is there after the first time
     refused     every process raises the same ConfigError
-    deaf        ignores SIGINT and SIGTERM and sleeps; FOLDER/deaf-RANK is there then
+    ignoring    ignores SIGINT and SIGTERM and sleeps; FOLDER/ignoring-RANK is there then
     guard       every process raises the same GuardStop, the first one after it has written FOLDER/report
 """
 
@@ -63,10 +63,10 @@ def refused(folder: Path, ranks: Ranks) -> None:
         raise ConfigError("optim.max_tokens_per_pack = 8: a prompt is longer")
 
 
-def deaf(folder: Path, ranks: Ranks) -> None:
+def ignoring(folder: Path, ranks: Ranks) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    (folder / f"deaf-{ranks.rank}").touch()
+    (folder / f"ignoring-{ranks.rank}").touch()
     time.sleep(300)
 
 
@@ -81,7 +81,7 @@ def guard(folder: Path, ranks: Ranks) -> None:
 
 
 MODES: dict[str, Callable[[Path, Ranks], None]] = {
-    "loop": loop, "refused": refused, "guard": guard, "deaf": deaf,
+    "loop": loop, "refused": refused, "guard": guard, "ignoring": ignoring,
 }  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def test_a_reward_that_never_applied_is_named_after_500_prompts_or_all_rows() ->
     assert actions(NoReward(["a", "b"], 16), once) == {}
 
 
-def test_masked_failures_are_told_from_columns_that_are_null() -> None:
+def test_masked_failures_and_columns_that_are_null_are_counted_apart() -> None:
     guard = NoReward(["a"], 16)
     failed = {**EMPTY, "rewards/a/errors": 100.0, "rewards/a/timeouts": 28.0}
     alarm = [guard.observe(step, failed) for step in range(1, 11)][-1]

@@ -64,7 +64,7 @@ def test_built_ins(entry: dict[str, Any], columns: dict[str, Any], text: str) ->
     assert (report.gold, report.failures) == ([1.0], [])
 
 
-def test_a_gold_box_in_other_pixels_is_told_by_the_reward_itself() -> None:
+def test_a_gold_box_in_other_pixels_is_found_by_the_reward_itself() -> None:
     check = RewardCheck([resolve_entry({"name": "iou", "gold_space": "pixel"})])
     check.add("row", prompt(box=[10, 20, 90, 180]))
     (report,) = check.finish()

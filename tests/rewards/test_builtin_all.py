@@ -173,7 +173,7 @@ def test_loading_all_of_them_imports_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(builtins.LIBRARIES))
-def test_a_missing_library_is_told_when_the_reward_is_named(
+def test_a_missing_library_is_an_error_when_the_reward_is_named(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, package, extra = builtins.LIBRARIES[name]

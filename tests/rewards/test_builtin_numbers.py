@@ -317,6 +317,6 @@ def test_math_works_in_many_threads_at_once():
         assert list(pool.map(grade, texts)) == [(1.0, 0.0)] * 40
 
 
-def test_math_says_nothing_of_its_own_time_out(caplog):
+def test_math_logs_nothing_about_its_own_time_out(caplog):
     maths("\\boxed{3}", "3")
     assert "Timeout is disabled" not in caplog.text

@@ -139,7 +139,7 @@ def test_soft_overlong_refuses_bounds_that_mean_nothing(max_length, buffer):
         soft_overlong("", [], max_length=max_length, buffer=buffer)
 
 
-def test_soft_overlong_must_be_told_its_bounds(rows):
+def test_soft_overlong_needs_its_bounds(rows):
     with pytest.raises(Exception, match="reward 'soft_overlong' asks for 'max_length', which has no default"):
         Scorer(["soft_overlong"]).score(*rows(["a"]), step=1)
     entry = {"name": "soft_overlong", "max_length": 4, "buffer": 2}

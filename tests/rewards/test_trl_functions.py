@@ -82,6 +82,6 @@ def test_plain_texts_when_prompts_are_texts(rows):
     assert seen == {"prompts": ["question 0", "question 1"], "completions": ["ab", "c"]}
 
 
-def test_a_function_of_keywords_alone_cannot_be_told_apart():
+def test_a_function_of_keywords_alone_is_refused():
     with pytest.raises(Exception, match="reward 'keywords_only' takes neither"):
         Scorer([keywords_only])

@@ -75,7 +75,7 @@ def test_of_a_long_list_the_longest_rows_are_looked_at(models: dict[str, Any], m
     assert found.max_model_len == 1280
 
 
-def test_of_a_set_on_disk_some_rows_are_read_and_a_longer_one_is_told(
+def test_of_a_set_on_disk_some_rows_are_read_and_a_longer_one_is_refused(
     models: dict[str, Any], monkeypatch: Any, tmp_path: Path
 ) -> None:
     from datasets import Dataset

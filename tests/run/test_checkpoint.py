@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import random
 import shutil
 from pathlib import Path
@@ -190,6 +191,28 @@ def mistype(folder: Path) -> str:
     return "has updates = '2', which is none"
 
 
+def sign(key: str, value: Any, words: str) -> Any:
+    """A manifest with another value, and the digest of that."""
+
+    def change(folder: Path) -> str:
+        manifest = json.loads((folder / "manifest.json").read_text()) | {key: value}
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+        return words
+
+    return change
+
+
+def nest_manifest(folder: Path) -> str:
+    (folder / "manifest.json").write_text("[" * 100_000)
+    return "manifest.json cannot be read"
+
+
+def pipe_manifest(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    return "manifest.json cannot be read"
+
+
 def lose_state(folder: Path) -> str:
     next(folder.glob("state-*")).unlink()
     return "lacks state-00000-of-00001.safetensors"
@@ -200,9 +223,22 @@ CHANGED = [
 ]
 
 
+SIGNED = [
+    sign("updates", -1, "has updates = -1, which is none"),
+    sign("files", [], "has files = [], which is none"),
+    sign("extra", {"tokens_seen": "many"}, "has extra.tokens_seen = 'many', which is none"),
+    sign("extra", {"best": [1]}, "has extra.best = [1], which is none"),
+    sign("extra", {"rewards": 3}, "has extra.rewards = 3, which is none"),
+    sign("extra", {"rows": [1]}, "has extra.rows = [1], which is none"),
+]
+
+
 @pytest.mark.parametrize(
     "damage",
-    [truncate, flip, lose_manifest, tear_manifest, lose_state, *CHANGED, drop_key, mistype],
+    [
+        *[truncate, flip, lose_manifest, tear_manifest, nest_manifest, pipe_manifest, lose_state],
+        *[*CHANGED, drop_key, mistype, *SIGNED],
+    ],
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
     damage: Any, models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -217,6 +253,40 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
     damage(tmp_path / "checkpoints" / "step-000001")
     with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole: step-000002.*step-000001"):
         kept.newest()
+
+
+def test_a_state_that_is_none_is_refused_although_its_mark_agrees(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    kept = checkpoints_of(saved(tmp_path, models["qwen2_vl"], (1,)), tmp_path)
+    file = next((kept.folder / "step-000001").glob("state-*"))
+    file.write_bytes(b"\xff" * 64)
+    sign("files", [state.mark_of(file).as_dict()], "")(kept.folder / "step-000001")
+    found = kept.newest()
+    assert found is not None
+    with pytest.raises(
+        ConfigError, match=r"^the checkpoint '.*step-000001' cannot be loaded \(.*; remove it, or"
+    ):
+        kept.load(found)
+
+
+@pytest.mark.parametrize("name", [".step-000002.new", "step-000002"])
+@pytest.mark.parametrize("kind", ["a file", "a link to a folder", "a link to nothing"])
+def test_what_lies_in_the_place_of_a_checkpoint_is_removed(
+    name: str, kind: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    learner = saved(tmp_path, models["qwen2_vl"], (1,))
+    kept = checkpoints_of(learner, tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("mine")
+    if kind == "a file":
+        (kept.folder / name).write_text("?")
+    else:
+        (kept.folder / name).symlink_to(tmp_path / ("mine" if "folder" in kind else "nowhere"))
+    kept.save(2, {})
+    found = kept.newest()
+    assert found is not None and found.step == 2 and not found.path.is_symlink()
+    assert not list(kept.folder.glob(".*")) and (tmp_path / "mine" / "notes").read_text() == "mine"
 
 
 def test_a_renamed_checkpoint_is_passed_over(

@@ -60,7 +60,7 @@ def test_on_a_terminal_it_is_a_bar() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_quiet_says_nothing(terminal: bool) -> None:
+def test_quiet_prints_nothing(terminal: bool) -> None:
     where, out = console(terminal)
     with Progress(2, headline="hello", quiet=True, console=where) as progress:
         progress.advance(1, {"reward": 1.0})

@@ -36,7 +36,7 @@ def group(
     return Group(slot, prompt, completions, (1.0, None), (0.75, 0.0), parts=parts or {}, extra=extra or {})
 
 
-def test_a_row_tells_the_whole_story_of_a_completion(tmp_path: Path) -> None:
+def test_a_row_holds_everything_about_a_completion(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     parts: Any = {"exact": [1.0, 0.0], "iou": [None, None]}
     scored = group(5, columns={"answer": "red"}, parts=parts, extra={"parsed": ["red", None]})

@@ -20,7 +20,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
 
 
-def test_the_environment_tells_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_holds_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/home/ada/.venv/bin/mm-grpo", "train", "a.yaml"])
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     found = describe_environment()

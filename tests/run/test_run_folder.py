@@ -294,7 +294,7 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_that_cannot_be_made_is_told() -> None:
+def test_a_folder_that_cannot_be_made_is_one_message() -> None:
     with pytest.raises(ConfigError) as caught:
         RunFolder.create("/proc/run", "x: 1\n")
     assert str(caught.value) == (

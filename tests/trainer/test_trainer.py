@@ -151,7 +151,7 @@ def test_long_prompts_are_refused_or_dropped_and_never_cut(models: dict[str, Pat
     assert all(r["seed"] == plan.group(1, r["slot"])[r["generation"]] for r in logged)
 
 
-def test_callbacks_hear_of_every_step(models: dict[str, Path], tmp_path: Path) -> None:
+def test_callbacks_are_called_at_every_step(models: dict[str, Path], tmp_path: Path) -> None:
     heard: list[Any] = []
 
     class Callback:
@@ -166,7 +166,7 @@ def test_callbacks_hear_of_every_step(models: dict[str, Path], tmp_path: Path) -
     assert heard == ["begin", 2, 2, 2]
 
 
-def test_what_is_no_config_and_no_callback_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_no_config_and_no_callback_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["qwen2_vl"], tmp_path / "r")
     with pytest.raises(ConfigError, match=r"^config is a dict; .* GRPOConfig.from_dict"):
         GRPOTrainer(config.model_dump(), train=ROWS, rewards=[vowels])  # type: ignore[arg-type]

@@ -133,7 +133,7 @@ def test_images_that_do_not_reach_the_text_stop_the_first_step(
         trainer.train()
 
 
-def test_a_reference_that_is_the_policy_itself_is_told(
+def test_a_reference_that_is_the_policy_itself_warns(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = trainer_for(models["qwen2_vl"], tmp_path / "r", vowels, algorithm={"beta": 0.1})
