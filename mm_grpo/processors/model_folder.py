@@ -130,8 +130,8 @@ def _refuse_unreachable(path: str) -> None:
     folder = Path(path).parent
     near = [str(each) for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
     raise ConfigError(
-        f"model.path = '{path}': there is no folder '{path}' in '{Path.cwd()}' ({did_you_mean(path, near)}"
-        f"relative paths start there), and no model of that name can be got from the hub: {fault}. Give a model's "
+        f"model.path = '{path}': there is no folder '{path}' beside the config or in '{Path.cwd()}'; "
+        f"{did_you_mean(path, near)}Nor can a model of that name be got from the hub: {fault}. Give a model's "
         f"folder, or a hub name on a machine that reaches the hub; `hf download {path} --local-dir FOLDER` makes a "
         "folder that can be copied here"
     )
