@@ -3,7 +3,13 @@
 Importing a table adds its cases to `CASES`.
 """
 
-from robustness import cases_commands, cases_config, cases_media, cases_rows  # noqa: F401
+from robustness import (  # noqa: F401
+    cases_checkpoints,
+    cases_commands,
+    cases_config,
+    cases_media,
+    cases_rows,
+)
 from robustness.cases import CASES, Case
 
 __all__ = ["CASES", "Case"]

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ from mm_grpo.errors import UserError
 
 LONGEST_MESSAGE = 4000
 """Characters: a message that quotes a whole file is not read."""
+PATIENCE = 60.0
+"""Seconds for a process; the first one waits for the imports of the server that forks it."""
 
 
 class Hang(BaseException):
@@ -64,16 +66,34 @@ def run(call: Callable[[], Any], deadline: float, encoding: str = "utf-8") -> Ou
 
 
 def command(*arguments: Any) -> None:
-    """A command line, as the console script runs it: ends in SystemExit, unless it is done."""
+    """A command line, as the console script runs it: SystemExit, unless it is done."""
     from mm_grpo import cli
 
     given, sys.argv = sys.argv, ["mm-grpo", *map(str, arguments)]
-    level = logging.root.manager.disable
+    root, level = logging.getLogger(), logging.root.manager.disable
+    handlers, root.handlers = root.handlers, []  # the command makes its own, for the stream of this case
     try:
         cli.main()
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
     finally:
         sys.argv = given
+        root.handlers = handlers
         logging.disable(level)
+
+
+def process(program: Sequence[object], folder: Path) -> None:
+    """A command line in a process of its own, whose exit code and output are those of the case.
+
+    A process that a signal ended has the exit code that a shell tells, 128 and the number.
+    """
+    from helpers.processes import finished
+
+    code, output = finished(program, folder / "output.txt", cwd=folder, deadline=PATIENCE, HOME=str(folder))
+    print(output, file=sys.stderr)
+    if code:
+        sys.exit(code if code > 0 else 128 - code)
 
 
 def use_rows(rows: Any, **data: Any) -> None:
@@ -137,3 +157,10 @@ def inside(folder: Path) -> Iterator[None]:
             del os.environ["HOME"]
         else:
             os.environ["HOME"] = home
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """For what a case prepares: nothing is printed."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
