@@ -266,6 +266,7 @@ class RunFolder:
                     f"run.dir = '{paths.root}': there is a file at '{place}'; name a folder that can be made"
                 )
         refuse_inputs(paths.root, self._inputs)
+        self._refuse_odd()
         mark = self._claim.mark if self._claim is not None else read_mark(paths.root)
         self._refuse_foreign(mark)
         found = held(paths, mark)
@@ -273,6 +274,23 @@ class RunFolder:
             raise ConfigError(
                 f"run.dir = '{paths.root}' already holds a run ({', '.join(found)}); name another folder with"
                 " run.dir=..., go on with this run with --resume, or replace it with run.overwrite=true"
+            )
+
+    def _refuse_odd(self) -> None:
+        """ConfigError for a pipe, which is waited for when it is read or removed, and the like under a run's names."""
+        for name in (MARK, *self._writes):
+            path, folder = self.paths.root / name, name in ("rollouts", "tensorboard", *FOLDERS)
+            if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
+                continue
+            what = (
+                "a folder" if path.is_dir()
+                else "a file" if path.is_file()
+                else "a pipe, a socket or a device" if path.exists()
+                else "a link to nothing"
+            )  # fmt: skip
+            raise ConfigError(
+                f"run.dir = '{self.paths.root}': '{name}' there is {what}, where a run has a "
+                f"{'folder' if folder else 'file'}; move it, or name another folder with run.dir=..."
             )
 
     def _refuse_foreign(self, mark: Mark | None) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.configs import small_config
@@ -315,6 +318,36 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path, monkeypatch: 
         RunFolder.create(tmp_path / "a", "x: 1\n")
     assert str(caught.value) == (
         f"run.dir = '{tmp_path}/a': '{tmp_path}/a' may not be written; name a folder that may"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "what"),
+    [
+        ("mm_grpo_run.json", os.mkfifo, "a pipe, a socket or a device, where a run has a file"),
+        ("metrics.jsonl", Path.mkdir, "a folder, where a run has a file"),
+        ("config.yaml", lambda path: path.symlink_to("nowhere"), "a link to nothing, where a run has a file"),
+        (
+            "summary.json",
+            lambda path: path.symlink_to(path.name),
+            "a link to nothing, where a run has a file",
+        ),
+        ("rollouts", os.mkfifo, "a pipe, a socket or a device, where a run has a folder"),
+        ("model", Path.touch, "a file, where a run has a folder"),
+    ],
+)
+@pytest.mark.parametrize("given", [{"resume": True}, {"overwrite": True}])
+def test_what_is_no_file_or_folder_is_named_before_it_is_read(
+    name: str, make: Callable[[Path], Any], what: str, given: dict[str, bool], tmp_path: Path
+) -> None:
+    finished_run(tmp_path)
+    path = tmp_path / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    make(path)
+    with pytest.raises(ConfigError) as caught:
+        RunFolder.prepare(tmp_path, **given)
+    assert str(caught.value) == (
+        f"run.dir = '{tmp_path}': '{name}' there is {what}; move it, or name another folder with run.dir=..."
     )
 
 
