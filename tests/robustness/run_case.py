@@ -7,12 +7,14 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +86,27 @@ def command(*arguments: Any) -> None:
 
 
 def process(program: Sequence[object], folder: Path) -> None:
-    """A command line in a process of its own, whose exit code and output are those of the case.
+    """`python PROGRAM`, a fork with its imports done, in `folder`: its output and exit code are those of the case.
 
-    A process that a signal ended has the exit code that a shell tells, 128 and the number.
+    One that a signal ended has the exit code that a shell tells, 128 and the number, and the shell's word for it.
     """
     from helpers.processes import finished
 
     code, output = finished(program, folder / "output.txt", cwd=folder, deadline=PATIENCE, HOME=str(folder))
     print(output, file=sys.stderr)
+    if code < 0:
+        print(signal.strsignal(-code), file=sys.stderr)
     if code:
         sys.exit(code if code > 0 else 128 - code)
+
+
+@cache
+def start_forks() -> None:
+    """Have the server that forks processes ready, for its imports are no part of a case's time."""
+    from helpers.processes import finished
+
+    with tempfile.TemporaryDirectory() as folder:
+        finished(["-c", "pass"], Path(folder) / "output.txt")
 
 
 def use_rows(rows: Any, **data: Any) -> None:

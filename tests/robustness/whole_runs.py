@@ -76,24 +76,27 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "step_time"))} for row in rows]
 
 
-def resume(folder: Path, *overrides: str, straight_run: Path | None = None) -> None:
-    """`mm-grpo train --resume`; AssertionError when it is done and did not do what a run without a stop does."""
+def resume(folder: Path, *overrides: str, straight_run: Path | None) -> None:
+    """`mm-grpo train --resume`; AssertionError when it is done and did not do what `straight_run` did."""
     by.command("train", folder / "config.yaml", "--resume", *overrides)
-    assert metrics_of(folder / "out") == metrics_of(straight_run or straight(folder))
+    assert straight_run is None or metrics_of(folder / "out") == metrics_of(straight_run)
     assert (folder / "out" / "summary.json").is_file() and (folder / "out" / "model").is_dir()
     assert not list((folder / "out" / "checkpoints").glob(".*"))
 
 
 def resumed(
-    damage: Callable[[Path], Any], *overrides: str, base: Mapping[str, Any] | None = None
+    damage: Callable[[Path], Any],
+    *overrides: str,
+    base: Mapping[str, Any] | None = None,
+    same: bool = True,
 ) -> Callable[[Path], Call]:
-    """Resume the stopped run after `damage` was done to its folder."""
+    """Resume the stopped run after `damage` was done to its folder; `same` numbers are to come out."""
 
     def make(folder: Path) -> Call:
         changes = dict(base or {})
         with by.quiet():
             damage(stopped(folder, **changes))
-            other = straight(folder, **changes)
+            other = straight(folder, **changes) if same else None
         return lambda: resume(folder, *overrides, straight_run=other)
 
     return make
