@@ -16,7 +16,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.call import FAILURES, Call, RewardCalls
+from mm_grpo.rewards.call import Call, RewardCalls
 
 T = TypeVar("T")
 
@@ -98,8 +98,8 @@ def finish(
         names = ", ".join(repr(one.spec.name) for one in rewards)
         raise RewardError(
             f"async rewards ({names}): the event loop does not answer, for one of them blocks it without "
-            f"`await`. It runs in the trainer's process and cannot be killed, so the run stops. Use an async "
-            f"library in it, or set isolated: true"
+            f"`await`, or goes on when it is cancelled. It runs in the trainer's process and cannot be killed, so "
+            f"the run stops. Use an async library in it, or set isolated: true"
         ) from error
 
 
@@ -138,7 +138,9 @@ async def _call(call: Call, results: RewardCalls) -> None:
             answer = call()
             if hasattr(answer, "__await__"):
                 answer = await answer
-        except (*FAILURES, asyncio.CancelledError) as error:
+        except (KeyboardInterrupt, GeneratorExit):  # the latter closes a coroutine
+            raise
+        except BaseException as error:  # sys.exit(0) and asyncio.CancelledError too
             if task.cancelling():  # by us: too late
                 raise
             if tried == call.spec.options.retries:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.options import Action
 from mm_grpo.rewards.spec import RewardSpec, code_of
-from mm_grpo.rewards.user_code import own_copy
+from mm_grpo.rewards.user_code import end_fork, own_copy
 
 if TYPE_CHECKING:
     from mm_grpo.types import Completion, Prompt, Sample
 
+LONGEST = 2000
+"""Characters kept of an exception's message."""
 LEGAL = "legal is a finite number, or None where the reward does not apply"
 
 MADE_FOR_A_CALL = frozenset(
@@ -32,8 +35,6 @@ MADE_FOR_A_CALL = frozenset(
 )
 """Arguments that no other call sees, so that they need no copy."""
 
-FAILURES = (Exception, SystemExit)
-"""A reward that calls sys.exit() has failed too; it must not end the run as a success."""
 
 Checked = float | None | str
 """A score, None, or why an answer is no score."""
@@ -131,7 +132,11 @@ class Call:
                 given[name] = own_copy(given[name])
             elif name != "prompts":  # of which the lists and messages are this call's own already
                 given[name] = own_copy(given[name], memo)
-        return spec.fn(**given)
+        process = os.getpid()
+        try:
+            return spec.fn(**given)
+        finally:
+            end_fork(process, f"reward {spec.name!r}")
 
     def arguments(self) -> dict[str, Any]:
         """Every argument by name: ours, then columns, then what the config bound."""
@@ -383,6 +388,8 @@ def fault_of(error: BaseException, fn: Callable[..., Any], *own_files: str) -> F
         message = str(error)
     except Exception:
         message = "its message cannot be shown"
+    if len(message) > LONGEST:
+        message = f"{message[:LONGEST]}... ({len(message)} characters)"
     code = code_of(fn)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own_files]
     own = [f for f in frames if code is not None and f.filename == code.co_filename]

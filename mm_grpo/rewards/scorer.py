@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError, did_you_mean
-from mm_grpo.rewards.call import FAILURES, Batch, Call, RewardCalls, TrainerState
+from mm_grpo.rewards.call import Batch, Call, RewardCalls, TrainerState
 from mm_grpo.rewards.options import Action
 from mm_grpo.rewards.resolve import Entry, resolve_entries
 from mm_grpo.rewards.spec import RewardSpec
-from mm_grpo.rewards.user_code import kept_state
+from mm_grpo.rewards.user_code import kept_alive, kept_state
 from mm_grpo.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class Scorer:
         for key, action in (("on_error", on_error), ("on_timeout", on_timeout or on_error)):
             if action not in ("stop", "mask"):
                 raise RewardError(f"rewards: {key} is {action!r}; legal are 'stop' and 'mask'")
-        self.specs = resolve_entries(entries, base=base)
+        with kept_alive():
+            self.specs = resolve_entries(entries, base=base)
         self.on_error: Action = on_error
         self.on_timeout: Action = on_timeout or on_error
         self.conversational = conversational
@@ -140,7 +141,8 @@ class Scorer:
         for level in self._levels:
             for spec in level:
                 results[spec.name].calls = self._calls(spec, batch, results)
-            self._run([results[spec.name] for spec in level if results[spec.name].calls])
+            with kept_alive():
+                self._run([results[spec.name] for spec in level if results[spec.name].calls])
         return self._scores(batch, results)
 
     def close(self) -> None:
@@ -292,7 +294,9 @@ def _call(call: Call, results: RewardCalls) -> None:
     for tries_left in range(call.spec.options.retries, -1, -1):
         try:
             answer = call()
-        except FAILURES as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit(0) too, which must not end the run as a success
             if not tries_left:
                 results.failed(call, call.raised(error), error)
         else:

@@ -3,7 +3,8 @@
 `own_copy` gives a function values of its own: a reward that pops from a list column, edits messages or paints on an
 image would otherwise change later calls, the log and, through the prompt, what is trained on. `kept_state` puts back
 what a function changes for the whole process: the working folder, torch's gradient mode, default dtype and device,
-autocast, and the global random numbers, from which adapters, dropout and other code draw.
+autocast, and the global random numbers, from which adapters, dropout and other code draw. `kept_alive` and `end_fork`
+see to it that a function neither ends the process, nor keeps it from ending, nor goes on as a second trainer.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import logging
 import os
 import random
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,36 @@ def kept_state(who: str) -> Iterator[None]:
                 who,
                 ", ".join(changed),
             )
+
+
+@contextmanager
+def kept_alive() -> Iterator[None]:
+    """Within the block os._exit raises SystemExit where user code runs, and threads that it starts are daemons.
+
+    os._exit(0) would end a run as a success without a word, and Python waits at its end for threads that are none. User
+    code runs in this thread and in those named "reward..."; other threads, and forks, exit as ever.
+    """
+    here, process, leave = threading.current_thread(), os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        thread = threading.current_thread()
+        if os.getpid() == process and (thread is here or thread.name.startswith("reward")):
+            raise SystemExit(f"os._exit({status})")
+        leave(status)
+
+    daemon = here.daemon
+    os._exit, here._daemonic = refuse, True  # type: ignore[attr-defined]  # `daemon` cannot be set any more
+    try:
+        yield
+    finally:
+        os._exit, here._daemonic = leave, daemon  # type: ignore[attr-defined]
+
+
+def end_fork(process: int, who: str) -> None:
+    """End this process with a message, unless it is the one of that id."""
+    if os.getpid() != process:
+        os.write(2, f"{who} forked, and the fork came back; it is ended (os._exit ends a fork)\n".encode())
+        os._exit(1)
 
 
 def _folder() -> str | None:

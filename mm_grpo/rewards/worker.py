@@ -25,9 +25,10 @@ from mm_grpo.import_path import digest_of
 from mm_grpo.rewards.call import fault_of, scores_of
 from mm_grpo.rewards.resolve import resolve_entry
 from mm_grpo.rewards.spec import is_async
+from mm_grpo.rewards.user_code import end_fork
 
-LONGEST = 2000
-"""Characters kept of an exception's message; ten times as many of its traceback."""
+LONGEST_TRACE = 20_000
+"""Characters kept of an exception's traceback."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -76,6 +77,7 @@ class Worker:
         why its answer is `refused`."""
         fn, limit = self.fn, self.load.memory_limit
         assert fn is not None
+        process = os.getpid()
         logged: list[tuple[str, str, Any]] = []
         try:
             with _memory(limit):
@@ -84,10 +86,12 @@ class Worker:
                     answer = self.awaited(answer)
         except BaseException as error:  # whatever it is, only this call has failed
             fault = fault_of(error, fn, __file__)
-            what = fault.what[:LONGEST]
+            what = fault.what
             if limit is not None and isinstance(error, MemoryError):
                 what += f" (memory_limit is {limit} bytes)"
-            return {"raised": [what, fault.file, fault.line, fault.trace[-10 * LONGEST :]]}
+            return {"raised": [what, fault.file, fault.line, fault.trace[-LONGEST_TRACE:]]}
+        finally:
+            end_fork(process, "a reward")
         try:
             return {"scores": scores_of(answer, self.load.kind, job.rows), "logged": logged}
         except ValueError as error:

@@ -168,3 +168,41 @@ def test_two_rewards_do_not_log_one_column(rows):
 
     with fails(r"log_extra\('parsed'\): reward 'f' logs that column too"):
         Scorer([named("f", f), named("g", f)]).score(*rows("x"), step=1)
+
+
+@pytest.mark.parametrize("error", [GeneratorExit("x"), type("Odd", (BaseException,), {})("x")])
+def test_an_exception_past_exception_is_a_failure_too(rows, error):
+    def f(completion):
+        raise error
+
+    with fails(f"raised {type(error).__name__}: x at .*{HERE}"):
+        Scorer([f]).score(*rows("a"), step=1)
+    scores = Scorer([f], on_error="mask").score(*rows("a"), step=1)
+    assert scores.totals == [None] and scores.metrics["rewards/f/errors"] == 1
+
+
+def test_an_async_exception_past_exception_is_a_failure_too(rows):
+    async def f(completion):
+        raise type("Odd", (BaseException,), {})("x")
+
+    scorer = Scorer([f])
+    with fails("raised Odd: x at"):
+        scorer.score(*rows("a"), step=1)
+    scorer.close()
+
+
+def test_ctrl_c_in_a_reward_is_no_failure_of_the_reward(rows):
+    def f(completion):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Scorer([f], on_error="mask").score(*rows("a"), step=1)
+
+
+def test_the_message_of_an_exception_is_cut(rows):
+    def f(completion):
+        raise ValueError("x" * 10_000_000)
+
+    with fails(r"raised ValueError: x+\.\.\. \(10000000 characters\) at") as caught:
+        Scorer([f]).score(*rows("a"), step=1)
+    assert len(str(caught.value)) < 3000

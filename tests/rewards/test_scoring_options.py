@@ -138,8 +138,8 @@ def test_an_async_reward_that_blocks_the_loop_stops_the_run(rows):
     scorer = Scorer([named("f", f, timeout=0.1)], on_error="mask")
     start = time.perf_counter()
     with fails(
-        r"async rewards \('f'\): the event loop does not answer, for one of them blocks it without `await`. It "
-        r"runs in the trainer's process and cannot be killed, so the run stops"
+        r"async rewards \('f'\): the event loop does not answer, for one of them blocks it without `await`, "
+        r"or goes on when it is cancelled. It runs in the trainer's process and cannot be killed, so the run stops"
     ):
         scorer.score(*rows("abc"), step=1)
     assert time.perf_counter() - start < 1.1

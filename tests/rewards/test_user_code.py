@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
+from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.user_code import kept_state, own_copy
 
@@ -110,3 +112,78 @@ def test_state_is_put_back_after_a_reward_that_raises() -> None:
         torch.set_grad_enabled(False)
         _ = 1 / 0
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout": 5.0}])
+def test_a_reward_cannot_end_the_process(options: dict[str, Any], rows: Callable[..., Any]) -> None:
+    def f(completion: str) -> float:
+        os._exit(0)
+
+    real = os._exit
+    with pytest.raises(RewardError, match=r"'f'.*raised SystemExit: os\._exit\(0\)"):
+        Scorer([{"name": f, **options}]).score(*rows("a"), step=1)
+    assert os._exit is real
+
+
+def test_an_async_reward_cannot_end_the_process(rows: Callable[..., Any]) -> None:
+    async def f(completion: str) -> float:
+        os._exit(0)
+
+    scorer = Scorer([f])
+    with pytest.raises(RewardError, match=r"raised SystemExit: os\._exit\(0\)"):
+        scorer.score(*rows("a"), step=1)
+    scorer.close()
+
+
+def test_an_import_cannot_end_the_process(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("import os\nos._exit(0)\n")
+    with pytest.raises(RewardError, match=r"r\.py.*os\._exit\(0\)"):
+        Scorer([f"{tmp_path / 'r.py'}:f"])
+
+
+def test_other_threads_and_forks_may_exit_meanwhile(rows: Callable[..., Any]) -> None:
+    found: list[int] = []
+
+    def f(completion: str) -> float:
+        child = os.fork()
+        if not child:
+            os._exit(3)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return 1.0
+
+    assert Scorer([f]).score(*rows("a"), step=1).totals == [1.0] and found == [3]
+
+
+def test_threads_that_a_reward_starts_do_not_outlive_the_run(rows: Callable[..., Any]) -> None:
+    """Python waits at its end for threads that are no daemons."""
+    started: list[threading.Thread] = []
+    done = threading.Event()
+
+    def f(completion: str) -> float:
+        started.append(threading.Thread(target=done.wait))
+        started[-1].start()
+        return 1.0
+
+    Scorer([f]).score(*rows("a"), step=1)
+    done.set()
+    assert [thread.daemon for thread in started] == [True]
+    assert not threading.main_thread().daemon and not threading.Thread(target=print).daemon
+
+
+@pytest.mark.parametrize("then", ["return 1.0", "raise ValueError"])
+def test_a_fork_that_comes_back_from_a_reward_is_ended(
+    then: str, rows: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would go on with the run beside the trainer, in the same files."""
+    (tmp_path / "r.py").write_text(
+        f"import os\ndef f(completion):\n    child = os.fork()\n    if not child:\n        {then}\n"
+        "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1\n    return 1.0\n"
+    )
+    mine = os.getpid()
+    scorer = Scorer([f"{tmp_path / 'r.py'}:f"])
+    try:
+        assert scorer.score(*rows("a"), step=1).totals == [1.0]
+    finally:
+        if os.getpid() != mine:  # what is tested for
+            os._exit(7)
+    assert "reward 'f' forked, and the fork came back; it is ended" in capfd.readouterr().err
