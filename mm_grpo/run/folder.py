@@ -161,6 +161,11 @@ class RunFolder:
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
         """Turn a failed write of `what`, one of the run's files, into a ConfigError."""
+        if self._claim is not None and not (self.paths.root / MARK).exists():
+            raise ConfigError(
+                f"run.dir = '{self.paths.root}' was removed or renamed while the run went on; {what} is not written. "
+                "Put the folder back and go on with --resume, or start again"
+            )
         try:
             yield
         except Exception as error:

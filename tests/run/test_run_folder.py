@@ -427,3 +427,15 @@ def test_files_that_cannot_be_written_are_one_message(
         folder.replace_folder("model", serialize)
     assert folder.write_report() is None
     assert "report.html cannot be written (OSError: [Errno 28] No space left on device)" in caplog.text
+
+
+def test_a_folder_that_is_removed_while_the_run_goes_on_is_missed(tmp_path: Path) -> None:
+    folder = RunFolder.prepare(tmp_path / "run")
+    with folder.claim():
+        folder.start("x: 1\n")
+        folder.append_metrics(1, {"reward": 0.5})
+        shutil.rmtree(tmp_path / "run")
+        for write in (lambda: folder.append_metrics(2, {}), lambda: folder.write_rollouts(2, [])):
+            with pytest.raises(ConfigError, match=r"run.dir = '.*/run' was removed or renamed while the run"):
+                write()
+    assert not (tmp_path / "run").exists()
