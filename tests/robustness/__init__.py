@@ -7,7 +7,10 @@ from robustness import (  # noqa: F401
     cases_checkpoints,
     cases_commands,
     cases_config,
+    cases_kills,
     cases_media,
+    cases_resume,
+    cases_rewards,
     cases_rows,
 )
 from robustness.cases import CASES, Case
