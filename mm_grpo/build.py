@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.errors import ConfigError
-from mm_grpo.rollout.engine_limits import EngineLimits, engine_limits
+from mm_grpo.rollout.engine_limits import engine_limits
 from mm_grpo.rollout.prompts import PromptBuilder, context_of
 from mm_grpo.rollout.seeds import SeedPlan
 
@@ -143,7 +143,7 @@ def build_parts(
         limits = engine_limits(config, processor, datasets, context)
     prompt_builder = PromptBuilder(processor, config, context, limits.max_model_len if limits else None)
     learner = Learner(model, processor, config, updates, ranks)
-    engine = build_engine(config, model, processor, limits)
+    engine = build_engine(limits.in_config(config) if limits else config, model, processor)
     sync = VerifiedSync(engine, learner, config)
     sync.start()
     sentences = [limits.sentence] if limits is not None and limits.sentence else []
@@ -155,35 +155,32 @@ def build_parts(
 # the engine ----------------------------------------------------------------------------------
 
 
-def build_engine(
-    config: GRPOConfig, model: Any, processor: Processor, limits: EngineLimits | None = None
-) -> RolloutEngine:
-    """The engine of `rollout.engine`. `model` is the learner's, which an embedded engine samples from; `limits` are
-    what another is started for.
+def build_engine(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
+    """The engine of `rollout.engine`. `model` is the learner's, which an embedded engine samples from.
 
     An engine with weights of its own has to be sent the learner's before it samples.
     """
     name: str = config.rollout.engine
     if name not in ENGINES:
         raise ConfigError(f"rollout.engine = '{name}': must be one of {', '.join(sorted(ENGINES))}")
-    return ENGINES[name](config, model, processor, limits)
+    return ENGINES[name](config, model, processor)
 
 
-def _transformers(
-    config: GRPOConfig, model: Any, processor: Processor, limits: EngineLimits | None
-) -> RolloutEngine:
+def _transformers(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
     from mm_grpo.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(model, processor)
 
 
-def _vllm(config: GRPOConfig, model: Any, processor: Processor, limits: EngineLimits | None) -> RolloutEngine:
+def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
     """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
     from mm_grpo.rollout.vllm.engine import VLLMEngine
     from mm_grpo.rollout.vllm.launch import EngineSettings
 
-    given, context = config.rollout.vllm, context_of(model.config)
-    limits = limits or engine_limits(config, processor, (), context)
+    given = config.rollout.vllm
+    limits = engine_limits(
+        config, processor, (), context_of(model.config)
+    )  # those of rows stand in the config
     settings = EngineSettings(
         model=config.model.path,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -207,7 +204,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor, limits: EngineLi
         ) from error
 
 
-ENGINES: dict[str, Callable[[GRPOConfig, Any, Processor, EngineLimits | None], RolloutEngine]] = {
+ENGINES: dict[str, Callable[[GRPOConfig, Any, Processor], RolloutEngine]] = {
     "transformers": _transformers,
     "vllm": _vllm,
 }

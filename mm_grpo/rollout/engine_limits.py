@@ -33,6 +33,11 @@ class EngineLimits:
     max_images: int
     sentence: str = ""
 
+    def in_config(self, config: GRPOConfig) -> GRPOConfig:
+        """The config with these for its limits."""
+        fields = {"max_model_len": self.max_model_len, "max_images": self.max_images}
+        return config.with_values({f"rollout.vllm.{name}": value for name, value in fields.items()})
+
 
 def engine_limits(
     config: GRPOConfig, processor: Processor, datasets: Iterable[Dataset], context: int | None
