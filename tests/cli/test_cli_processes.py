@@ -217,9 +217,10 @@ def test_a_stopped_training_goes_on_with_resume(
     assert (run / "report.html").exists()
     rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row for row in rows if row] == list(range(1, step + 1))
-    with started(*arguments[:-1], f"run.max_steps={step + 1}", "--resume") as process:
-        code, out, err = ended(process)
-    assert code == 0 and f"done: {step + 1} steps" in out, err
+    if number == signal.SIGTERM:  # the checkpoint is the same whatever the signal was
+        with started(*arguments[:-1], f"run.max_steps={step + 1}", "--resume") as process:
+            code, out, err = ended(process)
+        assert code == 0 and f"done: {step + 1} steps" in out, err
 
 
 @pytest.mark.parametrize(

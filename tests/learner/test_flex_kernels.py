@@ -5,7 +5,7 @@ assemble them. Values are those of `flex.fault`: distances from plain attention 
 pack with every kind of place in it and for its first row alone.
 
 bfloat16 is assembled but not interpreted: Triton's interpreter multiplies its bits as integers. Kernels of
-float16 have the same blocks; those of float32 have small ones, and take minutes where there are more heads.
+float16 have the same blocks; those of float32 have small ones, and take half a minute for each head.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_launches(answer: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("case", "limit"),
     [
-        ("2/1/16/float32", 1e-5),
+        ("1/1/16/float32", 1e-5),
         ("6/2/128/float16", 2e-3),  # several groups, of no power of two
     ],
 )
