@@ -129,9 +129,10 @@ def _refuse_unreachable(path: str) -> None:
         return
     folder = Path(path).parent
     near = [str(each) for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
+    hint = did_you_mean(path, near).strip()
     raise ConfigError(
-        f"model.path = '{path}': there is no folder '{path}' beside the config or in '{Path.cwd()}'; "
-        f"{did_you_mean(path, near)}Nor can a model of that name be got from the hub: {fault}. Give a model's "
+        f"model.path = '{path}': there is no folder '{path}' beside the config or in '{Path.cwd()}'"
+        f"{f' ({hint})' if hint else ''}, and no model of that name can be got from the hub: {fault}. Give a model's "
         f"folder, or a hub name on a machine that reaches the hub; `hf download {path} --local-dir FOLDER` makes a "
         "folder that can be copied here"
     )
