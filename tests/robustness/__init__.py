@@ -7,6 +7,8 @@ from robustness import (  # noqa: F401
     cases_checkpoints,
     cases_commands,
     cases_config,
+    cases_engines,
+    cases_hub,
     cases_kills,
     cases_media,
     cases_resume,

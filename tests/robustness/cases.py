@@ -4,7 +4,8 @@ A case is made in an empty folder, which is then the working folder and the home
 it leads to a tiny model, where a case asks for one). The tables are in
 the other files `cases_...`; `__init__.py` joins them. To add a case: a line in a table, or a
 function under `@case`. A class is the first word of a case's name. `heavy` cases import torch or load a model's
-processor, and run with `-m long` only; `unix_user` cases need a user whom permissions bind.
+processor, and but for a few run with `-m long` only; `unix_user` cases need a user whom permissions bind. Runs of the
+tiny model that cases damage, end and resume are in whole_runs.py; killed.py is a run that ends itself.
 """
 
 from __future__ import annotations

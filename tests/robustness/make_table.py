@@ -3,26 +3,51 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
 
 import robustness.run_case as by
-from robustness import CASES
+from robustness import CASES, Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "robustness.md"
+DEADLINE = 20.0
 HEAD = """# What hostile and unlucky input ends in
 
-Written by `PYTHONPATH=tests python tests/robustness/make_table.py`, which runs the cases of
-`tests/robustness/` through `GRPOConfig.from_yaml`, the loading of rows, `mm-grpo check` and `mm-grpo train`.
-Each has {deadline:.0f} seconds. "Refused" is exit code 2 and one message that names what is wrong, without a traceback;
-"used" are inputs that look odd and are right. `make test` runs a tenth of the cases that need no model,
-`make test-long` all of them.
+Written by `PYTHONPATH=tests python tests/robustness/make_table.py`, which runs the cases of `tests/robustness/`:
+configs, rows and images through `GRPOConfig.from_yaml` and the loading of rows, everything else through `mm-grpo check`
+and `mm-grpo train`. Each has {deadline:.0f} seconds. What they end in, by exit code:
 
-| class | cases | refused | used | not run | not yet right |
-|---|---|---|---|---|---|
+- **done** (0): input that looks odd and is right, and damage that a run gets over: a damaged checkpoint is passed over
+  with a warning that names it, a log is put back from the checkpoint, a masked reward is counted. A run that was killed
+  is resumed, and has the numbers of a run that was not.
+- **refused** (2): one message that names what is wrong, without a traceback.
+- **guard** (3): a guard stopped the run: an engine with other weights, a run without an update.
+- **failed** (1): anything else: an engine that ends; a reward in the trainer's process whose C code holds the
+  interpreter's lock past the time-out, which prints where it stands.
+- **signal** (128 and its number): 130, 143 and 129 for Ctrl-C, SIGTERM and SIGHUP, after the running step and with a
+  checkpoint; and the death of the trainer by a reward in its process that kills it. An isolated reward cannot.
+
+`make test` runs a tenth of the cases that need no model and a few more, `make test-long` all of them.
+
+| class | cases | done | refused | guard | failed | signal | not run | traceback | hang | silent | otherwise wrong |
+|---|---|---|---|---|---|---|---|---|---|---|---|
 """
-DEADLINE = 20.0
+ENDS = {0: "done", 2: "refused", 3: "guard", 1: "failed"}
+WRONG = ("traceback", "hang", "silent", "otherwise wrong")
+COLUMNS = ("done", "refused", "guard", "failed", "signal", "not run", *WRONG)
+
+
+def kind_of(case: Case, outcome: by.Outcome, wrong: bool) -> str:
+    """The column of an outcome. Silent is a 0 in place of an error, and a 0 without the warning."""
+    if not wrong:
+        return ENDS.get(case.code, "signal")
+    if outcome.code is None:
+        return "hang"
+    if outcome.fault:
+        return "traceback"
+    return "silent" if outcome.code == 0 else "otherwise wrong"
 
 
 def main() -> None:
@@ -42,14 +67,15 @@ def main() -> None:
             (folder / "MODEL").symlink_to(model)
             with by.inside(folder):
                 outcome = by.run(case.make(folder), DEADLINE, case.encoding)
+            shutil.rmtree(folder, ignore_errors=True)
             wrong = by.problems(outcome, case.code, case.words)
-            count["wrong" if wrong else "used" if case.code == 0 else "refused"] += 1
+            count[kind_of(case, outcome, bool(wrong))] += 1
             if wrong:
                 left.append(f"- {case.name}: {wrong[0].strip().splitlines()[-1]}")
+                print(left[-1], flush=True)
     counts["all"] = sum(counts.values(), Counter())
-    kinds = ("refused", "used", "not run", "wrong")
     lines = [
-        f"| {name} | {count.total()} | " + " | ".join(str(count[kind]) for kind in kinds) + " |"
+        f"| {name} | {count.total()} | " + " | ".join(str(count[column]) for column in COLUMNS) + " |"
         for name, count in counts.items()
     ]
     text = HEAD.format(deadline=DEADLINE) + "\n".join(lines) + "\n"
