@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -18,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TEMPORARY = "mm_grpo_tmp_"
+UNFINISHED = re.compile(r"\.(.+)\.\d+\.tmp")
 LEFT_AFTER = 60.0
 """Seconds after which a temporary folder that nobody holds was left by a killed process."""
 
@@ -70,6 +72,12 @@ def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None
     except BaseException:
         tmp.unlink(missing_ok=True)
         raise
+
+
+def unfinished_writes(folder: Path) -> dict[Path, str]:
+    """What killed processes left in `folder` of files that `atomic_write` was writing: their names, by path."""
+    found = {path: UNFINISHED.fullmatch(path.name) for path in folder.glob(".*.tmp")}
+    return {path: match[1] for path, match in found.items() if match is not None}
 
 
 def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:

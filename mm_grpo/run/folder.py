@@ -21,7 +21,7 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError, UserError
-from mm_grpo.files import atomic_folder, atomic_write
+from mm_grpo.files import atomic_folder, atomic_write, unfinished_writes
 from mm_grpo.run.claim import MARK, Claim, Mark, new_run, read_mark, refuse_running
 from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.metrics import MetricsLog, read_metrics, write_summary
@@ -140,6 +140,7 @@ class RunFolder:
                 self._claim.add(self._writes, run=new_run())
             else:
                 self._claim.add(self._writes)
+            _remove(_unfinished(paths, self._claim.mark))
             atomic_write(paths.config, config_yaml)
             atomic_write(paths.environment, json.dumps(environment, indent=2) + "\n")
         return self
@@ -415,6 +416,18 @@ def remove_run(paths: RunPaths, mark: Mark) -> None:
     for left in (paths.images, paths.rollouts, paths.checkpoints, paths.tensorboard):
         if left.is_dir() and not left.is_symlink() and not any(left.iterdir()):
             left.rmdir()
+
+
+def _unfinished(paths: RunPaths, mark: Mark) -> Iterator[Path]:
+    """Files of a run that was killed while it wrote them, under their temporary names."""
+    for folder in (paths.root, paths.rollouts, paths.images):
+        for path, name in unfinished_writes(folder).items():
+            ours = (
+                name in FILES and mark.owns(name) if folder == paths.root
+                else mark.owns("rollouts") and (STEP_NAME.fullmatch(Path(name).stem) or IMAGE_NAME.fullmatch(name))
+            )  # fmt: skip
+            if ours:
+                yield path
 
 
 def _remove(found: Iterable[Path]) -> None:

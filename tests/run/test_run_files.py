@@ -125,3 +125,23 @@ def test_temporary_folders_of_killed_processes_are_removed(
             ["mm_grpo_other", "mm_grpo_other/inner", "mm_grpo_tmp_new", "mm_grpo_tmp_new/inner", held.name]
         )
     assert not held.exists()
+
+
+def test_what_a_killed_run_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "run: 1\n")
+    ours = [
+        ".metrics.jsonl.71.tmp",
+        "rollouts/.step-000026.jsonl.71.tmp",
+        f"rollouts/images/.{'0a' * 16}.png.71.tmp",
+    ]
+    others = [
+        ".notes.txt.71.tmp",
+        ".metrics.jsonl.tmp",
+        "rollouts/.mine.jsonl.71.tmp",
+        "rollouts/images/.b.png.71.tmp",
+    ]
+    for name in ours + others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("half")
+    RunFolder.prepare(tmp_path, resume=True).start("run: 1\n")
+    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*.tmp")) == sorted(others)
