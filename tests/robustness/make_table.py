@@ -16,8 +16,8 @@ DEADLINE = 20.0
 HEAD = """# What hostile and unlucky input ends in
 
 Written by `PYTHONPATH=tests python tests/robustness/make_table.py`, which runs the cases of `tests/robustness/`:
-configs, rows and images through `GRPOConfig.from_yaml` and the loading of rows, everything else through `mm-grpo check`,
-`doctor` and `train`. Each has {deadline:.0f} seconds. What they end in, by exit code:
+configs, rows and images through `GRPOConfig.from_yaml` and the loading of rows, everything else through `mm-grpo`'s
+`check`, `doctor` and `train`. Each has {deadline:.0f} seconds. What they end in, by exit code:
 
 - **done** (0): input that looks odd and is right, and damage that a run gets over: a damaged checkpoint is passed over
   with a warning that names it, a log is put back from the checkpoint, a masked reward is counted. A run that was killed
