@@ -10,6 +10,7 @@ import typer
 
 from mm_grpo.cli.configs import Config, Overrides, Smoke, find_config, load_config, to_smoke
 from mm_grpo.distributed.launch import check_processes, launch
+from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
 from mm_grpo.terminal import printable
 
@@ -28,6 +29,10 @@ def train(
     """Train a model by a config or a recipe; fields can be changed with a.b=value."""
     loaded = load_config(config, overrides or [])
     refuse_own_folder(loaded.run.dir, find_config(config), resume=resume)
+    if smoke and resume:
+        raise ConfigError(
+            "--smoke and --resume: a smoke run has a model of its own and goes on from nothing; leave one out"
+        )
     if processes is not None:
         check_processes(processes, loaded, smoke=smoke)
         if processes > 1:

@@ -230,6 +230,8 @@ def test_smoke_leaves_nothing_in_the_temporary_folder(
     done = run("train", job, "--smoke", "data.train=" + str(job.parent / "rows.jsonl"))
     assert done.code == 0 and "results are not kept; set run.dir=... to keep them" in done.out, done.err
     assert list(place.glob("mm_grpo*")) == []
+    both = run("train", job, "--smoke", "--resume")
+    assert both.code == 2 and "--smoke and --resume: a smoke run has a model of its own" in both.err
 
 
 def test_a_guard_stops_with_3(run: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ configs, rows and images through `GRPOConfig.from_yaml` and the loading of rows,
   checkpoint (at once before the first step, and at a second Ctrl-C); and the death of the trainer by a reward in its
   process that kills it, which an isolated reward cannot.
 
-`make test` runs a tenth of the cases that need no model and a few more, `make test-long` all of them.
+`make test` runs a tenth of the cases that need no model and a few more, `make test-long` a tenth of the others; with
+ALL_CASES=1 they run all of them.
 
 | class | cases | done | refused | guard | failed | signal | not run | traceback | hang | silent | otherwise wrong |
 |---|---|---|---|---|---|---|---|---|---|---|---|
