@@ -107,6 +107,7 @@ def test_what_is_outside_is_reckoned_step_by_step(script: Script) -> None:
     assert (rows["optimizer"]["seconds"], rows["time/data"]["seconds"]) == (0.0, 1.0)
 
 
+@pytest.mark.long
 def test_memory_is_measured_and_stays_within_a_chunk(script: Script) -> None:
     memory = script("memory")
     # the process asserts that 32 MiB are reported as such; all logits together would be one chunk and a half

@@ -13,6 +13,7 @@ from mm_grpo import __version__
 Result = Callable[..., dict[str, Any]]
 
 
+@pytest.mark.long
 def test_learner(result: Result) -> None:
     found = result("learner", "--size", "tiny", "--shapes", "2x4x56,3x2x0", "--rounds", "1")
     versions = found["versions"]
@@ -48,6 +49,7 @@ def test_memory(result: Result, script: Callable[[str], Any], monkeypatch: pytes
     assert row["chunks_ours"] == pytest.approx((3 << 20) / row["chunk_bytes"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_overhead(result: Result) -> None:
     small = ("rollout.prompts_per_step=2", "rollout.num_generations=4", "data.train.size=8")
     small += ("optim.warmup_steps=0",)
@@ -62,6 +64,7 @@ def test_overhead(result: Result) -> None:
     assert learning < rows["time/learner"]["seconds"] * 1.1
 
 
+@pytest.mark.long
 def test_scaling(result: Result) -> None:
     options = ("--size", "tiny", "--side", "112", "--rounds", "1")
     found = result("scaling", "--sweeps", "completions,completions_text,side,images", *options)
