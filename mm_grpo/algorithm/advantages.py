@@ -3,6 +3,7 @@
     grpo                           less the group's mean, over a standard deviation (`scale_rewards`)
     rloo                           less the mean of the other rewards of the group
     reinforce_plus_plus_baseline   less the group's mean, over the standard deviation of all such differences
+    maxrl                          less the group's mean, over that mean
     gdpo                           each reward by itself first, then their weighted sum (`normalize_then_sum`)
 
 Axes: [P][G], P groups (prompts) of G completions each; P is that of the whole step, over all processes. Numbers
@@ -25,9 +26,13 @@ from statistics import fmean, stdev
 from typing import Literal
 
 from mm_grpo.config import AlgorithmConfig
+from mm_grpo.errors import RewardError
 
 EPSILON = 1e-4
 """Added to every standard deviation that something is divided by, as in TRL."""
+
+MAXRL_EPSILON = 1e-6
+"""Added to the mean that `maxrl` divides by."""
 
 Rewards = Sequence[Sequence[float | None]]
 """Rewards [P][G]; None where no reward applies to the completion."""
@@ -111,6 +116,29 @@ def reinforce_plus_plus_baseline(rewards: Rewards) -> list[tuple[float, ...]]:
     return [zero_for_none([None if d is None else d / divisor for d in row]) for row in differences]
 
 
+def maxrl(rewards: Rewards) -> list[tuple[float, ...]]:
+    """Less the group's mean, over that mean (MaxRL: Tajwar et al. 2026, arXiv:2602.02710).
+
+        A[p, g] = (r[p, g] - mean_p) / (mean_p + 1e-6)
+
+    With rewards of 0 and 1 the mean is the share of right answers, and dividing by it turns the gradient of that share
+    into that of its logarithm, cut after G terms: a prompt that is seldom answered right counts for more. No
+    departures; the 1e-6 is the authors' own. Raises RewardError for a total below 0.
+    """
+    require_finite(rewards)
+    result = []
+    for row in rewards:
+        known = present(row)
+        if known and min(known) < 0:
+            raise RewardError(
+                f"algorithm.advantage_estimator = 'maxrl': a total reward is {min(known):g}; it divides by the group's "
+                "mean, so totals must be 0 or more; shift or clip the rewards, or use grpo"
+            )
+        divisor = (fmean(known) if known else 0.0) + MAXRL_EPSILON
+        result.append(zero_for_none([None if d is None else d / divisor for d in centered(row)]))
+    return result
+
+
 def gdpo(totals: Rewards, objectives: Sequence[Objective]) -> list[tuple[float, ...]]:
     """Each reward compared with its group by itself, then their weighted sum (GDPO, arXiv:2601.05242).
 
@@ -156,6 +184,7 @@ def gdpo(totals: Rewards, objectives: Sequence[Objective]) -> list[tuple[float, 
 
 ESTIMATORS: dict[str, Callable[[Rewards, AlgorithmConfig], list[tuple[float, ...]]]] = {
     "grpo": lambda rewards, config: grpo(rewards, config.scale_rewards),
+    "maxrl": lambda rewards, config: maxrl(rewards),
     "rloo": lambda rewards, config: rloo(rewards),
     "reinforce_plus_plus_baseline": lambda rewards, config: reinforce_plus_plus_baseline(rewards),
 }

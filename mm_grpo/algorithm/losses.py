@@ -87,9 +87,8 @@ def sequence_mean(values: Tensor, completion_index: Tensor) -> Tensor:
 
 def clipped(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     """PPO's clipped surrogate at the config's importance level: `grpo`, `bnpo`, `dr_grpo`, `dapo`, `luspo`."""
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     weight = log_importance(tokens.log_ratio, tokens.completion_index, config.importance_sampling_level)
-    return clipped_surrogate(weight, tokens.advantages, config.epsilon, high, config.delta)
+    return clipped_surrogate(weight, tokens.advantages, config.epsilon, _upper(config), config.delta)
 
 
 def clipped_surrogate(
@@ -127,10 +126,9 @@ def cispo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     As in TRL, `epsilon_high` is here the bound itself, not a distance from 1 (the paper's 1 + epsilon);
     values around 5 are usual.
     """
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     weight = log_importance(tokens.log_ratio, tokens.completion_index, config.importance_sampling_level)
     ratio = torch.exp(weight).detach()
-    return unclipped(-ratio.clamp(max=high) * tokens.advantages * tokens.logp)
+    return unclipped(-ratio.clamp(max=_upper(config)) * tokens.advantages * tokens.logp)
 
 
 def sapo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
@@ -144,6 +142,70 @@ def sapo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     weight = log_importance(tokens.log_ratio, tokens.completion_index, config.importance_sampling_level)
     tau = torch.where(tokens.advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
     return unclipped(-torch.sigmoid(tau * (torch.exp(weight) - 1)) * 4 / tau * tokens.advantages)
+
+
+DPPO_MAX = 20.0
+"""Upper bound of the importance weight in `dppo_tv` and `dppo_kl`, verl's."""
+
+
+def dppo_tv(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+    """REINFORCE, but for tokens whose probability has moved too far in the direction of their advantage (DPPO).
+
+        loss_t = -stop_gradient(min(ratio_t, 20)) * A * logp_t     where |p_t - p_old_t| is within its bound
+
+    Qi et al. 2026, arXiv:2602.04879, with the total variation of "this token or another". `epsilon_high` bounds
+    p - p_old where A > 0, and `epsilon` p_old - p where A <= 0. A ratio says little about rare tokens: from 0.001 to
+    0.01 is a ratio of 10 and hardly a change. As in verl, the weight is bounded by 20.
+    """
+    moved = tokens.logp.detach().exp() - tokens.old_logp.exp()
+    return _within(tokens, moved > _upper(config), moved < -config.epsilon)
+
+
+def dppo_kl(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+    """`dppo_tv` with the Kullback-Leibler divergence of "this token or another", in nats, as what is bounded.
+
+        D_t = p_old * log(p_old / p) + (1 - p_old) * log((1 - p_old) / (1 - p))
+
+    Bounded by `epsilon_high` where A > 0 and p > p_old, by `epsilon` where A <= 0 and p < p_old; 0.05 is usual. 1e-8
+    is added to both 1 - p, as in verl.
+    """
+    p, old = tokens.logp.detach().exp(), tokens.old_logp.exp()
+    others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - p + 1e-8))
+    divergence = old * (tokens.old_logp - tokens.logp.detach()) + others
+    return _within(
+        tokens, (divergence > _upper(config)) & (p > old), (divergence > config.epsilon) & (p < old)
+    )
+
+
+def _within(tokens: Tokens, above: Tensor, below: Tensor) -> TokenLoss:
+    """REINFORCE without tokens `above` their bound at A > 0 and `below` it at other A, both [M]."""
+    high, low = above & (tokens.advantages > 0), below & (tokens.advantages <= 0)
+    ratio = torch.exp(tokens.log_ratio.detach()).clamp(max=DPPO_MAX)
+    loss = (-ratio * tokens.advantages * tokens.logp).masked_fill(high | low, 0.0)
+    return TokenLoss(loss, clipped_low=low, clipped_high=high, capped=torch.zeros_like(low))
+
+
+def _upper(config: AlgorithmConfig) -> float:
+    return config.epsilon if config.epsilon_high is None else config.epsilon_high
+
+
+def gmpo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+    """The geometric mean of a completion's clipped ratios (GMPO: Zhao et al. 2025, arXiv:2507.20673, eq. 4).
+
+        loss of a completion = -A * exp(mean over its tokens of l_t)
+        l_t = min(log ratio_t, epsilon_high) where A > 0,  max(log ratio_t, -epsilon) elsewhere
+
+    Every token has its completion's loss, and the weight divides by the length. Bounds are distances of log ratios
+    from 0; the paper's are 0.4. As in TRL, what bounds a ratio from the other side is left out: it never acts.
+    """
+    positive = tokens.advantages > 0
+    log_ratio = tokens.log_ratio
+    high, low = (log_ratio > _upper(config)) & positive, (log_ratio < -config.epsilon) & ~positive
+    bounded = torch.where(positive, log_ratio.clamp(max=_upper(config)), log_ratio.clamp(min=-config.epsilon))
+    ratio = torch.exp(sequence_mean(bounded, tokens.completion_index))
+    return TokenLoss(
+        -ratio * tokens.advantages, clipped_low=low, clipped_high=high, capped=torch.zeros_like(low)
+    )
 
 
 VESPO_MIN, VESPO_MAX = math.log(1e-8), 20.0
@@ -235,6 +297,9 @@ LOSSES: dict[str, Loss] = {
     "sapo": Loss(sequence_mean_token_mean, sapo),
     "luspo": Loss(sequence_mean_token_sum, clipped),
     "vespo": Loss(token_mean, vespo),
+    "dppo_tv": Loss(token_mean, dppo_tv),
+    "dppo_kl": Loss(token_mean, dppo_kl),
+    "gmpo": Loss(sequence_mean_token_mean, gmpo),
 }
 
 

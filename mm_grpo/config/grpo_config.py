@@ -232,13 +232,20 @@ def _advantages(config: GRPOConfig) -> Iterator[str]:
         owner, own = "algorithm.multi_objective_aggregation = 'normalize_then_sum'", None
     else:  # `own` is what the estimator divides by, where that is one of the scales
         owner = f"algorithm.advantage_estimator = {estimator!r}"
-        own = {"grpo": scale, "rloo": "none", "reinforce_plus_plus_baseline": "batch"}[estimator]
+        own = {"grpo": scale, "rloo": "none", "reinforce_plus_plus_baseline": "batch", "maxrl": None}[
+            estimator
+        ]
     if scale not in ("group", own):  # group is the default, and may be left
         yield f"algorithm.scale_rewards = {scale!r}: {owner} brings its own scale and would ignore this; leave it out"
     if each_by_itself and estimator != "grpo":
         yield (
             f"algorithm.advantage_estimator = {estimator!r}: must be grpo with {owner}, which compares each reward"
             " with its group in its own way"
+        )
+    elif estimator == "maxrl" and algorithm.kl_in_reward:
+        yield (
+            "algorithm.kl_in_reward = true: must be false with algorithm.advantage_estimator = 'maxrl', which divides"
+            " by the mean of rewards, and that may be 0 or less with a KL taken off; leave the KL in the loss"
         )
     elif each_by_itself and algorithm.kl_in_reward:
         yield (
@@ -259,7 +266,13 @@ def _loss(config: GRPOConfig) -> Iterator[str]:
             " the gradient by min(ratio, epsilon_high), so a bound below 1 scales every on-policy gradient down; set it"
             " to 1 or more (5 is common)"
         )
-    if delta is not None and loss in ("cispo", "sapo", "vespo"):
+    own_bounds = ("dppo_tv", "dppo_kl", "gmpo")
+    if loss == "gmpo" and algorithm.top_entropy_quantile < 1:
+        yield (
+            f"algorithm.top_entropy_quantile = {algorithm.top_entropy_quantile}: algorithm.loss_type = 'gmpo' takes the"
+            " mean over all tokens of a completion; leave it out"
+        )
+    if delta is not None and loss in ("cispo", "sapo", "vespo", *own_bounds):
         yield (
             f"algorithm.delta = {delta}: algorithm.loss_type = {loss!r} has no such bound and would ignore this; leave"
             " it out"
@@ -269,10 +282,11 @@ def _loss(config: GRPOConfig) -> Iterator[str]:
             f"algorithm.delta = {delta}: must be above 1 + algorithm.{name}, which is {upper:g}; at or below it, delta"
             " would bound positive advantages, and would not be the bound of negative ones"
         )
-    elif loss == "vespo" and algorithm.importance_sampling_level != "token":
+    elif loss in ("vespo", *own_bounds) and algorithm.importance_sampling_level != "token":
+        what = "tokens" if loss.startswith("dppo") else "whole completions"
         yield (
             f"algorithm.importance_sampling_level = {algorithm.importance_sampling_level!r}: algorithm.loss_type ="
-            " 'vespo' weighs whole completions in its own way and would ignore this; leave it out"
+            f" {loss!r} weighs {what} in its own way and would ignore this; leave it out"
         )
     low, high = algorithm.importance_sampling_clip_min, algorithm.importance_sampling_clip_max
     if algorithm.importance_sampling_mode != "none" and low is not None and high is not None and low >= high:

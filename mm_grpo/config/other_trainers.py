@@ -191,7 +191,7 @@ ADVICE: Mapping[str, str] = {
     "entropy_coeff": "write algorithm.entropy_coef",
     "loss_agg_mode": "write algorithm.loss_type",
     "norm_adv_by_std_in_grpo": "write algorithm.scale_rewards (group or none)",
-    "adv_estimator": "write algorithm.advantage_estimator (grpo, rloo or reinforce_plus_plus_baseline)",
+    "adv_estimator": "write algorithm.advantage_estimator (grpo, rloo, reinforce_plus_plus_baseline or maxrl)",
     "filter_groups.enable": "write rollout.dynamic_sampling",
     "filter_groups.max_num_gen_batches": "write rollout.max_attempts",
     "online_filtering": "write rollout.dynamic_sampling (and rollout.max_attempts)",
@@ -238,6 +238,12 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "rollout.engine": {"vllm_server": "served vLLM is not in this version of mm_grpo yet"},
     "optim.zero_stage": {"3": NO_ZERO_3},
     "algorithm.scale_rewards": {"gdpo": "write algorithm.multi_objective_aggregation: normalize_then_sum"},
+    "algorithm.loss_type": {
+        "geo_mean": "write gmpo",
+        "gspo": "write grpo, with algorithm.importance_sampling_level: sequence",
+        "vanilla": "write grpo or dapo",
+        "dppo": "write dppo_tv or dppo_kl",
+    },
     "algorithm.advantage_estimator": {
         "group_norm": "write grpo",
         "gdpo": "write algorithm.multi_objective_aggregation: normalize_then_sum",

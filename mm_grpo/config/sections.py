@@ -216,23 +216,27 @@ class AlgorithmConfig(Section):
     """Advantages and loss."""
 
     where: ClassVar[str] = "algorithm"
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = "grpo"
-    """What rewards are compared with, and scaled by (docs/algorithms.md); grpo, rloo or reinforce_plus_plus_baseline.
-    Default: grpo."""
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "maxrl"] = "grpo"
+    """What rewards are compared with, and scaled by (docs/algorithms.md); grpo, rloo, reinforce_plus_plus_baseline or
+    maxrl. Default: grpo."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """How several rewards become one advantage; sum_then_normalize compares their weighted sums, normalize_then_sum
     compares each reward by itself (GDPO). Default: sum_then_normalize."""
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = "dapo"
+    loss_type: Literal[
+        "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "dppo_tv", "dppo_kl", "gmpo"
+    ] = "dapo"
     """What a token contributes to the loss, and how tokens are averaged (docs/algorithms.md); grpo, bnpo, dr_grpo,
-    dapo, cispo, sapo, luspo or vespo. Default: dapo."""
+    dapo, cispo, sapo, luspo, vespo, dppo_tv, dppo_kl or gmpo. Default: dapo."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whose probability ratio weighs a token: token (its own) or sequence (its completion's, GSPO). Default: token."""
     beta: Number = Field(default=0.0, ge=0)
     """Weight of the KL term, >= 0; 0 is none, and no reference model. Default: 0.0."""
     epsilon: Number = Field(default=0.2, ge=0)
-    """Lower clip: the probability ratio counts from 1 - epsilon, >= 0. Default: 0.2."""
+    """Lower clip: the probability ratio counts from 1 - epsilon, >= 0; in gmpo from exp(-epsilon), in dppo_tv and
+    dppo_kl the bound of what they bound (docs/algorithms.md). Default: 0.2."""
     epsilon_high: Number | None = Field(default=None, ge=0)
-    """Upper clip: the probability ratio counts up to 1 + epsilon_high, >= 0; null is epsilon. Default: null."""
+    """Upper clip: the probability ratio counts up to 1 + epsilon_high, >= 0, in gmpo up to exp(epsilon_high); null is
+    epsilon. Default: null."""
     delta: Number | None = Field(default=None, gt=1)
     """Bound on the ratio of tokens with a negative advantage, > 1, > 1 + epsilon_high; null is none. Default: null."""
     sapo_temperature_pos: Number = Field(default=1.0, gt=0)
@@ -272,8 +276,8 @@ class AlgorithmConfig(Section):
     drops none. Default: null."""
     scale_rewards: ScaleRewards = "group"
     """Whose standard deviation advantages are divided by: group, batch or none; true is read as group, false as none.
-    For advantage_estimator: grpo; rloo (undivided), reinforce_plus_plus_baseline and normalize_then_sum bring their own
-    scale, and leave this at group. Default: group."""
+    For advantage_estimator: grpo; rloo (undivided), reinforce_plus_plus_baseline, maxrl and normalize_then_sum bring
+    their own scale, and leave this at group. Default: group."""
     num_iterations: int = Field(default=1, ge=1)
     """Times that the completions of a step are learned from, >= 1. Default: 1."""
     mask_truncated_completions: bool = False

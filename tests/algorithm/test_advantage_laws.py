@@ -34,7 +34,16 @@ SHIFT_FREE: dict[str, Estimate] = {
     "reinforce_plus_plus_baseline": with_config(advantage_estimator="reinforce_plus_plus_baseline"),
     "normalize_then_sum": with_config(multi_objective_aggregation="normalize_then_sum"),
 }
-ALL = {**SHIFT_FREE, "batch": with_config(scale_rewards="batch"), "two rewards": of_two}
+
+
+def of_squares(rewards: Table) -> list[tuple[float, ...]]:
+    """maxrl, which takes no reward below 0."""
+    return with_config(advantage_estimator="maxrl")(
+        [[None if r is None else r * r for r in row] for row in rewards]
+    )
+
+
+ALL = {**SHIFT_FREE, "batch": with_config(scale_rewards="batch"), "two rewards": of_two, "maxrl": of_squares}
 
 # Eighths are exact in binary: a law that holds on paper then holds to the last digits.
 EIGHTHS = st.integers(-80, 80).map(lambda n: n / 8)

@@ -9,6 +9,7 @@ import pytest
 
 from mm_grpo.algorithm.advantages import ESTIMATORS, Objective, advantages, gdpo, grpo
 from mm_grpo.config import AlgorithmConfig
+from mm_grpo.errors import RewardError
 
 
 def test_group_scale_by_hand() -> None:
@@ -147,7 +148,24 @@ def test_gdpo_goes_through_the_config() -> None:
     assert advantages([[None, None]], config) == [(0.0, 0.0)]
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_maxrl_by_hand() -> None:
+    # means 1/4 and 1/2: (1 - 1/4) / (1/4) = 3 and -1 for the others; then 1 and -1; all wrong says nothing
+    hard, even, wrong, holes = estimated(
+        "maxrl", [[1.0, 0.0, 0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [None, 0.5, 0.25]]
+    )
+    assert hard == pytest.approx((3.0, -1.0, -1.0, -1.0), abs=2e-5)
+    assert even == pytest.approx((1.0, -1.0), abs=1e-5)
+    assert wrong == (0.0, 0.0) and holes == pytest.approx((0.0, 1 / 3, -1 / 3), abs=1e-5)
+
+
+def test_maxrl_takes_no_reward_below_0() -> None:
+    with pytest.raises(
+        RewardError, match=r"algorithm.advantage_estimator = 'maxrl': a total reward is -0.5; it divides"
+    ):
+        estimated("maxrl", [[1.0, -0.5]])
+
+
+@pytest.mark.parametrize("name", list(ESTIMATORS))
 def test_no_estimator_takes_what_is_not_finite(name: str) -> None:
     with pytest.raises(ValueError, match="reward of generation 0 in group 1 is -inf"):
         estimated(name, [[0.0, 1.0], [-math.inf, 0.0]])

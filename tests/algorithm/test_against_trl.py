@@ -96,7 +96,10 @@ def theirs(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, T
         _get_per_token_logps_and_entropies=lambda *a, **k: (logp, entropy, None),
     )
     trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
-    loss = GRPOTrainer._compute_loss(trainer, None, batch)
+    trainer_class = GRPOTrainer
+    if config.loss_type == "gmpo":
+        from trl.experimental.gmpo import GMPOTrainer as trainer_class
+    loss = trainer_class._compute_loss(trainer, None, batch)
     loss.backward()
     return loss.detach(), filled(logp.grad), filled(entropy.grad)
 
@@ -146,15 +149,19 @@ def ours(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Ten
     return total.detach(), filled(logp.grad), filled(entropy.grad)
 
 
+NOT_TRLS = ("dppo_tv", "dppo_kl")
+GRPOS = [name for name in LOSSES if name not in (*NOT_TRLS, "gmpo")]
 CASES: list[dict[str, Any]] = [
-    *({"loss_type": name} for name in LOSSES),
-    *({"loss_type": name, "importance_sampling_level": "sequence"} for name in LOSSES),
+    *({"loss_type": name} for name in GRPOS),
+    *({"loss_type": name, "importance_sampling_level": "sequence"} for name in GRPOS),
+    {"loss_type": "gmpo", "epsilon": 0.3},
+    {"loss_type": "gmpo", "epsilon": 0.3, "epsilon_high": 0.5, "beta": 0.1},
     {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 1.5},
     {"loss_type": "cispo", "epsilon_high": 1.2, "beta": 0.1},
     {"loss_type": "grpo", "beta": 0.2, "entropy_coef": 0.03},
     {"loss_type": "dr_grpo", "off_policy_mask_threshold": 0.05},
     {"loss_type": "vespo", "importance_sampling_mode": "token_truncate"},
-    *({"loss_type": name, "top_entropy_quantile": 0.3} for name in LOSSES),
+    *({"loss_type": name, "top_entropy_quantile": 0.3} for name in GRPOS),
     {"loss_type": "dapo", "top_entropy_quantile": 0.5, "beta": 0.1, "entropy_coef": 0.03},
     *(
         {"loss_type": "dapo", "importance_sampling_mode": mode, "importance_sampling_clip_max": 1.6}

@@ -32,6 +32,9 @@ TERMS = torch.tensor([1.0, -1.0, 9.0, 0.5])  # the same term for every token of 
         ("sapo", [0.125, 0.0625, None, 0.025], 0.125),
         ("cispo", [0.0625, 0.0625, None, 0.0625], 0.1875),
         ("vespo", [0.0625, 0.0625, None, 0.0625], 0.1875),
+        ("dppo_tv", [0.0625, 0.0625, None, 0.0625], 0.1875),
+        ("dppo_kl", [0.0625, 0.0625, None, 0.0625], 0.1875),
+        ("gmpo", [0.125, 0.0625, None, 0.025], 0.125),
     ],
 )
 def test_weights_and_loss_by_hand(loss_type: str, weights: list[float | None], loss: float) -> None:
@@ -109,6 +112,48 @@ def test_sapo_by_hand() -> None:
     got = LOSSES["sapo"].token_loss(TOKENS, config(sapo_temperature_pos=1.0, sapo_temperature_neg=2.0))
     sigmoid = [1 / (1 + math.exp(-x)) for x in (-0.5, 1.0, 1.0)]
     assert got.loss.tolist() == pytest.approx([-4 * sigmoid[0], -4 * sigmoid[1], 4 * sigmoid[2]], abs=1e-6)
+
+
+def test_dppo_tv_by_hand() -> None:
+    # probabilities .368, .135, .607 where they were .736, .068, .404: the second, with A > 0, has risen by .068. The
+    # first has fallen and the third risen, both against their advantage. -(ratio * A * logp) for those
+    got = LOSSES["dppo_tv"].token_loss(TOKENS, config(epsilon=0.2, epsilon_high=0.05))
+    assert got.loss.tolist() == pytest.approx([0.5, 0.0, -1.5], abs=1e-6)
+    assert got.clipped_high.tolist() == [False, True, False] and not got.clipped_low.any()
+    got = LOSSES["dppo_tv"].token_loss(TOKENS, config(epsilon=0.2, epsilon_high=0.07))
+    assert got.loss.tolist() == pytest.approx([0.5, 4.0, -1.5], abs=1e-6) and not got.clipped_high.any()
+
+
+def test_dppo_kl_by_hand() -> None:
+    # of the second: .0677 log(.5) + .9323 log(.9323 / .8647) = .0233 nats; the others moved against their advantage
+    for bound, loss in ((0.023, 0.0), (0.024, 4.0)):
+        got = LOSSES["dppo_kl"].token_loss(TOKENS, config(epsilon=1e-9, epsilon_high=bound))
+        assert got.loss.tolist() == pytest.approx([0.5, loss, -1.5], abs=1e-6)
+        assert got.clipped_high.tolist() == [False, loss == 0, False]
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_lets_go_of_what_falls_too_far_and_bounds_the_weight(name: str) -> None:
+    # p: .1 from .9 with A < 0 is let go; .5 from .01 with A < 0 has a ratio of 50, of which 20 count
+    tokens = Tokens(
+        logp=torch.tensor([0.1, 0.5]).log().requires_grad_(),
+        old_logp=torch.tensor([0.9, 0.01]).log(),
+        advantages=torch.tensor([-1.0, -1.0]),
+        completion_index=torch.tensor([0, 1]),
+    )
+    got = LOSSES[name].token_loss(tokens, config())
+    assert got.clipped_low.tolist() == [True, False]
+    assert got.loss.tolist() == pytest.approx([0.0, 20 * math.log(0.5)], abs=1e-5)
+    (gradient,) = torch.autograd.grad(got.loss.sum(), tokens.logp)
+    assert gradient.tolist() == pytest.approx([0.0, 20.0], abs=1e-5)
+
+
+def test_gmpo_by_hand() -> None:
+    # logs of the ratios -.693 and .693, cut to .5: exp of their mean .9079; 1.5 with A < 0 is bounded from below alone
+    got = LOSSES["gmpo"].token_loss(TOKENS, config(epsilon=0.3, epsilon_high=0.5))
+    mean = math.exp((math.log(0.5) + 0.5) / 2)
+    assert got.loss.tolist() == pytest.approx([-mean, -mean, 3.0], abs=1e-6)
+    assert got.clipped_high.tolist() == [False, True, False] and not got.clipped_low.any()
 
 
 def test_vespo_by_hand() -> None:

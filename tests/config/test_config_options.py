@@ -113,6 +113,26 @@ def test_cispo_asks_for_its_bound(bound: float | None) -> None:
             " in its own way and would ignore this; leave it out",
         ),
         (
+            {"algorithm": {"importance_sampling_level": "sequence", "loss_type": "dppo_tv"}},
+            "algorithm.importance_sampling_level = 'sequence': algorithm.loss_type = 'dppo_tv' weighs tokens in its own"
+            " way and would ignore this; leave it out",
+        ),
+        (
+            {"algorithm": {"top_entropy_quantile": 0.5, "loss_type": "gmpo"}},
+            "algorithm.top_entropy_quantile = 0.5: algorithm.loss_type = 'gmpo' takes the mean over all tokens of a"
+            " completion; leave it out",
+        ),
+        (
+            {"algorithm": {"advantage_estimator": "maxrl", "kl_in_reward": True, "beta": 0.1}},
+            "algorithm.kl_in_reward = true: must be false with algorithm.advantage_estimator = 'maxrl', which divides"
+            " by the mean of rewards, and that may be 0 or less with a KL taken off; leave the KL in the loss",
+        ),
+        (
+            {"algorithm": {"advantage_estimator": "maxrl", "scale_rewards": "none"}},
+            "algorithm.scale_rewards = 'none': algorithm.advantage_estimator = 'maxrl' brings its own scale and would"
+            " ignore this; leave it out",
+        ),
+        (
             {
                 "algorithm": {
                     "importance_sampling_mode": "token_mask",
@@ -177,7 +197,7 @@ def test_fields_that_need_each_other_are_changed_together() -> None:
         ("ref_model_sync_steps", 0, "an integer >= 1"),
         ("kl_estimator", "k4", "one of k1, k2, k3"),
         ("multi_objective_aggregation", "gdpo", "one of sum_then_normalize, normalize_then_sum"),
-        ("advantage_estimator", "ppo", "one of grpo, rloo, reinforce_plus_plus_baseline"),
+        ("advantage_estimator", "ppo", "one of grpo, rloo, reinforce_plus_plus_baseline, maxrl"),
     ],
 )
 def test_ranges_of_the_algorithm(field: str, value: Any, legal: str) -> None:
@@ -198,7 +218,7 @@ def test_ranges_of_the_algorithm(field: str, value: Any, legal: str) -> None:
 def test_an_estimator_by_its_name_elsewhere(name: str, advice: str) -> None:
     (line,) = lines_of(algorithm={"advantage_estimator": name})
     assert line.startswith(
-        f"algorithm.advantage_estimator = {name!r}: must be one of grpo, rloo, reinforce_plus_plus_baseline;"
+        f"algorithm.advantage_estimator = {name!r}: must be one of grpo, rloo, reinforce_plus_plus_baseline, maxrl;"
         f" {advice}"
     )
 
@@ -220,7 +240,10 @@ def test_the_scale_gdpo_is_an_aggregation_here() -> None:
         ),
         ("use_kl_in_reward", "write algorithm.kl_in_reward (and algorithm.beta, the weight of the KL)"),
         ("kl_penalty", "write algorithm.kl_estimator: k1 (verl's kl), k2 (mse) or k3 (low_var_kl)"),
-        ("adv_estimator", "write algorithm.advantage_estimator (grpo, rloo or reinforce_plus_plus_baseline)"),
+        (
+            "adv_estimator",
+            "write algorithm.advantage_estimator (grpo, rloo, reinforce_plus_plus_baseline or maxrl)",
+        ),
         ("top_entropy_quantile", "write algorithm.top_entropy_quantile"),
         ("sync_ref_model", "write algorithm.sync_ref_model"),
     ],

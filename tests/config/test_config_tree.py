@@ -80,7 +80,9 @@ def test_help_names_path_type_default_and_description() -> None:
     assert by_path["optim.adam_beta1"].type == "a number >= 0 and < 1"
     assert by_path["run.max_steps"][1:3] == ("an integer >= 1 or null", "null")
     assert (
-        by_path["algorithm.loss_type"].type == "one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"
+        by_path["algorithm.loss_type"].type
+        == "one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, dppo_tv,"
+        " dppo_kl, gmpo"
     )
     assert by_path["data.shuffle"][1:3] == ("true or false", "true")
     assert by_path["run.trackers"][1:3] == ("a list of tensorboard, wandb, trackio", "[]")

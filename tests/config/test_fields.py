@@ -76,8 +76,8 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         (
             "algorithm.loss_type",
             "drgrpo",
-            "algorithm.loss_type = 'drgrpo': must be one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo"
-            " (the nearest is dr_grpo)",
+            "algorithm.loss_type = 'drgrpo': must be one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo,"
+            " dppo_tv, dppo_kl, gmpo (the nearest is dr_grpo)",
         ),
         ("optim.adam_beta2", 1, "optim.adam_beta2 = 1: must be a number >= 0 and < 1"),
         ("optim.learning_rate", float("inf"), "optim.learning_rate = inf: must be a number >= 0 or null"),
