@@ -306,6 +306,16 @@ def _kl(config: GRPOConfig) -> Iterator[str]:
             "algorithm.kl_estimator = 'k1': must be k2 or k3 where the KL is a term of the loss, because the"
             " gradient of k1 there has mean 0; or set algorithm.kl_in_reward = true"
         )
+    if algorithm.reference_path is not None and algorithm.beta == 0:
+        yield (
+            f"algorithm.reference_path = '{algorithm.reference_path}': needs algorithm.beta > 0, the weight of"
+            " the KL from that model, and that is 0"
+        )
+    elif algorithm.reference_path is not None and algorithm.sync_ref_model:
+        yield (
+            "algorithm.sync_ref_model = true: must be false with algorithm.reference_path, for a reference that moves"
+            " towards the policy would soon be that model no longer"
+        )
     if algorithm.sync_ref_model and algorithm.beta == 0:
         yield "algorithm.sync_ref_model = true: needs algorithm.beta > 0; at 0 there is no reference model to move"
     elif algorithm.sync_ref_model and config.model.lora is not None:

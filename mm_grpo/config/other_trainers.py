@@ -72,6 +72,8 @@ ADVICE: Mapping[str, str] = {
     "resume_from_checkpoint": _RESUME,
     # TRL and ms-swift: model
     "model_name_or_path": "write model.path",
+    "teacher_model_name_or_path": "write algorithm.reference_path, with algorithm.beta > 0",
+    "ref_model": "write algorithm.reference_path, with algorithm.beta > 0",
     "model_id_or_path": "write model.path",
     "model_type": "the model's family is read from its own config; leave it out (model.path names the model)",
     "torch_dtype": _DTYPE,

@@ -256,6 +256,9 @@ class AlgorithmConfig(Section):
     kl_in_reward: bool = False
     """Take beta times the KL of a completion, the sum over its tokens, off its reward before advantages; false adds the
     KL to the loss. Default: false."""
+    reference_path: Annotated[PathText | None, RelativeToFile()] = None
+    """Folder or hub name of the reference model, a teacher say, of the policy's type and with its tokens; needs
+    beta > 0; null is the model as it was at the start. Default: null."""
     sync_ref_model: bool = False
     """Move the reference model towards the policy during the run; needs algorithm.beta > 0. Default: false."""
     ref_model_mixup_alpha: Number = Field(default=0.6, gt=0, le=1)

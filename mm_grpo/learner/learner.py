@@ -46,7 +46,7 @@ from mm_grpo.learner.minibatch import (
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
 from mm_grpo.learner.pack import Item, Pack, dummy_pack, layout, plan
-from mm_grpo.learner.reference import MovingReference
+from mm_grpo.learner.reference import MovingReference, load_reference_model
 from mm_grpo.learner.step_report import (
     LearnerReport,
     LossStatistics,
@@ -89,7 +89,9 @@ class Learner:
         self.checkpointing = _with_checkpointing(model, config)
         use_checkpointing(model, self.checkpointing)
         self.reference: PackForward | None = None
-        if config.algorithm.beta > 0 and has_adapters(model):
+        if config.algorithm.beta > 0 and config.algorithm.reference_path is not None:
+            self.reference = self._wrap(load_reference_model(config, model, processor))
+        elif config.algorithm.beta > 0 and has_adapters(model):
             self.reference = self._wrap(model)  # run without its adapters
         elif config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
             self.reference = self._wrap(copy.deepcopy(model).requires_grad_(False).eval())
@@ -156,7 +158,9 @@ class Learner:
 
     def memory_sentence(self) -> str:
         """What this process will hold of its device's memory, estimated from the sizes of the model; "" if unknown."""
-        estimate = memory_of_run(self.model, self.config, self.ranks.world, self.checkpointing)
+        reference = self.reference.model if self.reference is not None else None
+        second = reference if reference is not self.model else None
+        estimate = memory_of_run(self.model, self.config, self.ranks.world, self.checkpointing, second)
         if estimate is None:
             return ""
         available, tokens = device_memory(self.model.device), largest_pack(self.config, self.ranks.world)
@@ -268,9 +272,11 @@ class Learner:
 
     def _use_features(self, features: KeptFeatures | None) -> None:
         self._features = features
-        for module in (self.module, self.reference):
-            if module is not None:
-                module.features = features
+        self.module.features = features
+        if (
+            self.reference is not None and self.config.algorithm.reference_path is None
+        ):  # else its tower is another
+            self.reference.features = features
 
     @contextmanager
     def _shared_features(

@@ -3,7 +3,7 @@
 Bytes of one process while the learner works, with b bytes to a number of the weights, N weights of which n are trained,
 and w processes:
 
-    weights         N b, and N b again for a reference policy that is a model of its own
+    weights         N b, and as much again for a reference policy that is a model of its own
     gradients       4 n as fp32 sums; stage 2 shards them, 4 n / w, beside a bucket of up to 200 million (times 2 where
                     it overlaps: on a GPU). Stage 1 in bfloat16 holds 2 n besides, until they are added to the sums
     optimizer       8 n for AdamW's two means, and 4 n for fp32 masters where weights are bfloat16 or DeepSpeed
@@ -43,7 +43,8 @@ PROMPT = 1024
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Counts of weights, `numbers` bytes each, and the axes of the text layers. `heads` is that of all heads."""
+    """Counts of weights, `numbers` bytes each, and the axes of the text layers. `heads` is that of all heads, and
+    `reference` counts the weights of a reference policy that is a model of its own."""
 
     weights: int
     trained: int
@@ -54,10 +55,10 @@ class ModelSizes:
     inner: int
     vocabulary: int
     head_is_trained: bool = True
-    second_model: bool = False
+    reference: int = 0
 
     @classmethod
-    def of(cls, model: Any, second_model: bool = False) -> ModelSizes:
+    def of(cls, model: Any, reference: Any = None) -> ModelSizes:
         """Those of a transformers model. Raises AttributeError where its text config names an axis otherwise."""
         text = model.config.get_text_config()
         params, head = list(model.parameters()), model.get_output_embeddings().weight
@@ -72,7 +73,7 @@ class ModelSizes:
             inner=text.intermediate_size,
             vocabulary=len(head),
             head_is_trained=head.requires_grad,
-            second_model=second_model,
+            reference=0 if reference is None else sum(p.numel() for p in reference.parameters()),
         )
 
 
@@ -119,7 +120,7 @@ def memory_estimate(
     head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
     return MemoryEstimate(
         weights=b * model.weights,
-        reference=b * model.weights if model.second_model else 0,
+        reference=b * model.reference,
         gradients=gradients,
         optimizer=0 if offload else (8 * n + masters) // parts,
         activations=model.layers * inputs + layer if checkpointing else model.layers * layer,
@@ -129,15 +130,17 @@ def memory_estimate(
 
 
 def memory_of_run(
-    model: Any, config: GRPOConfig, processes: int, checkpointing: bool
+    model: Any, config: GRPOConfig, processes: int, checkpointing: bool, reference: Any = None
 ) -> MemoryEstimate | None:
-    """The estimate of a run; None for a model whose config does not name the axes as Llama's does."""
+    """The estimate of a run, whose `reference` policy may be a model of its own.
+
+    None for a model whose config does not name the axes as Llama's does."""
     optim, engine = config.optim, config.rollout
     alone = processes == 1 and not optim.offload_optimizer
     gpu = model.device.type == "cuda"
     inside = gpu and engine.engine == "vllm" and engine.vllm.sleep_level == 0
     try:
-        sizes = ModelSizes.of(model, config.algorithm.beta > 0 and config.model.lora is None)
+        sizes = ModelSizes.of(model, reference)
     except (AttributeError, TypeError):
         return None
     return memory_estimate(

@@ -44,8 +44,11 @@ def smoke_config(
     values = config.model_dump()
     model, data, rollout = values["model"], values["data"], values["rollout"]
     algorithm, optim, run = values["algorithm"], values["optim"], values["run"]
-    tiny = build(family_of(config.model.path), work / "model", context=CONTEXT)
+    family = family_of(config.model.path)
+    tiny = build(family, work / "model", context=CONTEXT)
     model.update(path=str(tiny), device="cpu", dtype="float32")
+    if algorithm["reference_path"] is not None:
+        algorithm["reference_path"] = str(build(family, work / "reference", context=CONTEXT, seed=1))
 
     if "data.train" not in kept and (beside / FIXTURE).is_file():
         data.update(train=str(beside / FIXTURE), eval=str(beside / FIXTURE), image_dir=None)

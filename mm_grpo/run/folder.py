@@ -335,6 +335,7 @@ def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
     train = given.get("train") if given.get("train") is not None else config.data.train
     found: list[tuple[str, Any]] = [
         ("model.path", config.model.path),
+        ("algorithm.reference_path", config.algorithm.reference_path),
         ("data.train", train),
         *((f"data.eval.{name}".rstrip("."), source) for name, source in named),
         ("data.image_dir", config.data.image_dir),

@@ -128,6 +128,16 @@ def test_cispo_asks_for_its_bound(bound: float | None) -> None:
             " by the mean of rewards, and that may be 0 or less with a KL taken off; leave the KL in the loss",
         ),
         (
+            {"algorithm": {"reference_path": "teacher"}},
+            "algorithm.reference_path = 'teacher': needs algorithm.beta > 0, the weight of the KL from that model, and"
+            " that is 0",
+        ),
+        (
+            {"algorithm": {"reference_path": "teacher", "beta": 0.1, "sync_ref_model": True}},
+            "algorithm.sync_ref_model = true: must be false with algorithm.reference_path, for a reference that moves"
+            " towards the policy would soon be that model no longer",
+        ),
+        (
             {"algorithm": {"advantage_estimator": "maxrl", "scale_rewards": "none"}},
             "algorithm.scale_rewards = 'none': algorithm.advantage_estimator = 'maxrl' brings its own scale and would"
             " ignore this; leave it out",

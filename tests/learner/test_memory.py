@@ -66,7 +66,7 @@ def test_eight_gpus_by_stage_by_hand() -> None:
 
 def test_fp32_adapters_and_a_reference_by_hand() -> None:
     """fp32 weights are their own masters, but DeepSpeed's copies."""
-    single = replace(LARGE, numbers=4, second_model=True)
+    single = replace(LARGE, numbers=4, reference=LARGE.weights)
     found = memory_estimate(single, tokens=1, checkpointing=False)
     assert (found.weights, found.reference) == (15_000_000_000, 15_000_000_000)
     assert (found.gradients, found.optimizer) == (15_000_000_000, 30_000_000_000)
@@ -115,7 +115,7 @@ def test_sizes_are_read_from_a_model(models: dict[str, Path]) -> None:
     assert ModelSizes.of(model).trained == 0 and not ModelSizes.of(model).head_is_trained
     config = config_for(models["qwen2_vl"], algorithm={"beta": 0.1})
     tokens = largest_pack(config, 1)
-    run = memory_of_run(model, config, processes=1, checkpointing=False)
+    run = memory_of_run(model, config, processes=1, checkpointing=False, reference=model)
     assert run is not None and run.reference == run.weights == 4 * found.weights and run.vllm == 0
     assert run.log_probs == tokens * 8 * text.hidden_size + (64 << 20)
     nameless = SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace), device=model.device)

@@ -1,0 +1,99 @@
+"""Another model as the reference policy: a teacher for the policy's own samples."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.steps import config_for, load, make_groups, plain_logp
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.learner import Learner
+from mm_grpo.processors.base import load_processor
+from mm_grpo.types import Group
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build("qwen2_5_vl", tmp_path_factory.mktemp("teacher"), seed=7)
+
+
+def made(path: Path, teacher: Path, model: Any = None, **changes: Any) -> tuple[Learner, list[Group]]:
+    processor = load_processor(str(path))
+    algorithm = {"beta": 1.0, "reference_path": str(teacher), **changes.pop("algorithm", {})}
+    config = config_for(path, algorithm=algorithm, **changes)
+    return Learner(model or load(path), processor, config, 10), make_groups(processor)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_its_log_probs_are_the_teachers_own(models: dict[str, Path], teacher: Path, frozen: bool) -> None:
+    """With a frozen tower too, whose features the policy's passes share: the teacher has a tower of its own."""
+    model = load(models["qwen2_5_vl"])
+    if frozen:
+        model.model.visual.requires_grad_(False)
+    learner, groups = made(models["qwen2_5_vl"], teacher, model, optim={"updates_per_step": 2})
+    learner._keep_features(2)
+    assert (learner.module.features is not None) == frozen
+    found = learner.reference_logprobs([(g.prompt, g.completions) for g in groups])
+    own, media = load(teacher), sorted(learner.processor.media_token_ids)
+    for group, of_group in zip(groups, found, strict=True):
+        for completion, values in zip(group.completions, of_group, strict=True):
+            want = plain_logp(own, learner.config, media, group, completion)[0].tolist()
+            assert values == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_rewards_the_policy_goes_to_the_teacher(
+    models: dict[str, Path], teacher: Path, dtype: torch.dtype
+) -> None:
+    optim = {"learning_rate": 3e-3, "adam_epsilon": 1e-8}
+    learner, groups = made(models["qwen2_5_vl"], teacher, load(models["qwen2_5_vl"]).to(dtype), optim=optim)
+    assert learner.reference is not None and learner.reference.model.dtype == dtype
+    groups = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0,) * len(g.completions)) for g in groups]
+    before = [p.clone() for p in learner.reference.model.parameters()]
+    kl = [learner.update(groups).metrics["kl"] for _ in range(12)]
+    assert kl[0] > 0.01 and kl[-1] < 0.5 * kl[0]
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.reference.model.parameters(), strict=True))
+
+
+def test_adapters_learn_from_a_teacher(models: dict[str, Path], teacher: Path) -> None:
+    from mm_grpo.build import build_parts
+
+    config = config_for(
+        models["qwen2_5_vl"],
+        model={"lora": {"rank": 4}},
+        algorithm={"beta": 1.0, "reference_path": str(teacher)},
+    )
+    learner = build_parts(config, 3, []).learner
+    assert learner.reference is not None and learner.reference.model is not learner.model
+    assert not hasattr(learner.reference.model, "peft_config")
+
+
+def test_its_size_is_in_the_memory_sentence(models: dict[str, Path], teacher: Path) -> None:
+    learner, _ = made(models["qwen2_5_vl"], teacher)
+    assert "+ reference " in learner.memory_sentence()
+
+
+def test_models_that_cannot_teach_are_refused(models: dict[str, Path], teacher: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"algorithm.reference_path = '.*': it is a qwen2_vl, and the policy a qwen2_5"
+    ):
+        made(models["qwen2_5_vl"], models["qwen2_vl"])
+    with pytest.raises(ConfigError, match=r"^algorithm.reference_path = '.*nothing'"):
+        made(models["qwen2_5_vl"], tmp_path / "nothing")
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    file = other / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["w"], vocabulary["h"] = vocabulary["h"], vocabulary["w"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(
+        ConfigError, match=r"its token \d+ is '[hw]', and the policy's '[hw]'; the reference is given"
+    ):
+        made(models["qwen2_5_vl"], other)
