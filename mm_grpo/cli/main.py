@@ -13,6 +13,7 @@ command needs it.
 
 from __future__ import annotations
 
+import atexit
 import io
 import logging
 import os
@@ -43,7 +44,30 @@ app.add_typer(rewards_app, name="rewards")
 
 
 def main() -> None:
-    """Entry point: runs a command and turns errors into one message and an exit code."""
+    """Entry point: runs a command and turns errors into one message and an exit code.
+
+    One of several processes ends at once after that: threads of gloo may outlive their group, and one that asks for the
+    interpreter's lock while Python is taken down aborts a process that has done all its work.
+    """
+    try:
+        _main()
+        code = 0
+    except BaseException as error:
+        if not _has_peers():
+            raise
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        found = error.code if isinstance(error, SystemExit) else 1
+        code = found if isinstance(found, int) else int(found is not None)
+    if _has_peers():
+        atexit._run_exitfuncs()  # the group's end among them
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not what a test has put in its place
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows the rest of a message
@@ -100,6 +124,11 @@ def _exit(message: str, code: int, lost: bool = False) -> None:
     with suppress(OSError):  # the terminal is gone
         print(printable(message), file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def _has_peers() -> bool:
+    """Whether this process has joined others."""
+    return _may_have_peers() and sys.modules["mm_grpo.distributed.ranks"].joined_others()
 
 
 def _may_have_peers() -> bool:

@@ -213,6 +213,11 @@ def start(device: str = "auto", deadline: float = DEADLINE) -> Ranks:
     return Ranks(state.process_index, world, group, deadline)
 
 
+def joined_others() -> bool:
+    """Whether this process is in a group of several."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def use_deepspeed(gpu: bool) -> Any:
     """The deepspeed module, set to the GPU or to the CPU, for it would take a GPU where there is one."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if gpu else "cpu")

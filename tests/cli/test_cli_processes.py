@@ -105,6 +105,11 @@ def threads(folder: Path) -> list[str]:
 
 @pytest.mark.long
 def test_two_processes_make_one_run(job: Path) -> None:
+    """Also where something left aborts the process when the interpreter is taken down, as threads of gloo may do."""
+    with (job.parent / "mine.py").open("a") as file:
+        file.write(
+            "import os\nclass Last:\n    def __del__(self, abort=os.abort):\n        abort()\nlast = Last()\n"
+        )
     with started("-m", "mm_grpo.cli", "train", job, "--processes", "2") as process:
         code, out, err = ended(process)
     assert code == 0, err
