@@ -25,16 +25,17 @@ import difflib
 import inspect
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.data.dataset import Dataset, DataSettings, Rows
-from mm_grpo.data.image_columns import check_images
+from mm_grpo.data.columns import PROMPT_FIELDS, did_you_mean, locate, quoted
+from mm_grpo.data.dataset import FIRST_ROWS, Dataset, DataSettings, Rows
+from mm_grpo.data.image_columns import MissingImages, check_images, missing_images
 from mm_grpo.data.jsonl import read_json, read_jsonl
-from mm_grpo.data.rows import PROMPT_FIELDS, did_you_mean, quoted
-from mm_grpo.errors import DataError
+from mm_grpo.data.layouts import MissingPrompt
+from mm_grpo.errors import DataError, UserError
 from mm_grpo.files import expand_home, short_path
 
 if TYPE_CHECKING:
@@ -76,37 +77,91 @@ def load(source: Any, settings: DataSettings, name: str = "train", *, verify: bo
     raise DataError(f"{name}: the data is a {type(source).__name__}; {_LEGAL}")
 
 
-def load_train(config: GRPOConfig, given: Source | None = None, *, verify: bool = True) -> Dataset:
+def load_train(
+    config: GRPOConfig,
+    given: Source | None = None,
+    *,
+    verify: bool = True,
+    needs: Callable[[Sequence[str]], None] | None = None,
+) -> Dataset:
     """The training rows: `given`, else `data.train`. DataError when there are none.
 
-    With `verify` the rows' layout is checked at once, and the first wrong one raises. Rows whose images would not be
-    read are refused in any case, unless `data.text_only`.
+    With `verify` the rows are checked at once, and the first wrong one raises. Rows whose images would not be read are
+    refused in any case, unless `data.text_only`. `needs` is given the names of the columns, and raises for those that
+    are missing (`Scorer.check`): one message has all that the first rows lack.
     """
     source = config.data.train if given is None else given
     if source is None:
         raise DataError("data.train is not set: give a .jsonl path, a task mapping, or train=rows in Python")
-    return _load_checked(source, config, "train", verify)
+    return _load_checked(source, config, "train", verify, needs)
 
 
 def load_eval(
-    config: GRPOConfig, given: Source | Mapping[str, Source] | None = None, *, verify: bool = True
+    config: GRPOConfig,
+    given: Source | Mapping[str, Source] | None = None,
+    *,
+    verify: bool = True,
+    needs: Callable[[Sequence[str]], None] | None = None,
 ) -> dict[str, Dataset]:
-    """The evaluation sets by name, the headline first; a single source is named "eval"."""
+    """The evaluation sets by name, the headline first; a single source is named "eval". Options as of `load_train`."""
     if given is None:
         sources: Mapping[str, Source] = config.data.eval_sets()
     elif isinstance(given, Mapping) and "task" not in given:
         sources = given
     else:
         sources = {"eval": given}
-    return {name: _load_checked(source, config, name, verify) for name, source in sources.items()}
+    return {name: _load_checked(source, config, name, verify, needs) for name, source in sources.items()}
 
 
-def _load_checked(source: Source, config: GRPOConfig, name: str, verify: bool) -> Dataset:
-    """The dataset, unless its images would not be read; each row is read once."""
-    dataset = load(source, config.data, name, verify=verify and config.data.text_only)
-    if not config.data.text_only:
-        check_images(dataset, verify=verify)
+def _load_checked(
+    source: Source, config: GRPOConfig, name: str, verify: bool, needs: Callable[[Sequence[str]], None] | None
+) -> Dataset:
+    """The dataset, unless something that all rows need is missing; each row is read once."""
+    text_only = config.data.text_only
+    dataset = load(source, config.data, name, verify=False)
+    missing: list[UserError] = []
+    no_prompt = _missing_prompt(dataset)
+    try:
+        if no_prompt is not None and not text_only:
+            lost = missing_images(dataset.encoded_values(0), dataset.row_name(0))
+            missing += [lost] if lost else []
+        elif not text_only:
+            check_images(dataset, verify=verify)
+        elif verify:
+            dataset.verify()
+    except MissingImages as error:
+        missing.append(error)
+    try:
+        if needs is not None:
+            needs(dataset.columns)
+    except UserError as error:
+        missing.append(error)
+    if no_prompt is not None and (verify or missing):
+        missing.insert(0, no_prompt)
+    if len(missing) > 1:
+        columns = quoted(dict.fromkeys(map(dataset.dataset_column, dataset.columns)))
+        lines = [f"\n- {line}" for error in missing for line in str(error).splitlines()]
+        raise DataError(
+            f"{name}: the rows lack {len(lines)} things. Their columns are {columns}{''.join(lines)}"
+        )
+    if missing:
+        raise missing[0]
     return dataset
+
+
+def _missing_prompt(dataset: Dataset) -> MissingPrompt | None:
+    """What is wrong with the first row, where none of the first rows has a column for the prompt."""
+    first: MissingPrompt | None = None
+    for index in range(min(len(dataset), FIRST_ROWS)):
+        try:
+            dataset.encoded_fields(index)
+        except MissingPrompt as error:
+            first = first or error
+            continue
+        except DataError:
+            pass
+        return None
+    return first
 
 
 def _load_task(source: Mapping[str, Any], settings: DataSettings, name: str, verify: bool) -> Dataset:
@@ -270,7 +325,7 @@ class _EncodedRows:
         self._table = dataset.with_format("arrow", columns=self.column_names)
         self._features, self._encoded = copy.deepcopy(dataset.features), copy.deepcopy(dataset.features)
         for field in PROMPT_FIELDS:
-            _keep_encoded(self._features.get(columns.get(field, field)))
+            _keep_encoded(_feature(self._features, columns.get(field, field)))
         _keep_encoded(self._encoded)
 
     def __len__(self) -> int:
@@ -282,6 +337,19 @@ class _EncodedRows:
     def encoded_row(self, index: int) -> Any:
         """The row with the images of every column still encoded."""
         return self._encoded.decode_example(self._table[index].to_pylist()[0])
+
+
+def _feature(features: Mapping[str, Any], path: str) -> Any:
+    """The feature of a column, or of what lies in it; None where there is none."""
+    found = locate(path, features)
+    if found is None:
+        return None
+    column, keys = found
+    feature: Any = features[column]
+    for key in keys:
+        inner = getattr(feature, "feature", feature)  # of a list, what it holds
+        feature = inner.get(key) if isinstance(inner, Mapping) else inner
+    return feature
 
 
 def _keep_encoded(feature: Any) -> None:

@@ -30,6 +30,8 @@ def settings(**fields: Any) -> Any:
         "max_image_bytes": 10**6,
         "max_image_pixels": 10**4,
         "system_prompt": None,
+        "layout": None,
+        "answer_from": None,
     }
     return SimpleNamespace(**defaults | fields)
 
@@ -323,7 +325,8 @@ def test_the_package_is_light(tmp_path: Path) -> None:
     path = written(tmp_path / "train.jsonl", ROW)
     code = (
         "import sys; from types import SimpleNamespace; from mm_grpo.data import load; "
-        "s = SimpleNamespace(columns={}, image_dir=None, max_image_bytes=1, max_image_pixels=1, system_prompt=None); "
+        "s = SimpleNamespace(columns={}, image_dir=None, max_image_bytes=1, max_image_pixels=1, system_prompt=None, "
+        "layout=None, answer_from=None); "
         f"load({str(path)!r}, s).sample(0); "
         "print(sorted({'torch', 'transformers', 'datasets', 'numpy', 'vllm'} & set(sys.modules)))"
     )

@@ -71,7 +71,8 @@ def seconds_of(message: str) -> float:
 def test_a_hub_that_refuses_is_one_message_at_once(hub_at: Callable[[int], None]) -> None:
     hub_at(free_port())
     assert (
-        seconds_of(r"no folder 'org/name' .*in '.*work'.*hub: http.*cannot be reached.*Connection refused") < 4
+        seconds_of(r"no folder 'org/name' .*in '.*work'.*hub: http.*cannot be reached.*Connection refused")
+        < 4
     )
 
 
