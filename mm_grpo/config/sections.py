@@ -84,8 +84,9 @@ class DataConfig(Section):
 
     where: ClassVar[str] = "data"
     train: Annotated[Source | None, RelativeToFile()] = None
-    """Training rows: a path to .jsonl, .json, .parquet or a saved dataset, or a mapping such as {task: shapes, split:
-    train, size: 2000}; null when the rows are passed in Python. Default: null."""
+    """Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a folder of them, a saved dataset, a glob, a list
+    of these or owner/name[:config][:split] of the hub (docs/data.md); or a mapping such as {task: shapes, split: train,
+    size: 2000}; null when the rows are passed in Python. Default: null."""
     eval: Annotated[Sources | None, RelativeToFile()] = None
     """Evaluation rows: as data.train, or a mapping of set names to such sources, the headline first; null when there
     are none, or they are passed in Python. Default: null."""
@@ -139,7 +140,7 @@ class DataConfig(Section):
             )
         return self
 
-    def eval_sets(self) -> dict[str, str | dict[str, Any]]:
+    def eval_sets(self) -> dict[str, str | list[str] | dict[str, Any]]:
         """The evaluation sources by set name, headline first; a single source is the set `eval`."""
         if isinstance(self.eval, dict) and "task" not in self.eval:
             return dict(self.eval)

@@ -6,7 +6,7 @@ sources.py, and in which order they are used in order.py.
 A sample's uid is the dataset's name and the row's index, "train:7"; a column called `uid` stays a column for
 the rewards. Two equal rows thus have two uids.
 
-Lists are checked whole at construction, without opening an image. Of other datasets, which may be
+Lists and JSON files are checked whole at construction, without opening an image. Of other datasets, which may be
 large and on disk, only the first row is; `check` goes through everything.
 """
 
@@ -77,7 +77,7 @@ class Dataset:
         settings: the config's section `data`.
         name: what the dataset is called, in uids and in messages.
         row_name: what messages call row i; "<name> row i" if not given.
-        folder: where relative image paths start when `settings.image_dir` is not set.
+        folder: where relative image paths start when `settings.image_dir` is not set; by row where it is a function.
         verify: read rows (not images) now: all of a list, the first of anything else. False is for
             those who call `check` next.
 
@@ -92,7 +92,7 @@ class Dataset:
         *,
         name: str = "train",
         row_name: Callable[[int], str] | None = None,
-        folder: str | Path | None = None,
+        folder: str | Path | Callable[[int], str | Path | None] | None = None,
         verify: bool = True,
     ) -> None:
         self.name = name
@@ -152,10 +152,11 @@ class Dataset:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {self!r}")
         fields = self.fields(index)
-        row_name, sources = self.row_name(index), fields.images
+        row_name, sources, folder, pictured = self.row_name(index), fields.images, self._folder, index
         if self._image_rows is not None and self._image_rows[index] != index:
             other = self._image_rows[index]
             row_name, sources = f"{row_name} (images of {self.row_name(other)})", self.fields(other).images
+            pictured = other
         settings, count = self._settings, len(sources)
         images = tuple(
             open_image(
@@ -163,7 +164,7 @@ class Dataset:
                 row=row_name if count == 1 else f"{row_name}, image {number} of {count}",
                 max_bytes=settings.max_image_bytes,
                 max_pixels=settings.max_image_pixels,
-                image_dir=self._folder,
+                image_dir=folder(pictured) if callable(folder) else folder,
             )
             for number, source in enumerate(sources, start=1)
         )
@@ -232,8 +233,8 @@ class Dataset:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the rows are a list, all of which can be looked at."""
-        return isinstance(self._rows, list | tuple)
+        """Whether the rows are a list, or as quick to read: all of them can be looked at."""
+        return isinstance(self._rows, list | tuple) or bool(getattr(self._rows, "in_memory", False))
 
     def encoded_fields(self, index: int) -> Fields:
         """As `fields`; images that are encoded in a datasets.Dataset stay so in the other columns too."""
