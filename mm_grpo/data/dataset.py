@@ -127,6 +127,11 @@ class Dataset:
         kept = [name for name in names if name not in PROMPT_FIELDS and (name in made or name not in taken)]
         return tuple(dict.fromkeys([*kept, *made]))
 
+    @cached_property
+    def layouts(self) -> tuple[str, ...]:
+        """The layouts that the first rows are read in."""
+        return tuple(dict.fromkeys(fields.layout for fields in self._first_fields()))
+
     @property
     def conversational(self) -> bool:
         """Whether the first row's prompt is a list of messages, as rewards written for TRL want to know."""

@@ -22,8 +22,8 @@ from mm_grpo.errors import DataError
 
 IMAGE_COLUMNS = ("image", "images")
 _BLANK = object()
-_OF_A_ROW = ("prompt", "messages", "conversations", "images", "image", "videos", "objects", "tools")
-"""Lists of mappings under these names are one row's, not a list of rows."""
+_OF_A_ROW = {"prompt", "messages", "conversations", "problem"}
+"""An object with one of these is a row itself, not one that holds a list of rows."""
 _SUFFIXES = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif", "BMP": ".bmp", "TIFF": ".tif"}
 
 
@@ -110,13 +110,11 @@ def read_json(path: Path) -> list[Any]:
     """The rows of a JSON file: of a list, or of the only list of rows in one object."""
     rows = parse_json(path.read_bytes(), str(path))
     rows = [] if rows is _BLANK else rows
-    if isinstance(rows, dict):
+    if isinstance(rows, dict) and not _OF_A_ROW & set(rows):
         lists = [
             key
             for key, value in rows.items()
-            if key not in _OF_A_ROW
-            and isinstance(value, list)
-            and any(isinstance(one, dict) for one in value)
+            if isinstance(value, list) and any(isinstance(one, dict) for one in value)
         ]
         if len(lists) > 1:
             raise DataError(

@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,28 @@ def open_parquet(path: Path, columns: Mapping[str, str]) -> Any:
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "mm_grpo_parquet"
     copied = folder / f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.arrow"
     if not copied.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         unfinished = copied.with_name(f"{copied.name}.{os.getpid()}.tmp")
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             _convert_parquet(path, unfinished)
             os.replace(unfinished, copied)
+        except OSError as error:
+            raise DataError(
+                f"{path}: its copy as Arrow cannot be written to {folder} ({error.strerror or error}); make room "
+                "there, or set HF_DATASETS_CACHE to another folder"
+            ) from error
         finally:
-            unfinished.unlink(missing_ok=True)
-    return library_rows(datasets.Dataset.from_file(str(copied)), columns, str(path))
+            with suppress(OSError):
+                unfinished.unlink()
+    try:
+        dataset = datasets.Dataset.from_file(str(copied))
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+    ) as error:  # a type of Arrow's, or a feature, that the library has not
+        raise DataError(f"{path}: cannot be read as Parquet ({error}); write it again") from error
+    return library_rows(dataset, columns, str(path))
 
 
 def _convert_parquet(path: Path, target: Path) -> None:
@@ -113,7 +127,7 @@ def open_arrow(path: Path, columns: Mapping[str, str]) -> Any:
             dataset = Dataset(InMemoryTable(table))
         else:
             dataset = Dataset.from_file(str(path))
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: cannot be read as Arrow ({error}); write it again") from error
     return library_rows(dataset, columns, str(path))
 

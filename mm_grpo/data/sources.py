@@ -18,6 +18,7 @@ paths.py and readers.py.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -35,6 +36,7 @@ from mm_grpo.errors import DataError, UserError
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
 
+log = logging.getLogger(__name__)
 Source = Any
 """Rows (a list of dicts or a datasets.Dataset), paths, or a task mapping such as {"task": "shapes"}."""
 TASKS = {"shapes": "mm_grpo.data.shapes:shapes_rows"}
@@ -141,6 +143,10 @@ def _load_checked(
         )
     if missing:
         raise missing[0]
+    if dataset.layouts not in ((), ("trl",)) and config.data.layout is None:
+        log.info(
+            "%s: rows are read in the layout %s (data.layout names one)", name, " and ".join(dataset.layouts)
+        )
     return dataset
 
 

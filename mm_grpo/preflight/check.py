@@ -83,6 +83,8 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
         limits = _limits(config, trained=name == "train")
         lengths, images, failed, dropped = _walk(looked, prompt_builder, limits, rewards, console)
         reports[name] = rewards.finish()
+        if dataset.layouts not in ((), ("trl",)):
+            notes.append(f"{name}: rows in the layout {' and '.join(dataset.layouts)} (data.layout)")
         spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
         table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(images), spread)
         failures += failed[:SHOWN]

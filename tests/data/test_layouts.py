@@ -561,6 +561,17 @@ def test_base64_is_never_printed() -> None:
         load_train(config(), [{"prompt": "?", "image": bare}]).sample(0)
 
 
+def test_the_layout_that_was_found_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    row = said(HUMAN, {"from": "gpt", "value": "A cat."})
+    with caplog.at_level("INFO", logger="mm_grpo"):
+        assert load_train(config(), [row]).layouts == ("sharegpt",)
+        load_train(config(layout="sharegpt"), [row])
+        load_train(config(), [{"prompt": "?", "image": "a.png"}])
+    assert [r.getMessage() for r in caplog.records] == [
+        "train: rows are read in the layout sharegpt (data.layout names one)"
+    ]
+
+
 def test_what_is_missing_is_told_in_one_message() -> None:
     from mm_grpo.rewards.scorer import Scorer
 

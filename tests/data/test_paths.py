@@ -147,8 +147,12 @@ def test_one_object_with_a_list(tmp_path: Path) -> None:
     assert rows_of(path) == [1, 2]
     path.write_text(json.dumps({"train": numbered(1), "test": numbered(2)}))
     assert "holds one object with several lists of rows ('train', 'test'); write each" in refusal(path)
-    path.write_text(json.dumps({"image": "a.png", "conversations": [{"from": "human", "value": "?"}]}))
-    assert "holds one dict; legal is a list of rows" in refusal(path)
+    for row in (
+        {"image": "a.png", "conversations": [{"from": "human", "value": "?"}]},
+        {"prompt": "?", "choices": [{"a": 1}]},
+    ):
+        path.write_text(json.dumps(row))
+        assert "holds one dict; legal is a list of rows" in refusal(path)
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -207,6 +211,32 @@ def test_arrow_files(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         assert f"{tmp_path}/{name}: cannot be read as Arrow (" in refusal(tmp_path / name)
+
+
+def test_a_type_that_the_library_does_not_hold_is_refused(tmp_path: Path) -> None:
+    pairs = pyarrow.array([[("a", 1)]], type=pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    table = pyarrow.table({"prompt": ["?"], "pairs": pairs})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with (
+        pyarrow.OSFile(str(tmp_path / "rows.arrow"), "wb") as file,
+        pyarrow.ipc.new_file(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    for kind in ("parquet", "arrow"):
+        message = refusal(tmp_path / f"rows.{kind}")
+        assert message.startswith(
+            f"{tmp_path}/rows.{kind}: cannot be read as {kind.title()} (Arrow type map<"
+        )
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets.Dataset.from_list(numbered(1)).to_parquet(str(tmp_path / "rows.parquet"))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
+    assert refusal(tmp_path / "rows.parquet") == (
+        f"{tmp_path}/rows.parquet: its copy as Arrow cannot be written to {tmp_path}/file/cache/mm_grpo_parquet (Not a "
+        "directory); make room there, or set HF_DATASETS_CACHE to another folder"
+    )
 
 
 def test_a_line_that_changes_during_a_run_is_noticed(tmp_path: Path) -> None:
@@ -359,6 +389,7 @@ def test_fifty_thousand_lines_start_quickly(tmp_path: Path) -> None:
     assert peak < 300  # 40 MB measured
 
 
+@pytest.mark.long
 def test_fifty_thousand_rows_with_pictures_stay_on_disk(tmp_path: Path) -> None:
     pictures = [png(64) for _ in range(10)]
     held = pyarrow.StructArray.from_arrays(
