@@ -135,6 +135,11 @@ def did_you_mean(name: str, legal: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
+def is_text(value: object, *texts: str) -> bool:
+    """Whether a value is one of the texts. A row may hold arrays, whose comparison with a text is no truth value."""
+    return isinstance(value, str) and value in texts
+
+
 def brief(value: object) -> str:
     """A value of a row as a message shows it; of long texts and of base64 a few characters, and how many there are.
 

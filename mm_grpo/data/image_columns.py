@@ -153,7 +153,9 @@ def check_images(dataset: ImageRows, *, verify: bool) -> None:
 
 def missing_images(values: Mapping[str, Any], row_name: str) -> MissingImages | None:
     """What to say of the images of a row without a prompt, whose values are under our names; None where it has some."""
-    if any(values.get(name) not in (None, [], "") for name in ("image", "images")):
+    if any(
+        _looks_like_image(value) or _may_be_image(value) for value in map(values.get, ("image", "images"))
+    ):
         return None
     column = next(image_columns(values), None)
     found = (

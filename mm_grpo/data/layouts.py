@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mm_grpo.data.columns import brief, quoted
+from mm_grpo.data.columns import brief, is_text, quoted
 from mm_grpo.data.object_tags import BOX, REF, fill_tags, has_tags, is_objects
 from mm_grpo.errors import DataError
 
@@ -166,7 +166,7 @@ def _detect(column: str, mapped: str | None, values: Mapping[str, Any]) -> str:
         return "r1v" if isinstance(solution, str) and _ANSWER.search(solution) else "verl"
     contents = [turn.get("content") for turn in turns]
     if any(
-        isinstance(part, Mapping) and part.get("type") == "image_url"
+        isinstance(part, Mapping) and is_text(part.get("type"), "image_url")
         for content in contents
         if isinstance(content, list | tuple)
         for part in content
@@ -174,7 +174,7 @@ def _detect(column: str, mapped: str | None, values: Mapping[str, Any]) -> str:
         return "openai" if known_as == "messages" else "trl"
     if known_as == "messages" and turns and all(isinstance(content, str) for content in contents):
         tags = has_tags(contents, REF) or (is_objects(values.get("objects")) and has_tags(contents))
-        if tags or turns[-1].get("role") == "assistant" or any("<image>" in text for text in contents):
+        if tags or is_text(turns[-1].get("role"), "assistant") or any("<image>" in text for text in contents):
             return "ms_swift"
     if known_as == "prompt" and (
         isinstance(values.get("reward_model"), Mapping)
@@ -236,7 +236,7 @@ def _as_messages(prompt: Any) -> Any:
 def _reply(prompt: Any) -> Mapping[str, Any] | None:
     """The turn of the assistant that a conversation ends with."""
     last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
-    return last if isinstance(last, Mapping) and last.get("role") == "assistant" else None
+    return last if isinstance(last, Mapping) and is_text(last.get("role"), "assistant") else None
 
 
 def _text(reply: Mapping[str, Any], where: str) -> str:
@@ -259,11 +259,11 @@ def _text(reply: Mapping[str, Any], where: str) -> str:
 def _with_system(messages: list[Any], values: Mapping[str, Any], row_name: str) -> list[Any]:
     """The messages behind the text of the column `system`, where there is one and they begin without."""
     system = values.get("system")
-    if system is None or system == "":
+    if system is None or is_text(system, ""):
         return messages
     if not isinstance(system, str):
         raise DataError(f"{row_name}: 'system' is {brief(system)}; legal is text, or null")
-    if any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages):
+    if any(isinstance(message, Mapping) and is_text(message.get("role"), "system") for message in messages):
         raise DataError(
             f"{row_name}: the row has the column 'system', and a message of role 'system'; keep one of them"
         )

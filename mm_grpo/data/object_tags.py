@@ -8,17 +8,18 @@ family, and rewards bring the boxes of the column to them (`gold_space`).
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mm_grpo.data.columns import brief
+from mm_grpo.data.columns import brief, is_text
 from mm_grpo.errors import DataError
 
 REF, BOX = "<ref-object>", "<bbox>"
 KEYS = ("ref", "bbox", "bbox_type", "image_id")
-BOX_TYPES = (None, "real", "norm1")
+LARGEST = 10**9
+"""What coordinates stay below."""
+BOX_TYPES = ("real", "norm1")
 _TAGS = re.compile(f"{REF}|{BOX}")
 
 
@@ -53,7 +54,7 @@ def fill_tags(texts: Sequence[str], objects: Any, row_name: str, *, whole: bool)
             + ", ".join(KEYS)
             + "; if the tags are plain text, set data.layout=trl"
         )
-    if objects.get("bbox_type") not in BOX_TYPES:
+    if objects.get("bbox_type") is not None and not is_text(objects["bbox_type"], *BOX_TYPES):
         raise DataError(
             f"{row_name}: objects.bbox_type is {brief(objects['bbox_type'])}; legal is real, norm1 or null"
         )
@@ -93,4 +94,4 @@ def _box(value: Any, where: str) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST

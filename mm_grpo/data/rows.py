@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, rename, value_at
+from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, is_text, rename, value_at
 from mm_grpo.data.image_columns import PLACEHOLDER, image_columns
 from mm_grpo.data.layouts import read_conversation
 from mm_grpo.errors import DataError
@@ -198,14 +198,14 @@ def _part(part: Any, where: str) -> Message:
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind == "text":
+    if is_text(kind, "text"):
         if not isinstance(part.get("text"), str):
             raise DataError(
                 f"{where}: a text part needs a string in 'text'; it has {brief(part.get('text'))}"
             )
         _refuse_half_characters(part["text"], where)
         return {"type": "text", "text": part["text"]}
-    if kind in ("image", "image_url"):
+    if is_text(kind, "image", "image_url"):
         own = next((part[key] for key in _OWN_IMAGE_KEYS if part.get(key) is not None), None)
         if kind == "image_url":
             own = own.get("url") if isinstance(own, Mapping) else own

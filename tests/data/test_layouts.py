@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy
 import pytest
 import torch
 from helpers import tiny
@@ -490,6 +491,7 @@ HUMAN = {"from": "human", "value": "<image>What?"}
         (None, swift(objects={"bbox": [[1, 2, 3]]}), "objects.bbox[0] is [1, 2, 3]; legal is a list of 4 numbers"),
         (None, swift(objects={"bbox": [None]}), "objects.bbox[0] is None"),
         (None, swift(objects={"bbox": [[1, 2, 3, None]]}), "objects.bbox[0] is [1, 2, 3, ...]"),
+        (None, swift(objects={"bbox": [[1, 2, 3, 10**400]]}), "objects.bbox[0] is [1, 2, 3, ...]"),
         (None, swift(objects={"bbox": "all"}), "objects.bbox is 'all'; legal is a list"),
         (None, swift("<ref-object>", objects={"ref": [3]}), "objects.ref[0] is 3; legal is text"),
         (None, swift(objects={"bbox": [[1, 2, 3, 4]], "bbox_type": "norm1000"}), "objects.bbox_type is 'norm1000'"),
@@ -533,6 +535,25 @@ def test_hostile_rows_are_one_message_with_row_and_field(layout: str | None, row
     message = refusal([first, row], layout=layout)
     assert message.startswith("train row 1: ") and "\n" not in message
     assert told in message
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_arrays_in_place_of_words_are_refused(size: int) -> None:
+    """What rows given in Python may hold: a comparison of an array is an array, and has no truth."""
+    array = numpy.arange(size)
+    asked = {"role": "user", "content": "?"}
+    for row, told in (
+        ({"messages": [asked, {"role": array, "content": "x"}]}, "messages[1]: the role is "),
+        ({"prompt": [{"role": "user", "content": [{"type": array}]}]}, "a part of type "),
+        ({"messages": [{"role": "user", "content": [{"type": array}]}]}, "a part of type "),
+        (said(HUMAN) | {"system": array}, "'system' is "),
+        (said({"from": array, "value": "x"}), "conversations[0]: 'from' is "),
+        ({"messages": [{"role": "system", "content": "x"}, {"role": array, "content": "<image>"}]}, "the role is "),
+        ({"conversations": [{"from": "human", "value": "?"}], "system": "x", "images": array}, ""),
+    ):  # fmt: skip
+        with pytest.raises(DataError) as caught:
+            load_train(config(), [row]).sample(0)
+        assert told in str(caught.value)
 
 
 def test_base64_is_never_printed() -> None:
@@ -591,6 +612,9 @@ def test_what_is_missing_is_told_in_one_message() -> None:
         "supplies; the dataset's columns",
     ]  # fmt: skip
     assert "data.columns.prompt=question" in lines[0] and "data.columns.images=picture" in lines[1]
+    with pytest.raises(UserError) as caught:
+        load_train(config(), [{"question": "?", "image": "a.png"}], needs=scorer.check)
+    assert "lack 3 things" in str(caught.value) and "no image" not in str(caught.value)
     names = {"prompt": "question", "images": "picture", "gold": "label"}
     with pytest.raises(UserError, match=r"^reward 'graded' asks for 'box'"):
         load_train(config(columns=names), rows, needs=scorer.check)
