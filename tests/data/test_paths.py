@@ -229,6 +229,15 @@ def test_a_type_that_the_library_does_not_hold_is_refused(tmp_path: Path) -> Non
         )
 
 
+def test_a_value_that_python_does_not_hold_is_refused_by_its_row(tmp_path: Path) -> None:
+    times = pyarrow.array([0, 2**62], type=pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["?", "!"], "at": times}), tmp_path / "rows.parquet")
+    set_of = load(tmp_path / "rows.parquet", settings())
+    with pytest.raises(DataError, match=rf"^{tmp_path}/rows.parquet row 1: cannot be read out of Arrow \("):
+        set_of.fields(1)
+    assert [name for name, _ in set_of.check()] == [f"{tmp_path}/rows.parquet row 1"]
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.Dataset.from_list(numbered(1)).to_parquet(str(tmp_path / "rows.parquet"))
     (tmp_path / "file").touch()
