@@ -84,18 +84,14 @@ class GRPOTrainer:
         check_callbacks(callbacks)
         self.callbacks = tuple(callbacks) if self.ranks.first else ()
         config.require_eval(given=eval is not None)
-        self.train_set = load_train(config, train)
-        self.eval_sets = load_eval(config, eval)
+        self.scorer = Scorer(_reward_entries(config, rewards))
+        self.train_set = load_train(config, train, needs=self.scorer.check)
+        self.eval_sets = load_eval(config, eval, needs=self.scorer.check)
         self.plan = plan_run(config, self.train_set)
-        self.scorer = Scorer(
-            _reward_entries(config, rewards),
-            conversational=self.train_set.conversational,
-            max_steps=self.plan.max_steps,
-        )
+        self.scorer.conversational = self.train_set.conversational
+        self.scorer.max_steps = self.plan.max_steps
         self.headline = Headline.of(config, [spec.name for spec in self.scorer.specs])
         sets = (self.train_set, *self.eval_sets.values())
-        for dataset in sets:
-            self.scorer.check(dataset.columns)
         if self.ranks.first:
             self.scorer.start()  # workers import their rewards while the model loads
         self.save_every = steps_between(config.run.save_every, self.plan.max_steps)

@@ -99,7 +99,7 @@ class GRPOConfig(Section):
             section, _, key = name.rpartition(".")
             holder = values.get(section) if section else values
             if isinstance(holder, dict) and key in holder:
-                holder[key] = resolve_relative_path(holder[key], folder)
+                holder[key] = resolve_relative_path(holder[key], folder, rewards=name == "rewards")
         return cls.from_dict(apply_overrides(values, overrides))
 
     @classmethod

@@ -29,6 +29,7 @@ _FSDP = "FSDP is not in this version of mm_grpo; write optim.zero_stage (0, 1 or
 _SAVE = "write run.save_every (steps; 0 is no checkpoint)"
 _KEEP = "write run.keep_checkpoints (the newest that are kept)"
 _COLUMNS = "map it in data.columns (our name: the dataset's column)"
+_HUB = "write data.train: owner/name:config:split"
 _DTYPE = "write model.dtype: auto, float32 or bfloat16"
 _EPOCHS = "write run.max_steps (steps, not epochs; null is one pass over the data)"
 _KL = "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)"
@@ -92,6 +93,9 @@ ADVICE: Mapping[str, str] = {
     "dataset": "write data.train",
     "dataset_name": "write data.train",
     "train_dataset": "write data.train",
+    "dataset_config": _HUB,
+    "dataset_train_split": _HUB,
+    "dataset_test_split": "write data.eval: owner/name:config:split",
     "val_dataset": "write data.eval",
     "eval_dataset": "write data.eval",
     "data.task": "a source is one mapping: write data.train: {task: ...}",

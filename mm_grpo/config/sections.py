@@ -84,13 +84,21 @@ class DataConfig(Section):
 
     where: ClassVar[str] = "data"
     train: Annotated[Source | None, RelativeToFile()] = None
-    """Training rows: a path to .jsonl, .json, .parquet or a saved dataset, or a mapping such as {task: shapes, split:
-    train, size: 2000}; null when the rows are passed in Python. Default: null."""
+    """Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a folder of them, a saved dataset, a glob, a list
+    of these or owner/name[:config][:split] of the hub (docs/data.md); or a mapping such as {task: shapes, split: train,
+    size: 2000}; null when the rows are passed in Python. Default: null."""
     eval: Annotated[Sources | None, RelativeToFile()] = None
     """Evaluation rows: as data.train, or a mapping of set names to such sources, the headline first; null when there
     are none, or they are passed in Python. Default: null."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """The dataset's name for each of our columns, as {ours: theirs}. Default: {}."""
+    """The dataset's name for each of our columns, as {ours: theirs}; dots reach into mappings, as in {answer:
+    reward_model.ground_truth}. Default: {}."""
+    layout: Literal["trl", "openai", "verl", "ms_swift", "sharegpt", "r1v"] | None = None
+    """Layout of the rows (docs/data.md): trl, openai, verl (also EasyR1), ms_swift, sharegpt (also LLaVA) or r1v; null
+    reads each row by what it holds, and refuses one that could be read in two ways. Default: null."""
+    answer_from: Literal["last_turn", "column"] | None = None
+    """Where the column answer is from: last_turn (a turn of the assistant that the prompt ends with) or column (such a
+    turn is left out); null is last_turn in openai, ms_swift and sharegpt, column in the others. Default: null."""
     text_only: bool = False
     """Use rows without images; false refuses a set that has none, and images in columns that are not read. Default:
     false."""
@@ -132,7 +140,7 @@ class DataConfig(Section):
             )
         return self
 
-    def eval_sets(self) -> dict[str, str | dict[str, Any]]:
+    def eval_sets(self) -> dict[str, str | list[str] | dict[str, Any]]:
         """The evaluation sources by set name, headline first; a single source is the set `eval`."""
         if isinstance(self.eval, dict) and "task" not in self.eval:
             return dict(self.eval)

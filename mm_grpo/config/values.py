@@ -50,13 +50,19 @@ def _headline(value: Any) -> str | None:
     return value.strip()
 
 
-def _source(value: Any) -> str | dict[str, Any]:
-    """A path or dataset name, or a mapping whose `task` names a built-in task."""
+def _source(value: Any) -> str | list[str] | dict[str, Any]:
+    """A path, glob or dataset name, a list of those, or a mapping whose `task` names a built-in task."""
     value, example = _path(value), "such as {task: shapes, split: train, size: 2000}"
     if isinstance(value, str) and value:
         return str(value)
+    if isinstance(value, list | tuple) and value:
+        paths = [_path(each) for each in value]
+        wrong = next((each for each in paths if not isinstance(each, str) or not each), None)
+        if wrong is None:
+            return [str(each) for each in paths]
+        raise FieldError(f"a list holds paths, and {shown(wrong)} is none")
     if not isinstance(value, Mapping):
-        raise FieldError(f"must be a path, or a mapping with the key task, {example}")
+        raise FieldError(f"must be a path, a list of paths, or a mapping with the key task, {example}")
     if "task" not in value:
         raise FieldError(f"a mapping needs the key task, {example}")
     if not isinstance(value["task"], str) or not value["task"]:
@@ -68,7 +74,7 @@ def _source(value: Any) -> str | dict[str, Any]:
     return source
 
 
-def _sources(value: Any) -> str | dict[str, Any]:
+def _sources(value: Any) -> str | list[str] | dict[str, Any]:
     """One source, or a mapping of set names to sources; the first set is the headline."""
     if not isinstance(value, Mapping) or "task" in value:
         return _source(value)
@@ -125,12 +131,14 @@ def _action(value: Any) -> Any:
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1), Accepts("a path")]
 Number = Annotated[float, BeforeValidator(_number)]
 Source = Annotated[
-    str | dict[str, Any], PlainValidator(_source), Accepts("a path or a mapping with the key task")
+    str | list[str] | dict[str, Any],
+    PlainValidator(_source),
+    Accepts("a path, a list of paths, or a mapping with the key task"),
 ]
 Sources = Annotated[
-    str | dict[str, Any],
+    str | list[str] | dict[str, Any],
     PlainValidator(_sources),
-    Accepts("a path, a mapping with the key task, or a mapping of set names to those"),
+    Accepts("a path, a list of paths, a mapping with the key task, or a mapping of set names to those"),
 ]
 HeadlineText = Annotated[
     str | None,

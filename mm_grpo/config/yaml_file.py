@@ -11,6 +11,7 @@ The YAML is that of version 1.2's core schema, not PyYAML's 1.1: `1e-6` is a num
 from __future__ import annotations
 
 import copy
+import glob
 import io
 import os
 import re
@@ -152,22 +153,31 @@ def write_yaml(mapping: Mapping[str, Any]) -> str:
     return stream.getvalue()
 
 
-def resolve_relative_path(value: Any, folder: Path) -> Any:
+def resolve_relative_path(value: Any, folder: Path, *, rewards: bool = False) -> Any:
     """A path of a config file as the one in the file's `folder`, where that exists; anything else as it is.
 
     A recipe is a folder that works wherever it lies: `path: base` names the folder `base` beside its
     config.yaml. What is not there may be found from the working folder, or be a hub name. `value` may
-    also be `file.py:name`, a mapping of names to paths, or the list of rewards, where only `file.py:name`
-    is a path. A mapping with the key `task` holds none.
+    also be `file.py:name`, `folder:split`, a glob, a list of paths, a mapping of names to any of these, or with
+    `rewards` the list of them, where only `file.py:name` is a path. A mapping with the key `task` holds none.
     """
     if isinstance(value, list):
-        return [_resolve_reward(entry, folder) for entry in value]
+        if rewards:
+            return [_resolve_reward(entry, folder) for entry in value]
+        return [resolve_relative_path(entry, folder) for entry in value]
     if isinstance(value, dict) and "task" not in value:
         return {name: resolve_relative_path(inner, folder) for name, inner in value.items()}
     if not isinstance(value, str) or not value or value.startswith("~") or Path(value).is_absolute():
         return value
     file, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
-    return f"{folder / file}{colon}{name}" if os.path.exists(folder / file) else value
+    if os.path.exists(folder / file):
+        return f"{folder / file}{colon}{name}"
+    whole, colon, split = value.rpartition(":")
+    if whole and os.path.isdir(folder / whole):
+        return f"{folder / whole}{colon}{split}"
+    if glob.has_magic(value) and next(glob.iglob(value, root_dir=folder, recursive=True), None) is not None:
+        return f"{glob.escape(str(folder))}/{value}"
+    return value
 
 
 def _resolve_reward(entry: Any, folder: Path) -> Any:

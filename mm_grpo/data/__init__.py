@@ -1,8 +1,14 @@
 """Data: from whatever holds the rows to samples, in an order that a seed decides.
 
-    sources   a path, a list, a datasets.Dataset or a mapping → a dataset (`load`); those of a config
+    sources   paths, a list, a datasets.Dataset or a mapping → a dataset (`load`); those of a config
+    paths     what a string names: files, folders of shards, globs, a hub's dataset
+    readers   the rows of what was found, one source after the other; CSV
+    library   rows that the datasets library reads: Parquet, Arrow, saved datasets, the hub
     jsonl     rows in JSON files: read, and written with their images in a folder
     dataset   rows by index, each read as a `Sample` when it is asked for; a dataset's fingerprint
+    columns   names of columns: ours and the dataset's, nested ones; names and values in messages
+    layouts   where a row of one ecosystem or another holds its prompt and its answer
+    object_tags   <ref-object> and <bbox> of ms-swift, replaced by what the column `objects` holds
     rows      one row → messages, image sources and columns
     image_columns   images that nothing would read: columns, placeholders, sets without any
     images    one image source → an upright RGB picture within the limits

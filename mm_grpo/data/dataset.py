@@ -6,7 +6,7 @@ sources.py, and in which order they are used in order.py.
 A sample's uid is the dataset's name and the row's index, "train:7"; a column called `uid` stays a column for
 the rewards. Two equal rows thus have two uids.
 
-Lists are checked whole at construction, without opening an image. Of other datasets, which may be
+Lists and JSON files are checked whole at construction, without opening an image. Of other datasets, which may be
 large and on disk, only the first row is; `check` goes through everything.
 """
 
@@ -17,18 +17,30 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
 
+from mm_grpo.data.columns import (
+    ABSENT,
+    PROMPT_FIELDS,
+    check_columns,
+    locate,
+    nested_names,
+    rename,
+    value_at,
+)
 from mm_grpo.data.images import open_image
-from mm_grpo.data.rows import PROMPT_FIELDS, Fields, check_columns, read_row, rename
+from mm_grpo.data.rows import Fields, read_row, renamed
 from mm_grpo.errors import DataError
 from mm_grpo.types import Sample
 
 FINGERPRINT_ROWS = 1000
+FIRST_ROWS = 16
+"""Rows that are looked at for what all are like: where the prompt is, and what the layout makes of a row."""
 
 
 class DataSettings(Protocol):
@@ -44,6 +56,10 @@ class DataSettings(Protocol):
     def max_image_pixels(self) -> int: ...
     @property
     def system_prompt(self) -> str | None: ...
+    @property
+    def layout(self) -> str | None: ...
+    @property
+    def answer_from(self) -> str | None: ...
 
 
 class Rows(Protocol):
@@ -61,7 +77,7 @@ class Dataset:
         settings: the config's section `data`.
         name: what the dataset is called, in uids and in messages.
         row_name: what messages call row i; "<name> row i" if not given.
-        folder: where relative image paths start when `settings.image_dir` is not set.
+        folder: where relative image paths start when `settings.image_dir` is not set; by row where it is a function.
         verify: read rows (not images) now: all of a list, the first of anything else. False is for
             those who call `check` next.
 
@@ -76,7 +92,7 @@ class Dataset:
         *,
         name: str = "train",
         row_name: Callable[[int], str] | None = None,
-        folder: str | Path | None = None,
+        folder: str | Path | Callable[[int], str | Path | None] | None = None,
         verify: bool = True,
     ) -> None:
         self.name = name
@@ -88,10 +104,9 @@ class Dataset:
         self._limit = len(rows)
         if len(rows) == 0:
             raise DataError(f"the dataset {name!r} has 0 rows; training and evaluation need at least 1")
-        check_columns(settings.columns, self._dataset_columns, f"the dataset {name!r}")
+        check_columns(settings.columns, self._available(), f"the dataset {name!r}")
         if verify:
-            for index in range(len(rows) if isinstance(rows, list | tuple) else 1):
-                self.fields(index)
+            self.verify()
 
     def __len__(self) -> int:
         return min(len(self._rows), self._limit)
@@ -99,20 +114,34 @@ class Dataset:
     def __repr__(self) -> str:
         return f"Dataset({self.name!r}, {len(self)} rows)"
 
-    @property
+    @cached_property
     def columns(self) -> tuple[str, ...]:
         """The names that rewards may ask for: of all rows, after `data.columns`, without prompt and images.
 
-        A row of a list need not have them all.
+        A row of a list need not have them all. What a layout makes (`answer` of a reply) is found in the first rows.
         """
-        names = rename(self._dataset_columns, self._settings.columns)
-        return tuple(name for name in names if name not in PROMPT_FIELDS)
+        names = dict.fromkeys(rename(self._dataset_columns, self._settings.columns))
+        first = list(self._first_fields())
+        taken = {fields.prompt_column for fields in first}
+        made = dict.fromkeys(name for fields in first for name in fields.columns)
+        kept = [name for name in names if name not in PROMPT_FIELDS and (name in made or name not in taken)]
+        return tuple(dict.fromkeys([*kept, *made]))
+
+    @cached_property
+    def layouts(self) -> tuple[str, ...]:
+        """The layouts that the first rows are read in."""
+        return tuple(dict.fromkeys(fields.layout for fields in self._first_fields()))
 
     @property
     def conversational(self) -> bool:
         """Whether the first row's prompt is a list of messages, as rewards written for TRL want to know."""
-        first = self._rows[0]
-        return not isinstance(first[rename(first, self._settings.columns)["prompt"]], str)
+        return self.encoded_fields(0).conversational
+
+    def _first_fields(self) -> Iterator[Fields]:
+        """Those of the first rows that can be read."""
+        for index in range(min(len(self), FIRST_ROWS)):
+            with suppress(DataError):
+                yield self.encoded_fields(index)
 
     def row_name(self, index: int) -> str:
         """What messages call a row: "train.jsonl:12" or "train row 11"."""
@@ -128,10 +157,11 @@ class Dataset:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {self!r}")
         fields = self.fields(index)
-        row_name, sources = self.row_name(index), fields.images
+        row_name, sources, folder, pictured = self.row_name(index), fields.images, self._folder, index
         if self._image_rows is not None and self._image_rows[index] != index:
             other = self._image_rows[index]
             row_name, sources = f"{row_name} (images of {self.row_name(other)})", self.fields(other).images
+            pictured = other
         settings, count = self._settings, len(sources)
         images = tuple(
             open_image(
@@ -139,11 +169,16 @@ class Dataset:
                 row=row_name if count == 1 else f"{row_name}, image {number} of {count}",
                 max_bytes=settings.max_image_bytes,
                 max_pixels=settings.max_image_pixels,
-                image_dir=self._folder,
+                image_dir=folder(pictured) if callable(folder) else folder,
             )
             for number, source in enumerate(sources, start=1)
         )
         return Sample(f"{self.name}:{index}", fields.messages, images, (), fields.columns)
+
+    def verify(self) -> None:
+        """Read rows, not images: all of a list, the first of anything else. DataError when one is wrong."""
+        for index in range(len(self) if self.in_memory else 1):
+            self.fields(index)
 
     def check(self) -> Iterator[tuple[str, DataError]]:
         """Read every row and decode every image; yield the name of each row that fails, and why."""
@@ -197,21 +232,51 @@ class Dataset:
             row_name=self.row_name(index),
             columns=self._settings.columns,
             system_prompt=self._settings.system_prompt,
+            layout=self._settings.layout,
+            answer_from=self._settings.answer_from,
         )
 
     @property
     def in_memory(self) -> bool:
-        """Whether the rows are a list, all of which can be looked at."""
-        return isinstance(self._rows, list | tuple)
+        """Whether the rows are a list, or as quick to read: all of them can be looked at."""
+        return isinstance(self._rows, list | tuple) or bool(getattr(self._rows, "in_memory", False))
 
     def encoded_fields(self, index: int) -> Fields:
         """As `fields`; images that are encoded in a datasets.Dataset stay so in the other columns too."""
+        return self._read(self._encoded_row(index), index)
+
+    def _encoded_row(self, index: int) -> Any:
         encoded: Callable[[int], Any] = getattr(self._rows, "encoded_row", self._rows.__getitem__)
-        return self._read(encoded(index), index)
+        return encoded(index)
+
+    def encoded_values(self, index: int) -> dict[str, Any]:
+        """Row `index` under our names, as it is. DataError when it is no mapping."""
+        return renamed(self._encoded_row(index), self.row_name(index), self._settings.columns)
 
     def dataset_column(self, name: str) -> str:
         """The dataset's own name for one of our columns."""
         return rename(self._dataset_columns, self._settings.columns).get(name, name)
+
+    def _available(self) -> list[str]:
+        """The dataset's own columns, and what lies in those that `data.columns` reaches into, by dotted names."""
+        columns = self._dataset_columns
+        reached = {path: locate(path, columns) for path in self._settings.columns.values()}
+        inner: dict[str, None] = {}
+        for path, found in reached.items():
+            if found is None or not found[1]:
+                continue
+            rows = range(len(self._rows)) if self.in_memory else range(min(len(self._rows), FIRST_ROWS))
+            for index in rows:
+                row = self._encoded_row(index)
+                if not isinstance(row, Mapping):
+                    continue
+                if index < FIRST_ROWS:
+                    inner.update(dict.fromkeys(nested_names(found[0], row.get(found[0]))))
+                with suppress(DataError):  # a row of another shape, which is named when it is read
+                    if path in inner or value_at(row, path, "") is not ABSENT:
+                        inner[path] = None
+                        break
+        return [*columns, *inner]
 
     @cached_property
     def _dataset_columns(self) -> list[str]:

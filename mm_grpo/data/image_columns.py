@@ -49,6 +49,10 @@ _HOW_TO_READ = (
 )
 
 
+class MissingImages(DataError):
+    """Rows would be trained on without their images."""
+
+
 class _Fields(Protocol):
     @property
     def messages(self) -> tuple[dict[str, Any], ...]: ...
@@ -56,6 +60,8 @@ class _Fields(Protocol):
     def images(self) -> tuple[Any, ...]: ...
     @property
     def columns(self) -> dict[str, Any]: ...
+    @property
+    def boxes(self) -> bool: ...
 
 
 class ImageRows(Protocol):
@@ -77,14 +83,15 @@ def check_images(dataset: ImageRows, *, verify: bool) -> None:
     A column that holds images beside those that are read is reported once, as a warning: it may be meant for a reward.
 
     Raises:
-        DataError: a row without an image of its own has a column that looks like one, or no row has an image; with
-            `verify`, a row that is looked at cannot be read.
+        MissingImages: a row without an image of its own has a column that looks like one, or no row has an image.
+        DataError: with `verify`, a row that is looked at cannot be read.
     """
     count = len(dataset)
     step = 1 if dataset.in_memory else -(-count // LOOKED_AT)
     indices = range(0, count, step)
     seen = f"all {count}" if step == 1 else f"{len(indices)} of {count}, evenly spaced,"
     with_image = readable = 0
+    boxes: int | None = None
     unread: dict[str, int] = {}
     names: dict[str, None] = {}
     for index in indices:
@@ -95,6 +102,7 @@ def check_images(dataset: ImageRows, *, verify: bool) -> None:
                 raise
             continue
         readable += 1
+        boxes = index if fields.boxes and boxes is None else boxes
         if fields.images:
             with_image += 1
             for name, value in fields.columns.items():
@@ -105,7 +113,7 @@ def check_images(dataset: ImageRows, *, verify: bool) -> None:
         column = next(image_columns(fields.columns), None)
         if column is not None:
             found = dataset.dataset_column(column)
-            raise DataError(
+            raise MissingImages(
                 f"{dataset.row_name(index)}: the column {found!r} looks like images and is not read, and the row has "
                 f"no other image: it would be trained on as text alone. {_HOW_TO_READ}. Set "
                 f"data.columns.images={found}; if the rows are to be used without images, data.text_only=true "
@@ -116,17 +124,23 @@ def check_images(dataset: ImageRows, *, verify: bool) -> None:
                 image_columns({k: v for k, v in message.items() if k not in ("role", "content")}), None
             )
             if key is not None:
-                raise DataError(
+                raise MissingImages(
                     f"{dataset.row_name(index)}: a message of the prompt has the key {key!r}, which looks like images "
                     f"and is not read, and the row has no other image. {_HOW_TO_READ}, written {{'type': 'image'}}. "
                     "Move it there; if the rows are to be used without images, set data.text_only=true"
                 )
     if readable and not with_image:
         columns = ", ".join(repr(dataset.dataset_column(name)) for name in names) or "none"
-        raise DataError(
+        raise MissingImages(
             f"{dataset.name}: no row has an image (rows looked at: {seen} from {dataset.row_name(0)}), and the model "
             f"is one of vision and language. {_HOW_TO_READ}; the other columns are {columns}. Name the column that "
             "holds the images, as in data.columns.images=COLUMN, or set data.text_only=true to train on text alone"
+        )
+    if boxes is not None:
+        logging.getLogger(__name__).warning(
+            "%s: the prompt's boxes (<bbox>) are written with the numbers of 'objects'; a model that counts "
+            "pixels of the resized image, or thousandths, reads others: write them as the model counts",
+            dataset.row_name(boxes),
         )
     for name, index in unread.items():
         logging.getLogger(__name__).warning(
@@ -135,6 +149,21 @@ def check_images(dataset: ImageRows, *, verify: bool) -> None:
             dataset.row_name(index),
             dataset.dataset_column(name),
         )
+
+
+def missing_images(values: Mapping[str, Any], row_name: str) -> MissingImages | None:
+    """What to say of the images of a row without a prompt, whose values are under our names; None where it has some."""
+    if any(
+        _looks_like_image(value) or _may_be_image(value) for value in map(values.get, ("image", "images"))
+    ):
+        return None
+    column = next(image_columns(values), None)
+    found = (
+        f"the column {column!r} looks like images: set data.columns.images={column}"
+        if column
+        else _HOW_TO_READ
+    )
+    return MissingImages(f"{row_name}: the row has no image that is read; {found}")
 
 
 def image_columns(columns: Mapping[str, Any]) -> Iterator[str]:

@@ -29,6 +29,7 @@ from urllib.parse import unquote
 
 from PIL import Image, ImageOps
 
+from mm_grpo.data.columns import brief
 from mm_grpo.errors import DataError
 from mm_grpo.files import expand_home, read_regular_file, short_path
 
@@ -42,6 +43,8 @@ _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX
 _SIXTEEN_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
 _BITS_PER_SAMPLE = 258  # the TIFF tag
 _LONGEST_PATH = 4096
+_BASE64_HEADS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 # What a file that is no image most often is: (bytes, offset, what to call it).
 _IMPOSTORS = (
@@ -102,7 +105,7 @@ def _read(
         inner, path = source.get("bytes"), source.get("path")
         if inner is None and path is None:
             raise DataError(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
-        label = label if path is None else repr(path)
+        label = label if path is None else brief(path) if len(str(path)) > 200 else repr(path)
         return _read(path if inner is None else inner, row, max_bytes, image_dir, label)
     if isinstance(source, bytes | bytearray | memoryview):
         data, where = bytes(source), _Where(row, label)
@@ -121,7 +124,8 @@ def _read(
 
 def _read_data_url(url: str, row: str, max_bytes: int) -> tuple[bytes, _Where]:
     header, _, payload = url.partition(",")
-    where = _Where(row, f"'{header[:40]},...'")
+    shown = f"'{header},...' ({len(url)} characters)" if payload and len(header) <= 40 else brief(url)
+    where = _Where(row, shown)
     if not header.lower().endswith(";base64"):
         raise where.error("is a data URL without base64; write it as data:image/png;base64,...")
     if len(payload) * 3 // 4 > max_bytes + 2:  # base64 has up to two bytes of padding
@@ -136,7 +140,9 @@ def _read_file(
     name: str | bytes, row: str, max_bytes: int, image_dir: str | Path | None
 ) -> tuple[bytes, _Where]:
     name = os.fsdecode(name)
-    where = _Where(row, repr(name if len(name) <= 200 else name[:60] + "..."))
+    if base64_image(name):
+        raise _Where(row, brief(name)).error("is base64 alone; write it as data:image/png;base64,...")
+    where = _Where(row, repr(name) if len(name) <= 200 else brief(name))
     scheme = _URL.match(name)
     if scheme and scheme[1].lower() == "file":
         name = unquote(name[len("file://") :])
@@ -176,6 +182,11 @@ def _not_a_file(path: Path, where: _Where) -> DataError:
         f"does not exist at {path.resolve()} ({state}); relative paths start at data.image_dir, "
         "or at the dataset file's folder where that is not set"
     )
+
+
+def base64_image(text: str) -> bool:
+    """Whether a text is an encoded image: it begins as PNG, JPEG, GIF or WebP do, and is longer than a name."""
+    return text.startswith(_BASE64_HEADS) and len(text) > 64 and bool(_BASE64.fullmatch(text))
 
 
 def _too_many_bytes(size: int, where: _Where, max_bytes: int) -> DataError:

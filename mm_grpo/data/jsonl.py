@@ -1,4 +1,4 @@
-"""Rows as JSON files: a JSONL file with its images in a folder beside it, written and read; a JSON list, read.
+"""Rows as JSON files: a JSONL file with its images in a folder beside it, written and read; other JSON, read.
 
 Recipes use `write_jsonl` to bring a dataset of a hub onto the disk. Encoded images keep their bytes, so nothing
 is compressed twice; equal images share one file.
@@ -10,7 +10,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sized
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +22,8 @@ from mm_grpo.errors import DataError
 
 IMAGE_COLUMNS = ("image", "images")
 _BLANK = object()
+_OF_A_ROW = {"prompt", "messages", "conversations", "problem"}
+"""An object with one of these is a row itself, not one that holds a list of rows."""
 _SUFFIXES = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif", "BMP": ".bmp", "TIFF": ".tif"}
 
 
@@ -54,26 +58,74 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str])
     return count
 
 
-def read_jsonl(path: Path) -> tuple[list[Any], list[int]]:
-    """One row per line, and the number of each row's line, from 1; blank lines are skipped."""
-    rows, lines = [], []
-    with path.open("rb") as file:  # bytes: in text, a U+2028 inside a string would end the line
-        for number, line in enumerate(file, start=1):
-            row = _parse(line, f"{path}:{number}")
+class JsonLines:
+    """The rows of a JSONL file, which stay in it: each line is read again when its row is asked for.
+
+    Blank lines are no rows. The whole file is parsed once at construction, and of each line a checksum is kept.
+
+    Raises:
+        DataError: a line is not JSON, or there is no row.
+    """
+
+    in_memory = True
+    """All rows can be looked at: a line is read in microseconds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("rb")  # bytes: in text, a U+2028 inside a string would end the line
+        self._starts, self._sizes = array("Q"), array("Q")
+        self._lines, self._sums = array("Q"), array("Q")
+        names: dict[Any, None] = {}
+        start = 0
+        for number, line in enumerate(self._file, start=1):
+            row = parse_json(line, f"{path}:{number}")
             if row is not _BLANK:
-                rows.append(row)
-                lines.append(number)
-    _refuse_empty(rows, path)
-    return rows, lines
+                self._starts.append(start)
+                self._sizes.append(len(line))
+                self._lines.append(number)
+                self._sums.append(zlib.crc32(line))
+                names.update(dict.fromkeys(row) if isinstance(row, dict) else {})
+            start += len(line)
+        _refuse_empty(self._starts, path)
+        self.column_names = list(names)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int, /) -> Any:
+        # Not seek and read: processes that were forked share the place in the file.
+        line = os.pread(self._file.fileno(), self._sizes[index], self._starts[index])
+        if zlib.crc32(line) != self._sums[index]:
+            raise DataError(
+                f"{self._path}:{self._lines[index]}: the file changed after the start; leave it as it is during a run"
+            )
+        return parse_json(line, f"{self._path}:{self._lines[index]}")
+
+    def line(self, index: int) -> int:
+        """The number of a row's line, from 1."""
+        return self._lines[index]
 
 
 def read_json(path: Path) -> list[Any]:
-    """The rows of a JSON file that holds one list."""
-    rows = _parse(path.read_bytes(), str(path))
+    """The rows of a JSON file: of a list, or of the only list of rows in one object."""
+    rows = parse_json(path.read_bytes(), str(path))
     rows = [] if rows is _BLANK else rows
+    if isinstance(rows, dict) and not _OF_A_ROW & set(rows):
+        lists = [
+            key
+            for key, value in rows.items()
+            if isinstance(value, list) and any(isinstance(one, dict) for one in value)
+        ]
+        if len(lists) > 1:
+            raise DataError(
+                f"{path}: holds one object with several lists of rows ({', '.join(map(repr, lists))}); write each into "
+                "a file of its own"
+            )
+        rows = rows[lists[0]] if lists else rows
     if not isinstance(rows, list):
         raise DataError(
-            f"{path}: holds one {type(rows).__name__}; legal is a list of rows, or a .jsonl file of them"
+            f"{path}: holds one {type(rows).__name__}; legal is a list of rows, or an object with one such list, or a "
+            ".jsonl file of rows"
         )
     _refuse_empty(rows, path)
     return rows
@@ -117,7 +169,11 @@ def _image(source: Any, path: Path, row: int) -> str:
     return f"images/{file.name}"
 
 
-def _parse(data: bytes, where: str) -> Any:
+def parse_json(data: bytes, where: str) -> Any:
+    """The value in a text of JSON. DataError, which begins with `where`, for all that no reward could use.
+
+    Blank text has a value of its own, which is no row.
+    """
     try:
         text = data.decode("utf-8-sig")
         if not text.strip():
@@ -156,6 +212,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_empty(rows: list[Any], path: Path) -> None:
+def _refuse_empty(rows: Sized, path: Path) -> None:
     if not rows:
         raise DataError(f"{path}: is empty; it needs at least 1 row")

@@ -1,8 +1,8 @@
-"""Row layouts: one dataset row (a mapping) becomes `Fields`: messages, image sources, columns.
+"""One dataset row (a mapping) becomes `Fields`: messages, image sources, columns.
 
-The layout is TRL's. `prompt` is a list of chat messages, or a string, which becomes one user message.
-`image` or `images` are optional, and every other field of the row is a column for the rewards. Names
-that differ are mapped by `data.columns` (our name → the dataset's name).
+layouts.py finds the prompt: a list of chat messages, or a string, which becomes one user message. `image` or
+`images` are optional, and every other field of the row is a column for the rewards. Names that differ are mapped
+by `data.columns` (our name → the dataset's name; columns.py).
 
 Where the images stand in the messages, in this order of preference:
 
@@ -17,21 +17,20 @@ here (images.py); rows with videos are refused.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, is_text, rename, value_at
 from mm_grpo.data.image_columns import PLACEHOLDER, image_columns
+from mm_grpo.data.layouts import read_conversation
 from mm_grpo.errors import DataError
 
-PROMPT_FIELDS = ("prompt", "image", "images", "video", "videos")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_TAG = "<image>"
 LONGEST_TEXT = 4_000_000
 """Characters of one message; the longest contexts are of some 1,000,000 tokens."""
 _DEEPEST = 100
-_OFTEN_THE_PROMPT = ("problem", "question", "messages", "conversations", "query", "instruction", "text")
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
 
 Message = dict[str, Any]
@@ -43,50 +42,30 @@ class Fields:
 
     `messages` have a role and a content that is a string or a list of `{"type": "text", "text": ...}` and
     `{"type": "image"}` parts; the i-th image part of the conversation stands for `images[i]`. `columns` are
-    the row's other fields under our names.
+    the row's other fields under our names, with `answer` where the layout makes it of something else.
+
+    `layout` is the one that the row was read in, `prompt_column` our name of the column that held the prompt.
     """
 
     messages: tuple[Message, ...]
     images: tuple[Any, ...]
     columns: dict[str, Any]
-
-
-def check_columns(columns: Mapping[str, str], available: Collection[str], dataset: str) -> None:
-    """Refuse a mapping to a column that the dataset lacks, and a misspelt `prompt` or `images`, naming the nearest one.
-
-    Raises:
-        DataError: with the field of the config, the column and all the columns there are.
-    """
-    for ours, theirs in columns.items():
-        near = difflib.get_close_matches(ours.strip().casefold(), PROMPT_FIELDS, n=1, cutoff=0.8)
-        if near and ours not in PROMPT_FIELDS and not ours.startswith(f"{near[0]}_"):
-            raise DataError(
-                f"data.columns.{ours} = {theirs!r}: nothing reads {ours!r} (did you mean {near[0]!r}?). Legal keys are "
-                f"{quoted(PROMPT_FIELDS)} and the columns that rewards ask for"
-            )
-        if theirs not in available:
-            raise DataError(
-                f"data.columns.{ours} is {theirs!r}, and {dataset} has no such column"
-                f"{did_you_mean(theirs, available)}. It has: {quoted(available)}"
-            )
-
-
-def rename(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Which dataset column fills each of our names: our name → dataset's column.
-
-    A mapped column is known by our name alone; a column that already bears that name gives way to it.
-
-    >>> rename(["problem", "answer", "solution"], {"prompt": "problem", "answer": "solution"})
-    {'prompt': 'problem', 'answer': 'solution'}
-    """
-    present = list(names)
-    ours = {our: their for our, their in columns.items() if their in present}
-    mapped = set(ours.values())
-    return ours | {name: name for name in present if name not in mapped and name not in columns}
+    layout: str = "trl"
+    prompt_column: str = "prompt"
+    conversational: bool = True
+    """Whether the prompt was a list of messages, not a string."""
+    boxes: bool = False
+    """Whether the prompt holds coordinates out of the row's `objects`."""
 
 
 def read_row(
-    row: Any, *, row_name: str, columns: Mapping[str, str] | None = None, system_prompt: str | None = None
+    row: Any,
+    *,
+    row_name: str,
+    columns: Mapping[str, str] | None = None,
+    system_prompt: str | None = None,
+    layout: str | None = None,
+    answer_from: str | None = None,
 ) -> Fields:
     """The fields of one row.
 
@@ -95,57 +74,57 @@ def read_row(
         row_name: what messages call the row, such as "train.jsonl:12".
         columns: our name → the dataset's name. A column that this row lacks is left out.
         system_prompt: a system message for rows that have none.
+        layout: `data.layout`; None reads the row by what it holds.
+        answer_from: `data.answer_from`; None is what the layout says.
 
     Raises:
-        DataError: the row has no prompt, a prompt that is no conversation or that ends with an answer,
-            videos, or a count of images other than the count of places for them.
+        DataError: the row has no prompt, two of them, a prompt that is no conversation or that ends with an
+            answer, videos, or a count of images other than the count of places for them.
     """
+    values = renamed(row, row_name, columns or {})
+    _refuse_endless(values, row_name)
+    _refuse_videos(values, row_name)
+    found = read_conversation(
+        values,
+        row_name,
+        names=row,
+        mapped=(columns or {}).get("prompt"),
+        layout=layout,
+        answer_from=answer_from,
+    )
+    messages = _messages(found.prompt, found.column, row_name)
+    _refuse_long_texts(messages, row_name)
+    messages, images = _place(messages, _listed_images(values, row_name), row_name)
+    others = {name: value for name, value in values.items() if name not in (*PROMPT_FIELDS, *found.used)}
+    if not images:
+        _refuse_placeholders(messages, others, row_name)
+    _refuse_empty_prompt(found.prompt, found.column, messages, row_name)
+    if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return Fields(
+        tuple(messages),
+        tuple(images),
+        {**others, **found.answers},
+        layout=found.layout,
+        prompt_column=found.column,
+        conversational=not isinstance(found.prompt, str),
+        boxes=found.boxes,
+    )
+
+
+def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The values of a row under our names; what the row lacks is left out."""
     if not isinstance(row, Mapping):
         raise DataError(
             f"{row_name}: a row is a mapping of columns to values; this is a {type(row).__name__}"
         )
-    values = {our: row[their] for our, their in rename(row, columns or {}).items()}
-    _refuse_endless(values, row_name)
-    _refuse_videos(values, row_name)
-    if values.get("prompt") is None:
-        raise _no_prompt(row, "prompt" in values, row_name, columns or {})
-    messages = _messages(values["prompt"], row_name)
-    _refuse_long_texts(messages, row_name)
-    messages, images = _place(messages, _listed_images(values, row_name), row_name)
-    if not images:
-        _refuse_placeholders(messages, values, row_name)
-    _refuse_empty_prompt(values["prompt"], messages, row_name)
-    if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    others = {name: value for name, value in values.items() if name not in PROMPT_FIELDS}
-    return Fields(tuple(messages), tuple(images), others)
-
-
-def quoted(names: Iterable[Any]) -> str:
-    """Names as a message lists them."""
-    return ", ".join(repr(name) for name in names) or "nothing"
-
-
-def did_you_mean(name: str, legal: Iterable[str]) -> str:
-    """The nearest of the legal names as the end of a clause; nothing when none is near."""
-    near = difflib.get_close_matches(name, list(legal), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def _no_prompt(row: Mapping[str, Any], is_none: bool, row_name: str, columns: Mapping[str, str]) -> DataError:
-    if is_none:
-        column = columns.get("prompt", "prompt")
-        return DataError(f"{row_name}: {column!r} is null; write a prompt or leave the row out")
-    if "prompt" in columns:
-        return DataError(
-            f"{row_name}: no column {columns['prompt']!r}, which data.columns.prompt names. "
-            f"The row has: {quoted(row)}"
-        )
-    likely = next((name for name in _OFTEN_THE_PROMPT if name in row), "COLUMN")
-    return DataError(
-        f"{row_name}: no column 'prompt'. The row has: {quoted(row)}. "
-        f"Name the one that holds the prompt, as in data.columns.prompt={likely}"
-    )
+    if not columns:
+        return dict(row)
+    values = {
+        our: value_at(row, their, f"{row_name}: data.columns.{our}") if our in columns else row[their]
+        for our, their in rename(row, columns).items()
+    }
+    return {name: value for name, value in values.items() if value is not ABSENT}
 
 
 def _refuse_videos(values: Mapping[str, Any], row_name: str) -> None:
@@ -178,30 +157,30 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _messages(prompt: Any, row_name: str) -> list[Message]:
+def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
     """The conversation as fresh dicts with a role, a content, and whatever else is not null."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list | tuple) or not all(isinstance(message, Mapping) for message in prompt):
         raise DataError(
-            f"{row_name}: 'prompt' is a {type(prompt).__name__}; legal is a string, or a list of messages "
+            f"{row_name}: {column!r} is a {type(prompt).__name__}; legal is a string, or a list of messages "
             'such as {"role": "user", "content": "..."}'
         )
-    messages = [_message(message, f"{row_name}: prompt[{at}]") for at, message in enumerate(prompt)]
+    messages = [_message(message, f"{row_name}: {column}[{at}]") for at, message in enumerate(prompt)]
     if all(message["role"] != "user" for message in messages):
-        raise DataError(f"{row_name}: 'prompt' has no message of role 'user'; add one")
+        raise DataError(f"{row_name}: {column!r} has no message of role 'user'; add one")
     if messages[-1]["role"] == "assistant":
         raise DataError(
-            f"{row_name}: 'prompt' ends with a message of role 'assistant', which the model is to write; "
-            "move it to a column of its own, such as 'answer'"
+            f"{row_name}: {column!r} ends with a message of role 'assistant', which the model is to write; "
+            "move it to a column of its own, such as 'answer', or set data.answer_from=last_turn where it is the answer"
         )
     return messages
 
 
 def _message(message: Mapping[str, Any], where: str) -> Message:
     role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise DataError(f"{where}: the role is {role!r}; legal is one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in ROLES:
+        raise DataError(f"{where}: the role is {brief(role)}; legal is one of {', '.join(ROLES)}")
     if isinstance(content, list | tuple):
         content = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
     elif not isinstance(content, str):
@@ -219,12 +198,14 @@ def _part(part: Any, where: str) -> Message:
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind == "text":
+    if is_text(kind, "text"):
         if not isinstance(part.get("text"), str):
-            raise DataError(f"{where}: a text part needs a string in 'text'; it has {part.get('text')!r}")
+            raise DataError(
+                f"{where}: a text part needs a string in 'text'; it has {brief(part.get('text'))}"
+            )
         _refuse_half_characters(part["text"], where)
         return {"type": "text", "text": part["text"]}
-    if kind in ("image", "image_url"):
+    if is_text(kind, "image", "image_url"):
         own = next((part[key] for key in _OWN_IMAGE_KEYS if part.get(key) is not None), None)
         if kind == "image_url":
             own = own.get("url") if isinstance(own, Mapping) else own
@@ -232,16 +213,15 @@ def _part(part: Any, where: str) -> Message:
                 raise DataError(f"{where}: an 'image_url' part has no url; legal is {{'url': ...}}")
         return {"type": "image"} if own is None else {"type": "image", "image": own}
     if isinstance(kind, str) and "video" in kind:
-        raise DataError(f"{where}: a part of type {kind!r}: videos are not supported in this version")
-    raise DataError(f"{where}: a part of type {kind!r}; legal are 'text', 'image' and 'image_url'")
+        raise DataError(f"{where}: a part of type {brief(kind)}: videos are not supported in this version")
+    raise DataError(f"{where}: a part of type {brief(kind)}; legal are 'text', 'image' and 'image_url'")
 
 
-def _refuse_placeholders(messages: list[Message], values: Mapping[str, Any], row_name: str) -> None:
+def _refuse_placeholders(messages: list[Message], others: Mapping[str, Any], row_name: str) -> None:
     """A row without images says that it has some: they stand in a column that is not read, or got lost."""
     for message in messages:
         found = next(filter(None, map(PLACEHOLDER.search, _texts(message))), None)
         if found is not None:
-            others = {name: value for name, value in values.items() if name not in PROMPT_FIELDS}
             unread = next(image_columns(others), None)
             hint = "" if unread is None else f" (the column {unread!r} looks like images and is not read)"
             raise DataError(
@@ -280,13 +260,15 @@ def _refuse_long_texts(messages: list[Message], row_name: str) -> None:
             )
 
 
-def _refuse_empty_prompt(prompt: Any, messages: list[Message], row_name: str) -> None:
+def _refuse_empty_prompt(prompt: Any, column: str, messages: list[Message], row_name: str) -> None:
     """A prompt that asks nothing: a text that is empty, or messages of the user without a text and an image."""
     asked = [message for message in messages if message["role"] == "user"]
     parts = [part for m in asked if not isinstance(m["content"], str) for part in m["content"]]
     shown = any(part["type"] == "image" for part in parts) and not isinstance(prompt, str)
     if not shown and not any(text.strip() for message in asked for text in _texts(message)):
-        raise DataError(f"{row_name}: 'prompt' is empty; write what the model is asked, or leave the row out")
+        raise DataError(
+            f"{row_name}: {column!r} is empty; write what the model is asked, or leave the row out"
+        )
 
 
 def _texts(message: Message) -> list[str]:

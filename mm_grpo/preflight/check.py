@@ -18,7 +18,7 @@ from rich.table import Table
 
 from mm_grpo.build import plan_run
 from mm_grpo.data.sources import load_eval, load_train
-from mm_grpo.errors import UserError
+from mm_grpo.errors import DataError, UserError
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.model_folder import read_config
@@ -46,11 +46,12 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(console.width, WIDTH))
-    sets = {"train": load_train(config, verify=False), **load_eval(config, verify=False)}
     config.require_rewards()
     scorer = Scorer(config.rewards)
-    for dataset in sets.values():
-        scorer.check(dataset.columns)
+    sets = {
+        "train": load_train(config, verify=False, needs=scorer.check),
+        **load_eval(config, verify=False, needs=scorer.check),
+    }
     specs = scorer.specs
     scorer.close()
     steps = plan_run(config, sets["train"]).max_steps
@@ -82,6 +83,8 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
         limits = _limits(config, trained=name == "train")
         lengths, images, failed, dropped = _walk(looked, prompt_builder, limits, rewards, console)
         reports[name] = rewards.finish()
+        if dataset.layouts not in ((), ("trl",)):
+            notes.append(f"{name}: rows in the layout {' and '.join(dataset.layouts)} (data.layout)")
         spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
         table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(images), spread)
         failures += failed[:SHOWN]
@@ -182,7 +185,7 @@ def _walk(
 def _conversational(dataset: Dataset) -> bool:
     try:
         return dataset.conversational
-    except (KeyError, TypeError):  # the first row is wrong, and will be listed
+    except DataError:  # the first row is wrong, and will be listed
         return True
 
 

@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,8 +119,9 @@ class Scorer:
         columns of its batch when it was never done.
         """
         columns = tuple(dict.fromkeys(columns))
-        for spec in self.specs:
-            _check_columns(spec, columns)
+        faults = [fault for spec in self.specs for fault in _column_faults(spec, columns)]
+        if faults:
+            raise RewardError("\n".join(faults))
         self._checked.append(columns)
 
     def start(self) -> None:
@@ -352,11 +353,11 @@ def _levels(specs: Sequence[RewardSpec]) -> list[list[RewardSpec]]:
     return levels
 
 
-def _check_columns(spec: RewardSpec, columns: Sequence[str]) -> None:
+def _column_faults(spec: RewardSpec, columns: Sequence[str]) -> Iterator[str]:
     name, listed = spec.name, ", ".join(columns) or "none"
     for asked in spec.required:
         if asked not in spec.supplied and asked not in spec.bound and asked not in columns:
-            raise RewardError(
+            yield (
                 f"reward {name!r} asks for {asked!r}, which has no default and which no column supplies; "
                 f"the dataset's columns: {listed}; always there: {', '.join(sorted(spec.supplied))}. Name "
                 f"the column to use in data.columns ({{{asked}: its_name}}), or set the value in the entry "
@@ -364,14 +365,14 @@ def _check_columns(spec: RewardSpec, columns: Sequence[str]) -> None:
             )
     for asked in spec.needs:
         if asked not in spec.bound and asked not in columns:
-            raise RewardError(
+            yield (
                 f"reward {name!r} needs the column {asked!r}, which the dataset lacks; its columns: "
                 f"{listed}. Name the column to use in data.columns ({{{asked}: its_name}}), or leave the "
                 f"reward out"
             )
     for option in spec.config_only:
         if option not in spec.bound and option in columns:
-            raise RewardError(
+            yield (
                 f"reward {name!r}: {option!r} is an option (keyword-only, with a default), and the dataset "
                 f"has a column of that name, which would not be used. Set it in the entry ({{name: {name}, "
                 f"{option}: ...}}), or remove the '*' before it in the function, so that the column "

@@ -7,6 +7,7 @@ there is replaced only when the user asked for it, and then only what a run writ
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -344,9 +345,22 @@ def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
         name = entry.get("name") if isinstance(entry, Mapping) else entry
         if isinstance(name, str) and ".py:" in name:
             found.append(("rewards", name.rpartition(":")[0]))
-    return [
-        (field, path) for field, path in found if isinstance(path, (str, PathLike)) and os.path.exists(path)
-    ]
+    return [(field, path) for field, given_path in found for path in _paths_in(given_path)]
+
+
+def _paths_in(source: Any) -> list[AnyPath]:
+    """The files and folders that a source names: itself, those of a list, a folder:split, or what a glob matches."""
+    if isinstance(source, list | tuple):
+        return [path for one in source if isinstance(one, (str, PathLike)) for path in _paths_in(one)]
+    if not isinstance(source, (str, PathLike)):
+        return []
+    if os.path.exists(source):
+        return [source]
+    text = os.fspath(source)
+    whole = text.rpartition(":")[0]
+    if whole and os.path.isdir(whole):
+        return [whole]
+    return list(glob.glob(text, recursive=True)) if glob.has_magic(text) else []
 
 
 def refuse_inputs(dir: AnyPath, inputs: Inputs) -> None:

@@ -140,9 +140,10 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         (
             "data.train",
             3,
-            "data.train = 3: must be a path, or a mapping with the key task, such as {task: shapes,"
+            "data.train = 3: must be a path, a list of paths, or a mapping with the key task, such as {task: shapes,"
             " split: train, size: 2000}",
         ),
+        ("data.train", ["a.jsonl", 3], "data.train = ['a.jsonl', 3]: a list holds paths, and 3 is none"),
         (
             "data.train",
             {"task": None},
@@ -159,8 +160,8 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         (
             "data.eval",
             {"test": "a.jsonl", "size": 20},
-            "data.eval = {'test': 'a.jsonl', 'size': 20}: the set size is 20: must be a path, or a"
-            " mapping with the"
+            "data.eval = {'test': 'a.jsonl', 'size': 20}: the set size is 20: must be a path, a"
+            " list of paths, or a mapping with the"
             " key task, such as {task: shapes, split: train, size: 2000}",
         ),
         (

@@ -117,7 +117,11 @@ def test_a_key_at_the_top(key: str, advice: str) -> None:
         ("optim", "deepspeed_config", "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer;"),
         ("run", "save_steps", "write run.save_every (steps; 0 is no checkpoint)"),
         ("data", "task", "a source is one mapping: write data.train: {task: ...}"),
-        ("data", "zzz", "data has train, eval, columns, text_only, image_dir, min_pixels, max_pixels, "),
+        (
+            "data",
+            "zzz",
+            "data has train, eval, columns, layout, answer_from, text_only, image_dir, min_pixels, ",
+        ),
         ("run", "guard", "the nearest is run.guards"),
         ("algorithm", "clip_ratio_c", "write algorithm.delta"),
         ("algorithm", "clip_ratio_dual", "write algorithm.delta"),

@@ -241,6 +241,24 @@ def test_paths_beside_the_file_are_found_and_others_left(
     ]  # fmt: skip
 
 
+def test_globs_lists_and_splits_beside_the_file_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a[1]"
+    (folder / "saved").mkdir(parents=True)
+    (folder / "rows-1.jsonl").touch()
+    (folder / "iou").touch()  # a reward's name, and no path
+    (folder / "config.yaml").write_text(
+        "model: {path: m}\nrewards: [iou]\n"
+        "data: {train: [rows-*.jsonl, 'saved:train', gone.jsonl], eval: {a: 'rows-?.jsonl', b: 'own/er:test'}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = GRPOConfig.from_yaml("a[1]/config.yaml")
+    assert config.data.train == ["a[[]1]/rows-*.jsonl", "a[1]/saved:train", "gone.jsonl"]
+    assert config.data.eval == {"a": "a[[]1]/rows-?.jsonl", "b": "own/er:test"}
+    assert config.rewards == ["iou"]
+
+
 def test_hub_names_absolute_paths_and_overrides_stay(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "config.yaml").write_text("model: {path: Qwen/Qwen2.5-VL-3B-Instruct}\n")

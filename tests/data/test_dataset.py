@@ -22,6 +22,8 @@ def settings(**fields: Any) -> Any:
         "max_image_bytes": 10**6,
         "max_image_pixels": 10**4,
         "system_prompt": None,
+        "layout": None,
+        "answer_from": None,
     }
     return SimpleNamespace(**defaults | fields)
 
@@ -128,7 +130,7 @@ def test_a_list_is_checked_whole_and_other_datasets_by_their_first_row() -> None
     with pytest.raises(DataError, match=r"^train row 2: 'prompt' is null"):
         dataset.sample(2)
     with pytest.raises(DataError, match=r"^train row 0: no column 'prompt'"):
-        Dataset(Stored([{"problem": "?"}]), settings())
+        Dataset(Stored([{"question": "?"}]), settings())
 
 
 def test_check_lists_every_bad_row() -> None:

@@ -238,7 +238,7 @@ def test_missing_empty_and_wrong_paths(tmp_path: Path) -> None:
     assert f"is a folder ({tmp_path})" in refusal(tmp_path)
     assert "is not a regular file (/dev/null)" in refusal("/dev/null")
     assert "'' is not a path" in refusal("")
-    assert "is not a path; legal is a path, bytes" in refusal("iVBORw0KGgo" * 1000)
+    assert "is not a path; legal is a path, bytes" in refusal("photos/a" * 1000)
     assert "cannot be read from" in refusal("x" * 300)
     assert "image (a PIL image) is 0 × 5 pixels; an image needs at least 1 × 1" in refusal(
         Image.new("RGB", (0, 5))
@@ -255,7 +255,7 @@ def test_urls_are_not_fetched() -> None:
 
 def test_broken_data_urls() -> None:
     assert refusal("data:image/png,abc") == (
-        "train.jsonl:12: image 'data:image/png,...' is a data URL without base64; "
+        "train.jsonl:12: image 'data:image/png,...' (18 characters) is a data URL without base64; "
         "write it as data:image/png;base64,..."
     )
     assert "is not valid base64" in refusal("data:image/png;base64,@@@@")

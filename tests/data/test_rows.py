@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mm_grpo.data.rows import check_columns, read_row, rename
+from mm_grpo.data.columns import check_columns, rename
+from mm_grpo.data.rows import read_row
 from mm_grpo.errors import DataError
 
 IMAGE = {"type": "image"}
@@ -165,9 +166,9 @@ def test_a_mapping_to_an_absent_column_names_the_nearest() -> None:
 
 
 def test_a_missing_prompt() -> None:
-    assert refusal({"problem": "What?", "answer": 1}) == (
-        "row 3: no column 'prompt'. The row has: 'problem', 'answer'. "
-        "Name the one that holds the prompt, as in data.columns.prompt=problem"
+    assert refusal({"question": "What?", "answer": 1}) == (
+        "row 3: no column 'prompt', 'messages', 'conversations' or 'problem'. The row has: 'question', 'answer'. "
+        "Name the one that holds the prompt, as in data.columns.prompt=question"
     )
     assert refusal({"a": 1}).endswith("as in data.columns.prompt=COLUMN")
     assert refusal({"problem": 1}, columns={"prompt": "question"}) == (
@@ -203,7 +204,7 @@ def test_videos_are_refused_wherever_they_are() -> None:
         (
             {"prompt": [user("2 + 2?"), {"role": "assistant", "content": "4"}]},
             "row 3: 'prompt' ends with a message of role 'assistant', which the model is to write; "
-            "move it to a column of its own, such as 'answer'",
+            "move it to a column of its own, such as 'answer', or set data.answer_from=last_turn where it is the",
         ),
         (
             {"prompt": [{"role": "human", "content": "?"}]},

@@ -30,6 +30,8 @@ def settings(**fields: Any) -> Any:
         "max_image_bytes": 10**6,
         "max_image_pixels": 10**4,
         "system_prompt": None,
+        "layout": None,
+        "answer_from": None,
     }
     return SimpleNamespace(**defaults | fields)
 
@@ -119,7 +121,10 @@ def test_json(tmp_path: Path) -> None:
     path.write_text(json.dumps([ROW]))
     assert load(path, settings(), "train").sample(0).columns == {"answer": 1}
     path.write_text(json.dumps(ROW))
-    assert refusal(path) == f"{path}: holds one dict; legal is a list of rows, or a .jsonl file of them"
+    assert (
+        refusal(path)
+        == f"{path}: holds one dict; legal is a list of rows, or an object with one such list, or a .jsonl file of rows"
+    )
     written(path, ROW, ROW)
     assert refusal(path) == (
         f"{path}: is not valid JSON (Extra data at line 2 column 1); if it holds one row a line, call it .jsonl"
@@ -135,11 +140,11 @@ def test_missing_and_unknown_files(tmp_path: Path) -> None:
         f"train: {tmp_path}/trian.jsonl does not exist in {tmp_path}; near names there: 'train.jsonl'"
         in message
     )
-    assert "legal is the path of a .jsonl, .json or .parquet file" in message
+    assert "legal is the path of a .jsonl, .json, .csv, .tsv, .parquet or .arrow file" in message
     assert f"does not exist in {tmp_path}; it holds: 'train.jsonl'" in refusal(tmp_path / "xyz")
     assert f"does not exist, nor does its folder {tmp_path}/no" in refusal(tmp_path / "no" / "train.jsonl")
-    (tmp_path / "rows.csv").touch()
-    assert f"train: {tmp_path}/rows.csv has the suffix '.csv'; legal is" in refusal(tmp_path / "rows.csv")
+    (tmp_path / "rows.xlsx").touch()
+    assert f"train: {tmp_path}/rows.xlsx has the suffix '.xlsx'; legal is" in refusal(tmp_path / "rows.xlsx")
     (tmp_path / "empty.jsonl").write_text("\n\n")
     assert refusal(tmp_path / "empty.jsonl") == f"{tmp_path}/empty.jsonl: is empty; it needs at least 1 row"
 
@@ -234,8 +239,7 @@ def test_splits_and_streams_are_refused() -> None:
     stored = datasets.Dataset.from_list([ROW])
     both = datasets.DatasetDict({"train": stored, "test": stored})
     assert refusal(both) == (
-        "the dataset 'train': holds 2 splits ('train', 'test'); give one of them: dataset[split] in Python, "
-        "the split's own folder on disk"
+        "the dataset 'train': holds 2 splits ('train', 'test'); give one of them: dataset[split]"
     )
     assert len(load(datasets.DatasetDict({"all": stored}), settings(), "train")) == 1
     assert refusal(stored.to_iterable_dataset()) == (
@@ -259,8 +263,18 @@ def test_parquet_and_saved_folders(tmp_path: Path) -> None:
         assert colour(dataset.sample(0).images[0]) == (255, 0, 0)
         assert dataset.sample(1).images == ()
         assert dataset.row_name(1) == f"{tmp_path / name} row 1"
-    assert f"{tmp_path}/splits: holds 2 splits ('train', 'test')" in refusal(tmp_path / "splits")
-    assert refusal(tmp_path).startswith(f"{tmp_path}: is a folder that save_to_disk did not write")
+    assert refusal(tmp_path / "splits") == (
+        f"{tmp_path}/splits: holds 2 splits ('train', 'test'); give one of them: {tmp_path}/splits:SPLIT, or "
+        "dataset[split] in Python"
+    )
+    assert len(load(f"{tmp_path}/splits:test", settings(), "train")) == 2
+    assert (
+        refusal(f"{tmp_path}/splits:val") == f"{tmp_path}/splits: has no split 'val'; it has: 'train', 'test'"
+    )
+    (tmp_path / "other").mkdir()
+    assert refusal(tmp_path / "other").startswith(
+        f"train: {tmp_path}/other is a folder that save_to_disk did not write"
+    )
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and then nothing")
     assert f"{tmp_path}/broken.parquet: cannot be read as Parquet (" in refusal(tmp_path / "broken.parquet")
     (tmp_path / "text.parquet").write_text("rows")
@@ -323,7 +337,8 @@ def test_the_package_is_light(tmp_path: Path) -> None:
     path = written(tmp_path / "train.jsonl", ROW)
     code = (
         "import sys; from types import SimpleNamespace; from mm_grpo.data import load; "
-        "s = SimpleNamespace(columns={}, image_dir=None, max_image_bytes=1, max_image_pixels=1, system_prompt=None); "
+        "s = SimpleNamespace(columns={}, image_dir=None, max_image_bytes=1, max_image_pixels=1, system_prompt=None, "
+        "layout=None, answer_from=None); "
         f"load({str(path)!r}, s).sample(0); "
         "print(sorted({'torch', 'transformers', 'datasets', 'numpy', 'vllm'} & set(sys.modules)))"
     )

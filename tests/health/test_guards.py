@@ -74,7 +74,9 @@ HEALTHY = UpdateRecord(1e-4, 0.5, 1e-3, live_tokens=10, trainable_parameters=100
         ({"boundaries": 4}, "only the packs after the last but one count"),
     ],
 )
-def test_an_update_that_does_not_happen_is_reported_with_its_cause(change: dict[str, float], words: str) -> None:
+def test_an_update_that_does_not_happen_is_reported_with_its_cause(
+    change: dict[str, float], words: str
+) -> None:
     message = update_happens(UpdateRecord(**{**HEALTHY.__dict__, **change}))
     assert message is not None and words in message
 

@@ -169,7 +169,9 @@ def preload(*names: str) -> dict[str, str]:
     """Import modules; the environment variables that they set."""
     before = dict(os.environ)
     for name in names:
-        with contextlib.suppress(Exception):  # an older version may not have it, or need what is not installed
+        with contextlib.suppress(
+            Exception
+        ):  # an older version may not have it, or need what is not installed
             importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{names}: an import has started {len(threads) - 1} threads"

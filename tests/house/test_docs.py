@@ -51,6 +51,12 @@ def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
+def test_the_snippets_on_data_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, snippet in enumerate(snippets(ROOT / "docs" / "data.md")):
+        exec(compile(snippet, f"data.md, snippet {number}", "exec"), {"__name__": "data"})
+
+
 def test_the_readmes_arithmetic_is_what_a_run_prints() -> None:
     from mm_grpo.config import GRPOConfig
 

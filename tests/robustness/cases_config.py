@@ -81,7 +81,7 @@ for name, text, words in [
     ("a name of 300 characters as rows", "model: {path: m}\ndata: {train: " + "x" * 300 + ", y: 1}", ["data.y"]),
     ("eval without sets", "model: {path: m}\ndata: {eval: {}}", ["data.eval", "names no set"]),
     ("eval set named by a path", "model: {path: m}\ndata: {eval: {../a: b}}", ["data.eval"]),
-    ("a list as rows", "model: {path: m}\ndata: {train: [a, b]}", ["data.train"]),
+    ("a list of numbers as rows", "model: {path: m}\ndata: {train: [1, 2]}", ["data.train"]),
     ("columns as list", "model: {path: m}\ndata: {columns: [image]}", ["data.columns"]),
     ("columns to a number", "model: {path: m}\ndata: {columns: {image: 3}}", ["data.columns"]),
     ("rewards as mapping", "model: {path: m}\nrewards: {iou: 1}", ["rewards"]),

@@ -147,7 +147,7 @@ for name, given, words in [
 add("rows: evaluation without rows", lambda folder: lambda: by.use_eval([]), "'eval' has 0 rows")
 add("rows: an evaluation set without rows", lambda folder: lambda: by.use_eval({"a": []}), "'a' has 0 rows")
 for name, (make_odd, unix_user) in ODD_FILES.items():
-    for suffix in (".jsonl", ".json", ".parquet"):
+    for suffix in (".jsonl", ".json", ".csv", ".parquet", ".arrow"):
 
         def odd_rows(folder: Path, make_odd: Any = make_odd, suffix: str = suffix) -> Call:
             make_odd(folder / f"r{suffix}")
@@ -162,7 +162,39 @@ add(
 )
 for name, value in ODD_NAMES.items():
     add(f"rows: a path {name}", lambda folder, value=value: lambda: by.use_rows(f"{value}.jsonl"))
-add("rows: a suffix that is not known", jsonl("a", name="rows.csv"), "'.csv'")
+add("rows: a suffix that is not known", jsonl("a", name="rows.xlsx"), "'.xlsx'")
+for name, content, words in [
+    ("nothing", "", ["is empty"]),
+    ("names alone", "prompt,image\n", ["is empty"]),
+    ("a cell too many", "prompt,image\nA, or B?,a.png\n", ["rows.csv:2", "3 cells"]),
+    ("a name twice", "prompt,prompt\na,b\n", ["'prompt' is given twice"]),
+    ("semicolons", "prompt;image\n?;a.png\n", ["commas"]),
+    ("a quote without end", 'prompt,image\n"?,a.png\n', ["not valid CSV"]),
+    ("noise", bytes(range(256)), ["rows.csv"]),
+    ("broken JSON in a cell", 'messages,image\n"[{",a.png\n', ["rows.csv:2", "'messages'"]),
+]:
+    add(f"rows: CSV with {name}", jsonl(content, name="rows.csv"), *words)
+for name, content, words in [
+    ("several lists", '{"train": [{"prompt": "?"}], "test": [{"prompt": "?"}]}', ["several lists"]),
+    ("one conversation", '{"conversations": [{"from": "human", "value": "?"}]}', ["holds one dict"]),
+]:
+    add(f"rows: .json with {name}", jsonl(content, name="r.json"), *words)
+for name, given, words in [
+    ("two prompts", [SEEN | {"problem": "another"}], ["data.layout=trl", "data.layout=verl"]),
+    ("an unknown speaker", [{"conversations": [{"from": "x", "value": "?"}], "image": "a.png"}], ["'x'"]),
+    ("a null turn", [{"conversations": [None], "image": "a.png"}], ["conversations"]),
+    ("turns that hold themselves", [{"conversations": ITSELF, "image": "a.png"}], ["holds itself"]),
+    ("a tag without objects", [{"messages": [{"role": "user", "content": "<ref-object>"}]}], ["<ref-object>"]),
+    ("a reply that is null", [{"messages": [*ASKED, {"role": "assistant", "content": None}]}], ["messages"]),
+]:  # fmt: skip
+    add(f"rows: {name}, in a layout", rows(*given), *words)
+for name, value, words in [
+    ("a glob that matches nothing", "*.jsonl", ["no file matches"]),
+    ("a split of a file", "rows.jsonl:train", ["does not exist"]),
+    ("an empty folder", ".", ["holds no file"]),
+    ("a list with a missing file", ["gone.jsonl"], ["gone.jsonl"]),
+]:
+    add(f"rows: {name}", lambda folder, value=value: lambda: by.use_rows(value), *words)
 add("rows: .json with one row", jsonl('{"prompt": "?"}', name="r.json"), "holds one dict")
 add(
     "rows: .json with rows a line", jsonl('{"prompt": "?"}\n{"prompt": "?"}', name="r.json"), "call it .jsonl"

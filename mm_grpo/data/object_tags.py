@@ -1,0 +1,97 @@
+"""Objects of a picture that a conversation names, as ms-swift writes them: <ref-object> and <bbox> in the texts.
+
+The row's column `objects` holds what the tags stand for, in the order of the conversation: `ref` texts, `bbox` boxes of
+2 or 4 numbers. A box becomes the text "[x0, y0, x1, y1]" with the numbers as they are given, in pixels of the file or,
+with `bbox_type: norm1`, as shares of its sides. Nothing is scaled here: which pixels a model counts is a matter of its
+family, and rewards bring the boxes of the column to them (`gold_space`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mm_grpo.data.columns import brief, is_text
+from mm_grpo.errors import DataError
+
+REF, BOX = "<ref-object>", "<bbox>"
+KEYS = ("ref", "bbox", "bbox_type", "image_id")
+LARGEST = 10**9
+"""What coordinates stay below."""
+BOX_TYPES = ("real", "norm1")
+_TAGS = re.compile(f"{REF}|{BOX}")
+
+
+def is_objects(value: Any) -> bool:
+    """Whether a column is such a mapping: with `ref` or `bbox`, and nothing that ms-swift does not write.
+
+    >>> is_objects({"bbox": [[1, 2, 3, 4]], "ref": []}), is_objects({"bbox": [], "category": [3]})
+    (True, False)
+    """
+    return isinstance(value, Mapping) and bool({"ref", "bbox"} & set(value)) and set(value) <= set(KEYS)
+
+
+def has_tags(texts: Iterable[Any], *tags: str) -> bool:
+    """Whether one of the texts holds one of the tags; any of them when none is given."""
+    return any(isinstance(text, str) and any(tag in text for tag in tags or (REF, BOX)) for text in texts)
+
+
+def fill_tags(texts: Sequence[str], objects: Any, row_name: str, *, whole: bool) -> list[str]:
+    """The texts of a conversation with its tags replaced.
+
+    `whole` says that the conversation ends with its answer: then every object has its tag. Without an answer there may
+    be more objects than tags: those that the rewards compare with.
+
+    Raises:
+        DataError: `objects` is no such mapping, or has not as many texts or boxes as there are tags.
+    """
+    if not is_objects(objects):
+        problem = "is missing or null" if objects is None else f"is {brief(objects)}"
+        raise DataError(
+            f"{row_name}: the messages hold {REF} or {BOX}, and 'objects' {problem}; legal is a mapping such as "
+            '{"ref": ["a dog"], "bbox": [[10, 20, 110, 220]]}, with no other keys than '
+            + ", ".join(KEYS)
+            + "; if the tags are plain text, set data.layout=trl"
+        )
+    if objects.get("bbox_type") is not None and not is_text(objects["bbox_type"], *BOX_TYPES):
+        raise DataError(
+            f"{row_name}: objects.bbox_type is {brief(objects['bbox_type'])}; legal is real, norm1 or null"
+        )
+    refs = _values(objects, "ref", row_name, _reference)
+    boxes = _values(objects, "bbox", row_name, _box)
+    for tag, key, values in ((REF, "ref", refs), (BOX, "bbox", boxes)):
+        count = sum(text.count(tag) for text in texts)
+        if count > len(values) or (whole and 0 < count < len(values)):
+            raise DataError(
+                f"{row_name}: {tag} tags in the messages: {count}; entries of objects.{key}: {len(values)}. Write one "
+                "for each"
+            )
+    left: dict[str, Iterator[str]] = {REF: iter(refs), BOX: iter(boxes)}
+    return [_TAGS.sub(lambda tag: next(left[tag[0]]), text) for text in texts]
+
+
+def _values(objects: Mapping[str, Any], key: str, row_name: str, read: Any) -> list[str]:
+    given = objects.get(key)
+    given = [] if given is None else given
+    if not isinstance(given, list | tuple):
+        raise DataError(f"{row_name}: objects.{key} is {brief(given)}; legal is a list")
+    return [read(value, f"{row_name}: objects.{key}[{at}]") for at, value in enumerate(given)]
+
+
+def _reference(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{where} is {brief(value)}; legal is text, what the object is called")
+    return value
+
+
+def _box(value: Any, where: str) -> str:
+    numbers = isinstance(value, list | tuple) and len(value) in (2, 4) and all(map(_is_number, value))
+    if not numbers:
+        raise DataError(f"{where} is {brief(value)}; legal is a list of 4 numbers, or of 2 for a point")
+    # Arrow makes every number of a column with one fraction a float: 135.0 is written as 135.
+    return f"[{', '.join(str(int(n)) if n == int(n) else repr(n) for n in value)}]"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST

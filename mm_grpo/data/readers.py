@@ -1,0 +1,172 @@
+"""Rows out of what `paths` found: each file, saved dataset or hub dataset is a `Part`, and `JoinedRows` are several.
+
+JSONL stays on disk: where each line begins is kept, and the line is read again when its row is asked for. Parquet and
+Arrow are mapped from disk by the datasets library, which keeps its own copy of Parquet in its cache. JSON and CSV are
+read into memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mm_grpo.data.columns import quoted
+from mm_grpo.data.jsonl import JsonLines, parse_json, read_json
+from mm_grpo.data.library import open_arrow, open_hub, open_parquet, open_saved
+from mm_grpo.data.paths import Found
+from mm_grpo.errors import DataError
+
+LARGEST_CELL = 2**30
+"""Characters of one cell of a CSV file."""
+_STRUCTURED = ("messages", "conversations", "images", "objects")
+"""Columns of a CSV file whose cells may hold JSON: nothing else could be in them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one source, what messages call them, and where their relative image paths start."""
+
+    rows: Any
+    row_name: Callable[[int], str]
+    folder: Path | None
+
+
+def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
+    """The rows of one source.
+
+    Args:
+        found: what `paths.find` found.
+        name: the dataset's, for messages.
+        columns: `data.columns`, to know which columns are the prompt's.
+
+    Raises:
+        DataError: it is broken, empty, or cannot be reached.
+    """
+    if found.kind == "hub":
+        return Part(open_hub(found.path, name, columns), lambda index: f"{found.path} row {index}", None)
+    path = Path(found.path)
+    try:
+        if found.kind == "saved":
+            rows: Any = open_saved(path, found.split, columns)
+            return Part(rows, lambda index: f"{path} row {index}", path)
+        suffix = path.suffix.lower()
+        if suffix == ".jsonl":
+            lines = JsonLines(path)
+            return Part(lines, lambda index: f"{path}:{lines.line(index)}", path.parent)
+        if suffix == ".json":
+            rows = read_json(path)
+        elif suffix in (".csv", ".tsv"):
+            rows, numbers = read_csv(path)
+            return Part(rows, lambda index: f"{path}:{numbers[index]}", path.parent)
+        else:
+            rows = (open_parquet if suffix == ".parquet" else open_arrow)(path, columns)
+    except OSError as error:
+        raise DataError(f"{name}: {path} cannot be read ({error.strerror or error})") from error
+    return Part(rows, lambda index: f"{path} row {index}", path.parent)
+
+
+def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The rows of a CSV file (tabs in a .tsv) under the names of its first line, and the line that each ends on.
+
+    Cells are text and never become numbers; an empty one is null. A cell of `messages`, `conversations`, `images` or
+    `objects` that begins as JSON does is read as JSON.
+    """
+    rows: list[dict[str, Any]] = []
+    lines: list[int] = []
+    limit = csv.field_size_limit(LARGEST_CELL)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            head = next(reader, [])
+            _check_head(head, path)
+            for cells in reader:
+                if not cells:
+                    continue
+                where = f"{path}:{reader.line_num}"
+                if len(cells) != len(head):
+                    raise DataError(
+                        f"{where}: has {len(cells)} cells, and the first line names {len(head)} columns; write as many "
+                        '(a comma inside a cell needs "quotes" around it)'
+                    )
+                rows.append({key: _cell(key, cell, where) for key, cell in zip(head, cells, strict=True)})
+                lines.append(reader.line_num)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 (at byte {error.start}); save it as UTF-8") from error
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: is not valid CSV ({error}); mend it") from error
+    finally:
+        csv.field_size_limit(limit)
+    if not rows:
+        raise DataError(f"{path}: is empty; it needs a line of names and at least 1 row")
+    return rows, lines
+
+
+def _check_head(head: Sequence[str], path: Path) -> None:
+    twice = next((name for name in head if head.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}:1: the column {twice!r} is given twice; the first line names the columns")
+    if len(head) == 1 and (";" in head[0] or "\t" in head[0]):
+        raise DataError(
+            f"{path}:1: its cells are not set apart by commas; save it with commas (tabs in a .tsv)"
+        )
+
+
+def _cell(name: str, cell: str, where: str) -> Any:
+    if name in _STRUCTURED and cell.lstrip()[:1] in ("[", "{"):
+        return parse_json(cell.encode(), f"{where}, column {name!r}")
+    return cell or None
+
+
+class JoinedRows:
+    """The rows of several parts, one part after the other."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = list(parts)
+        self._ends = list(itertools.accumulate(len(part.rows) for part in parts))
+        self.in_memory = all(isinstance(p.rows, list) or getattr(p.rows, "in_memory", False) for p in parts)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int, /) -> Any:
+        part, inner = self._place(index)
+        return part.rows[inner]
+
+    def encoded_row(self, index: int) -> Any:
+        """The row with the images of every column still encoded."""
+        part, inner = self._place(index)
+        return getattr(part.rows, "encoded_row", part.rows.__getitem__)(inner)
+
+    def row_name(self, index: int) -> str:
+        """What messages call a row."""
+        part, inner = self._place(index)
+        return part.row_name(inner)
+
+    def folder(self, index: int) -> Path | None:
+        """Where the row's relative image paths start."""
+        return self._place(index)[0].folder
+
+    @cached_property
+    def column_names(self) -> list[str]:
+        """The columns of all parts, in order of appearance."""
+        names: dict[str, None] = {}
+        for part in self.parts:
+            known = getattr(part.rows, "column_names", None)
+            rows = part.rows if known is None else [dict.fromkeys(known)]
+            names.update(dict.fromkeys(name for row in rows if isinstance(row, Mapping) for name in row))
+        return list(names)
+
+    def _place(self, index: int) -> tuple[Part, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        at = bisect.bisect_right(self._ends, index)
+        return self.parts[at], index - (self._ends[at - 1] if at else 0)
+
+    def __repr__(self) -> str:
+        return f"JoinedRows({quoted(type(part.rows).__name__ for part in self.parts)})"
