@@ -19,7 +19,10 @@ def test_accuracy_rises_from_chance_and_falls_back_when_images_are_shuffled(
 ) -> None:
     program = ["-m", "mm_grpo.cli", "train", "examples/shapes/config.yaml"]
     program += [f"run.dir={tmp_path}/run", f"run.seed={seed}", f"rollout.engine={engine}"]
-    if (seed, engine) != (0, "transformers"):  # one run is the demo's own; the others are judged by their ends
+    if (seed, engine) != (
+        0,
+        "transformers",
+    ):  # one run is the demo's own; the others are judged by their ends
         program.append("run.eval_every=0")
     code, said = processes.finished(program, tmp_path / "said.txt", deadline=390)
     assert code == 0, said
