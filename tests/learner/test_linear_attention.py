@@ -149,7 +149,7 @@ def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float,
     for rows in packs:
         logp, _ = module(layout(rows, processor.media_token_ids))
         own = [i.index for row in rows for i in row]
-        most = max(most, float((logp - torch.cat([expected[i] for i in own])).abs().max()))
+        most = max(most, float((logp - torch.cat([expected[i] for i in own])).detach().abs().max()))
         (torch.cat([weights[i] for i in own]) * logp).sum().backward()
     theirs = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     ours = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
