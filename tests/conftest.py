@@ -28,6 +28,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+class Models(dict[str, Path]):
+    """Folders by family; one that is not among tiny.FAMILIES is built when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __missing__(self, family: str) -> Path:
+        from helpers import tiny
+
+        self[family] = tiny.build(family, self.root / family)
+        return self[family]
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One tiny model folder per family, built once for the whole run. Tests never write into them."""
@@ -36,5 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     # transformers formats each config that it reads for a log line: half the time in which a tiny run is built
     PretrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
-    root = tmp_path_factory.mktemp("models")
-    return {family: tiny.build(family, root / family) for family in tiny.FAMILIES}
+    built = Models(tmp_path_factory.mktemp("models"))
+    for family in tiny.FAMILIES:
+        built[family]
+    return built

@@ -12,7 +12,9 @@ Forward
 - `pack.py`: groups laid out as shared-prefix rows, and the plan that fills packs.
 - `forward.py`: the one module whose forward takes a pack.
 - `image_features.py`: image features that passes or packs share.
+- `completion_batch.py`: a pack's rows cut into prompts and a batch of completions.
 - `attention.py`, `flex.py`: attention that skips what the mask forbids, on a CPU and on a GPU.
+- `linear_attention.py`: layers with a recurrent state, which each completion takes over from its prompt.
 - `vision_attention.py`: attention of vision towers over many images, in few calls.
 - `transformers_patches.py`: every change to transformers' models, with its reason.
 - `logprobs.py`: log-probabilities and entropies, tile by tile.

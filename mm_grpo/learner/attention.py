@@ -8,7 +8,8 @@ each other. Two ways around it, and `Masks` chooses:
              sdpa: L^2 / 2 + G * T * (L + T), where `prefix_layout` finds that cheaper
 
 What `Masks` makes reaches every text layer as keyword arguments of the model's forward; without any
-`prefix_attention` is transformers' sdpa over the dense mask.
+`prefix_attention` is transformers' sdpa over the dense mask. Layers of linear attention look at no mask: they are
+given the pack's completions (linear_attention.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.completion_batch import CompletionBatch, completion_batch
 from mm_grpo.learner.flex import BLOCK, attend, block_mask, fault
+from mm_grpo.learner.linear_attention import SharedState, prepare_linear_layers
 from mm_grpo.learner.pack import attention_mask
 from mm_grpo.learner.transformers_patches import unread_mask, use_prefix_attention
 
@@ -33,48 +36,30 @@ logger = logging.getLogger("mm_grpo")
 
 @dataclass(frozen=True)
 class PrefixLayout:
-    """Where the C completions of a pack's B rows lie.
+    """The C completions of a pack, and what each of their T tokens may look at: its prompt and what is before it.
 
-    `prompt` is the longest prompt; `rows` [C] name each completion's row; `index` [C, T] are flat places
-    in the B * N tokens (0 where a completion is shorter than T), `kept` [M] the flat places in [C, T] of those
-    that are there; `mask` [C or 1, 1, T, prompt + T] is True where a completion's query may look. `even` says
-    that there is one row of completions of one length, where all of this is a matter of views.
+    `mask` [C or 1, 1, T, P + T], with P the longest prompt, is True where a completion's query may look.
     """
 
-    prompt: int
-    rows: Tensor
-    index: Tensor
-    kept: Tensor
+    batch: CompletionBatch
     mask: Tensor
-    even: bool
 
 
-def prefix_layout(segments: Tensor) -> PrefixLayout | None:
-    """The layout of a pack's segments [B, N]; None when the dense mask is no dearer."""
+def prefix_layout(segments: Tensor, batch: CompletionBatch | None = None) -> PrefixLayout | None:
+    """The layout of a pack's segments [B, N], whose `batch` may be known; None when the dense mask is no dearer."""
     rows, width = segments.shape
-    prompts = (segments == 0).sum(1)
-    longest = int(prompts.max())
-    pairs = [(b, k) for b in range(rows) for k in range(1, int(segments[b].max()) + 1)]
-    places = [(segments[b] == k).nonzero()[:, 0] + b * width for b, k in pairs]
-    tokens = max(len(p) for p in places)
-    if longest**2 / 2 * rows + len(pairs) * tokens * (longest + tokens) >= rows * width**2:
+    batch = batch or completion_batch(segments)
+    longest, (count, tokens) = batch.prompt, batch.index.shape
+    if longest**2 / 2 * rows + count * tokens * (longest + tokens) >= rows * width**2:
         return None
-    device = segments.device
-    index = torch.zeros(len(pairs), tokens, dtype=torch.long, device=device)
-    real = torch.zeros(len(pairs), tokens, dtype=torch.bool, device=device)
-    for i, place in enumerate(places):
-        index[i, : len(place)] = place
-        real[i, : len(place)] = True
-    row_of = torch.tensor([b for b, _ in pairs], device=device)
-    own = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
-    if bool((prompts == longest).all()):  # one mask serves all
+    own = torch.ones(tokens, tokens, dtype=torch.bool, device=segments.device).tril()[None, None]
+    if batch.equal:  # one mask serves all
         mask = torch.cat([own.new_ones(1, 1, tokens, longest), own], -1)
     else:
-        seen = torch.arange(longest, device=device) < prompts[row_of, None]
-        parts = [seen[:, None, None].expand(-1, 1, tokens, -1), own.expand(len(pairs), -1, -1, -1)]
+        seen = torch.arange(longest, device=segments.device) < batch.lengths[batch.rows, None]
+        parts = [seen[:, None, None].expand(-1, 1, tokens, -1), own.expand(count, -1, -1, -1)]
         mask = torch.cat(parts, -1)
-    even = rows == 1 and index.numel() + longest == width
-    return PrefixLayout(longest, row_of, index, real.flatten().nonzero()[:, 0], mask, even)
+    return PrefixLayout(batch, mask)
 
 
 def prefix_attention(
@@ -98,35 +83,22 @@ def prefix_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
-    batch, heads, width, size = query.shape
-    length = prefix.prompt
-    options: dict[str, Any] = {"scale": scaling, "enable_gqa": heads != key.shape[1]}
+    width = query.shape[2]
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
 
-    def parted(x: Tensor) -> tuple[Tensor, Tensor]:  # [B, h, N, d] -> [B, h, prompt, d], [C, h, T, d]
-        if prefix.even:  # split, for its backward is one cat, where that of two slices is two zeroed copies
-            prompts, rest = x.split((length, width - length), 2)
-            return prompts, rest.squeeze(0).view(x.shape[1], *prefix.index.shape, size).transpose(0, 1)
-        flat = x.transpose(1, 2).flatten(0, 1).index_select(0, prefix.index.flatten())
-        return x[:, :, :length], flat.view(*prefix.index.shape, *flat.shape[1:]).transpose(1, 2)
+    def split(x: Tensor) -> tuple[Tensor, Tensor]:  # [B, h, N, d] -> [B, h, P, d], [C, h, T, d]
+        prompts, own = prefix.batch.split(x.transpose(1, 2))
+        return prompts.transpose(1, 2), own.transpose(1, 2)
 
-    def after_prompt(prompts: Tensor, own: Tensor) -> Tensor:  # -> [C, h, prompt + T, d]
-        one = batch == 1  # backward of the view is one sum
-        prompts = prompts.expand(len(own), -1, -1, -1) if one else prompts.index_select(0, prefix.rows)
-        return torch.cat([prompts, own], 2)
+    def after_prompt(prompts: Tensor, own: Tensor) -> Tensor:  # -> [C, h, P + T, d]
+        return torch.cat([prefix.batch.of_prompt(prompts), own], 2)
 
-    (q, own_q), (k, own_k), (v, own_v) = parted(query), parted(key), parted(value)
+    (q, own_q), (k, own_k), (v, own_v) = split(query), split(key), split(value)
     of_prompts = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
     of_completions = scaled_dot_product_attention(
         own_q, after_prompt(k, own_k), after_prompt(v, own_v), attn_mask=prefix.mask, **options
     )
-    flat = of_completions.transpose(1, 2).flatten(0, 1)
-    if prefix.even:
-        return torch.cat([of_prompts.transpose(1, 2), flat[None]], 1), None
-    # prompts first; places past a short prompt hold nonsense until the completions are laid over them
-    out = torch.cat([of_prompts.transpose(1, 2), query.new_zeros(batch, width - length, heads, size)], 1)
-    places = prefix.index.flatten().index_select(0, prefix.kept)
-    out = out.flatten(0, 1).index_copy(0, places, flat.index_select(0, prefix.kept))
-    return out.unflatten(0, (batch, width)), None
+    return prefix.batch.merge(of_prompts.transpose(1, 2), of_completions.transpose(1, 2), width), None
 
 
 class Masks:
@@ -141,6 +113,7 @@ class Masks:
         self.eager = text._attn_implementation == "eager"
         self.blocks = use_prefix_attention(text, prefix_attention)
         self.flex = self.blocks and _flex_works(model, attn)
+        self.rule = prepare_linear_layers(model)
 
     @property
     def multiple(self) -> int:
@@ -149,9 +122,15 @@ class Masks:
 
     def of(self, segments: Tensor) -> dict[str, Any]:
         """Keyword arguments of the model's forward for a pack's segments [B, N]."""
+        if self.rule is None:
+            return self._of_attention(segments, None)
+        batch = completion_batch(segments)
+        return self._of_attention(segments, batch) | {"shared_state": SharedState(batch, self.rule)}
+
+    def _of_attention(self, segments: Tensor, batch: CompletionBatch | None) -> dict[str, Any]:
         if self.flex:
             return {"flex": block_mask(segments), "attention_mask": unread_mask(segments.device)}
-        prefix = prefix_layout(segments) if self.blocks else None
+        prefix = prefix_layout(segments, batch) if self.blocks else None
         if prefix is not None:
             return {"prefix": prefix, "attention_mask": unread_mask(segments.device)}
         mask = attention_mask(segments)

@@ -12,7 +12,12 @@ and w processes:
                         2 (4 D + 2 b D)   two RMS norms: fp32 input, normed twice
                         5 b H             queries, keys and values for each of the heads, attention's output twice
                         4 b I             gate, up, its activation and their product
-                    with D the hidden size, H heads times their width and I the inner size. With gradient checkpointing
+                    with D the hidden size, H heads times their width and I the inner size. A layer of linear attention
+                    keeps, in place of 5 b H, as transformers' rule in torch runs it,
+                        4 b C             the C channels of its convolution: before, padded, after, activated
+                        4 h (8 k + 5 v + 5 c)  fp32, h heads of keys of width k and values of width v, in chunks
+                                          of c = 64 tokens: both with their decays, and the chunk's matrices
+                    With gradient checkpointing
                     each layer keeps its input, b D, and one layer at a time has all of it
     log-probs       T (4 + b) D for states and their fp32 gradients, V b D for the gradient of the head where it
                     is trained, and a tile (learner/logprobs.py)
@@ -22,7 +27,8 @@ and w processes:
 Left out: the vision tower's activations (those of images in one pack; smaller than the text's, larger for very large
 images), buffers of attention kernels, the allocator's own losses, CUDA's context (about 0.5 GB) and the embedded
 engine's cache. Layers are taken for those of a Llama: dense, gated, with RMS norms. Against what autograd keeps on a
-CPU the activations are 2 to 10 % too small, and a quarter with checkpointing.
+CPU the activations are 2 to 10 % too small, and a quarter with checkpointing; those of one Qwen3.5, whose attention has
+norms and a gate besides, were an eighth too small.
 """
 
 from __future__ import annotations
@@ -37,6 +43,8 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.logprobs import CHUNK_BYTES
 from mm_grpo.learner.zero import BUCKET
 
+CHUNK = 64
+"""Tokens that a layer of linear attention takes at once."""
 PROMPT = 1024
 """Tokens of a prompt whose length nothing bounds."""
 
@@ -56,6 +64,10 @@ class ModelSizes:
     vocabulary: int
     head_is_trained: bool = True
     reference: int = 0
+    linear_layers: int = 0
+    """How many of `layers` are of linear attention."""
+    linear_token: int = 0
+    """Bytes that each of these keeps of a token for its convolution and its rule."""
 
     @classmethod
     def of(cls, model: Any, reference: Any = None) -> ModelSizes:
@@ -63,6 +75,7 @@ class ModelSizes:
         text = model.config.get_text_config()
         params, head = list(model.parameters()), model.get_output_embeddings().weight
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        linear = list(getattr(text, "layer_types", None) or ()).count("linear_attention")
         return cls(
             weights=sum(p.numel() for p in params),
             trained=sum(p.numel() for p in params if p.requires_grad),
@@ -74,6 +87,8 @@ class ModelSizes:
             vocabulary=len(head),
             head_is_trained=head.requires_grad,
             reference=0 if reference is None else sum(p.numel() for p in reference.parameters()),
+            linear_layers=linear,
+            linear_token=_linear_token(text, head.element_size()) if linear else 0,
         )
 
 
@@ -115,7 +130,10 @@ def memory_estimate(
     if zero_stage == 2:
         gradients = (0 if offload else gradients) + 4 * min(BUCKET, n) * (2 if gpu else 1)
     masters = 4 * n if b == 2 or zero_stage else 0
-    layer = tokens * (2 * (4 + 2 * b) * model.hidden + 5 * b * model.heads + 4 * b * model.inner)
+    around = 2 * (4 + 2 * b) * model.hidden + 4 * b * model.inner
+    layer, linear = (tokens * (around + own) for own in (5 * b * model.heads, model.linear_token))
+    full = model.layers - model.linear_layers
+    largest = max(layer if full else 0, linear if model.linear_layers else 0)
     inputs = tokens * b * model.hidden
     head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
     return MemoryEstimate(
@@ -123,7 +141,9 @@ def memory_estimate(
         reference=b * model.reference,
         gradients=gradients,
         optimizer=0 if offload else (8 * n + masters) // parts,
-        activations=model.layers * inputs + layer if checkpointing else model.layers * layer,
+        activations=model.layers * inputs + largest
+        if checkpointing
+        else full * layer + model.linear_layers * linear,
         log_probs=tokens * (4 + b) * model.hidden + head + CHUNK_BYTES,
         vllm=vllm,
     )
@@ -202,6 +222,14 @@ def memory_sentence(estimate: MemoryEstimate, available: int, *, tokens: int, ch
     if not checkpointing:
         remedies.insert(0, "optim.gradient_checkpointing=true")
     return f"{line}: more than there is. What helps: {', '.join(remedies)}"
+
+
+def _linear_token(text: Any, numbers: int) -> int:
+    """Bytes of a token in a layer of gated delta rule, by its text config and the bytes of a number."""
+    keys, values, heads = text.linear_key_head_dim, text.linear_value_head_dim, text.linear_num_value_heads
+    channels = 2 * text.linear_num_key_heads * keys + heads * values
+    chunks: int = 4 * numbers * channels + 4 * heads * (8 * keys + 5 * values + 5 * CHUNK)
+    return chunks
 
 
 def _size(count: int) -> str:

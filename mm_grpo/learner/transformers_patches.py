@@ -6,9 +6,12 @@ where transformers no longer is as they assume.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,10 @@ from transformers.masking_utils import sdpa_mask
 PREFIX_ATTENTION = "mm_grpo_prefix"
 VARLEN_ATTENTION = "mm_grpo_varlen_flash"
 """With "flash" in it: that is how the towers choose between one call with the cuts and one call per image."""
+DELTA_NETS = ("Qwen3_5GatedDeltaNet",)
+"""Classes of layers of gated delta rule that are built as linear_attention.py assumes."""
+Rule = Callable[..., tuple[Tensor, Tensor]]
+"""Query, key and value [b, S, H, d], `g`, `beta` [b, S, H] and `initial_state` to outputs and the state after them."""
 
 
 def use_prefix_attention(config: Any, attention: Callable[..., Any]) -> bool:
@@ -46,6 +53,54 @@ def unread_mask(device: torch.device) -> Tensor:
     Needless when: transformers makes no mask for an attention that has no mask function, and takes one when given.
     """
     return torch.empty(0, 0, 0, 0, dtype=torch.bool, device=device)
+
+
+def use_shared_state(model: Any, forward: Callable[..., Tensor]) -> list[Any]:
+    """Let layers of gated delta rule call `forward(layer, hidden states, shared_state)` where the model is given one.
+
+    Returns those layers. Why: transformers' forward takes one sequence for each row, from its start or from a cache,
+    whose states it overwrites in place, which has no gradients. Layers get the keyword arguments of the model's
+    forward, through gradient checkpointing too. Without a `shared_state` (the embedded engine) they are what they were.
+    Needless when: transformers takes an initial state and convolution inputs for a forward with gradients.
+    """
+    layers = [part for part in model.modules() if type(part).__name__ in DELTA_NETS]
+    for layer in layers:
+        layer.forward = partial(_forward_of_delta_net, layer, forward)
+    return layers
+
+
+def _forward_of_delta_net(
+    layer: Any,
+    forward: Callable[..., Tensor],
+    hidden_states: Tensor,
+    *,
+    shared_state: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    if shared_state is not None:
+        return forward(layer, hidden_states, shared_state)
+    result: Tensor = type(layer).forward(layer, hidden_states, **kwargs)
+    return result
+
+
+def torch_rule(layer: Any) -> Rule:
+    """The gated delta rule in chunks as the file of the layer's class has it in torch, kernels taken off.
+
+    Why: it is what kernels are compared with, and what runs where there are none; on a GPU the name in that file can
+    stand for a kernel that transformers found installed.
+    """
+    rule: Rule = inspect.unwrap(vars(sys.modules[type(layer).__module__])["torch_chunk_gated_delta_rule"])
+    return rule
+
+
+def fla_rule() -> Rule | None:
+    """The gated delta rule of flash-linear-attention; None where it is not installed or does not import here."""
+    try:
+        kernels = importlib.import_module("fla.ops.gated_delta_rule")
+    except Exception:  # without a GPU its import raises errors of many kinds, and torch is there
+        return None
+    rule: Rule = kernels.chunk_gated_delta_rule
+    return rule
 
 
 def use_varlen_attention(tower: nn.Module, attention: Callable[..., Any]) -> None:

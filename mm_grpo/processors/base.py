@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mm_grpo.processors.family import Family
     from mm_grpo.types import Prompt, Sample
 
-_FAMILIES = {"qwen2_vl": "qwen_vl", "qwen2_5_vl": "qwen_vl", "qwen3_vl": "qwen_vl"}
+_FAMILIES = {"qwen2_vl": "qwen_vl", "qwen2_5_vl": "qwen_vl", "qwen3_vl": "qwen_vl", "qwen3_5": "qwen_vl"}
 _REGISTRY: dict[str, type] = {}
 _C = TypeVar("_C", bound=type)
 

@@ -69,12 +69,15 @@ class Family(ABC):
     """The layout of one family's models. `model` is always the whole transformers model, `vision` vision tensors.
 
     What holds for every family, and is not asked: the logits of a state are `hidden @ head.weight.T`; every text layer
-    attends to all tokens before; and the tokens of a completion have the positions that follow the largest one of the
-    prompt, one by one. `check` refuses a model where its config says otherwise.
+    attends to all tokens before, or is of linear attention; and the tokens of a completion have the positions that
+    follow the largest one of the prompt, one by one. `check` refuses a model where its config says otherwise.
     """
 
     position_axes: tuple[int, ...] = ()
     """The axes of position ids before those of rows and tokens: (3,) for M-RoPE, () where tokens are counted."""
+    layer_types: frozenset[str] = frozenset({"full_attention"})
+    """Kinds of text layers that its models may have, as `layer_types` of a text config names them. The learner refuses
+    those of `linear_attention` that it cannot start from a state (learner/linear_attention.py)."""
 
     @abstractmethod
     def tower(self, model: Any) -> nn.Module:
@@ -87,7 +90,7 @@ class Family(ABC):
     def check(self, model: Any) -> None:
         """Raise ConfigError for a model that the learner would run wrongly, as far as its config says."""
         text = model.config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+        kinds = set(getattr(text, "layer_types", None) or ()) - self.layer_types
         if not getattr(text, "layer_types", None) and getattr(text, "sliding_window", None):
             kinds = {"sliding_attention"}
         faults = [f"its layers have {', '.join(sorted(kinds))}"] if kinds else []

@@ -1,6 +1,6 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and chat messages to prompts, and how the models are built.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images and chat messages to prompts, and how the models are built.
 
-The three share a prompt format (`<|vision_start|><|image_pad|>...<|vision_end|>`), a resize rule and
+They share a prompt format (`<|vision_start|><|image_pad|>...<|vision_end|>`), a resize rule and
 M-RoPE positions; what differs (patch size, position rule) is read from the model's own config, image
 processor and `get_rope_index`, so no layout constant of a family is written here.
 
@@ -40,9 +40,13 @@ _BOUNDARIES = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
 
 class QwenVLFamily(Family):
-    """`model.model.visual` makes features, its merger included; positions are those of M-RoPE."""
+    """`model.model.visual` makes features, its merger included; positions are those of M-RoPE.
+
+    In Qwen3.5 most text layers are of linear attention.
+    """
 
     position_axes = (3,)
+    layer_types = frozenset({"full_attention", "linear_attention"})
 
     def tower(self, model: Any) -> nn.Module:
         tower: nn.Module = model.model.visual
@@ -61,7 +65,7 @@ class QwenVLFamily(Family):
         return len(vision["image_grid_thw"]) if vision else 0
 
 
-@register("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+@register("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 class QwenVLProcessor:
     """The processor of one Qwen-VL model, read from its folder.
 

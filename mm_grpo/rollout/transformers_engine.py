@@ -107,9 +107,10 @@ class TransformersEngine:
         repeats = torch.tensor([len(group) for group in groups])
         device = self.model.device
 
-        cache = DynamicCache(config=self.model.config.get_text_config())
+        cache: Any = DynamicCache(config=self.model.config.get_text_config())
         hidden, mask = self._prefill(prompts, cache)
-        cache.batch_select_indices(torch.repeat_interleave(repeats).to(device))
+        # the one selection of rows that layers of linear attention have too
+        cache.reorder_cache(torch.repeat_interleave(repeats).to(device))
         hidden = hidden.repeat_interleave(repeats.to(device), 0)
         mask = mask.repeat_interleave(repeats.to(device), 0)
         starts = torch.tensor([p.next_position for p in prompts], device=device)
@@ -145,7 +146,7 @@ class TransformersEngine:
                 break
             if bool(ended.any()):  # finished rows leave, so the rest decode faster
                 keep = (~ended).nonzero()[:, 0]
-                cache.batch_select_indices(keep)
+                cache.reorder_cache(keep)
                 alive, tokens, logprobs = alive[keep], tokens[keep], logprobs[keep]
                 mask, starts, chosen = mask[keep], starts[keep], chosen[keep]
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)

@@ -210,7 +210,7 @@ def test_the_update_does_not_depend_on_the_processes(world: int, launched: Any, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_other_families_on_two_processes(family: str, launched: Any, alone: Any) -> None:
     cases = tuple(trouble()[-8:-1])
     results = launched(family, 2, cases)

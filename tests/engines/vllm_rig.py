@@ -25,12 +25,13 @@ from mm_grpo.types import Completion, Prompt
 class Rig:
     """Both sides. `change` moves the learner's weights, `reset` brings both back to those on disk."""
 
-    def __init__(self, path: Path, **kwargs: Any) -> None:
+    def __init__(self, path: Path, dtype: str = "float32", **kwargs: Any) -> None:
         self.processor: Processor = load_processor(str(path))
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+        kind = getattr(torch, dtype)
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=kind).eval()
         self.settings = EngineSettings(
             model=str(path),
-            dtype="float32",
+            dtype=dtype,
             max_model_len=1024,
             min_pixels=self.processor.min_pixels,  # type: ignore[attr-defined]
             max_pixels=self.processor.max_pixels,  # type: ignore[attr-defined]
@@ -86,7 +87,7 @@ class Rig:
         """Log-probs [T] by a plain transformers forward."""
         ids = torch.tensor([[*prompt.token_ids, *token_ids]])
         kinds = (ids == self.model.config.image_token_id).int()
-        logits = self.model(input_ids=ids, mm_token_type_ids=kinds, **prompt.vision).logits[0]
+        logits = self.model(input_ids=ids, mm_token_type_ids=kinds, **prompt.vision).logits[0].float()
         logits = logits[len(prompt.token_ids) - 1 : -1] / temperature
         if mask:
             logits[:, sorted(self.processor.media_token_ids)] = -torch.inf

@@ -1,4 +1,4 @@
-"""Tiny random models (`build` and FAMILIES of mm_grpo/testing/tiny_models.py), and rows to feed them."""
+"""Tiny random models (names of mm_grpo/testing/tiny_models.py), and rows to feed them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mm_grpo.types import Sample
 
 
 def __getattr__(name: str) -> Any:
-    """FAMILIES and build, which import torch and transformers: tests that only want pictures do not wait for them."""
-    if name not in ("FAMILIES", "build"):  # pytest asks modules for many names
+    """FAMILIES, HYBRID and build, which import torch: tests that only want pictures do not wait for them."""
+    if name not in ("FAMILIES", "HYBRID", "build"):  # pytest asks modules for many names
         raise AttributeError(name)
     from mm_grpo.testing import tiny_models
 

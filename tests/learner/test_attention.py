@@ -22,7 +22,7 @@ ROWS = {
 def test_blocks_equal_the_dense_mask(name: str) -> None:
     segments = segments_of(ROWS[name])
     layout = prefix_layout(segments)
-    assert layout is not None and layout.even == (name == "even")
+    assert layout is not None and layout.batch.even == (name == "even")
     torch.manual_seed(0)
     shapes = [(len(segments), heads, segments.shape[1], 8) for heads in (4, 2, 2)]
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]

@@ -34,7 +34,7 @@ def packs_of(processor: Processor) -> dict[str, Pack]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
 def test_every_pack_gives_every_gradient_in_one_order(
     family: str, tie: bool, checkpointing: bool, models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import tiny
 from helpers.steps import config_for, load
 
 from mm_grpo.learner.learner import Learner, _with_checkpointing
@@ -102,6 +103,18 @@ def test_the_sentence_names_parts_sum_and_remedies() -> None:
 )
 def test_a_pack_holds_no_more_than_an_update(processes: int, optim: dict[str, int], tokens: int) -> None:
     assert largest_pack(config_for("x", optim=optim), processes) == tokens
+
+
+def test_layers_of_linear_attention_keep_what_their_rule_does(models: dict[str, Path]) -> None:
+    """Two of three layers: one head of keys and two of values, 16 wide, so 64 channels; 64 hidden, 96 inner."""
+    found = ModelSizes.of(load(models[tiny.HYBRID]))
+    assert (found.layers, found.linear_layers) == (3, 2)
+    assert found.linear_token == 4 * 4 * 64 + 4 * 2 * (8 * 16 + 5 * 16 + 5 * 64)
+    around = 2 * (4 + 2 * 4) * 64 + 4 * 4 * 96
+    whole = memory_estimate(found, tokens=10, checkpointing=False).activations
+    assert whole == 10 * (3 * around + 5 * 4 * 64 + 2 * found.linear_token)
+    kept = memory_estimate(found, tokens=10, checkpointing=True).activations
+    assert kept == 10 * (3 * 4 * 64 + around + found.linear_token)
 
 
 def test_sizes_are_read_from_a_model(models: dict[str, Path]) -> None:

@@ -39,7 +39,7 @@ def answers(seed: int, vocab: int, banned: frozenset[int]) -> list[tuple[int, ..
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
 def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models: dict[str, Any]) -> None:
     model = AutoModelForImageTextToText.from_pretrained(models[family], dtype=torch.float32).train()
     processor = load_processor(str(models[family]))
@@ -86,7 +86,7 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
         assert (parameter.grad - want).norm() <= 1e-5 * want.norm(), name
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
 def test_a_pack_without_images_gives_every_parameter_a_gradient(family: str, models: dict[str, Any]) -> None:
     model = AutoModelForImageTextToText.from_pretrained(models[family], dtype=torch.float32).train()
     processor = load_processor(str(models[family]))

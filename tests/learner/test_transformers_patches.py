@@ -33,7 +33,7 @@ def calls() -> Any:
     patches.use_prefix_attention(config, prefix_attention)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
 def test_text_layers_hand_on_what_the_forward_is_given(
     family: str, models: dict[str, Path], calls: list[dict[str, Any]]
 ) -> None:
@@ -49,7 +49,7 @@ def test_text_layers_hand_on_what_the_forward_is_given(
         prefix="a layout",
         **prompt.vision,
     )
-    assert [call["prefix"] for call in calls] == ["a layout"] * 3
+    assert [call["prefix"] for call in calls] == ["a layout"] * (1 if family == tiny.HYBRID else 3)
     assert all(call["mask"] is mask for call in calls)
 
 
@@ -86,7 +86,45 @@ def test_an_unread_mask_keeps_a_text_model_from_making_one(
     assert len(calls) == 1 and len(made) == (0 if given else 1)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_of_linear_attention_are_handed_what_the_forward_is_given(
+    checkpointing: bool, models: dict[str, Path]
+) -> None:
+    processor, model = load_processor(str(models[tiny.HYBRID])), load(models[tiny.HYBRID])
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    seen: list[Any] = []
+
+    def forward(layer: Any, hidden: Any, shared_state: Any) -> Any:
+        seen.append((layer, shared_state))
+        return hidden
+
+    layers = patches.use_shared_state(model, forward)
+    assert layers == [model.model.language_model.layers[i].linear_attn for i in (0, 2)]
+    prompt = processor.prompt(tiny.sample("r"))
+    inputs = {"input_ids": torch.tensor([prompt.token_ids]), "position_ids": prompt.position_ids[:, None]}
+    processor.family.hidden_states(model, **inputs, shared_state="a state")
+    assert seen == [(layer, "a state") for layer in layers]
+    with torch.no_grad():  # without one they are transformers' own
+        ours = processor.family.hidden_states(model, **inputs)
+        assert torch.equal(ours, processor.family.hidden_states(load(models[tiny.HYBRID]), **inputs))
+    assert len(seen) == 2
+
+
+def test_layers_of_linear_attention_are_built_as_they_are_run(models: dict[str, Path]) -> None:
+    """What their own forward reads, by the names of weights; test_linear_attention.py compares what they compute."""
+    layer = load(models[tiny.HYBRID]).model.language_model.layers[0].linear_attn
+    assert type(layer).__name__ in patches.DELTA_NETS
+    projections = [f"in_proj_{part}.weight" for part in ("qkv", "z", "a", "b")]
+    named = {*projections, "A_log", "dt_bias", "conv1d.weight", "norm.weight", "out_proj.weight"}
+    assert {name for name, _ in layer.named_parameters()} == named
+    convolution = layer.conv1d
+    assert convolution.kernel_size == (layer.conv_kernel_size,) == (4,) and convolution.bias is None
+    assert convolution.groups == convolution.out_channels == 2 * layer.key_dim + layer.value_dim
+    assert (layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim) == (1, 2, 16, 16)
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
 def test_towers_attend_over_cuts_and_embed_patches_by_one_convolution(
     family: str, models: dict[str, Path]
 ) -> None:
@@ -124,7 +162,7 @@ def test_a_patch_product_is_the_convolution() -> None:
     assert type(ours) is patches.PatchProduct
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
 def test_a_model_takes_features_for_whatever_pixels_it_is_given(family: str, models: dict[str, Path]) -> None:
     processor, model = load_processor(str(models[family])), load(models[family])
     layout = processor.family

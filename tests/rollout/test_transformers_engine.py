@@ -32,7 +32,7 @@ class Setup:
         return [self.processor.prompt(row) for row in rows]
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+@pytest.fixture(scope="module", params=[*tiny.FAMILIES, tiny.HYBRID])
 def each(request: pytest.FixtureRequest, models: dict[str, Any]) -> Setup:
     """Every family: where prefill and decoding have to equal the model's own forward."""
     return Setup(models[request.param])

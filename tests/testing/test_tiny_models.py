@@ -17,6 +17,7 @@ from mm_grpo.testing.tiny_models import family_of
         ("Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl"),
         ("someone/qwen2_5_vl-finetuned/", "qwen2_5_vl"),
         ("Qwen/Qwen3-VL-4B-Instruct", "qwen3_vl"),
+        ("Qwen/Qwen3.5-4B", "qwen3_5"),
     ],
 )
 def test_families_by_published_name(name: str, family: str) -> None:

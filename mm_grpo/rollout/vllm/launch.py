@@ -152,6 +152,8 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
             "max_num_batched_tokens": max(settings.max_model_len, 8192),
             "max_num_seqs": 128,
         }
+        if _has_linear_layers(settings):  # their prefixes are cached by way of prefills in pieces
+            arguments["enable_prefix_caching"] = False
     arguments |= given
     if not torch.cuda.is_available() and arguments["max_num_batched_tokens"] < settings.max_model_len:
         raise ConfigError(
@@ -198,6 +200,18 @@ def _construct(settings: EngineSettings) -> Any:
                 f"{k}={v!r}" for k, v in sorted(arguments.items()) if k not in ("model", "disable_log_stats")
             )
         ) from error
+
+
+def _has_linear_layers(settings: EngineSettings) -> bool:
+    """Whether the model has layers of linear attention, which vLLM on a CPU runs in bfloat16: ConfigError else."""
+    text: Any = read_config(settings.model, trust_remote_code=settings.trust_remote_code).get_text_config()
+    linear = "linear_attention" in (getattr(text, "layer_types", None) or ())
+    if linear and settings.dtype != "bfloat16":
+        raise ConfigError(
+            f"rollout.engine = 'vllm': on a CPU vLLM runs the linear attention of a {text.model_type} in bfloat16 "
+            f"alone, and the model is in {settings.dtype}; write model.dtype=bfloat16, or rollout.engine=transformers"
+        )
+    return linear
 
 
 def _cpu_kv_bytes(settings: EngineSettings, sequences: int) -> int:

@@ -1,0 +1,177 @@
+"""Linear attention over shared-prefix rows: a prompt is run once, and each completion goes on from its state.
+
+A layer of gated delta rule (Yang et al. 2024, arXiv:2412.06464), as Qwen3.5 has it, hands two things from token to
+token: the last inputs of a short causal convolution, and a matrix [keys, values] for each head. Here prompts are one
+batch and completions another, which starts from what its prompts end with. So the result is that of prompt +
+completion in one sequence, for outputs and gradients. All else in the layer looks at one token at a time.
+
+What the layers are, and how they come to call `shared_state_forward`, is in transformers_patches.py. The rule itself is
+transformers' own in torch; on a GPU in bfloat16 the kernel of flash-linear-attention is taken where it is installed,
+compared with that (`fault`) and right.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, pad, softplus
+from transformers.activations import ACT2FN
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.completion_batch import CompletionBatch
+from mm_grpo.learner.flex import LIMITS
+from mm_grpo.learner.transformers_patches import Rule, fla_rule, torch_rule, use_shared_state
+
+logger = logging.getLogger("mm_grpo")
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """What a layer needs to know of a pack: where its completions lie, and which function runs the rule."""
+
+    batch: CompletionBatch
+    rule: Rule
+
+
+def shared_state_forward(layer: Any, hidden: Tensor, shared: SharedState) -> Tensor:
+    """What the layer makes of a pack's hidden states [B, N, D]; at padding the numbers mean nothing."""
+    batch = shared.batch
+    gate = layer.in_proj_z(hidden).reshape(-1, layer.head_v_dim)
+    beta = layer.in_proj_b(hidden).sigmoid()
+    decay = -layer.A_log.float().exp() * softplus(layer.in_proj_a(hidden).float() + layer.dt_bias)
+    (mixed, own_mixed), (beta, own_beta), (decay, own_decay) = (
+        batch.split(x) for x in (layer.in_proj_qkv(hidden), beta, decay)
+    )
+    context = layer.conv_kernel_size - 1
+    mixed = pad(mixed, (0, 0, context, 0))
+    if batch.equal:
+        tail = mixed[:, batch.prompt :]
+    else:
+        # what stands behind a shorter prompt leaves the state as it is: it decays nothing and writes nothing
+        behind = torch.arange(batch.prompt, device=hidden.device) >= batch.lengths[:, None]
+        beta, decay = (x.masked_fill(behind[:, :, None], 0.0) for x in (beta, decay))
+        places = batch.lengths[:, None] + torch.arange(context, device=hidden.device)
+        tail = mixed.take_along_dim(places[:, :, None], 1)
+    out, state = _apply(layer, mixed, decay, beta, None, shared.rule)
+    own_mixed = torch.cat([batch.of_prompt(tail), own_mixed], 1)
+    own, _ = _apply(layer, own_mixed, own_decay, own_beta, batch.of_prompt(state), shared.rule)
+    heads = batch.merge(out, own, hidden.shape[1]).reshape(-1, layer.head_v_dim)
+    result: Tensor = layer.out_proj(layer.norm(heads, gate).reshape(*hidden.shape[:2], -1))
+    return result
+
+
+def _apply(
+    layer: Any, mixed: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Convolution and rule over sequences of S tokens: values [b, S, H, dv] and the state [b, H, dk, dv] after them.
+
+    `mixed` [b, K - 1 + S, channels] begins with the inputs that the convolution, of K taps, looks back to.
+    """
+    weight = layer.conv1d.weight
+    convolved = conv1d(mixed.transpose(1, 2), weight, layer.conv1d.bias, groups=len(weight))
+    convolved = ACT2FN[layer.activation](convolved).transpose(1, 2)
+    query, key, value = convolved.split((layer.key_dim, layer.key_dim, layer.value_dim), -1)
+    query, key = (x.unflatten(-1, (layer.num_k_heads, layer.head_k_dim)) for x in (query, key))
+    shared_by = layer.num_v_heads // layer.num_k_heads
+    if shared_by > 1:
+        query, key = (x.repeat_interleave(shared_by, 2) for x in (query, key))
+    return rule(
+        query,
+        key,
+        value.unflatten(-1, (layer.num_v_heads, layer.head_v_dim)),
+        g=decay,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
+# which function runs the rule ----------------------------------------------------------------
+
+
+def prepare_linear_layers(model: Any) -> Rule | None:
+    """Let the model's linear layers take a `shared_state`; returns the rule that they are to run, None without any.
+
+    Raises ConfigError where a layer of the model has a state of another kind.
+    """
+    text = model.config.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or ())
+    layers = use_shared_state(model, shared_state_forward)
+    if len(layers) != kinds.count("linear_attention"):
+        raise ConfigError(
+            f"model.path: a {text.model_type} cannot be trained exactly: of its {kinds.count('linear_attention')} "
+            f"layers of linear attention {len(layers)} are gated delta nets as transformers' Qwen3.5 has them, and "
+            "only these can start a completion from the state after its prompt"
+        )
+    if not layers:
+        return None
+    layer, device, dtype = layers[0], torch.device(model.device), model.dtype
+    plain, kernel = torch_rule(layer), fla_rule()
+    if kernel is None or device.type != "cuda" or dtype == torch.float32:
+        return plain
+    wrong = fault(kernel, plain, device, dtype, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+    if wrong is None:
+        return kernel
+    logger.warning(
+        "the gated delta rule of flash-linear-attention is not used on %s: %s; it runs in torch",
+        device,
+        wrong,
+    )
+    return plain
+
+
+@cache
+def fault(
+    kernel: Rule, plain: Rule, device: torch.device, dtype: torch.dtype, heads: int, keys: int, values: int
+) -> str | None:
+    """What is wrong with a kernel for the rule here: a message, or None when it agrees with `plain`.
+
+    Prompts of 130 tokens and two completions of each, of 70, are run as a pack's are, for layers of so many heads with
+    keys and values of such widths. Outputs, states and the gradients of all inputs are compared.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def inputs(count: int, tokens: int) -> list[Tensor]:
+        def random(*axes: int) -> Tensor:
+            return torch.randn(count, tokens, heads, *axes, generator=generator)
+
+        decay = -softplus(random())  # stays fp32, as in the layers
+        made = [random(keys), random(keys), random(values), decay, random().sigmoid()]
+        return [x.to(device, torch.float32 if x is decay else dtype) for x in made]
+
+    given = [*inputs(2, 130), *inputs(4, 70)]
+    weights = [torch.randn(given[i].shape, generator=generator).to(device) for i in (2, 7)]
+
+    def run(rule: Rule) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in given]
+        outputs, states = list[Tensor](), list[Tensor]()
+        for q, k, v, g, beta in (leaves[:5], leaves[5:]):
+            start = states[0].repeat_interleave(2, 0) if states else None
+            out, state = rule(
+                q, k, v, g=g, beta=beta,
+                initial_state=start, output_final_state=True, use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+            outputs.append(out)
+            states.append(state)
+        loss = torch.stack([(x.float() * w).sum() for x, w in zip(outputs, weights, strict=True)]).sum()
+        return [*(x.detach() for x in (*outputs, *states)), *torch.autograd.grad(loss, leaves)]
+
+    try:
+        found, wanted = run(kernel), run(plain)
+    except Exception as error:  # whatever a compiler may raise: torch is there
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+    both = ("prompts", "completions")
+    names = [f"{what} of {whose}" for what in ("output", "state") for whose in both]
+    sides = ("query", "key", "value", "decay", "beta")
+    names += [f"gradient of the {side} of {whose}" for whose in both for side in sides]
+    for name, ours, theirs in zip(names, found, wanted, strict=True):
+        distance = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+        if not distance <= LIMITS[dtype]:
+            return f"its {name} is {distance:.1e} of the norm away from torch's"
+    return None

@@ -1,0 +1,301 @@
+"""Layers with a recurrent state: a completion that starts from its prompt's is the sequence of both, run plainly."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.steps import config_for, load, make_groups, plain_logp, segments_of
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from mm_grpo.config import LoRAConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner import forward, linear_attention
+from mm_grpo.learner.attention import Masks
+from mm_grpo.learner.completion_batch import completion_batch
+from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.linear_attention import SharedState, fault, prepare_linear_layers, shared_state_forward
+from mm_grpo.learner.lora import add_adapters
+from mm_grpo.learner.minibatch import make_items
+from mm_grpo.learner.pack import layout, plan
+from mm_grpo.learner.transformers_patches import DELTA_NETS, torch_rule
+from mm_grpo.processors.base import load_processor
+
+ROWS = {
+    "even": [[20, 9, 9, 9]],
+    "uneven": [[20, 9, 3, 12, 1]],
+    "rows": [[20, 9, 9, 9], [11, 20, 2], [20, 5]],
+    "shorter than the convolution": [[1, 4, 70], [2, 1], [3, 2, 2]],
+    "longer than a chunk": [[130, 66, 70], [70, 65, 130]],
+    "two tokens": [[1, 1]],
+}
+
+
+def one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, initial_state: Any = None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """The rule as the paper writes it, a token at a time and in the inputs' precision.
+
+    S <- exp(g) S; S <- S + k (beta (v - S k))^T; o = S q / sqrt(d), with q and k of length 1.
+    """
+    query, key = (normalize(x, dim=-1, eps=1e-12) for x in (query, key))
+    state = value.new_zeros(len(key), *key.shape[2:], value.shape[-1])
+    state = state if initial_state is None else initial_state
+    outs = []
+    for t in range(key.shape[1]):
+        state = state * g[:, t].to(state).exp()[..., None, None]
+        held = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        written = beta[:, t, :, None] * (value[:, t] - held)
+        state = state + key[:, t, :, :, None] * written[:, :, None]
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]) / query.shape[-1] ** 0.5)
+    return torch.stack(outs, 1), state
+
+
+@pytest.fixture
+def layer(models: dict[str, Path]) -> Any:
+    return load(models[tiny.HYBRID]).model.language_model.layers[0].linear_attn
+
+
+def in_float64(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The model in float64 and with the rule above, where rounding is nothing and the layout is all that can differ."""
+    for layer in model.modules():
+        if type(layer).__name__ in DELTA_NETS:
+            module = sys.modules[type(layer).__module__]
+            monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", one_by_one)
+            layer.chunk_gated_delta_rule = one_by_one  # where older transformers have it
+    monkeypatch.setattr(Tensor, "float", Tensor.double)  # norms and decays are float32 in any precision
+    return model.double()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_layer_over_a_pack_is_the_layer_over_each_sequence(
+    rows: str, layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_float64(layer, monkeypatch)
+    segments = segments_of(ROWS[rows])
+    torch.manual_seed(0)
+    hidden = torch.randn(*segments.shape, layer.hidden_size, dtype=torch.float64)
+    weight = torch.randn_like(hidden) * (segments >= 0)[:, :, None]
+
+    batch = completion_batch(segments)
+    assert batch.even == (rows in ("even", "two tokens"))
+    leaf = hidden.clone().requires_grad_()
+    ours = shared_state_forward(layer, leaf, SharedState(batch, one_by_one)) * (segments >= 0)[:, :, None]
+    found = torch.autograd.grad((ours * weight).sum(), [leaf, *layer.parameters()])
+
+    theirs = torch.zeros_like(hidden)
+    other = hidden.clone().requires_grad_()
+    for b, lengths in enumerate(ROWS[rows]):
+        for k in range(1, len(lengths)):
+            places = ((segments[b] == 0) | (segments[b] == k)).nonzero()[:, 0]
+            out = layer(other[b, places][None])[0]
+            own = slice(0 if k == 1 else lengths[0], None)  # the prompt's own outputs once
+            theirs = theirs.index_put((torch.tensor(b), places[own]), out[own])
+    wanted = torch.autograd.grad((theirs * weight).sum(), [other, *layer.parameters()])
+    assert float(theirs.detach().abs().max()) > 1e-4
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    for name, mine, his in zip(("hidden", *dict(layer.named_parameters())), found, wanted, strict=True):
+        assert float((mine - his).norm()) <= 1e-11 * float(his.norm()) and his.norm() > 0, name
+
+
+def test_the_rule_of_transformers_is_the_papers(layer: Any) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 70, 2, 16) for _ in range(3))
+    g, beta, state = -torch.rand(2, 70, 2), torch.rand(2, 70, 2), torch.randn(2, 2, 16, 16)
+    options = {"g": g, "beta": beta, "initial_state": state}
+    found = torch_rule(layer)(q, k, v, **options, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    for ours, theirs in zip(one_by_one(q, k, v, **options), found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def whole_logprobs(
+    states: Tensor, head: Tensor, targets: Tensor, *, temperature: float, banned: list[int], **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Log-probs as the learner's, without its tiles of float32; no entropies."""
+    logits = (states @ head.T / temperature).index_fill(1, torch.tensor(banned), -1e9)
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0], states.new_zeros(len(targets))
+
+
+def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float, float]:
+    """(log-probs, gradients) of packs of four groups against the plain forward of `reference`: largest differences.
+
+    That of a gradient is a share of its norm; parameters without a gradient on one side have none on the other.
+    """
+    processor, config = load_processor(str(path)), config_for(path, **changes)
+    groups, media = make_groups(processor), sorted(processor.media_token_ids)
+    items = make_items(groups, config.algorithm)
+    pairs = [(g, c) for g in groups for c in g.completions]
+    expected = [plain_logp(reference, config, media, g, c)[0] for g, c in pairs]
+    weights = [torch.linspace(0.5, 2, len(e)) for e in expected]
+    torch.cat([w * e for w, e in zip(weights, expected, strict=True)]).sum().backward()
+    module = PackForward(
+        model,
+        family=processor.family,
+        media_token_ids=processor.media_token_ids,
+        temperature=config.rollout.temperature,
+        attn="eager" if model.config.get_text_config()._attn_implementation == "eager" else "auto",
+    )
+    packs = plan(items, max_tokens=170)
+    assert len(packs) > 1 and any(len(rows) > 1 for rows in packs)
+    most = 0.0
+    for rows in packs:
+        logp, _ = module(layout(rows, processor.media_token_ids))
+        own = [i.index for row in rows for i in row]
+        most = max(most, float((logp - torch.cat([expected[i] for i in own])).detach().abs().max()))
+        (torch.cat([weights[i] for i in own]) * logp).sum().backward()
+    theirs = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    ours = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert theirs.keys() == ours.keys()
+    shares = [float((ours[n] - g).float().norm() / g.float().norm()) for n, g in theirs.items() if g.any()]
+    return most, max(shares)
+
+
+@pytest.mark.parametrize("case", ["eager", "frozen tower", "adapters", "adapters, checkpointed"])
+def test_packs_equal_the_plain_forward(
+    case: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = models[tiny.HYBRID]
+    model = load(path, attn_implementation="eager" if case == "eager" else "sdpa")
+    family = load_processor(str(path)).family
+    if case == "frozen tower":
+        family.tower(model).requires_grad_(False)
+    if case.startswith("adapters"):
+        names = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"]
+        add_adapters(model, LoRAConfig(rank=2, target_modules=names), family)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.02)
+    in_float64(model, monkeypatch)
+    monkeypatch.setattr(forward, "token_logprobs", whole_logprobs)
+    reference = copy.deepcopy(model)
+    if case.endswith("checkpointed"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    logp, gradient = gaps(model, reference, path)
+    assert logp <= 1e-6 and gradient <= 1e-6
+
+
+def test_bfloat16_differs_by_its_rounding_alone(models: dict[str, Path]) -> None:
+    """From float32 packs in bfloat16 are hardly farther than the plain forward in bfloat16 is."""
+    path = models[tiny.HYBRID]
+    processor, config = load_processor(str(path)), config_for(path)
+    media = sorted(processor.media_token_ids)
+    exact, plain = (
+        [
+            plain_logp(m, config, media, g, c)[0].detach()
+            for g in make_groups(processor)
+            for c in g.completions
+        ]
+        for m in (load(path), load(path).bfloat16())
+    )
+    rounding = max(float((a - b).abs().max()) for a, b in zip(exact, plain, strict=True))
+    found, gradient = gaps(load(path).bfloat16(), load(path), path)
+    assert 0 < found <= 1.5 * rounding < 0.1 and gradient < 0.2
+
+
+@pytest.mark.parametrize("left_out", ["state", "tail"])
+def test_a_completion_without_its_prompts_state_shows(
+    left_out: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = linear_attention._apply
+
+    def forgetful(layer: Any, mixed: Tensor, decay: Tensor, beta: Tensor, state: Any, rule: Any) -> Any:
+        if state is not None and left_out == "state":
+            state = torch.zeros_like(state)
+        if state is not None and left_out == "tail":
+            mixed = torch.cat([torch.zeros_like(mixed[:, :3]), mixed[:, 3:]], 1)
+        return apply(layer, mixed, decay, beta, state, rule)
+
+    monkeypatch.setattr(linear_attention, "_apply", forgetful)
+    path = models[tiny.HYBRID]
+    logp, gradient = gaps(load(path), load(path), path)
+    assert logp > 1e-3 and gradient > 1e-2
+
+
+def test_a_copy_of_the_model_runs_its_own_layers(models: dict[str, Path]) -> None:
+    """A reference policy is a copy of a model that may have been prepared before."""
+    path = models[tiny.HYBRID]
+    model = load(path)
+    prepare_linear_layers(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if "linear_attn" in name:
+                parameter.mul_(1.5)
+    plain = load(path)
+    plain.load_state_dict(other.state_dict())
+    assert max(gaps(other, plain, path)) <= 1e-5
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_all_passes_of_a_step_agree_where_the_policies_are_one(models: dict[str, Path]) -> None:
+    path = models[tiny.HYBRID]
+    config = config_for(path, algorithm={"beta": 0.1}, optim={"max_tokens_per_pack": 120})
+    processor = load_processor(str(path))
+    learner, groups = Learner(load(path), processor, config, 10), make_groups(processor)
+    items = make_items(groups, config.algorithm)
+    old, reference = learner._run(items, learner.module)[0], learner._under_reference(items)
+    pairs = [(g, c) for g in groups for c in g.completions]
+    for item, (group, completion) in zip(items, pairs, strict=True):
+        plain = plain_logp(learner.model, config, sorted(processor.media_token_ids), group, completion)[0]
+        for found in (old[item.index], reference[item.index]):
+            assert float((found - plain.detach()).abs().max()) <= 1e-5
+    before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
+    report = learner.update(groups)
+    assert report.metrics["learner/update_norm"] > 0
+    assert all(not torch.equal(before[n], p) for n, p in learner.model.named_parameters())
+
+
+def test_layers_of_another_kind_are_refused(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(models[tiny.HYBRID])
+    monkeypatch.setattr("mm_grpo.learner.transformers_patches.DELTA_NETS", ("GatedDeltaNet",))
+    with pytest.raises(ConfigError, match="of its 2 layers of linear attention 0 are gated delta nets"):
+        Masks(model)
+
+
+def wrong(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """A kernel that drops what it is given to start from."""
+    return one_by_one(*args, **options | {"initial_state": None})
+
+
+def failing(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    raise RuntimeError("no such kernel\nfor this device")
+
+
+def test_a_kernel_is_compared_with_torch_before_it_is_used(layer: Any) -> None:
+    sizes = (torch.device("cpu"), torch.float32, 2, 16, 8)
+    assert fault(one_by_one, torch_rule(layer), *sizes) is None
+    message = fault(wrong, torch_rule(layer), *sizes)
+    assert message is not None and message.startswith("its output of completions is ")
+    assert fault(failing, torch_rule(layer), *sizes) == "RuntimeError: no such kernel"
+
+
+@pytest.mark.parametrize(("kernel", "taken"), [(one_by_one, True), (wrong, False), (None, False)])
+def test_a_kernel_that_is_right_is_taken_on_a_gpu(
+    kernel: Any, taken: bool, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """No GPU here: the device is said to be one, and `fault` compares on the CPU."""
+    model = load(models[tiny.HYBRID])
+    plain = torch_rule(model.model.language_model.layers[0].linear_attn)
+    monkeypatch.setattr(linear_attention, "fla_rule", lambda: kernel)
+    assert prepare_linear_layers(model) is plain  # on a CPU
+    compare = linear_attention.fault
+    monkeypatch.setattr(
+        linear_attention, "fault", lambda k, p, device, *rest: compare(k, p, torch.device("cpu"), *rest)
+    )
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert prepare_linear_layers(model) is plain  # in float32
+    monkeypatch.setattr(type(model), "dtype", torch.bfloat16)
+    with caplog.at_level(logging.WARNING, "mm_grpo"):
+        assert (prepare_linear_layers(model) is kernel) == taken
+    told = "the gated delta rule of flash-linear-attention is not used on cuda: its output of completions"
+    assert (told in caplog.text) == (kernel is wrong)
