@@ -35,7 +35,8 @@ from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.collect import Collector, Rollout
 from mm_grpo.rollout.evaluate import Best, Evaluation, Headline, as_metrics, better, evaluate
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
-from mm_grpo.run.folder import RunFolder, folders_of, inputs_of
+from mm_grpo.run.folder import RunFolder, folders_of
+from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.metrics import read_metrics
 from mm_grpo.run.progress import Progress
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of

@@ -70,7 +70,7 @@ def train(
 def refuse_own_folder(run_dir: str, config: Path, *, resume: bool) -> None:
     """ConfigError for a config file in the run folder, but for the run's own copy, by which a run may be resumed."""
     from mm_grpo.run.claim import MARK
-    from mm_grpo.run.folder import refuse_inputs
+    from mm_grpo.run.inputs import refuse_inputs
     from mm_grpo.run.paths import RunPaths
 
     own = RunPaths(Path(run_dir)).config

@@ -9,6 +9,7 @@
     report       report.html, made from the folder alone; charts draws its curves
     progress     the bar on the terminal
     claim        the mark of a run folder, and the lock on it while a run writes there
+    inputs       what a run reads, which may not lie in its folder
     same_run     what a resumed run must have in common with the checkpoint: rows, rewards, length
     stop_signals Ctrl-C, SIGTERM and SIGHUP: the end after a whole step
     trackers     tensorboard, wandb, trackio

@@ -7,7 +7,6 @@ there is replaced only when the user asked for it, and then only what a run writ
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
 import os
@@ -16,7 +15,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,13 @@ from mm_grpo.errors import ConfigError, UserError
 from mm_grpo.files import atomic_folder, atomic_write, unfinished_writes
 from mm_grpo.run.claim import MARK, Claim, Mark, new_run, read_mark, refuse_running
 from mm_grpo.run.environment import describe_environment
+from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.metrics import MetricsLog, read_metrics, write_summary
 from mm_grpo.run.paths import IMAGE_NAME, STEP_NAME, RunPaths
 from mm_grpo.run.report import write_report
 from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.types import Group
 
-AnyPath = str | PathLike[str]
-Inputs = Iterable[tuple[str, AnyPath]]
 FILES = (
     "config.yaml",
     "environment.json",
@@ -324,55 +321,6 @@ def folders_of(config: GRPOConfig, *, saves: bool) -> list[str]:
     model = config.run.save_model
     written = {"checkpoints": saves, "model": model, "adapter": model and config.model.lora is not None}
     return [name for name, does in written.items() if does]
-
-
-def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
-    """What a run reads, as (field, path); `given` are `train`, `eval` and `rewards` that were passed in Python.
-
-    Those that are no files or folders here (a name on a hub, a task) are left out.
-    """
-    sets = given.get("eval") if given.get("eval") is not None else config.data.eval
-    named = sets.items() if isinstance(sets, Mapping) and "task" not in sets else [("", sets)]
-    train = given.get("train") if given.get("train") is not None else config.data.train
-    found: list[tuple[str, Any]] = [
-        ("model.path", config.model.path),
-        ("algorithm.reference_path", config.algorithm.reference_path),
-        ("data.train", train),
-        *((f"data.eval.{name}".rstrip("."), source) for name, source in named),
-        ("data.image_dir", config.data.image_dir),
-    ]
-    for entry in given.get("rewards") or config.rewards:
-        name = entry.get("name") if isinstance(entry, Mapping) else entry
-        if isinstance(name, str) and ".py:" in name:
-            found.append(("rewards", name.rpartition(":")[0]))
-    return [(field, path) for field, given_path in found for path in _paths_in(given_path)]
-
-
-def _paths_in(source: Any) -> list[AnyPath]:
-    """The files and folders that a source names: itself, those of a list, a folder:split, or what a glob matches."""
-    if isinstance(source, list | tuple):
-        return [path for one in source if isinstance(one, (str, PathLike)) for path in _paths_in(one)]
-    if not isinstance(source, (str, PathLike)):
-        return []
-    if os.path.exists(source):
-        return [source]
-    text = os.fspath(source)
-    whole = text.rpartition(":")[0]
-    if whole and os.path.isdir(whole):
-        return [whole]
-    return list(glob.glob(text, recursive=True)) if glob.has_magic(text) else []
-
-
-def refuse_inputs(dir: AnyPath, inputs: Inputs) -> None:
-    """ConfigError when one of `inputs`, (field, path), lies in the run folder `dir`."""
-    # os.path's realpath, which takes a circle of links for what it is called
-    root = Path(os.path.realpath(dir))
-    for field, path in inputs:
-        if Path(os.path.realpath(path)).is_relative_to(root):
-            raise ConfigError(
-                f"{field} = '{path}' lies in run.dir = '{dir}', where a run writes and removes files; move it, or name "
-                "another folder with run.dir=..."
-            )
 
 
 def _is_there(path: Path) -> bool:

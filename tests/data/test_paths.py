@@ -22,10 +22,7 @@ from mm_grpo.data import library
 from mm_grpo.data.sources import load, load_train
 from mm_grpo.errors import DataError
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def settings() -> Any:
@@ -260,7 +257,7 @@ def test_a_line_that_changes_during_a_run_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_inputs_of_a_run_are_found_in_lists_and_globs(tmp_path: Path) -> None:
-    from mm_grpo.run.folder import inputs_of
+    from mm_grpo.run.inputs import inputs_of
 
     jsonl(tmp_path / "d" / "a.jsonl", 1)
     for train in (f"{tmp_path}/d/*.jsonl", [f"{tmp_path}/d/a.jsonl"], f"{tmp_path}/d:train"):

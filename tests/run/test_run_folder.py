@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.run import folder as run_folder
-from mm_grpo.run.folder import RunFolder, inputs_of
+from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.paths import RunPaths
 
 
