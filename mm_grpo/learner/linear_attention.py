@@ -8,6 +8,9 @@ completion in one sequence, for outputs and gradients. All else in the layer loo
 What the layers are, and how they come to call `shared_state_forward`, is in transformers_patches.py. The rule itself is
 transformers' own in torch; on a GPU in bfloat16 the kernel of flash-linear-attention is taken where it is installed,
 compared with that (`fault`) and right.
+
+Rounding: where heads forget within a token or two (exp(A_log) of 5 and more), gradients of A_log and dt_bias in fp32
+lie up to 4e-4 of their norm from the plain forward's, which lies as far from float64; this lies 5e-5 from it.
 """
 
 from __future__ import annotations

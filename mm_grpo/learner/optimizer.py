@@ -30,6 +30,9 @@ SAMPLE_SIZE = 65536
 tensor, and enough of a large one to tell a zero from a real update and to estimate its norm."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+HOOK = "_mm_grpo_hook"
+"""The attribute of a parameter that holds the hook of its optimizer."""
+
 
 @dataclass(frozen=True)
 class Fragment:
@@ -169,8 +172,12 @@ class Optimizer(BaseOptimizer):
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]
         self.adamw = adamw(self.masters, config)
         for master, param in zip(self.masters, self.params, strict=True):
+            left = getattr(param, HOOK, None)
+            if left is not None:  # an earlier optimizer's of the same model, which would take the gradients
+                left.remove()
             if master is not param:  # as soon as it is complete, so that few bf16 gradients are held at once
-                param.register_post_accumulate_grad_hook(partial(accumulate_into_master, master))
+                hook = param.register_post_accumulate_grad_hook(partial(accumulate_into_master, master))
+                setattr(param, HOOK, hook)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()

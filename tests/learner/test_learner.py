@@ -225,6 +225,17 @@ def test_bfloat16_keeps_updates_that_its_weights_cannot_show() -> None:
     assert module.weight.item() == pytest.approx(0.9949, abs=4e-3) and module.weight.item() < 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_optimizer_of_one_model_gets_its_gradients(dtype: torch.dtype) -> None:
+    config = config_for("x", optim={"learning_rate": 0.1, "max_grad_norm": 0.0}).optim
+    module = torch.nn.Linear(2, 1, bias=False).to(dtype)
+    for _ in range(3):  # one after the other, as trainers of one process are
+        optimizer = Optimizer(module, config, 10)
+        optimizer.backward(module(torch.tensor([[3.0, 4.0]], dtype=dtype)).sum(), last=True)
+        record = optimizer.apply(live_tokens=1)
+        assert record.grad_norm == pytest.approx(5.0) and record.update_norm > 0.1
+
+
 def test_a_gradient_that_is_not_finite_is_held_back() -> None:
     module = torch.nn.Linear(2, 1, bias=False)
     before = module.weight.detach().clone()
