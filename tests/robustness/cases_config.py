@@ -117,7 +117,7 @@ def _(folder: Path) -> Call:
     return lambda: GRPOConfig.from_dict({"model": {"path": "m"}, "rewards": [entry]})
 
 
-@case("config: a config of Python that holds itself", "must be a path")
+@case("config: a config of Python that holds itself", "a list holds paths")
 def _(folder: Path) -> Call:
     values: dict[str, Any] = {"model": {"path": "m"}}
     values["data"] = {"train": [values]}
