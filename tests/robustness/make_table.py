@@ -8,6 +8,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import conftest  # noqa: F401  # the settings of tests, before anything else is imported
+
 import robustness.run_case as by
 from robustness import CASES, Case
 
