@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from mm_grpo.processors.base import Processor
 
 ROWS = 1000
-"""Rows of a set that are looked at: the ones with the longest texts of a list, else evenly spaced ones."""
+"""Rows of a set that are looked at: of a list half by the longest text and half by the most images, else
+evenly spaced ones."""
 MARGIN = 1.25
 """What the longest of the rows that were looked at is multiplied by where there are others."""
 STEP = 256
@@ -79,8 +80,12 @@ def _rows_to_look_at(dataset: Dataset) -> list[int]:
     if not dataset.in_memory:
         return list(range(0, len(dataset), -(-len(dataset) // ROWS)))
 
-    def size(index: int) -> tuple[int, int]:
+    sizes = []
+    for index in range(len(dataset)):
         fields = dataset.fields(index)
-        return len(fields.images), len(str(fields.messages))
-
-    return sorted(range(len(dataset)), key=size)[-ROWS:]
+        sizes.append((len(str(fields.messages)), len(fields.images), index))
+    by_text = [index for _, _, index in sorted(sizes, reverse=True)[: ROWS // 2]]
+    by_images = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
+    taken = set(by_text)
+    others = [index for _, _, index in by_images if index not in taken]
+    return by_text + others[: ROWS - len(by_text)]

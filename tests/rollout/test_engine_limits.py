@@ -75,6 +75,15 @@ def test_of_a_long_list_the_longest_rows_are_looked_at(models: dict[str, Any], m
     assert found.max_model_len == 1280
 
 
+def test_a_long_text_counts_beside_many_rows_with_more_images(
+    models: dict[str, Any], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("mm_grpo.rollout.engine_limits.ROWS", 4)
+    found, _ = limits(models, [*rows("x" * 800), *rows(*["short"] * 6, images=2)])
+    assert found.max_images == 2 and "4 of 7 rows" in found.sentence
+    assert found.max_model_len == 1280  # as without those rows
+
+
 def test_of_a_set_on_disk_some_rows_are_read_and_a_longer_one_is_refused(
     models: dict[str, Any], monkeypatch: Any, tmp_path: Path
 ) -> None:
