@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from helpers import tiny
 
 
@@ -17,26 +16,6 @@ from helpers import tiny
 def run(command: Any) -> Any:
     """Runs one command in this process, as the console script does."""
     return command
-
-
-@pytest.fixture
-def job(tmp_path: Path, models: dict[str, Path]) -> Path:
-    """A config with four rows in a JSONL file and images beside it, and a reward in a Python file."""
-    for i in range(4):
-        tiny.picture(i).save(tmp_path / f"{i}.png")
-    rows = [{"prompt": "what is it", "image": f"{i}.png", "answer": "x"} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (tmp_path / "mine.py").write_text("def mine(completion):\n    return len(set(completion))\n")
-    config = {
-        "model": {"path": str(models["qwen2_5_vl"])},
-        "data": {"train": str(tmp_path / "rows.jsonl")},
-        "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4},
-        "rewards": [f"{tmp_path}/mine.py:mine"],
-        "run": {"dir": str(tmp_path / "run"), "max_steps": 2},
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
 
 
 def refused(result: Any, *words: str) -> None:

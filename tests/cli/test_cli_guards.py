@@ -7,28 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from helpers import tiny
 
 
 @pytest.fixture
-def job(tmp_path: Path, models: dict[str, Path]) -> Path:
-    """A config with four rows and a reward that is the same for every completion."""
-    for i in range(4):
-        tiny.picture(i).save(tmp_path / f"{i}.png")
-    rows = [{"prompt": "what is it", "image": f"{i}.png", "answer": "x"} for i in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "mine.py").write_text("def mine(completion):\n    return 1.0\n")
-    config = {
-        "model": {"path": str(models["qwen2_5_vl"])},
-        "data": {"train": str(tmp_path / "rows.jsonl")},
-        "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4},
-        "rewards": [f"{tmp_path}/mine.py:mine"],
-        "run": {"dir": str(tmp_path / "run"), "max_steps": 2},
-    }
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+def job(job: Path) -> Path:
+    """The config with a reward that is the same for every completion."""
+    (job.parent / "mine.py").write_text("def mine(completion):\n    return 1.0\n")
+    return job
 
 
 def test_a_run_without_an_update_ends_with_3_and_leaves_its_folder(command: Any, job: Path) -> None:
