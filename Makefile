@@ -59,6 +59,7 @@ bench: setup  ## measure against TRL on the CPU, in about ten minutes; ends in b
 	$(BIN)/python benchmarks/step.py --rounds 5 --warm 1 --json benchmarks/results/cpu/step.json
 	$(BIN)/python benchmarks/overhead.py --steps 30 --json benchmarks/results/cpu/overhead.json
 	$(BIN)/python benchmarks/scaling.py --rounds 5 --json benchmarks/results/cpu/scaling.json
+	$(BIN)/python benchmarks/images.py --json benchmarks/results/cpu/images.json
 	$(BIN)/python benchmarks/plot.py
 	$(BIN)/python benchmarks/readme.py
 

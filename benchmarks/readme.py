@@ -108,12 +108,21 @@ def scaling(rows: Sequence[Row]) -> list[list[str]]:
     return table
 
 
+def images(rows: Sequence[Row]) -> list[list[str]]:
+    table = [["threads", "images of a step", "waiting, s", "step, s", "waiting of the step"]]
+    for r in rows:
+        times = (f"{r['wait']:.2f}", f"{r['step']:.2f}", f"{r['share']:.1%}")
+        table.append([str(r["workers"]), str(r["P"]), *times])
+    return table
+
+
 TABLES: dict[str, Callable[[Sequence[Row]], list[list[str]]]] = {
     "learner": learner,
     "memory": memory,
     "step": step,
     "overhead": overhead,
     "scaling": scaling,
+    "images": images,
 }
 
 

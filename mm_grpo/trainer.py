@@ -177,6 +177,7 @@ class GRPOTrainer:
 
     def close(self) -> None:
         """Free what the rollout engine holds and end the rewards' processes; the model stays."""
+        self.prompt_builder.close()
         self.scorer.close()
         self.engine.close()
 
@@ -223,6 +224,8 @@ class GRPOTrainer:
             "num_tokens": self.tokens_seen,
             "epoch": self.plan.order.epoch(step),
             "prompts/dropped": rollout.dropped,
+            "prompts/images": rollout.images,
+            "prompts/images_decoded": rollout.decoded,
         }
         # a reward may log any name it likes, and a KL in rewards has the name of one in the loss; ours win
         return {
@@ -259,6 +262,7 @@ class GRPOTrainer:
                 run.cut_after(done, log)
                 if done and run.paths.metrics.exists():
                     self.guards.replay(read_metrics(run.paths.metrics))
+        self.collector.begin(done + 1)
         self._call("on_train_begin")
         batch, memory = self.config.batch_sentence(processes=self.ranks.world), self.learner.memory_sentence()
         headline = "\n".join(filter(None, (batch, *self._limits, memory)))
@@ -318,6 +322,7 @@ class GRPOTrainer:
                 if first:
                     run.write_summary(summary)
             finally:
+                self.prompt_builder.close()
                 self.scorer.close()
                 if first and self.config.run.report:
                     run.write_report()

@@ -102,6 +102,8 @@ ADVICE: Mapping[str, str] = {
     "shuffle_dataset": "write data.shuffle",
     "dataset_shuffle": "write data.shuffle",
     "train_dataloader_shuffle": "write data.shuffle",
+    "dataloader_num_workers": "write data.num_workers (threads)",
+    "dataloader_prefetch_factor": "write data.prefetch_bytes; images of the next step are made ahead",
     "remove_unused_columns": "every column reaches the rewards; leave it out",
     "max_prompt_length": "write data.max_prompt_length (expanded tokens; a longer prompt is never cut)",
     "max_length": "write data.max_prompt_length and rollout.max_completion_length",

@@ -18,7 +18,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -154,14 +154,24 @@ class Dataset:
             DataError: the row or one of its images cannot be used; the message names the row.
             IndexError: `index` is not in [0, len).
         """
+        return self.opener(index)()
+
+    def opener(self, index: int) -> Callable[[], Sample]:
+        """Read row `index` now; the function that is returned opens its images, in any thread. Raises as `sample`."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {self!r}")
         fields = self.fields(index)
-        row_name, sources, folder, pictured = self.row_name(index), fields.images, self._folder, index
+        row_name, sources, pictured = self.row_name(index), fields.images, index
         if self._image_rows is not None and self._image_rows[index] != index:
-            other = self._image_rows[index]
-            row_name, sources = f"{row_name} (images of {self.row_name(other)})", self.fields(other).images
-            pictured = other
+            pictured = self._image_rows[index]
+            row_name = f"{row_name} (images of {self.row_name(pictured)})"
+            sources = self.fields(pictured).images
+        folder = self._folder(pictured) if callable(self._folder) else self._folder
+        return partial(self._open, index, fields, sources, row_name, folder)
+
+    def _open(
+        self, index: int, fields: Fields, sources: Sequence[Any], row_name: str, folder: str | Path | None
+    ) -> Sample:
         settings, count = self._settings, len(sources)
         images = tuple(
             open_image(
@@ -169,7 +179,7 @@ class Dataset:
                 row=row_name if count == 1 else f"{row_name}, image {number} of {count}",
                 max_bytes=settings.max_image_bytes,
                 max_pixels=settings.max_image_pixels,
-                image_dir=folder(pictured) if callable(folder) else folder,
+                image_dir=folder,
             )
             for number, source in enumerate(sources, start=1)
         )

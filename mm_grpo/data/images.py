@@ -20,7 +20,9 @@ import base64
 import binascii
 import os
 import re
+import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -60,6 +62,16 @@ _IMPOSTORS = (
 )
 
 
+_GIVEN = threading.Lock()
+"""Held while a PIL image of the user's is read: rows that share one may be opened by several threads."""
+_thread = threading.local()
+
+
+def decoded_here() -> int:
+    """How many images the calling thread has decoded so far."""
+    return getattr(_thread, "decoded", 0)
+
+
 @dataclass(frozen=True)
 class _Where:
     """Which image a message is about."""
@@ -87,14 +99,18 @@ def open_image(
         DataError: the image is missing, not an image, truncated, too large, animated, or of a kind that
             has no faithful RGB form.
     """
-    if isinstance(source, Image.Image):
+    given = isinstance(source, Image.Image)
+    if given:
         where = _Where(row, "(a PIL image)")
         opened = source
     else:
         data, where = _read(source, row, max_bytes, image_dir)
         opened = _identify(data, where, max_pixels)
     _limit(opened, where, max_pixels)
-    return _to_rgb(_decode(opened, where), where, from_png=opened.format == "PNG")
+    with _GIVEN if given else nullcontext():
+        decoded = _decode(opened, where)
+    _thread.decoded = decoded_here() + 1
+    return _to_rgb(decoded, where, from_png=opened.format == "PNG")
 
 
 def _read(

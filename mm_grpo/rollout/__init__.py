@@ -3,6 +3,7 @@
     collect              the groups of a step: prompts, completions, rewards, advantages
     evaluate             how often the model answers a set of rows right
     prompts              which prompts a step asks, and what happens to one that is too long
+    prefetch             prompts of the next rows, made in background threads
     seeds                the seed law, and nothing else
     engine               the protocol that every engine keeps, the request it is sent, the check of its answers
     transformers_engine  the embedded engine, a decode loop over the learner's own model

@@ -48,6 +48,8 @@ class Plan(Protocol):
     """The order of the rows and the seeds of the generations (`build.RunPlan`)."""
 
     @property
+    def max_steps(self) -> int: ...
+    @property
     def order(self) -> PromptOrder: ...
     @property
     def seeds(self) -> SeedPlan: ...
@@ -57,6 +59,7 @@ class Plan(Protocol):
 class Rollout:
     """One step's groups while they are made. `own` are this process's, by slot; the last attempt's of each slot.
 
+    `images` are those of the step's prompts, over all processes, and `decoded` how many were decoded for them.
     On the first process `sampled` are those of all processes and attempts, in the order of attempts and slots.
     `metrics` and `tokens` are complete on the first process alone; `times` are this process's seconds by phase.
     """
@@ -66,6 +69,8 @@ class Rollout:
     sampled: list[Group] = field(default_factory=list)
     attempts: int = 0
     dropped: int = 0
+    images: int = 0
+    decoded: int = 0
     zero_std_slots: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
@@ -107,6 +112,7 @@ class Collector:
         reference_logprobs: ReferenceLogprobs,
     ) -> None:
         self.config, self.dataset, self.order, self.seeds = config, dataset, plan.order, plan.seeds
+        self.max_steps = plan.max_steps
         self.prompt_builder, self.engine, self.scorer, self.ranks = prompt_builder, engine, scorer, ranks
         self.version, self.reference_logprobs = version, reference_logprobs
         self.sampling = Sampling(config.rollout.max_completion_length, config.rollout.temperature)
@@ -117,19 +123,39 @@ class Collector:
         Raises DataError when at the first attempt no process has a prompt left.
         """
         step, attempt, ranks = rollout.step, rollout.attempts, self.ranks
+        following: list[int] = []
         with timed(rollout.times, "time/data"), ranks.fail_together("prompts"):
             if attempt == 0:
-                rows = dict(ranks.shard(list(enumerate(self.order.rows(step)))))
+                rows = self.own_rows(step)
+                following = list(self.own_rows(step + 1).values())
             else:
                 most = self.config.rollout.max_attempts
                 slots = [slot for slot in rollout.zero_std_slots if slot in rollout.own]
                 rows = {slot: self.order.spare(step, attempt, slot, most) for slot in slots}
-            made = self.prompt_builder.prompts(self.dataset, rows)
-        counts = ranks.sum({"prompts": len(made.prompts), "dropped": made.dropped}, "prompts")
+            made = self.prompt_builder.prompts(self.dataset, rows, following)
+        images = sum(len(prompt.sample.images) for prompt in {id(p): p for p in made.prompts}.values())
+        own = {
+            "prompts": len(made.prompts),
+            "dropped": made.dropped,
+            "images": images,
+            "decoded": made.decoded,
+        }
+        counts = ranks.sum(own, "prompts")
         rollout.dropped += int(counts["dropped"])
+        rollout.images += int(counts["images"])
+        rollout.decoded += int(counts["decoded"])
         if attempt == 0:
             self.prompt_builder.require_some(step, int(counts["prompts"]), rollout.dropped)
         return made
+
+    def own_rows(self, step: int) -> dict[int, int]:
+        """The row of each of this process's slots, at the first attempt of a step; none after the last step."""
+        rows = self.order.rows(step) if step <= self.max_steps else []
+        return dict(self.ranks.shard(list(enumerate(rows))))
+
+    def begin(self, step: int) -> None:
+        """Make the prompts of a step in the background."""
+        self.prompt_builder.prompts(self.dataset, {}, self.own_rows(step).values())
 
     def completions(self, rollout: Rollout, asked: StepPrompts) -> list[Group]:
         """G completions of each prompt, each from its own seed.

@@ -100,10 +100,13 @@ def evaluate(
     marks: list[float] = []
     totals: list[float] = []
     rows = 0
-    for start in range(0, len(dataset), CHUNK * ranks.world):
-        indices = ranks.shard(range(start, min(start + CHUNK * ranks.world, len(dataset))))
+    size = CHUNK * ranks.world
+    for start in range(0, len(dataset), size):
+        indices, following = (
+            ranks.shard(range(first, min(first + size, len(dataset)))) for first in (start, start + size)
+        )
         with ranks.fail_together("evaluation"):
-            asked = prompt_builder.evaluation.prompts(dataset, {i: i for i in indices})
+            asked = prompt_builder.evaluation.prompts(dataset, {i: i for i in indices}, following)
             seeds = [eval_seeds(config.run.seed, i, repeats, *part) for i in asked.slots]
             requests = requests_for(asked.prompts, seeds, sampling)
             completions = engine.generate(requests) if requests else []

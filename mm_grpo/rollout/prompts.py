@@ -7,12 +7,13 @@ slots stay what they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.rollout.prefetch import Made, Prefetcher
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepPrompts:
-    """The prompts of one step with their slots, and how many rows were dropped."""
+    """The prompts of one step with their slots, how many rows were dropped, and how many images were decoded."""
 
     slots: list[int]
     prompts: list[Prompt]
     dropped: int
+    decoded: int = 0
 
 
 TRAINING, EVALUATION = "rollout.max_completion_length", "rollout.eval.max_completion_length"
@@ -50,9 +52,13 @@ class PromptBuilder:
         max_model_len: int | None = None,
         completion_length: int | None = None,
         length_field: str = TRAINING,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         completion_length = completion_length or config.rollout.max_completion_length
         self.processor = processor
+        self.prefetcher = prefetcher or Prefetcher(
+            processor, config.data.num_workers, config.data.prefetch_bytes
+        )
         self.policy = config.data.on_overlong
         limits = {"data.max_prompt_length": config.data.max_prompt_length}
         if context is not None:
@@ -77,24 +83,25 @@ class PromptBuilder:
         self.evaluation = self
         longer = config.rollout.eval.max_completion_length
         if length_field == TRAINING and longer is not None:
-            self.evaluation = PromptBuilder(processor, config, context, max_model_len, longer, EVALUATION)
+            self.evaluation = PromptBuilder(
+                processor, config, context, max_model_len, longer, EVALUATION, self.prefetcher
+            )
 
     def process(self, sample: Sample) -> Prompt:
         """The prompt of a sample. DataError when it is longer than the limit."""
-        prompt = self.processor.prompt(sample)
-        if self.limit is not None and len(prompt.token_ids) > self.limit:
-            raise TooLong(
-                f"{sample.uid}: the prompt has {len(prompt.token_ids)} tokens, and {self.limit_name} allows "
-                f"{self.limit}; prompts are never cut. Lower data.max_pixels, raise the limit, or drop such rows "
-                "with data.on_overlong=drop"
-            )
-        return prompt
+        return self._within_limit(self.prefetcher.process(sample))
 
-    def prompts(self, dataset: Dataset, rows: Mapping[int, int]) -> StepPrompts:
-        """The prompts of some rows, by slot."""
-        made = {slot: self._usable(dataset, row) for slot, row in rows.items()}
-        kept = {slot: prompt for slot, prompt in made.items() if prompt is not None}
-        return StepPrompts(list(kept), list(kept.values()), dropped=len(made) - len(kept))
+    def prompts(self, dataset: Dataset, rows: Mapping[int, int], ahead: Iterable[int] = ()) -> StepPrompts:
+        """The prompts of some rows, by slot; a row with two slots has one prompt. Those of the rows `ahead`, which will
+        be asked for next, are begun in the background.
+        """
+        begun = {row: self.prefetcher.begin(dataset, row) for row in dict.fromkeys(rows.values())}
+        self.prefetcher.ahead(dataset, ahead)
+        found = {row: self._usable(wait) for row, wait in begun.items()}
+        made = {slot: found[row] for slot, row in rows.items()}
+        kept = {slot: one.prompt for slot, one in made.items() if one is not None}
+        decoded = sum(one.decoded for one in found.values() if one is not None)
+        return StepPrompts(list(kept), list(kept.values()), len(made) - len(kept), decoded)
 
     def require_some(self, step: int, prompts: int, dropped: int) -> None:
         """DataError when a step, over all processes, has no prompt left."""
@@ -108,18 +115,33 @@ class PromptBuilder:
         """(step, slot, prompt) in the order of the run, each row once; a prompt is made when it is asked for."""
         places = ((step, slot, row) for step in count(1) for slot, row in enumerate(order.rows(step)))
         for step, slot, row in islice(places, len(dataset)):  # one epoch: every row comes once in it
-            prompt = self._usable(dataset, row)
-            if prompt is not None:
-                yield step, slot, prompt
+            made = self._usable(self.prefetcher.begin(dataset, row))
+            if made is not None:
+                yield step, slot, made.prompt
 
-    def _usable(self, dataset: Dataset, row: int) -> Prompt | None:
-        """The prompt of a row; None when it is too long and the policy is to drop it."""
+    def close(self) -> None:
+        """Make nothing more in the background."""
+        self.prefetcher.close()
+
+    def _usable(self, wait: Callable[[], Made]) -> Made | None:
+        """What is made of a row; None when it is too long and the policy is to drop it."""
         try:
-            return self.process(dataset.sample(row))
+            made = wait()
+            self._within_limit(made.prompt)
         except TooLong:
             if self.policy == "stop":
                 raise
             return None
+        return made
+
+    def _within_limit(self, prompt: Prompt) -> Prompt:
+        if self.limit is not None and len(prompt.token_ids) > self.limit:
+            raise TooLong(
+                f"{prompt.uid}: the prompt has {len(prompt.token_ids)} tokens, and {self.limit_name} allows "
+                f"{self.limit}; prompts are never cut. Lower data.max_pixels, raise the limit, or drop such rows "
+                "with data.on_overlong=drop"
+            )
+        return prompt
 
 
 def context_of(config: Any) -> int | None:

@@ -95,6 +95,15 @@ def test_step(result: Result) -> None:
         assert 0 < row[f"generate_{side}"] + row[f"learner_{side}"] < row[f"step_{side}"]
 
 
+@pytest.mark.long
+def test_images(result: Result) -> None:
+    plain, ahead = result("images", "--prompts", "4", "--steps", "1", "--max-pixels", "3136")["rows"]
+    assert (plain["workers"], ahead["workers"], plain["P"]) == (0, 2, 4)
+    for row in (plain, ahead):
+        assert 0 < row["wait"] < row["step"] < 30
+        assert row["share"] == pytest.approx(row["wait"] / row["step"], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [

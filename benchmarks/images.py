@@ -1,0 +1,127 @@
+"""How long a training step waits for its images, with and without threads that make them ahead.
+
+    OMP_NUM_THREADS=2 python benchmarks/images.py [--json FILE] [--prompts 256] [--workers 0 2] [--steps 2]
+
+P rows with one JPEG of 2 megapixels each (1600 x 1250, with noise, so that it does not decode faster than a photo),
+resized to at most `--max-pixels`; G completions of T tokens each by our transformers engine, and one update. The model
+has random weights. `wait` is the metric `time/data`: reading rows, and waiting for images that are not ready yet. The
+first step, whose images nothing could hide, is not counted, nor is the last, which has no next step to make ready.
+That every image was decoded once a step is asserted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from os import devnull
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import (
+    BASE,
+    SIZES,
+    Machine,
+    arguments,
+    load_shapes_processor,
+    make_model,
+    parse,
+    positive,
+    versions,
+    write_json,
+)
+from PIL import Image
+from workloads import NEVER, alternate
+
+from mm_grpo import GRPOConfig, GRPOTrainer
+
+SIDES = (1600, 1250)
+
+
+def draw(folder: Path, count: int) -> list[dict[str, Any]]:
+    """`count` rows with a picture each, in `folder`."""
+    rows = []
+    for number in range(count):
+        rng = np.random.default_rng(number)
+        coarse = Image.fromarray(rng.integers(0, 256, (10, 12, 3), dtype=np.uint8)).resize(SIDES)
+        noisy = np.asarray(coarse, np.int16) + rng.integers(-12, 13, (SIDES[1], SIDES[0], 1), np.int16)
+        path = folder / f"{number}.jpg"
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+        rows.append({"prompt": "how many", "image": str(path)})
+    return rows
+
+
+class Steps:
+    """A callback that keeps the metrics of each step."""
+
+    def __init__(self) -> None:
+        self.metrics: list[Mapping[str, float]] = []
+
+    def on_step_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        self.metrics.append(dict(metrics))
+
+
+def measure(args: Any, rows: list[dict[str, Any]], workers: int, folder: Path) -> dict[str, Any]:
+    processor = load_shapes_processor(args.max_pixels)
+    processor.stop_token_ids = frozenset({NEVER})
+    steps = Steps()
+    config = GRPOConfig.from_dict(
+        {
+            "model": {"path": str(BASE), "device": "cpu"},
+            "data": {"num_workers": workers},
+            "rollout": {
+                "prompts_per_step": len(rows), "num_generations": args.generations,
+                "max_completion_length": args.tokens,
+            },
+            "run": {
+                "dir": str(folder / str(workers)), "max_steps": args.steps + 2, "log_rollouts_every": 1 << 20,
+                "report": False, "save_model": False, "parity_check": False, "save_every": 0,
+            },
+        }
+    )  # fmt: skip
+    model = make_model(processor, args.size, Machine(torch.device("cpu"), torch.float32))
+    trainer = GRPOTrainer(
+        config, train=rows, rewards=[alternate], model=model, processor=processor, callbacks=[steps]
+    )
+    with open(devnull, "w") as nowhere, redirect_stdout(nowhere):
+        trainer.train()
+    counted = steps.metrics[1:-1]
+    assert all(m["prompts/images_decoded"] == m["prompts/images"] == len(rows) for m in steps.metrics)
+    return {
+        "workers": workers,
+        "P": len(rows),
+        "wait": statistics.median(m["time/data"] for m in counted),
+        "step": statistics.median(m["step_time"] for m in counted),
+        "share": statistics.median(m["time/data"] / m["step_time"] for m in counted),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__, machine=False)
+    parser.add_argument("--prompts", type=positive, default=256, help="rows of a step")
+    parser.add_argument("--generations", type=positive, default=4, help="completions of a row")
+    parser.add_argument("--tokens", type=positive, default=8, help="tokens of a completion")
+    parser.add_argument("--max-pixels", type=positive, default=448 * 448, help="pixels after the resize")
+    parser.add_argument("--size", default="tiny", choices=sorted(SIZES), help="the model's")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="data.num_workers")
+    parser.add_argument("--steps", type=positive, default=2, help="timed steps")
+    args = parse(parser, argv)
+    warnings.filterwarnings("ignore")
+    found = []
+    print(f"{'workers':>8}{'wait s':>9}{'step s':>9}{'share':>8}")
+    with tempfile.TemporaryDirectory() as name:
+        rows = draw(Path(name), args.prompts)
+        for workers in args.workers:
+            row = measure(args, rows, workers, Path(name))
+            found.append(row)
+            print(f"{workers:>8}{row['wait']:>9.2f}{row['step']:>9.2f}{row['share']:>8.1%}", flush=True)
+    sizes = {k: getattr(args, k) for k in ("generations", "tokens", "max_pixels", "size", "steps")}
+    write_json(args.json, versions() | sizes, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Prompts made ahead of the step that asks for them, in background threads.
+
+While the engine samples and the learner works, the images of the next rows are decoded, resized and made into tensors.
+Which rows those are, their order and their seeds are decided by others, and do not depend on it. What is wrong with
+a row is raised when its prompt is asked for, never earlier.
+
+Threads, because decoding, resizing and tensors release Python's lock, and nothing has to be copied between processes.
+Rows are read by the thread that asks (a user's dataset may belong to it), images are opened in any thread, and the
+processor is used by one thread at a time (tokenizers and image processors keep state during a call).
+
+Memory: the rows of a step as they are stored, and of what is made of them no more than `max_bytes` before it is asked
+for. Rows beyond that are left until they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mm_grpo.data.images import decoded_here
+
+if TYPE_CHECKING:
+    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.processors.base import Processor
+    from mm_grpo.types import Prompt, Sample
+
+OpenSample = Callable[[], "Sample"]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A prompt, and how many images were decoded for it."""
+
+    prompt: Prompt
+    decoded: int
+
+
+class Prefetcher:
+    """Makes prompts of a dataset's rows: before they are asked for where `ahead` names them, else when they are.
+
+    Args:
+        processor: makes a prompt of a sample.
+        workers: threads; 0 makes every prompt in the calling thread, when it is asked for.
+        max_bytes: most bytes of pixels that wait to be asked for. A thread that is at work is not stopped, so each
+            may add one prompt to that.
+    """
+
+    def __init__(self, processor: Processor, workers: int, max_bytes: int) -> None:
+        self.processor, self.workers, self.max_bytes = processor, workers, max_bytes
+        self.held = 0
+        """Bytes of pixels of the prompts that are made and were not asked for yet."""
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: dict[tuple[Dataset, int], tuple[OpenSample, Future[Made | None]]] = {}
+        self._counting, self._processing = Lock(), Lock()
+
+    def ahead(self, dataset: Dataset, rows: Iterable[int]) -> None:
+        """Begin with the prompts of rows that will be asked for next. Raises nothing."""
+        for row in rows if self.workers else ():
+            if (dataset, row) not in self._ahead:
+                try:
+                    opener = dataset.opener(row)
+                except Exception:  # the row is read again when it is asked for, and raises then
+                    continue
+                self._ahead[dataset, row] = opener, self._submit(self._make_ahead, opener)
+
+    def begin(self, dataset: Dataset, row: int) -> Callable[[], Made]:
+        """Ask for the prompt of a row. The function that is returned waits for it, and raises what is wrong with it.
+
+        Rows that are begun before the first is waited for are made side by side.
+        """
+        opener, ahead = self._ahead.pop((dataset, row), (None, None))
+        try:
+            opener = opener or dataset.opener(row)
+        except Exception as error:
+            return partial(_raise, error)
+        if not self.workers:
+            return partial(self._make, opener)
+        if ahead is None or ahead.cancel():
+            return self._submit(self._make, opener).result
+        return partial(self._taken, opener, ahead)
+
+    def process(self, sample: Sample) -> Prompt:
+        """The prompt of a sample; one thread at a time."""
+        with self._processing:
+            return self.processor.prompt(sample)
+
+    def close(self) -> None:
+        """Forget what was begun. A thread ends when the prompt that it is making is finished."""
+        self._ahead.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool, self.held = None, 0
+
+    def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="mm_grpo prompts")
+        return self._pool.submit(call, *args)
+
+    def _taken(self, opener: OpenSample, ahead: Future[Made | None]) -> Made:
+        """What was made ahead; made now where there was no memory for it then."""
+        made = ahead.result()
+        if made is None:
+            return self._make(opener)
+        self._hold(-pixel_bytes(made.prompt))
+        return made
+
+    def _make(self, opener: OpenSample) -> Made:
+        before = decoded_here()
+        sample = opener()
+        decoded = decoded_here() - before
+        return Made(self.process(sample), decoded)
+
+    def _make_ahead(self, opener: OpenSample) -> Made | None:
+        """None where the prompts that wait already take the memory that they may."""
+        if self.held >= self.max_bytes:
+            return None
+        made = self._make(opener)
+        self._hold(pixel_bytes(made.prompt))
+        return made
+
+    def _hold(self, size: int) -> None:
+        with self._counting:
+            self.held += size
+
+
+def pixel_bytes(prompt: Prompt) -> int:
+    """The memory of a prompt's pixels, in bytes: decoded, resized, and as tensors."""
+    pictures = {id(image): image for image in (*prompt.sample.images, *prompt.engine_prompt.images)}
+    tensors = sum(tensor.nbytes for tensor in prompt.vision.values())
+    return tensors + sum(3 * image.width * image.height for image in pictures.values())
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -1,0 +1,264 @@
+"""Prompts made ahead in threads: the same prompts, one decode of each image, bounded memory, faults in their place."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.configs import small_config
+from helpers.small_runs import HELDOUT, config_for, rows_of, vowels
+from helpers.tiny import picture
+from PIL import Image
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.data import images
+from mm_grpo.data.dataset import Dataset
+from mm_grpo.errors import DataError
+from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.rollout.prefetch import Prefetcher, pixel_bytes
+from mm_grpo.rollout.prompts import PromptBuilder
+from mm_grpo.types import Prompt
+
+DEADLINE = 30.0
+
+
+@pytest.fixture(scope="module")
+def processor(models: dict[str, Path]) -> Processor:
+    return load_processor(str(models["qwen2_5_vl"]))
+
+
+@pytest.fixture
+def prefetcher(processor: Processor) -> Iterator[Prefetcher]:
+    made = Prefetcher(processor, workers=3, max_bytes=2**30)
+    yield made
+    made.close()
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def rows(count: int, size: int = 84) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"number {i}", "image": encoded(picture(i, size, size)), "answer": str(i)}
+        for i in range(count)
+    ]
+
+
+def dataset(given: Any, **data: Any) -> Dataset:
+    return Dataset(given, small_config("model", data=data).data)
+
+
+def same(one: Prompt, other: Prompt) -> bool:
+    assert one.uid == other.uid and one.token_ids == other.token_ids
+    assert one.engine_prompt.token_ids == other.engine_prompt.token_ids
+    pictures = zip(one.engine_prompt.images, other.engine_prompt.images, strict=True)
+    assert all(a.tobytes() == b.tobytes() for a, b in pictures)
+    assert torch.equal(one.position_ids, other.position_ids)
+    return all(torch.equal(one.vision[key], other.vision[key]) for key in one.vision.keys() | other.vision)
+
+
+def until(holds: Any) -> None:
+    end = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def finished(prefetcher: Prefetcher) -> None:
+    until(lambda: all(future.done() for _, future in prefetcher._ahead.values()))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 5])
+def test_prompts_are_those_of_the_plain_way_whatever_was_made_ahead(
+    processor: Processor, workers: int
+) -> None:
+    data = dataset(rows(8))
+    prefetcher = Prefetcher(processor, workers, 2**30)
+    prefetcher.ahead(data, [5, 1, 2, 7])
+    waits = [prefetcher.begin(data, row) for row in (1, 0, 7, 3)]
+    for row, wait in zip((1, 0, 7, 3), waits, strict=True):
+        made = wait()
+        assert made.decoded == 1 and same(made.prompt, processor.prompt(data.sample(row)))
+    prefetcher.close()
+
+
+def test_two_sets_of_one_name_are_not_mixed_up(prefetcher: Prefetcher) -> None:
+    data = dataset(rows(3))
+    shuffled = data.with_shuffled_images()
+    prefetcher.ahead(data, range(3))
+    prefetcher.ahead(shuffled, range(3))
+    for row in range(3):
+        plain, other = prefetcher.begin(data, row)(), prefetcher.begin(shuffled, row)()
+        assert plain.prompt.uid == other.prompt.uid
+        assert not torch.equal(plain.prompt.vision["pixel_values"], other.prompt.vision["pixel_values"])
+
+
+def test_what_is_wrong_with_a_row_is_raised_when_it_is_asked_for(prefetcher: Prefetcher) -> None:
+    given = rows(4)
+    given[2]["image"] = given[2]["image"][:60]
+
+    class Unreadable(list):  # type: ignore[type-arg]
+        def __getitem__(self, index: Any) -> Any:
+            if index == 3:
+                raise OSError("the disk is gone")
+            return super().__getitem__(index)
+
+    data = Dataset(Unreadable(given), small_config("model").data, verify=False)
+    prefetcher.ahead(data, range(4))
+    finished(prefetcher)
+    assert prefetcher.begin(data, 0)().prompt.uid == "train:0"
+    with pytest.raises(DataError, match=r"train row 2: image .* is damaged or truncated"):
+        prefetcher.begin(data, 2)()
+    wait = prefetcher.begin(data, 3)
+    with pytest.raises(OSError, match="the disk is gone"):
+        wait()
+
+
+def test_what_waits_to_be_asked_for_is_bounded(processor: Processor) -> None:
+    data = dataset(rows(12))
+    one = pixel_bytes(processor.prompt(data.sample(0)))
+    prefetcher = Prefetcher(processor, workers=2, max_bytes=3 * one)
+    prefetcher.ahead(data, range(12))
+    finished(prefetcher)
+    assert 3 * one <= prefetcher.held <= 4 * one  # two threads may both find room for one more
+    made = [prefetcher.begin(data, row)() for row in range(12)]
+    assert [m.prompt.uid for m in made] == [f"train:{i}" for i in range(12)]
+    assert sum(m.decoded for m in made) == 12 and prefetcher.held == 0
+    prefetcher.close()
+
+
+def test_pixels_are_counted_as_decoded_resized_and_tensors(processor: Processor) -> None:
+    prompt = processor.prompt(dataset([{"prompt": "a", "image": picture(1, 100, 90)}]).sample(0))
+    (resized,) = prompt.engine_prompt.images
+    tensors = sum(t.numel() * t.element_size() for t in prompt.vision.values())
+    assert resized.size != (100, 90)
+    assert pixel_bytes(prompt) == tensors + 3 * 100 * 90 + 3 * resized.width * resized.height
+
+
+def test_rows_that_share_a_picture_of_the_users_may_be_opened_side_by_side(processor: Processor) -> None:
+    plain = picture(3, 600, 600)
+    for _ in range(3):
+        shared = Image.open(io.BytesIO(encoded(plain)))  # its pixels are not read yet
+        data = dataset([{"prompt": f"{i}", "image": shared} for i in range(8)])
+        prefetcher = Prefetcher(processor, workers=8, max_bytes=2**30)
+        for wait in [prefetcher.begin(data, row) for row in range(8)]:
+            assert wait().prompt.sample.images[0].tobytes() == plain.tobytes()
+        prefetcher.close()
+
+
+def test_a_dataset_that_belongs_to_a_thread_is_read_in_it(prefetcher: Prefetcher) -> None:
+    given, owner = rows(4), threading.get_ident()
+
+    class Bound:
+        column_names = ("prompt", "image", "answer")
+
+        def __len__(self) -> int:
+            return len(given)
+
+        def __getitem__(self, index: int, /) -> Any:
+            assert threading.get_ident() == owner
+            return given[index]
+
+    data = dataset(Bound())
+    prefetcher.ahead(data, range(2))
+    made = [prefetcher.begin(data, row)() for row in range(4)]
+    assert [m.prompt.sample.columns["answer"] for m in made] == ["0", "1", "2", "3"]
+
+
+def test_the_processor_is_used_by_one_thread_at_a_time(processor: Processor) -> None:
+    inside: list[int] = []
+
+    class Watched:
+        def prompt(self, sample: Any) -> Prompt:
+            inside.append(1)
+            time.sleep(0.01)
+            assert len(inside) == 1
+            inside.pop()
+            return processor.prompt(sample)
+
+    prefetcher = Prefetcher(Watched(), workers=4, max_bytes=2**30)  # type: ignore[arg-type]
+    data = dataset(rows(6))
+    assert len([wait() for wait in [prefetcher.begin(data, row) for row in range(6)]]) == 6
+    prefetcher.close()
+
+
+def test_threads_end_when_it_is_closed(processor: Processor) -> None:
+    before = set(threading.enumerate())
+    prefetcher = Prefetcher(processor, workers=2, max_bytes=2**30)
+    prefetcher.ahead(dataset(rows(40, 400)), range(40))
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    prefetcher.close()
+    until(lambda: not any(thread.is_alive() for thread in threads))
+    assert prefetcher.begin(dataset(rows(1)), 0)().prompt.uid == "train:0"  # and it can be used again
+    prefetcher.close()
+
+
+def test_a_row_with_two_slots_of_a_step_has_one_prompt(processor: Processor) -> None:
+    builder = PromptBuilder(processor, small_config("model"), None)
+    found = builder.prompts(dataset(rows(2)), {0: 1, 1: 0, 2: 1})
+    assert found.slots == [0, 1, 2] and found.decoded == 2
+    assert found.prompts[0] is found.prompts[2] and found.prompts[0].uid == "train:1"
+    builder.close()
+
+
+# whole runs ----------------------------------------------------------------------------------
+
+
+def run(path: Path, folder: Path, given: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
+    config = config_for(path, folder, **changes)
+    GRPOTrainer(config, train=given, eval=HELDOUT, rewards=[vowels]).train()
+    rows = rows_of(folder)
+    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "step_time"} for r in rows]
+
+
+def test_a_run_decodes_each_image_once_and_is_the_same_without_threads(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[str] = []
+    decode = images._decode
+
+    def counted(image: Any, where: Any) -> Any:
+        decoded.append(threading.current_thread().name)
+        return decode(image, where)
+
+    monkeypatch.setattr(images, "_decode", counted)
+    given = rows(6)
+    found, names = [], []
+    for workers in (0, 2):
+        decoded.clear()
+        found.append(run(models["qwen2_5_vl"], tmp_path / str(workers), given, data={"num_workers": workers}))
+        names.append(set(decoded))
+        # 3 steps of 4 prompts, two evaluations of 3 rows, and the check at the start, which makes one prompt
+        assert len(decoded) == 3 * 4 + 2 * 3 + 1
+    assert found[0] == found[1]
+    assert names[0] == {"MainThread"} and all(name.startswith("mm_grpo prompts") for name in names[1])
+    assert [(r["prompts/images"], r["prompts/images_decoded"]) for r in found[1][1:]] == [(4, 4)] * 3
+
+
+def test_a_repeated_row_is_decoded_once_and_updates_as_two_rows_do(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """With more prompts in a step than rows, a row's two groups share their prompt."""
+    given = rows(3)
+    twice = [*given, given[0]]
+    changes = {"data": {"shuffle": False}, "run": {"max_steps": 1}}
+    shared, apart = (
+        run(models["qwen2_5_vl"], tmp_path / str(len(g)), g, **changes)[1] for g in (given, twice)
+    )
+    assert (shared.pop("prompts/images_decoded"), apart.pop("prompts/images_decoded")) == (3, 4)
+    assert (shared.pop("prompts/images"), apart.pop("prompts/images")) == (3, 4)
+    encoded = "learner/images_encoded"
+    assert (shared.pop(encoded), apart.pop(encoded)) == (3, 4)
+    assert (shared.pop("epoch"), apart.pop("epoch")) == (4 / 3, 1)
+    assert shared["grad_norm"] > 0
+    assert shared == pytest.approx(apart, rel=1e-5, abs=1e-7)
