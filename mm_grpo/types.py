@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,13 +70,47 @@ class Prompt:
         return int(self.position_ids.max()) + 1
 
 
+class Pictured(Protocol):
+    """What holds tensors of the vision tower: a prompt, or an image of an observation."""
+
+    @property
+    def vision(self) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An image of an observation at its final size, with its tensors of the vision tower.
+
+    Equal images of a step are one object, so that the learner encodes each once.
+    """
+
+    image: Image
+    vision: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What follows the prompt in a conversation of several turns, as the model runs it.
+
+    `token_ids` [N] are expanded as those of a prompt: what was sampled, and between it what tools and environments
+    answered. `sampled` [N] tells the two apart, `position_ids` [*A, N] go on from the prompt's, and `pictures` are the
+    images of the observations in order.
+    """
+
+    token_ids: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    position_ids: Tensor
+    pictures: tuple[Picture, ...] = ()
+
+
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer.
+    """One sampled answer; in a conversation of several turns, all that the model sampled in it.
 
     `token_ids` [T] include the end token when it was sampled. `logprobs` [T] are the engine's
     natural log-probabilities of those tokens under the distribution they were drawn from (media
-    tokens masked, temperature applied). `weight_versions` are (first token, version) spans.
+    tokens masked, temperature applied). `weight_versions` are (first token, version) spans. `tail` is None in a
+    conversation of one turn, where the model runs prompt and `token_ids`.
     """
 
     token_ids: tuple[int, ...]
@@ -85,6 +119,12 @@ class Completion:
     finish_reason: FinishReason
     seed: int
     weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+    tail: Tail | None = None
+
+    @property
+    def run_length(self) -> int:
+        """How many tokens the model runs after the prompt: what was sampled, and the observations."""
+        return len(self.token_ids) if self.tail is None else len(self.tail.token_ids)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.model_folder import refuse_own_code
-from mm_grpo.types import EnginePrompt, Prompt, Sample
+from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -145,22 +145,33 @@ class QwenVLProcessor:
         collapsed = self._collapsed(sample.messages, sample.uid)
         self._check_placeholders(sample.uid, collapsed, len(images))
 
-        vision: dict[str, Tensor] = {}
-        counts: list[int] = []
-        if images:
-            features = self.hf.image_processor(list(images), do_resize=False, return_tensors="pt")
-            vision = {"pixel_values": features["pixel_values"], "image_grid_thw": features["image_grid_thw"]}
-            merge = self.hf.image_processor.merge_size**2
-            counts = [int(n) // merge for n in vision["image_grid_thw"].prod(-1)]
-        expanded: list[int] = []
-        remaining = iter(counts)
-        for token in collapsed:
-            expanded += [token] * (next(remaining) if token == self.image_token_id else 1)
+        vision = self._pixels(images)
+        expanded = self._expanded(collapsed, vision)
         return Prompt(
             sample=sample,
             token_ids=tuple(expanded),
             engine_prompt=EnginePrompt(tuple(collapsed), images),
             position_ids=self._positions(expanded, vision.get("image_grid_thw")),
+            vision=vision,
+        )
+
+    def picture(self, image: Image, *, row: str) -> Picture:
+        """An image that comes in the middle of a conversation, at its fixed size. DataError where there is none."""
+        resized = self._resize(row, 0, image)
+        return Picture(resized, self._pixels([resized]))
+
+    def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
+        """`prompt` with further tokens, which hold one image token for each of `pictures`; nothing before changes."""
+        vision = self.family.vision([prompt, *pictures])
+        added = self._expanded(token_ids, self.family.vision(pictures))
+        whole = [*prompt.token_ids, *added]
+        sent = prompt.engine_prompt
+        images = (*sent.images, *(picture.image for picture in pictures))
+        return Prompt(
+            sample=prompt.sample,
+            token_ids=tuple(whole),
+            engine_prompt=EnginePrompt((*sent.token_ids, *token_ids), images),
+            position_ids=self._positions(whole, vision.get("image_grid_thw")),
             vision=vision,
         )
 
@@ -221,6 +232,22 @@ class QwenVLProcessor:
                 f"{uid}: the prompt's text holds a media token of its own ({starts} '<|vision_start|>' for {images} "
                 f"image(s), {video} '{self.hf.video_token}'); remove it from the row's text"
             )
+
+    def _pixels(self, images: Sequence[Image]) -> dict[str, Tensor]:
+        if not images:
+            return {}
+        features = self.hf.image_processor(list(images), do_resize=False, return_tensors="pt")
+        return {"pixel_values": features["pixel_values"], "image_grid_thw": features["image_grid_thw"]}
+
+    def _expanded(self, token_ids: Sequence[int], vision: Mapping[str, Tensor]) -> list[int]:
+        """One image token for each merged patch of each image, in place of the one that stands for it."""
+        merge = self.hf.image_processor.merge_size**2
+        counts = (int(n) // merge for n in vision["image_grid_thw"].prod(-1)) if vision else iter(())
+        return [
+            same
+            for token in token_ids
+            for same in [token] * (next(counts) if token == self.image_token_id else 1)
+        ]
 
     def _positions(self, token_ids: Sequence[int], grid: Tensor | None) -> Tensor:
         ids = torch.tensor([token_ids])
