@@ -26,7 +26,7 @@ class Sample:
     `uid` names the row (never its text): two equal rows have two uids. `messages` are chat messages
     whose content is a string or a list of parts; each `{"type": "image"}` part stands for the next
     entry of `images`, which are decoded, upright RGB pictures of any size. `columns` holds every
-    other field of the row, for rewards.
+    other field of the row, for rewards. `tools` are JSON schemas of what the model may call.
     """
 
     uid: str
@@ -34,6 +34,7 @@ class Sample:
     images: tuple[Image, ...] = ()
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,33 @@ class Tail:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One message of a conversation after its prompt: the model's (`assistant`), or the answer to a call (`tool`).
+
+    Of the model `seed` and `tokens`, as many as it sampled; of an answer the `name` of the tool, its `arguments`, its
+    `images` at their final size, `tokens`, 0 where the answer before it holds those of both, and the `fault` if any.
+    """
+
+    role: Literal["assistant", "tool"]
+    text: str
+    tokens: int
+    seed: int | None = None
+    name: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
 class Completion:
     """One sampled answer; in a conversation of several turns, all that the model sampled in it.
 
     `token_ids` [T] include the end token when it was sampled. `logprobs` [T] are the engine's
     natural log-probabilities of those tokens under the distribution they were drawn from (media
     tokens masked, temperature applied). `weight_versions` are (first token, version) spans. `tail` is None in a
-    conversation of one turn, where the model runs prompt and `token_ids`.
+    conversation of one turn, where the model runs prompt and `token_ids`; `turns` are its messages, and `text` is the
+    model's last one. `environment_reward` is what the environment says of a conversation. `masked` keeps it out of the
+    loss, with the reason.
     """
 
     token_ids: tuple[int, ...]
@@ -120,6 +141,9 @@ class Completion:
     seed: int
     weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     tail: Tail | None = None
+    turns: tuple[Turn, ...] = ()
+    environment_reward: float | None = None
+    masked: str | None = None
 
     @property
     def run_length(self) -> int:

@@ -26,6 +26,7 @@ from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.model_folder import refuse_own_code
+from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
 from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ class QwenVLProcessor:
         self.config = config
         self.media_token_ids = self._media_ids()
         self.stop_token_ids = self._stop_ids(path)
+        self._stop_texts = [self.tokenizer.convert_ids_to_tokens(i) for i in sorted(self.stop_token_ids)]
+        self._template: str = self.hf.chat_template or self.tokenizer.chat_template
         # its layers have no memory; only its method for positions is used
         with torch.device("meta"):
             self._rope: Any = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
@@ -142,7 +145,7 @@ class QwenVLProcessor:
                 f"{sample.uid}: the row has {len(sample.videos)} video(s); only images are supported"
             )
         images = tuple(self._resize(sample.uid, i, image) for i, image in enumerate(sample.images))
-        collapsed = self._collapsed(sample.messages, sample.uid)
+        collapsed = self._collapsed(sample.messages, sample.uid, sample.tools)
         self._check_placeholders(sample.uid, collapsed, len(images))
 
         vision = self._pixels(images)
@@ -175,6 +178,25 @@ class QwenVLProcessor:
             vision=vision,
         )
 
+    def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
+        """The collapsed ids between the end of the model's turn and its next one, by the chat template.
+
+        `answers` are the texts and images of each tool's answer. DataError where the template cannot show them.
+        """
+        marker, images = "mm-grpo-turn", sum(not isinstance(part, str) for parts in answers for part in parts)
+        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
+        for as_tool in (True, False) if knows_tools(self._template) else (False,):
+            text = self._rendered([*before, *answer_messages(answers, as_tool=as_tool)], row)
+            _, found, rest = text.partition(marker)
+            end = next((token for token in self._stop_texts if rest.startswith(token)), None)
+            if found and end is not None and rest.count(self.hf.image_token) == images:
+                ids: list[int] = self.tokenizer(rest[len(end) :], add_special_tokens=False)["input_ids"]
+                return ids
+        raise DataError(
+            f"{row}: the model's chat template does not show an answer with {images} image(s) after a turn of the "
+            "model that ends with a stop token; conversations of several turns need one that does (model.path)"
+        )
+
     def max_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], images: int, *, row: str) -> int:
         return len(self._collapsed(messages, row)) + images * (self.max_pixels // self.factor**2)
 
@@ -191,19 +213,32 @@ class QwenVLProcessor:
 
     # parts -----------------------------------------------------------------------------------
 
-    def _collapsed(self, messages: Sequence[Mapping[str, Any]], row: str) -> list[int]:
+    def _collapsed(
+        self, messages: Sequence[Mapping[str, Any]], row: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """The ids of a conversation with one token for each image."""
+        text = self._rendered(messages, row, tools)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], row: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        given = {}
+        if tools and knows_tools(self._template):
+            given["tools"] = list(tools)
+        elif tools:
+            messages = with_tools(messages, tools)
         try:
-            text = self.hf.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+            text: str = self.hf.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **given
             )
         except TemplateError as error:
             raise DataError(
                 f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
                 "the template in model.path"
             ) from error
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return text
 
     def _resize(self, uid: str, index: int, image: Any) -> Any:
         try:

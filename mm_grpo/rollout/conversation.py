@@ -36,6 +36,11 @@ class Conversation:
         self.answers.append(completion)
         self._append(completion.token_ids, (), sampled=True)
 
+    def would_add(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> int:
+        """How many tokens an observation adds, with its images expanded."""
+        after = self.processor.extended(self.prompt, token_ids, pictures)
+        return len(after.token_ids) - len(self.prompt.token_ids)
+
     def observed(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> None:
         """Append an observation: collapsed ids, with one image token for each picture."""
         self._append(token_ids, pictures, sampled=False)

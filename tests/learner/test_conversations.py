@@ -62,15 +62,15 @@ def plain(model: Any, processor: Processor, c: Conversation) -> Tensor:
     return logp[len(c.start.token_ids) - 1 :][torch.tensor(sampled)]
 
 
-def cases(processor: Processor, seed: int, groups: int = 3, each: int = 4) -> tuple[list[Conversation], list[int]]:
+def cases(
+    processor: Processor, seed: int, groups: int = 3, each: int = 4
+) -> tuple[list[Conversation], list[int]]:
     """Conversations of 1 to 4 turns after prompts with two images, one and none; they share some pictures."""
     rng = random.Random(seed)
     sizes = [(84, 84), (56, 140), (112, 84)]
     shown = [processor.picture(tiny.picture(50 + i, *size), row="a") for i, size in enumerate(sizes)]
     images = [(tiny.picture(1, 84, 84), tiny.picture(2, 56, 140)), (tiny.picture(3, 112, 84),), ()]
-    starts = [
-        processor.prompt(tiny.sample(str(g), "what is it", images[g % 3])) for g in range(groups)
-    ]
+    starts = [processor.prompt(tiny.sample(str(g), "what is it", images[g % 3])) for g in range(groups)]
     pairs = [(start, g) for g, start in enumerate(starts) for _ in range(each)]
     made = [conversation(start, processor, rng, shown, rng.randint(1, 4)) for start, _ in pairs]
     return made, [g for _, g in pairs]
@@ -110,5 +110,7 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
     # with a trained tower an image is encoded once with gradients, and once without where packs share it
     distinct = {id(one) for pack in pictured for one in pack}
     sightings = sum(len({id(one) for one in pack}) for pack in pictured)
-    images = sum(processor.family.count(one.vision) for one in {id(o): o for p in pictured for o in p}.values())
+    images = sum(
+        processor.family.count(one.vision) for one in {id(o): o for p in pictured for o in p}.values()
+    )
     assert shared.encoded <= 2 * images and sightings > len(distinct)
