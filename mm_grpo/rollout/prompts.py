@@ -8,11 +8,12 @@ slots stay what they were.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.rewards.thinking import OPEN
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -31,6 +32,8 @@ class StepPrompts:
     dropped: int
 
 
+THINK_TOKENS = 16
+"""Tokens at the end of a prompt in which `<think>` is looked for; a tokenizer that does not know it needs several."""
 TRAINING, EVALUATION = "rollout.max_completion_length", "rollout.eval.max_completion_length"
 
 
@@ -88,7 +91,8 @@ class PromptBuilder:
                 f"{self.limit}; prompts are never cut. Lower data.max_pixels, raise the limit, or drop such rows "
                 "with data.on_overlong=drop"
             )
-        return prompt
+        end = self.processor.decode(prompt.token_ids[-THINK_TOKENS:]).rstrip()
+        return replace(prompt, opens_thinking=True) if end.endswith(OPEN) else prompt
 
     def prompts(self, dataset: Dataset, rows: Mapping[int, int]) -> StepPrompts:
         """The prompts of some rows, by slot."""
@@ -105,9 +109,16 @@ class PromptBuilder:
             )
 
     def first(self, dataset: Dataset, order: PromptOrder) -> Iterator[tuple[int, int, Prompt]]:
-        """(step, slot, prompt) in the order of the run, each row once; a prompt is made when it is asked for."""
+        """(step, slot, prompt) in the order of the run, no row twice; a prompt is made when it is asked for.
+
+        They are those of the first places, as many as there are rows: all rows, unless weights repeat some.
+        """
         places = ((step, slot, row) for step in count(1) for slot, row in enumerate(order.rows(step)))
-        for step, slot, row in islice(places, len(dataset)):  # one epoch: every row comes once in it
+        seen: set[int] = set()
+        for step, slot, row in islice(places, len(dataset)):
+            if row in seen:
+                continue
+            seen.add(row)
             prompt = self._usable(dataset, row)
             if prompt is not None:
                 yield step, slot, prompt
