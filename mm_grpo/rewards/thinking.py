@@ -6,7 +6,10 @@ the completion then has the closing tag alone (`Prompt.opens_thinking`).
 
 from __future__ import annotations
 
-OPEN, CLOSE = "<think>", "</think>"
+import re
+
+OPEN = "<think>"
+_TAG = re.compile(r"<(/?)think>", re.IGNORECASE)
 
 
 def without_thinking(text: str, *, opened: bool = False) -> str:
@@ -20,7 +23,7 @@ def without_thinking(text: str, *, opened: bool = False) -> str:
     >>> without_thinking("<think>2 + 2"), without_thinking("2 + 2", opened=True), without_thinking("4")
     ('', '', '4')
     """
-    _, closed, answer = text.rpartition(CLOSE)
-    if OPEN in answer or (opened and not closed):
-        return ""
-    return answer.lstrip() if closed else text
+    tags = list(_TAG.finditer(text))
+    if not tags:
+        return "" if opened else text
+    return text[tags[-1].end() :].lstrip() if tags[-1][1] else ""

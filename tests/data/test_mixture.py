@@ -83,7 +83,7 @@ def test_a_string_in_a_mixture_has_weight_1_and_a_list_of_strings_is_no_mixture(
 
 
 def test_drawn_rows_and_lists_of_files_are_entries_too(files: Path) -> None:
-    shapes = {"task": "shapes", "size": 4, "image_size": 56}
+    shapes = {"task": "shapes", "split": "train", "size": 4, "image_size": 56}
     mixed = load_train(config([shapes, {"path": shapes | {"seed": 9}, "weight": 2, "text_only": False}]))
     assert [part.name for part in mixed.parts] == ["train/shapes", "train/shapes-2"] and len(mixed) == 8
     several = load_train(config([{"path": ["boxes/*.jsonl", "boxes/rows.jsonl"]}, shapes]))
@@ -123,7 +123,7 @@ def test_paths_of_entries_are_looked_for_beside_the_file(
     assert read.from_dict(read.model_dump()) == read
     inputs = [path for field, path in inputs_of(read) if field == "data.train"]
     assert inputs == [f"{files}/boxes/rows.jsonl", f"{files}/boxes", f"{files}/counts/rows.jsonl"]
-    with pytest.raises(ConfigError, match="lies in run.dir"):
+    with pytest.raises(ConfigError, match=r"lies in run.dir"):
         from mm_grpo.run.inputs import refuse_inputs
 
         refuse_inputs(files, inputs_of(read))
@@ -138,7 +138,7 @@ def test_an_evaluation_set_may_have_several_sources_with_tasks_but_no_weights(fi
     one = load_eval(config(eval=COUNT_ENTRY))
     assert list(one) == ["eval"] and len(one["eval"]) == 2
     with pytest.raises(
-        ConfigError, match="the set all is .*weight is for data.train; an evaluation answers every row"
+        ConfigError, match=r"the set all is .*weight is for data.train; an evaluation answers every row"
     ):
         config(eval={"all": two()})
     with pytest.raises(DataError, match="eval: weight is for training"):
@@ -191,7 +191,7 @@ def test_what_is_no_mixture(files: Path) -> None:
         Mixture(["a.jsonl", {"path": "a.jsonl", "weight": 2}])
     other_task = [{"path": "boxes/rows.jsonl", "task": t} for t in ("a", "b")]
     assert len(load_train(config(other_task))) == 6
-    with pytest.raises(ConfigError, match="entry 2, .*a mapping needs the key path, or the key task"):
+    with pytest.raises(ConfigError, match=r"entry 2, .*a mapping needs the key path, or the key task"):
         config(["a.jsonl", {"weight": 2}])
     with pytest.raises(DataError, match=r"the task is 'count'; known tasks: 'shapes'"):
         load_train(config([{"task": "count"}, "boxes/rows.jsonl"]))
@@ -212,7 +212,7 @@ def test_a_column_that_the_rows_have_is_not_written_over(files: Path) -> None:
 def test_a_source_whose_images_are_not_read_is_found_beside_a_good_one(files: Path) -> None:
     blind = {k: v for k, v in COUNT_ENTRY.items() if k != "columns"} | {"columns": {"prompt": "question"}}
     with pytest.raises(
-        DataError, match="counts/rows.jsonl:1: the column 'picture' looks like images and is not read"
+        DataError, match=r"counts/rows.jsonl:1: the column 'picture' looks like images and is not read"
     ):
         load_train(config(["boxes/rows.jsonl", blind]))
     allowed = load_train(config(["boxes/rows.jsonl", blind | {"text_only": True}]))
