@@ -59,6 +59,7 @@ def smoke_config(
     else:
         data["eval"] = _short(data["eval"])
     data["max_prompt_length"] = None  # it counts the tokens of the real tokenizer
+    data["chat_template_kwargs"] = {}  # they are read by the real chat template
 
     tokens = min(TOKENS, rollout["max_completion_length"])
     rollout.update(engine="transformers", prompts_per_step=PROMPTS, num_generations=GENERATIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -284,3 +285,26 @@ def test_rewards_see_the_columns_of_all_sources(files: Path) -> None:
 
 def test_layouts_of_an_entry_are_those_of_the_section() -> None:
     assert get_args(get_args(DataConfig.model_fields["layout"].annotation)[0]) == LAYOUTS
+
+
+def test_the_mixture_of_the_docs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    written = re.search(r"<!-- mixture -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    assert written is not None
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (4, 4)).save("a.png")
+    boxes = {"prompt": "Where?", "image": "a.png", "box": [0, 0, 1, 1]}
+    counts = {"question": "How many?", "picture": "a.png", "label": "3"}
+    charts = {"prompt": "What?", "image": "a.png", "answer": "4", "task": "chart"}
+    rows = {"boxes": boxes, "counts": counts, "charts": charts, "boxes_test": boxes, "charts_test": charts}
+    for name, row in rows.items():
+        Path(f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    Path("config.yaml").write_text("model: {path: m}\n" + written[1])
+    made = GRPOConfig.from_yaml("config.yaml")
+    scorer = Scorer(made.rewards)
+    mixed = load_train(made, needs=scorer.check)
+    assert [mixed.sample(i).columns["task"] for i in range(3)] == ["grounding", "count", "chart"]
+    assert list(mixed.weights) == [3, 1, 1] and mixed.names == ["boxes", "counts", "charts"]
+    assert mixed.sample(1).messages[0] == {"role": "system", "content": "Answer with a number."}
+    found = load_eval(made, needs=scorer.check)
+    assert {name: len(rows) for name, rows in found.items()} == {"boxes": 1, "all": 2}

@@ -19,11 +19,24 @@ DATA = {
             "weight": 2,
             "task": "colour",
         },
-        {"path": {**SHAPES, "kinds": ["count"], "split": "train", "size": 30, "seed": 2}, "task": "count"},
+        {
+            "path": {**SHAPES, "kinds": ["count"], "max_objects": 2, "split": "train", "size": 30, "seed": 2},
+            "task": "count",
+        },
     ],
     "eval": [
         {"path": {**SHAPES, "kinds": ["colour"], "split": "heldout", "size": 3, "seed": 3}, "task": "colour"},
-        {"path": {**SHAPES, "kinds": ["count"], "split": "heldout", "size": 2, "seed": 4}, "task": "count"},
+        {
+            "path": {
+                **SHAPES,
+                "kinds": ["count"],
+                "max_objects": 2,
+                "split": "heldout",
+                "size": 2,
+                "seed": 4,
+            },
+            "task": "count",
+        },
     ],
 }
 REWARDS: list[dict[str, Any]] = [
