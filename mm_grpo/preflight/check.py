@@ -54,13 +54,15 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
     }
     specs = scorer.specs
     scorer.close()
-    steps = plan_run(config, sets["train"]).max_steps
+    plan = plan_run(config, sets["train"])
+    steps = plan.max_steps
     processor = load_processor(
         config.model.path,
         named=config.model.processor,
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         trust_remote_code=config.model.trust_remote_code,
+        chat_template_kwargs=config.data.chat_template_kwargs,
     )
     vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
     transformers_config = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
@@ -70,7 +72,7 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
-    notes: list[str] = []
+    notes = [plan.order.sentence] if plan.order.sentence else []
     reports: dict[str, list[RewardReport]] = {}
     for name, dataset in sets.items():
         rewards = RewardCheck(
@@ -168,7 +170,7 @@ def _walk(
                 dropped += 1
                 continue
             # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
-            message, uid = str(error), f"{dataset.name}:{index}: "
+            message, uid = str(error), f"{dataset.uid(index)}: "
             named = message.startswith(uid)
             failed.append(f"{dataset.row_name(index)}: {message.removeprefix(uid)}" if named else message)
             continue

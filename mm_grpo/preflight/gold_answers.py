@@ -217,7 +217,9 @@ class _Check:
         return others[-OTHERS:]
 
     def _call(self, rows: Sequence[_Row], tried: Sequence[Sequence[str]]) -> list[list[float | None]]:
-        prompts = [row.prompt for row, texts in zip(rows, tried, strict=True) for _ in texts]
+        # an answer by itself, without the thinking that the chat template may have begun
+        bare = [dataclasses.replace(row.prompt, opens_thinking=False) for row in rows]
+        prompts = [prompt for prompt, texts in zip(bare, tried, strict=True) for _ in texts]
         completions = [_completion(text) for texts in tried for text in texts]
         start = time.perf_counter()
         flat = iter(self.scorer.score(prompts, completions, 1).parts[self.spec.name])
@@ -315,9 +317,8 @@ def gold_text(
 
 
 def lacks_column(spec: RewardSpec, prompt: Prompt) -> bool:
-    """Whether the row lacks a column without which the reward does not apply."""
-    columns = prompt.sample.columns
-    return any(columns.get(name) is None for name in spec.needs if name not in spec.bound)
+    """Whether the row is none that the reward is for, or lacks a column without which it does not apply."""
+    return not spec.applies_to(prompt.sample.columns)
 
 
 def read_columns(spec: RewardSpec, columns: Mapping[str, Any]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import register
+from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.types import EnginePrompt, Prompt, Sample
@@ -84,6 +85,7 @@ class QwenVLProcessor:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         trust_remote_code: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         try:
             self.hf: Any = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -103,6 +105,7 @@ class QwenVLProcessor:
             raise ConfigError(
                 f"model.path = '{path}': the processor has no chat template; add chat_template.jinja"
             )
+        self.chat_template_kwargs = check_arguments(chat_template_kwargs or {}, self.hf.chat_template, path)
         self.tokenizer: Any = self.hf.tokenizer
         # Without its vocabulary a tokenizer loads all the same, and drops all text but special tokens.
         if not self.tokenizer("a", add_special_tokens=False)["input_ids"]:
@@ -184,7 +187,10 @@ class QwenVLProcessor:
         """The ids of a conversation with one token for each image."""
         try:
             text = self.hf.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+                [dict(m) for m in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.chat_template_kwargs,
             )
         except TemplateError as error:
             raise DataError(

@@ -68,8 +68,8 @@ def reward(
 
     `@reward`, `@reward("name")` and `@reward("name", weight=0.5, needs=("box",))` are all legal;
     without a name the function's own is used. `options` are isolated, timeout, retries, max_concurrency,
-    memory_limit, on_error, on_timeout, only_if, clip and completions, as `RewardOptions` in `options.py`
-    describes them. Raises RewardError when another function holds the name; the same function
+    memory_limit, on_error, on_timeout, when, only_if, clip, completions and strip_thinking, as `RewardOptions`
+    in `options.py` describes them. Raises RewardError when another function holds the name; the same function
     (same module or file, same qualified name) may register again, as when a notebook cell runs twice.
     """
     if callable(name):
