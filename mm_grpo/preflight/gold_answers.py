@@ -23,6 +23,9 @@ from typing import Any
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.builtins.boxes import Box, Frame, gold_box
+from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
+from mm_grpo.rewards.builtins.ordering import gold_order
+from mm_grpo.rewards.builtins.temporal import gold_segments
 from mm_grpo.rewards.registry import BUILTINS, get
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rewards.spec import RewardSpec, innermost
@@ -385,6 +388,35 @@ def _mask(prompt: Prompt, options: Options) -> str:
         return as_text(mask)
 
 
+def _click(prompt: Prompt, options: Options) -> str:
+    """A point in the gold shape, in the space that the reward expects of the model."""
+    target = options["target"]
+    gold_space, space = _spaces(options)
+    try:
+        frame = _frame(prompt, options)
+        shapes = gold_shapes(target, frame, options.get("gold_layout", "xyxy"), gold_space)
+        point = point_inside(moved_shapes(shapes, frame, gold_space, space)[0])
+    except (ValueError, TypeError):  # the reward says what is wrong with it
+        return as_text(target)
+    return as_text([round(number, DIGITS) for number in point])
+
+
+def _segments(prompt: Prompt, options: Options) -> str:
+    """One segment as [start, end], several one after the other."""
+    try:
+        return " ".join(as_text(list(segment)) for segment in gold_segments(options["segment"]))
+    except (ValueError, TypeError):
+        return as_text(options["segment"])
+
+
+def _order(prompt: Prompt, options: Options) -> str:
+    """The items as a JSON list, which every item can stand in."""
+    try:
+        return json.dumps(gold_order(options["order"]), ensure_ascii=False)
+    except (ValueError, TypeError):
+        return as_text(options["order"])
+
+
 def _points(value: Any, factors: tuple[float, float]) -> Any:
     """Nested lists of x, y, x, y, ... with every number scaled; a mapping as it is."""
     if not isinstance(value, list | tuple):
@@ -414,7 +446,10 @@ GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
     "giou": _box,
     "point_in_box": _box,
     "box_match": _boxes,
+    "clicking": _click,
     "mask_iou": _mask,
+    "temporal_iou": _segments,
+    "ordering": _order,
     "contains": _all_texts,
 }
 """Built-in → its right answer, from the prompt and the reward's arguments."""
