@@ -112,6 +112,7 @@ def build_parts(
     )
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.processors.base import load_processor
+    from mm_grpo.processors.special_tokens import set_special_tokens
 
     for name, given in (("model", model), ("processor", processor)):
         if isinstance(given, str | PathLike):
@@ -131,6 +132,7 @@ def build_parts(
             max_pixels=config.data.max_pixels,
             trust_remote_code=config.model.trust_remote_code,
         )
+    set_special_tokens(processor, config.data.special_tokens)
     if model is None:
         model = load_model(config.model, processor.family)
     else:

@@ -121,6 +121,9 @@ class DataConfig(Section):
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
     system_prompt: str | None = None
     """System message put before rows that have none; null is no such message. Default: null."""
+    special_tokens: Literal["refuse", "as_text"] = "refuse"
+    """What a special token of the model (<|im_start|>) in a row's or the system prompt's text does; refuse ends the
+    run, but for <|box_start|> and the like; as_text gives all to the model as ordinary text. Default: refuse."""
     gold_template: Annotated[str | None, Accepts("text that holds {gold}, or null")] = None
     """How a right answer is written, for `mm-grpo check`: {gold} in it stands for the text of the answer's column; null
     is that text alone. Default: null."""

@@ -22,6 +22,7 @@ from mm_grpo.errors import DataError, UserError
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.model_folder import read_config
+from mm_grpo.processors.special_tokens import set_special_tokens
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.prompts import PromptBuilder, TooLong, context_of
 from mm_grpo.terminal import cell, printable
@@ -62,6 +63,7 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
         max_pixels=config.data.max_pixels,
         trust_remote_code=config.model.trust_remote_code,
     )
+    set_special_tokens(processor, config.data.special_tokens)
     vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
     transformers_config = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompt_builder = PromptBuilder(

@@ -26,6 +26,7 @@ from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.model_folder import refuse_own_code
+from mm_grpo.processors.special_tokens import SpecialTokensMode, conversation_ids
 from mm_grpo.types import EnginePrompt, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class QwenVLProcessor:
 
     family = QwenVLFamily()
     layout: Literal["shared_prefix", "padded"] = "shared_prefix"
+    special_tokens: SpecialTokensMode = "refuse"
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class QwenVLProcessor:
         """Process one sample: resize once, tokenize once, expand one placeholder per image.
 
         `token_ids` [L], `position_ids` [3, L], `pixel_values` [patches, patch size]. Raises DataError
-        naming the row for videos, an image without a fixed size, or media tokens typed into the text.
+        naming the row for videos, an image without a fixed size, or special tokens typed into the text.
         """
         if sample.videos:
             raise DataError(
@@ -182,17 +184,18 @@ class QwenVLProcessor:
 
     def _collapsed(self, messages: Sequence[Mapping[str, Any]], row: str) -> list[int]:
         """The ids of a conversation with one token for each image."""
-        try:
-            text = self.hf.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:
-            raise DataError(
-                f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
-                "the template in model.path"
-            ) from error
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+
+        def render(messages: list[dict[str, Any]]) -> str:
+            try:
+                text: str = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except TemplateError as error:
+                raise DataError(
+                    f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
+                    "the template in model.path"
+                ) from error
+            return text
+
+        return conversation_ids(render, self.tokenizer, messages, row, self.special_tokens)
 
     def _resize(self, uid: str, index: int, image: Any) -> Any:
         try:
