@@ -141,9 +141,9 @@ def _strings(value: Any) -> Iterator[str]:
 def _refusal(row: str, role: str, token: str) -> str:
     source = ", the row's or data.system_prompt," if role == "system" else ""
     return (
-        f"{row}: a message of role '{role}'{source} holds {token!r} in its text, which is a special token of the model, "
-        "for the chat template alone to write. Remove it from the text, or set data.special_tokens=as_text to give it "
-        "to the model as ordinary text"
+        f"{row}: a message of role '{role}'{source} holds {token!r} in its text, a special token of the model, which "
+        "the chat template alone may write. Remove it from the text, or set data.special_tokens=as_text to give it to "
+        "the model as ordinary text"
     )
 
 
