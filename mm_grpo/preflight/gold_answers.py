@@ -288,6 +288,8 @@ Options = Mapping[str, Any]
 """The row's columns and, over them, what the config sets: the arguments of the reward by name."""
 
 UNWRITTEN = frozenset({"json_schema", "language", "judge", "reward_model"})
+UNREADABLE = 200
+"""Characters of a gold value that cannot be read, which stand for a right answer until the reward refuses it."""
 DIGITS = 9
 """Decimals of a coordinate: so many that the right box overlaps the gold one to 1e-6."""
 
@@ -306,7 +308,16 @@ def gold_text(
         return None
     writer = GOLD.get(builtin_name(spec) or "")
     if writer is not None:
-        gold = writer(prompt, {**columns, **spec.bound})
+        options = {**columns, **spec.bound}
+        try:
+            gold = writer(prompt, options)
+        except (
+            ValueError,
+            TypeError,
+            OverflowError,
+            RecursionError,
+        ):  # the reward says what is wrong with it
+            gold = str(options[spec.needs[0]])[:UNREADABLE]
     else:
         names = read_columns(spec, columns) or (tuple(columns) if always or spec.takes_kwargs else ())
         first = [name for name in ("solution", "answer") if name in names]
@@ -364,11 +375,8 @@ def _boxes(prompt: Prompt, options: Options) -> str | None:
 
 def _written(box: Any, prompt: Prompt, options: Options) -> str:
     """A gold box in the space and the layout that the reward expects of the model."""
-    try:
-        gold = gold_box(box, options.get("gold_layout", "xyxy"))
-        corners = _frame(prompt, options).moved(gold, *_spaces(options))
-    except (ValueError, TypeError):  # the reward says what is wrong with it
-        return as_text(box)
+    gold = gold_box(box, options.get("gold_layout", "xyxy"))
+    corners = _frame(prompt, options).moved(gold, *_spaces(options))
     return as_text(_laid_out(corners, options.get("layout", "xyxy")))
 
 
@@ -381,40 +389,26 @@ def _laid_out(box: Box, layout: str) -> list[float]:
 def _mask(prompt: Prompt, options: Options) -> str:
     """An RLE as it is, for it covers the image whatever its size; polygons in the model's space."""
     mask = options["mask"]
-    try:
-        value = json.loads(mask) if isinstance(mask, str) else mask
-        return as_text(_points(value, _frame(prompt, options).scale(*_spaces(options))))
-    except (ValueError, TypeError):
-        return as_text(mask)
+    value = json.loads(mask) if isinstance(mask, str) else mask
+    return as_text(_points(value, _frame(prompt, options).scale(*_spaces(options))))
 
 
 def _click(prompt: Prompt, options: Options) -> str:
     """A point in the gold shape, in the space that the reward expects of the model."""
-    target = options["target"]
-    gold_space, space = _spaces(options)
-    try:
-        frame = _frame(prompt, options)
-        shapes = gold_shapes(target, frame, options.get("gold_layout", "xyxy"), gold_space)
-        point = point_inside(moved_shapes(shapes, frame, gold_space, space)[0])
-    except (ValueError, TypeError):  # the reward says what is wrong with it
-        return as_text(target)
+    frame, (gold_space, space) = _frame(prompt, options), _spaces(options)
+    shapes = gold_shapes(options["target"], frame, options.get("gold_layout", "xyxy"), gold_space)
+    point = point_inside(moved_shapes(shapes, frame, gold_space, space)[0])
     return as_text([round(number, DIGITS) for number in point])
 
 
 def _segments(prompt: Prompt, options: Options) -> str:
     """One segment as [start, end], several one after the other."""
-    try:
-        return " ".join(as_text(list(segment)) for segment in gold_segments(options["segment"]))
-    except (ValueError, TypeError):
-        return as_text(options["segment"])
+    return " ".join(as_text(list(segment)) for segment in gold_segments(options["segment"]))
 
 
 def _order(prompt: Prompt, options: Options) -> str:
     """The items as a JSON list, which every item can stand in."""
-    try:
-        return json.dumps(gold_order(options["order"]), ensure_ascii=False)
-    except (ValueError, TypeError):
-        return as_text(options["order"])
+    return json.dumps(gold_order(options["order"]), ensure_ascii=False)
 
 
 def _points(value: Any, factors: tuple[float, float]) -> Any:

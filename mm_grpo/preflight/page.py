@@ -36,7 +36,7 @@ WRITTEN_BY = b'<meta name="generator" content="mm_grpo check">'
 """Stands near the start of each page: a file without it is somebody else's, and is not written over."""
 ROWS = 20
 MOST_BYTES = 24_000_000
-"""Of the images on a page, as they stand in it; rows after that are not shown."""
+"""Of the images and texts of a page's rows; those after that are not shown."""
 LARGEST_PNG = 600_000
 """Bytes of an image that is shown as PNG, pixel by pixel as the model gets it; a larger one is shown as JPEG."""
 LONGEST_TEXT = 20_000
@@ -94,11 +94,13 @@ class CheckPage:
         of_set.rows.append((row, *_digests(prompt)))
         if len(of_set.lengths) > self._rows:
             return
-        if of_set.left_out or self._bytes >= MOST_BYTES:
+        if of_set.left_out or (of_set.shown and self._bytes >= MOST_BYTES):
             of_set.left_out += 1
             return
         shown = self._describe(row, prompt)
         size = sum(len(image["uri"]) for image in shown["images"])
+        size += sum(len(text) for text, _ in shown["prompt"])
+        size += sum(len(name) + len(text) for name, text in (*shown["gold"], *shown["columns"]))
         if of_set.shown and self._bytes + size > MOST_BYTES:
             of_set.left_out += 1
             return
@@ -274,10 +276,10 @@ def describe_lengths(lengths: Sequence[tuple[int, str]]) -> dict[str, Any] | Non
 def prompt_pieces(processor: Any, token_ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
     """(text, whether it is a special token) of a prompt, from its ids; at most LONGEST_TEXT characters.
 
-    Of a processor of the user's own that has no tokenizer, the text without special tokens.
+    Of a processor of the user's own without a tokenizer of transformers, the text without special tokens.
     """
     tokenizer = getattr(processor, "tokenizer", None)
-    if tokenizer is None:
+    if not hasattr(tokenizer, "added_tokens_decoder"):
         yield _cut(processor.decode(token_ids)), False
         return
     special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}

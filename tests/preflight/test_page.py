@@ -152,7 +152,7 @@ def test_fewer_rows_and_rows_that_are_left_out(
     check_config(page_job(), page=PageSettings(str(out)))
     html = out.read_text(encoding="utf-8")
     assert len(Read(html).all("section")) == 2 and len(Read(html).all("img")) == 2
-    assert html.count("2 more row(s) are not shown: the images of this page are bounded to 0 MB") == 2
+    assert html.count("2 more row(s) are not shown: a page holds at most 0 MB of images and texts") == 2
 
 
 def test_a_large_image_is_a_jpeg_that_says_so() -> None:
