@@ -278,7 +278,7 @@ def prompt_pieces(processor: Any, token_ids: Sequence[int]) -> Iterator[tuple[st
 
     Of a processor of the user's own without a tokenizer of transformers, the text without special tokens.
     """
-    tokenizer = getattr(processor, "tokenizer", None)
+    tokenizer: Any = getattr(processor, "tokenizer", None)
     if not hasattr(tokenizer, "added_tokens_decoder"):
         yield _cut(processor.decode(token_ids)), False
         return
