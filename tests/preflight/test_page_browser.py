@@ -150,8 +150,11 @@ def test_the_same_texts_unescaped_would_ask_and_run(site: Site, tmp_path: Path) 
 
 
 def test_the_policy_stands_even_where_a_text_were_not_escaped(page: Path, site: Site, tmp_path: Path) -> None:
-    style = f"<style>@import url({site.address}/b.css);</style>"
-    hole = f"<script>document.title='run'</script><img src='{site.address}/a.png'>{style}"
+    style = (
+        f"<style>@import url({site.address}/b.css);</style><link rel=stylesheet href='{site.address}/c.css'>"
+    )
+    loads = f"<script src='{site.address}/d.js'></script><iframe src='{site.address}/e.html'></iframe>"
+    hole = f"<script>document.title='run'</script><img src='{site.address}/a.png'>{style}{loads}"
     html = page.read_text(encoding="utf-8")
     site.pages = {"/page.html": html.replace("<h1>", f"{hole}<h1>")}
     dom = browse(tmp_path, f"{site.address}/page.html", "--dump-dom")

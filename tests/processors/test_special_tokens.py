@@ -166,7 +166,8 @@ def test_marks_of_grounded_text_are_meant_to_be_typed(processor: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "text"), [("lstrip", "a  <|sep|>b<|im_end|>"), ("rstrip", "a<|sep|>  b<|im_end|>")]
+    ("side", "text"),
+    [("lstrip", "a  <|sep|>b<|im_end|>"), ("rstrip", "a<|sep|>  b<|im_end|><|im_start|><|sep|>  c")],
 )
 def test_special_tokens_that_take_up_the_space_beside_them(processor: Any, side: str, text: str) -> None:
     processor.tokenizer.add_tokens([AddedToken("<|sep|>", special=True, **{side: True})], special_tokens=True)
