@@ -119,6 +119,7 @@ def build_parts(
     )
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.processors.base import load_processor
+    from mm_grpo.processors.special_tokens import set_special_tokens
 
     for name, given in (("model", model), ("processor", processor)):
         if isinstance(given, str | PathLike):
@@ -144,6 +145,7 @@ def build_parts(
             f"data.chat_template_kwargs = {asked}: the processor that was passed in has "
             f"{getattr(processor, 'chat_template_kwargs', {})}, and keeps them; give load_processor(...) the same"
         )
+    set_special_tokens(processor, config.data.special_tokens)
     if model is None:
         model = load_model(config.model, processor.family)
     else:

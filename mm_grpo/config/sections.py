@@ -131,6 +131,9 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the model's chat template, as {enable_thinking: false}, for every prompt of training and evaluation;
     one that the template does not read is refused. Default: {}."""
+    special_tokens: Literal["refuse", "as_text"] = "refuse"
+    """What a special token of the model (<|im_start|>) in a row's or the system prompt's text does; refuse ends the
+    run, but for <|box_start|> and the like; as_text gives all to the model as ordinary text. Default: refuse."""
     gold_template: Annotated[str | None, Accepts("text that holds {gold}, or null")] = None
     """How a right answer is written, for `mm-grpo check`: {gold} in it stands for the text of the answer's column; null
     is that text alone. Default: null."""

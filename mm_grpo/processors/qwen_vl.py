@@ -27,6 +27,7 @@ from mm_grpo.processors.base import register
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.model_folder import refuse_own_code
+from mm_grpo.processors.special_tokens import SpecialTokensMode, conversation_ids
 from mm_grpo.types import EnginePrompt, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class QwenVLProcessor:
 
     family = QwenVLFamily()
     layout: Literal["shared_prefix", "padded"] = "shared_prefix"
+    special_tokens: SpecialTokensMode = "refuse"
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class QwenVLProcessor:
         """Process one sample: resize once, tokenize once, expand one placeholder per image.
 
         `token_ids` [L], `position_ids` [3, L], `pixel_values` [patches, patch size]. Raises DataError
-        naming the row for videos, an image without a fixed size, or media tokens typed into the text.
+        naming the row for videos, an image without a fixed size, or special tokens typed into the text.
         """
         if sample.videos:
             raise DataError(
@@ -185,20 +187,20 @@ class QwenVLProcessor:
 
     def _collapsed(self, messages: Sequence[Mapping[str, Any]], row: str) -> list[int]:
         """The ids of a conversation with one token for each image."""
-        try:
-            text = self.hf.apply_chat_template(
-                [dict(m) for m in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-                **self.chat_template_kwargs,
-            )
-        except TemplateError as error:
-            raise DataError(
-                f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
-                "the template in model.path"
-            ) from error
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+
+        def render(messages: list[dict[str, Any]]) -> str:
+            try:
+                text: str = self.hf.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+                )
+            except TemplateError as error:
+                raise DataError(
+                    f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
+                    "the template in model.path"
+                ) from error
+            return text
+
+        return conversation_ids(render, self.tokenizer, messages, row, self.special_tokens)
 
     def _resize(self, uid: str, index: int, image: Any) -> Any:
         try:

@@ -123,6 +123,22 @@ def test_the_first_rows_alone(command: Any, job: Path) -> None:
     assert command("check", job, "--rows", "0").code == 2
 
 
+def test_the_page(command: Any, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command("check", job, "--page", "--page-rows", "3")
+    assert result.code == 0 and f"page: {tmp_path}/check.html shows 3 rows" in result.out
+    assert (tmp_path / "check.html").read_text().count("<section") == 3
+    named = command("check", job, "--page", "seen.html", "data.max_prompt_length=1")
+    assert named.code == 2 and f"page: {tmp_path}/seen.html shows 0 rows" in named.out  # written all the same
+    assert "4 row(s) cannot be used" in (tmp_path / "seen.html").read_text()
+    (tmp_path / "mine.html").write_text("mine")
+    refused = command("check", job, "--page", "mine.html")
+    assert refused.code == 2 and "--page 'mine.html': what is there was not written by mm-grpo" in refused.err
+    assert (tmp_path / "mine.html").read_text() == "mine" and "rewards:" not in refused.out
+    assert command("check", job, "seen.html").code == 2  # without --page a wrong override
+    assert command("check", job, "--page", "--page-rows", "0").code == 2
+
+
 def test_prompts_that_are_too_long(command: Any, job: Path) -> None:
     rows = job.parent / "rows.jsonl"
     long = json.dumps({"prompt": "what is it " * 100, "image": "0.png", "answer": "red"})
