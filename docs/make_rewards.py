@@ -14,9 +14,9 @@ PAGE = Path(__file__).parent / "rewards.md"
 START, END = "<!-- list: written by docs/make_rewards.py -->", "<!-- end of the list -->"
 
 AREAS = {
-    "Text": ("exact_match", "choice", "contains", "format", "json_schema"),
+    "Text": ("exact_match", "choice", "contains", "ordering", "format", "json_schema"),
     "Numbers": ("math", "numeric", "count"),
-    "Vision": ("iou", "giou", "box_match", "point_in_box", "mask_iou"),
+    "Vision": ("iou", "giou", "box_match", "point_in_box", "clicking", "mask_iou", "temporal_iou"),
     "Documents and charts": ("anls", "edit_similarity", "chart_relaxed", "table_f1"),
     "Shaping": ("length", "soft_overlong", "cosine_length", "repetition_penalty", "language"),
     "Models": ("judge", "reward_model"),

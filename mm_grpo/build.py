@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.data.mixture import MixedDataset
+from mm_grpo.data.mixture_order import MixtureOrder
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.errors import ConfigError
 from mm_grpo.rollout.engine_limits import engine_limits
@@ -49,7 +51,12 @@ def plan_run(config: GRPOConfig, rows: Sized, *, at_least_an_epoch: bool = False
     same. Raises ConfigError when the warm-up is longer than the run, or when there are not seeds enough.
     """
     rollout, run = config.rollout, config.run
-    order = PromptOrder(len(rows), rollout.prompts_per_step, run.seed, shuffle=config.data.shuffle)
+    how = (rollout.prompts_per_step, run.seed, config.data.shuffle)
+    order = (
+        MixtureOrder(rows.sizes, rows.weights, rows.names, *how)
+        if isinstance(rows, MixedDataset)
+        else PromptOrder(len(rows), *how)
+    )
     steps = run.max_steps or order.steps_per_epoch
     updates = steps * config.optim.updates_per_step * config.algorithm.num_iterations
     if config.optim.warmup_steps > updates:
@@ -112,6 +119,7 @@ def build_parts(
     )
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.processors.base import load_processor
+    from mm_grpo.processors.special_tokens import set_special_tokens
 
     for name, given in (("model", model), ("processor", processor)):
         if isinstance(given, str | PathLike):
@@ -130,7 +138,14 @@ def build_parts(
             min_pixels=config.data.min_pixels,
             max_pixels=config.data.max_pixels,
             trust_remote_code=config.model.trust_remote_code,
+            chat_template_kwargs=config.data.chat_template_kwargs,
         )
+    elif (asked := config.data.chat_template_kwargs) != getattr(processor, "chat_template_kwargs", {}):
+        raise ConfigError(
+            f"data.chat_template_kwargs = {asked}: the processor that was passed in has "
+            f"{getattr(processor, 'chat_template_kwargs', {})}, and keeps them; give load_processor(...) the same"
+        )
+    set_special_tokens(processor, config.data.special_tokens)
     if model is None:
         model = load_model(config.model, processor.family)
     else:

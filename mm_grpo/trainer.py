@@ -116,7 +116,8 @@ class GRPOTrainer:
             )
         self.processor, self.model, self.prompt_builder = parts.processor, parts.model, parts.prompt_builder
         self.learner, self.engine, self.sync = parts.learner, parts.engine, parts.sync
-        self._limits = parts.sentences
+        mixture = self.plan.order.sentence
+        self._limits = (*([mixture] if mixture else []), *parts.sentences)
         self.collector = Collector(
             config,
             self.train_set,
@@ -222,7 +223,7 @@ class GRPOTrainer:
         self.tokens_seen += rollout.tokens
         counted = {
             "num_tokens": self.tokens_seen,
-            "epoch": self.plan.order.epoch(step),
+            **self.plan.order.epochs(step),
             "prompts/dropped": rollout.dropped,
             "prompts/images": rollout.images,
             "prompts/images_decoded": rollout.decoded,

@@ -60,6 +60,8 @@ class Prompt:
     engine_prompt: EnginePrompt
     position_ids: Tensor
     vision: Mapping[str, Tensor]
+    opens_thinking: bool = False
+    """Whether the chat template ended it with `<think>`: a completion then begins in the midst of thinking."""
 
     @property
     def uid(self) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from mm_grpo.cli.configs import Config, Overrides, Smoke, load_config, to_smoke
+from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
 
 
@@ -23,17 +24,40 @@ def check(
         bool, typer.Option("--call-judges", help="Also call rewards that may use a network.")
     ] = False,
     rows: Annotated[int | None, typer.Option(min=1, help="Look at this many rows of each set.")] = None,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page", help="Write a page of what the model sees: check.html, or the FILE.html given."
+        ),
+    ] = False,
+    page_rows: Annotated[int, typer.Option(min=1, help="Rows of each set on the page.")] = 20,
 ) -> None:
     """Load every row, make every prompt and try every reward on right and wrong answers; train nothing."""
-    loaded = load_config(config, overrides or [])
-    from mm_grpo.preflight.check import check_config
+    path, overrides = page_path(page, overrides or [])
+    loaded = load_config(config, overrides)
+    from mm_grpo.preflight.check import PageSettings, check_config
 
     with temporary_folder("check") as work:
         if smoke:
-            loaded = to_smoke(loaded, config, overrides or [], work, loaded.run.dir)
-        passed = check_config(loaded, call_judges=call_judges, rows=rows)
+            loaded = to_smoke(loaded, config, overrides, work, loaded.run.dir)
+        asked = PageSettings(path, page_rows) if page else None
+        passed = check_config(loaded, call_judges=call_judges, rows=rows, page=asked)
     if not passed:
         raise typer.Exit(2)
+
+
+def page_path(page: bool, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The path among the arguments of `check --page`, and the overrides, which all hold a =.
+
+    >>> page_path(True, ["out.html", "data.max_pixels=50176"])
+    ('out.html', ['data.max_pixels=50176'])
+    """
+    paths = [
+        argument for argument in arguments if page and "=" not in argument and argument.endswith(".html")
+    ]
+    if len(paths) > 1:
+        raise ConfigError(f"--page: {len(paths)} files are named, {' and '.join(paths)}; one page is written")
+    return next(iter(paths), None), [argument for argument in arguments if argument not in paths]
 
 
 def doctor(

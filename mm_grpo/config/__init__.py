@@ -2,6 +2,7 @@
 
 sections        every section and field, each with its docstring: what it is, unit, range, default
 values          kinds of value: paths, numbers, sources, rewards, guards, and what each accepts
+source_entries  one source of a mixture: its keys and their values
 grpo_config     GRPOConfig, the root of the tree, and the checks between sections
 yaml_file       YAML files, overrides, and paths that are relative to a config file
 messages        the base of every section, and what is raised about a wrong value

@@ -30,6 +30,7 @@ _SAVE = "write run.save_every (steps; 0 is no checkpoint)"
 _KEEP = "write run.keep_checkpoints (the newest that are kept)"
 _COLUMNS = "map it in data.columns (our name: the dataset's column)"
 _HUB = "write data.train: owner/name:config:split"
+_MIXTURE = "write data.train: [{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}]"
 _DTYPE = "write model.dtype: auto, float32 or bfloat16"
 _EPOCHS = "write run.max_steps (steps, not epochs; null is one pass over the data)"
 _KL = "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)"
@@ -109,6 +110,11 @@ ADVICE: Mapping[str, str] = {
     "max_length": "write data.max_prompt_length and rollout.max_completion_length",
     "truncation_strategy": "write data.on_overlong (a longer prompt is never cut)",
     "system": "write data.system_prompt",
+    "enable_thinking": "write data.chat_template_kwargs: {enable_thinking: ...}",
+    "apply_chat_template_kwargs": "write data.chat_template_kwargs",
+    "interleave_prob": _MIXTURE,
+    "dataset_mixer": _MIXTURE,
+    "datasets": _MIXTURE,
     "image_folder": "write data.image_dir",
     "max_new_tokens": "write rollout.max_completion_length",
     "response_length": "write rollout.max_completion_length",

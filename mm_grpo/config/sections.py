@@ -27,6 +27,7 @@ from mm_grpo.config.values import (
     Source,
     Sources,
 )
+from mm_grpo.config.yaml_file import is_source, plain
 
 
 class LoRAConfig(Section):
@@ -85,11 +86,12 @@ class DataConfig(Section):
     where: ClassVar[str] = "data"
     train: Annotated[Source | None, RelativeToFile()] = None
     """Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a folder of them, a saved dataset, a glob, a list
-    of these or owner/name[:config][:split] of the hub (docs/data.md); or a mapping such as {task: shapes, split: train,
-    size: 2000}; null when the rows are passed in Python. Default: null."""
+    of these or owner/name[:config][:split] of the hub (docs/data.md); a mapping such as {task: shapes, split: train,
+    size: 2000}; or a mixture, a list of entries such as {path: rows.jsonl, weight: 3, task: count}; null when the rows
+    are passed in Python. Default: null."""
     eval: Annotated[Sources | None, RelativeToFile()] = None
-    """Evaluation rows: as data.train, or a mapping of set names to such sources, the headline first; null when there
-    are none, or they are passed in Python. Default: null."""
+    """Evaluation rows: as data.train, but without weights, or a mapping of set names to such sources, the headline
+    first; null when there are none, or they are passed in Python. Default: null."""
     columns: dict[str, str] = Field(default_factory=dict)
     """The dataset's name for each of our columns, as {ours: theirs}; dots reach into mappings, as in {answer:
     reward_model.ground_truth}. Default: {}."""
@@ -126,6 +128,12 @@ class DataConfig(Section):
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
     system_prompt: str | None = None
     """System message put before rows that have none; null is no such message. Default: null."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the model's chat template, as {enable_thinking: false}, for every prompt of training and evaluation;
+    one that the template does not read is refused. Default: {}."""
+    special_tokens: Literal["refuse", "as_text"] = "refuse"
+    """What a special token of the model (<|im_start|>) in a row's or the system prompt's text does; refuse ends the
+    run, but for <|box_start|> and the like; as_text gives all to the model as ordinary text. Default: refuse."""
     gold_template: Annotated[str | None, Accepts("text that holds {gold}, or null")] = None
     """How a right answer is written, for `mm-grpo check`: {gold} in it stands for the text of the answer's column; null
     is that text alone. Default: null."""
@@ -145,9 +153,17 @@ class DataConfig(Section):
             )
         return self
 
-    def eval_sets(self) -> dict[str, str | list[str] | dict[str, Any]]:
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _held_by_a_file(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return dict(plain(value))
+        except TypeError as error:
+            raise FieldError(f"holds {error}") from None
+
+    def eval_sets(self) -> dict[str, str | list[Any] | dict[str, Any]]:
         """The evaluation sources by set name, headline first; a single source is the set `eval`."""
-        if isinstance(self.eval, dict) and "task" not in self.eval:
+        if isinstance(self.eval, dict) and not is_source(self.eval):
             return dict(self.eval)
         return {} if self.eval is None else {"eval": self.eval}
 

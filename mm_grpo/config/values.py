@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from mm_grpo.config.messages import Accepts, FieldError
-from mm_grpo.config.yaml_file import plain, shown
+from mm_grpo.config.source_entries import check_entries, read_entry
+from mm_grpo.config.yaml_file import is_source, plain, shown
 from mm_grpo.files import expand_home
 
 
@@ -50,7 +51,32 @@ def _headline(value: Any) -> str | None:
     return value.strip()
 
 
-def _source(value: Any) -> str | list[str] | dict[str, Any]:
+def _source(value: Any) -> str | list[Any] | dict[str, Any]:
+    """One source, a list of paths, whose rows come one after the other, or a mixture: entries, of which one is a
+    mapping at least."""
+    if isinstance(value, Mapping) and "path" in value:
+        return _entry(value)
+    if not isinstance(value, list | tuple) or not any(isinstance(each, Mapping) for each in value):
+        return _rows(value)
+    entries = []
+    for number, each in enumerate(value, start=1):
+        try:
+            entries.append(_entry(each) if isinstance(each, Mapping) and "path" in each else _rows(each))
+        except FieldError as error:
+            raise FieldError(f"entry {number}, {shown(each)}: {error}") from None
+    check_entries(entries)
+    return entries
+
+
+def _entry(value: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of a mixture, with its weight as a number where YAML read a text."""
+    entry = _plain(value)
+    if "weight" in entry:
+        entry["weight"] = _number(entry["weight"])
+    return read_entry(entry, _rows)
+
+
+def _rows(value: Any) -> str | list[str] | dict[str, Any]:
     """A path, glob or dataset name, a list of those, or a mapping whose `task` names a built-in task."""
     value, example = _path(value), "such as {task: shapes, split: train, size: 2000}"
     if isinstance(value, str) and value:
@@ -64,7 +90,7 @@ def _source(value: Any) -> str | list[str] | dict[str, Any]:
     if not isinstance(value, Mapping):
         raise FieldError(f"must be a path, a list of paths, or a mapping with the key task, {example}")
     if "task" not in value:
-        raise FieldError(f"a mapping needs the key task, {example}")
+        raise FieldError(f"a mapping needs the key path, or the key task, {example}")
     if not isinstance(value["task"], str) or not value["task"]:
         raise FieldError(f"task is {shown(value['task'])}; it must be the name of a task, such as shapes")
     source = _plain(value)
@@ -74,10 +100,22 @@ def _source(value: Any) -> str | list[str] | dict[str, Any]:
     return source
 
 
-def _sources(value: Any) -> str | list[str] | dict[str, Any]:
+def _set(value: Any) -> str | list[Any] | dict[str, Any]:
+    """The source of an evaluation set."""
+    source = _source(value)
+    if any(isinstance(each, dict) and "path" in each and "weight" in each for each in _listed(source)):
+        raise FieldError("weight is for data.train; an evaluation answers every row once: leave it out")
+    return source
+
+
+def _listed(source: Any) -> list[Any]:
+    return source if isinstance(source, list) else [source]
+
+
+def _sources(value: Any) -> str | list[Any] | dict[str, Any]:
     """One source, or a mapping of set names to sources; the first set is the headline."""
-    if not isinstance(value, Mapping) or "task" in value:
-        return _source(value)
+    if not isinstance(value, Mapping) or is_source(value):
+        return _set(value)
     if not value:
         raise FieldError("names no set; write null for no evaluation")
     sets: dict[str, Any] = {}
@@ -85,7 +123,7 @@ def _sources(value: Any) -> str | list[str] | dict[str, Any]:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
             raise FieldError(f"the name of a set is letters, digits, '_', '-' and '.'; {shown(name)} is not")
         try:
-            sets[name] = _source(source)
+            sets[name] = _set(source)
         except FieldError as error:
             raise FieldError(f"the set {name} is {shown(source)}: {error}") from None
     return sets
@@ -131,14 +169,19 @@ def _action(value: Any) -> Any:
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1), Accepts("a path")]
 Number = Annotated[float, BeforeValidator(_number)]
 Source = Annotated[
-    str | list[str] | dict[str, Any],
+    str | list[Any] | dict[str, Any],
     PlainValidator(_source),
-    Accepts("a path, a list of paths, or a mapping with the key task"),
+    Accepts(
+        "a path, a list of paths, a mapping with the key task, or a list of entries {path: ..., weight: ...}"
+    ),
 ]
 Sources = Annotated[
-    str | list[str] | dict[str, Any],
+    str | list[Any] | dict[str, Any],
     PlainValidator(_sources),
-    Accepts("a path, a list of paths, a mapping with the key task, or a mapping of set names to those"),
+    Accepts(
+        "a path, a list of paths, a mapping with the key task, a list of entries {path: ...}, or a mapping of set "
+        "names to those"
+    ),
 ]
 HeadlineText = Annotated[
     str | None,

@@ -159,13 +159,17 @@ def resolve_relative_path(value: Any, folder: Path, *, rewards: bool = False) ->
     A recipe is a folder that works wherever it lies: `path: base` names the folder `base` beside its
     config.yaml. What is not there may be found from the working folder, or be a hub name. `value` may
     also be `file.py:name`, `folder:split`, a glob, a list of paths, a mapping of names to any of these, or with
-    `rewards` the list of them, where only `file.py:name` is a path. A mapping with the key `task` holds none.
+    `rewards` the list of them, where only `file.py:name` is a path. A mapping with the key `path` is an entry of a
+    mixture, one with the key `task` alone holds no path.
     """
     if isinstance(value, list):
         if rewards:
             return [_resolve_reward(entry, folder) for entry in value]
         return [resolve_relative_path(entry, folder) for entry in value]
-    if isinstance(value, dict) and "task" not in value:
+    if isinstance(value, dict) and "path" in value:
+        own = {key: value[key] for key in ("path", "image_dir") if key in value}
+        return {**value, **{key: resolve_relative_path(inner, folder) for key, inner in own.items()}}
+    if isinstance(value, dict) and not is_source(value):
         return {name: resolve_relative_path(inner, folder) for name, inner in value.items()}
     if not isinstance(value, str) or not value or value.startswith("~") or Path(value).is_absolute():
         return value
@@ -178,6 +182,11 @@ def resolve_relative_path(value: Any, folder: Path, *, rewards: bool = False) ->
     if glob.has_magic(value) and next(glob.iglob(value, root_dir=folder, recursive=True), None) is not None:
         return f"{glob.escape(str(folder))}/{value}"
     return value
+
+
+def is_source(value: Mapping[str, Any]) -> bool:
+    """Whether a mapping is one source of rows, an entry of a mixture or a task, and not several sets by name."""
+    return "path" in value or "task" in value
 
 
 def _resolve_reward(entry: Any, folder: Path) -> Any:

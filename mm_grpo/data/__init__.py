@@ -12,6 +12,8 @@
     rows      one row → messages, image sources and columns
     image_columns   images that nothing would read: columns, placeholders, sets without any
     images    one image source → an upright RGB picture within the limits
+    mixture   several sources as one dataset, each with its weight and settings
+    mixture_order   which rows of which source fill the slots of a step
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
     shapes    a task whose images are drawn, without any download
 
@@ -22,7 +24,8 @@ datasets library.
 from mm_grpo.data.dataset import Dataset, DataSettings
 from mm_grpo.data.images import open_image
 from mm_grpo.data.jsonl import write_jsonl
+from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.sources import TASKS, load
 
-__all__ = ["TASKS", "DataSettings", "Dataset", "PromptOrder", "load", "open_image", "write_jsonl"]
+__all__ = ["TASKS", "DataSettings", "Dataset", "Mixture", "PromptOrder", "load", "open_image", "write_jsonl"]

@@ -18,6 +18,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +40,10 @@ from mm_grpo.errors import DataError
 from mm_grpo.types import Sample
 
 FINGERPRINT_ROWS = 1000
+TASK = "task"
+"""The column by which metrics are made, of training and of evaluation."""
+MOST_TASKS, LONGEST_TASK = 32, 64
+"""Most values of it, and most characters of one."""
 FIRST_ROWS = 16
 """Rows that are looked at for what all are like: where the prompt is, and what the layout makes of a row."""
 
@@ -80,9 +85,10 @@ class Dataset:
         folder: where relative image paths start when `settings.image_dir` is not set; by row where it is a function.
         verify: read rows (not images) now: all of a list, the first of anything else. False is for
             those who call `check` next.
+        added: columns that every row gets, with their values.
 
     Raises:
-        DataError: there are no rows, a mapped column does not exist, or a row that is read is wrong.
+        DataError: there are no rows, a mapped column does not exist, an added one does, or a row that is read is wrong.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class Dataset:
         row_name: Callable[[int], str] | None = None,
         folder: str | Path | Callable[[int], str | Path | None] | None = None,
         verify: bool = True,
+        added: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
         self._rows = rows
@@ -105,6 +112,12 @@ class Dataset:
         if len(rows) == 0:
             raise DataError(f"the dataset {name!r} has 0 rows; training and evaluation need at least 1")
         check_columns(settings.columns, self._available(), f"the dataset {name!r}")
+        self._added = dict(added or {})
+        for column in self._added.keys() & rename(self._dataset_columns, settings.columns).keys():
+            raise DataError(
+                f"{name}: {column}={self._added[column]!r} is to be put on every row, and the rows have a column "
+                f"{column!r}; leave it out, or give the rows' own another name in columns"
+            )
         if verify:
             self.verify()
 
@@ -127,6 +140,47 @@ class Dataset:
         kept = [name for name in names if name not in PROMPT_FIELDS and (name in made or name not in taken)]
         return tuple(dict.fromkeys([*kept, *made]))
 
+    @property
+    def parts(self) -> Sequence[Dataset]:
+        """The sources of a mixture, one after the other; any other dataset is its own only part."""
+        return (self,)
+
+    @property
+    def weights(self) -> Sequence[int]:
+        """How often each part is drawn from, as whole numbers without a common factor."""
+        return (1,)
+
+    @property
+    def text_only(self) -> bool:
+        """Whether its rows may lack images."""
+        return bool(getattr(self._settings, "text_only", False))
+
+    @cached_property
+    def by_task(self) -> bool:
+        """Whether the column `task` tells a few kinds of rows apart, so that metrics are made by its values.
+
+        At most MOST_TASKS short texts among up to FINGERPRINT_ROWS rows, evenly spaced; a column of other values is a
+        column like any other.
+        """
+        if TASK not in self.columns:
+            return False
+        found: set[str] = set()
+        for index in range(0, len(self), -(-len(self) // FINGERPRINT_ROWS)):
+            with suppress(DataError):
+                task = self.encoded_fields(index).columns.get(TASK)
+                if task is not None and not (isinstance(task, str) and 0 < len(task) <= LONGEST_TASK):
+                    return False
+                found.update([] if task is None else [task])
+        return 0 < len(found) <= MOST_TASKS
+
+    def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
+        """The columns of every row that can be read: of some that are evenly spaced first, then of the others."""
+        step = -(-len(self) // FINGERPRINT_ROWS)
+        first = range(0, len(self), step)
+        for index in (*first, *(index for index in range(len(self)) if index % step)):
+            with suppress(DataError):
+                yield self.encoded_fields(index).columns
+
     @cached_property
     def layouts(self) -> tuple[str, ...]:
         """The layouts that the first rows are read in."""
@@ -142,6 +196,10 @@ class Dataset:
         for index in range(min(len(self), FIRST_ROWS)):
             with suppress(DataError):
                 yield self.encoded_fields(index)
+
+    def uid(self, index: int) -> str:
+        """The uid of a row's sample: "train:11"."""
+        return f"{self.name}:{index}"
 
     def row_name(self, index: int) -> str:
         """What messages call a row: "train.jsonl:12" or "train row 11"."""
@@ -183,7 +241,7 @@ class Dataset:
             )
             for number, source in enumerate(sources, start=1)
         )
-        return Sample(f"{self.name}:{index}", fields.messages, images, (), fields.columns)
+        return Sample(self.uid(index), fields.messages, images, (), fields.columns)
 
     def verify(self) -> None:
         """Read rows, not images: all of a list, the first of anything else. DataError when one is wrong."""
@@ -203,6 +261,12 @@ class Dataset:
         shorter = copy.copy(self)
         shorter._limit = min(count, len(self))
         return shorter
+
+    def called(self, name: str) -> Dataset:
+        """The same rows under another name."""
+        other = copy.copy(self)
+        other.name = name
+        return other
 
     def with_shuffled_images(self, seed: int = 0) -> Dataset:
         """The same rows, each with the images of another row: what a model scores when it cannot see.
@@ -237,7 +301,7 @@ class Dataset:
         return self._read(self._rows[index], index)
 
     def _read(self, row: Any, index: int) -> Fields:
-        return read_row(
+        fields = read_row(
             row,
             row_name=self.row_name(index),
             columns=self._settings.columns,
@@ -245,6 +309,7 @@ class Dataset:
             layout=self._settings.layout,
             answer_from=self._settings.answer_from,
         )
+        return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
 
     @property
     def in_memory(self) -> bool:
@@ -302,8 +367,16 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """What tells one dataset from another, for a resume: the number of `rows`, and a `sha256` of them.
 
     Of up to FINGERPRINT_ROWS rows, evenly spaced, the conversation, the columns and where the images come from are
-    hashed. Images are not opened: one that was exchanged behind its path is not noticed.
+    hashed. Images are not opened: one that was exchanged behind its path is not noticed. Of a mixture also its
+    `sources`, each with its weight.
     """
+    if dataset.parts[0] is not dataset:
+        sources = [
+            {"name": part.name, "weight": weight, **fingerprint(part)}
+            for part, weight in zip(dataset.parts, dataset.weights, strict=True)
+        ]
+        digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
+        return {"rows": len(dataset), "sha256": digest, "sources": sources}
     state = hashlib.sha256()
     for index in range(0, len(dataset), -(-len(dataset) // FINGERPRINT_ROWS)):
         fields = dataset.fields(index)

@@ -47,17 +47,30 @@ class PromptOrder:
         Replacements have an order of their own, always shuffled, in which each row comes once before any
         comes again.
         """
-        if not (step >= 1 and 1 <= attempt < attempts and 0 <= slot < self.prompts_per_step):
-            raise ValueError(
-                f"(step {step}, attempt {attempt} of {attempts}, slot {slot}) is outside the plan"
-            )
+        self.check_spare(step, attempt, slot, attempts)
         position = ((step - 1) * (attempts - 1) + attempt - 1) * self.prompts_per_step + slot
         epoch, place = divmod(position, self.n_rows)
         return epoch_order(self.n_rows, f"{self.seed}/spare", epoch)[place]
 
+    def check_spare(self, step: int, attempt: int, slot: int, attempts: int) -> None:
+        """ValueError where `spare` is asked about what no run asks."""
+        if not (step >= 1 and 1 <= attempt < attempts and 0 <= slot < self.prompts_per_step):
+            raise ValueError(
+                f"(step {step}, attempt {attempt} of {attempts}, slot {slot}) is outside the plan"
+            )
+
     def epoch(self, step: int) -> float:
         """How many epochs have been used once `step` is done: 0 for step 0, 1 after every row once."""
         return step * self.prompts_per_step / self.n_rows
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """The metric `epoch` once `step` is done; a mixture adds `epoch/{source}` for each of its sources."""
+        return {"epoch": self.epoch(step)}
+
+    @property
+    def sentence(self) -> str:
+        """What a run says of it at the start; of a mixture its shares."""
+        return ""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -75,6 +88,11 @@ def epoch_order(n_rows: int, seed: int | str, epoch: int) -> tuple[int, ...]:
 
     A string seeds it through SHA-512, so neither PYTHONHASHSEED nor the state of another generator counts.
     """
-    order = list(range(n_rows))
-    random.Random(f"prompt order/{seed}/{epoch}").shuffle(order)
-    return tuple(order)
+    return tuple(permutation(n_rows, f"prompt order/{seed}/{epoch}"))
+
+
+def permutation(size: int, key: str) -> list[int]:
+    """The numbers below `size` in the random order that a text decides."""
+    order = list(range(size))
+    random.Random(key).shuffle(order)
+    return order

@@ -7,6 +7,7 @@
     a dataset       of the datasets library
     a mapping       {task: shapes, ...}: rows made by a function, whose arguments the other keys are;
                     with `shuffle_images: true` each row gets another row's images
+    a mixture       a Mixture of several of these with weights (mixture.py); in a config a list of entries
 
 Relative image paths start at `data.image_dir`; where that is not set, at the folder of the dataset's
 file, or at the working folder for rows in memory. Nothing is downloaded but a dataset of the hub that is named.
@@ -20,15 +21,17 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.config.yaml_file import is_source
 from mm_grpo.data.columns import did_you_mean, quoted
-from mm_grpo.data.dataset import FIRST_ROWS, Dataset, DataSettings
+from mm_grpo.data.dataset import FIRST_ROWS, TASK, Dataset, DataSettings
 from mm_grpo.data.image_columns import MissingImages, check_images, missing_images
 from mm_grpo.data.layouts import MissingPrompt
 from mm_grpo.data.library import library_rows
+from mm_grpo.data.mixture import EntrySettings, MixedDataset, Mixture, mixture_of
 from mm_grpo.data.paths import LEGAL, find
 from mm_grpo.data.readers import JoinedRows, read
 from mm_grpo.errors import DataError, UserError
@@ -38,11 +41,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Source = Any
-"""Rows (a list of dicts or a datasets.Dataset), paths, or a task mapping such as {"task": "shapes"}."""
+"""Rows (a list of dicts or a datasets.Dataset), paths, a task mapping such as {"task": "shapes"}, or a Mixture."""
+Needs = Callable[[Sequence[str], Callable[[], Iterator[Mapping[str, Any]]], bool], None]
+"""Given the names of a dataset's columns, what goes through the columns of its rows, and whether it is trained on;
+raises for what is missing (`Scorer.check`)."""
 TASKS = {"shapes": "mm_grpo.data.shapes:shapes_rows"}
 
 
-def load(source: Any, settings: DataSettings, name: str = "train", *, verify: bool = True) -> Dataset:
+def load(
+    source: Any,
+    settings: DataSettings,
+    name: str = "train",
+    *,
+    verify: bool = True,
+    added: Mapping[str, Any] | None = None,
+) -> Dataset:
     """The dataset of a source; the module's docstring lists the kinds.
 
     Args:
@@ -50,27 +63,33 @@ def load(source: Any, settings: DataSettings, name: str = "train", *, verify: bo
         settings: the config's section `data`.
         name: the first half of every uid, such as "train" or "eval".
         verify: False leaves wrong rows to `Dataset.check`.
+        added: columns that every row gets, with their values.
 
     Raises:
         DataError: the source is unknown, missing, broken or empty, or a row of it is wrong.
     """
+    options: dict[str, Any] = {"verify": verify, "added": added}
     if isinstance(source, Dataset):
         return source
+    if isinstance(source, Mapping) and "path" in source:
+        source = Mixture([source])
+    if isinstance(source, Mixture):
+        return _load_mixture(source, settings, name, verify)
     if isinstance(source, str | os.PathLike):
-        return _load_paths([source], settings, name, verify)
+        return _load_paths([source], settings, name, options)
     if (
         isinstance(source, list | tuple)
         and source
         and all(isinstance(one, str | os.PathLike) for one in source)
     ):
-        return _load_paths(source, settings, name, verify)
+        return _load_paths(source, settings, name, options)
     if isinstance(source, list | tuple):
-        return Dataset(source, settings, name=name, verify=verify)
+        return Dataset(source, settings, name=name, **options)
     if hasattr(source, "column_names"):
         rows = library_rows(source, settings.columns, f"the dataset {name!r}")
-        return Dataset(rows, settings, name=name, verify=verify)
+        return Dataset(rows, settings, name=name, **options)
     if isinstance(source, Mapping):
-        return _load_task(source, settings, name, verify)
+        return _load_task(source, settings, name, options)
     raise DataError(f"{name}: the data is a {type(source).__name__}; {LEGAL}")
 
 
@@ -79,18 +98,18 @@ def load_train(
     given: Source | None = None,
     *,
     verify: bool = True,
-    needs: Callable[[Sequence[str]], None] | None = None,
+    needs: Needs | None = None,
 ) -> Dataset:
     """The training rows: `given`, else `data.train`. DataError when there are none.
 
     With `verify` the rows are checked at once, and the first wrong one raises. Rows whose images would not be read are
-    refused in any case, unless `data.text_only`. `needs` is given the names of the columns, and raises for those that
-    are missing (`Scorer.check`): one message has all that the first rows lack.
+    refused in any case, unless `data.text_only`. `needs` raises for what the rewards ask for and no row has
+    (`Scorer.check`): one message has all that the first rows lack.
     """
-    source = config.data.train if given is None else given
+    source = mixture_of(config.data.train) if given is None else given
     if source is None:
         raise DataError("data.train is not set: give a .jsonl path, a task mapping, or train=rows in Python")
-    return _load_checked(source, config, "train", verify, needs)
+    return _load_checked(source, config, "train", verify, needs, trained=True)
 
 
 def load_eval(
@@ -98,43 +117,53 @@ def load_eval(
     given: Source | Mapping[str, Source] | None = None,
     *,
     verify: bool = True,
-    needs: Callable[[Sequence[str]], None] | None = None,
+    needs: Needs | None = None,
 ) -> dict[str, Dataset]:
     """The evaluation sets by name, the headline first; a single source is named "eval". Options as of `load_train`."""
     if given is None:
-        sources: Mapping[str, Source] = config.data.eval_sets()
-    elif isinstance(given, Mapping) and "task" not in given:
+        sources: Mapping[str, Source] = {
+            n: mixture_of(source) for n, source in config.data.eval_sets().items()
+        }
+    elif isinstance(given, Mapping) and not is_source(given):
         sources = given
     else:
         sources = {"eval": given}
+    for name, source in sources.items():
+        if isinstance(source, Mixture) and any("weight" in entry for entry in source.entries):
+            raise DataError(
+                f"{name}: weight is for training; an evaluation answers every row once: leave it out"
+            )
     return {name: _load_checked(source, config, name, verify, needs) for name, source in sources.items()}
 
 
 def _load_checked(
-    source: Source, config: GRPOConfig, name: str, verify: bool, needs: Callable[[Sequence[str]], None] | None
+    source: Source, config: GRPOConfig, name: str, verify: bool, needs: Needs | None, *, trained: bool = False
 ) -> Dataset:
     """The dataset, unless something that all rows need is missing; each row is read once."""
-    text_only = config.data.text_only
     dataset = load(source, config.data, name, verify=False)
     missing: list[UserError] = []
-    no_prompt = _missing_prompt(dataset)
-    try:
-        if no_prompt is not None and not text_only:
-            lost = missing_images(dataset.encoded_values(0), dataset.row_name(0))
-            missing += [lost] if lost else []
-        elif not text_only:
-            check_images(dataset, verify=verify)
-        elif verify:
-            dataset.verify()
-    except MissingImages as error:
-        missing.append(error)
+    unread: list[UserError] = []
+    for part in dataset.parts:
+        text_only = config.data.text_only if part is dataset else part.text_only
+        no_prompt = _missing_prompt(part)
+        unread += [no_prompt] if no_prompt else []
+        try:
+            if no_prompt is not None and not text_only:
+                lost = missing_images(part.encoded_values(0), part.row_name(0))
+                missing += [lost] if lost else []
+            elif not text_only:
+                check_images(part, verify=verify)
+            elif verify:
+                part.verify()
+        except MissingImages as error:
+            missing.append(error)
     try:
         if needs is not None:
-            needs(dataset.columns)
+            needs(dataset.columns, dataset.columns_of_rows, trained)
     except UserError as error:
         missing.append(error)
-    if no_prompt is not None and (verify or missing):
-        missing.insert(0, no_prompt)
+    if unread and (verify or missing):
+        missing = unread + missing
     if len(missing) > 1:
         columns = quoted(dict.fromkeys(map(dataset.dataset_column, dataset.columns)))
         lines = [f"\n- {line}" for error in missing for line in str(error).splitlines()]
@@ -165,7 +194,26 @@ def _missing_prompt(dataset: Dataset) -> MissingPrompt | None:
     return first
 
 
-def _load_task(source: Mapping[str, Any], settings: DataSettings, name: str, verify: bool) -> Dataset:
+def _load_mixture(mixture: Mixture, settings: DataSettings, name: str, verify: bool) -> Dataset:
+    """The rows of every entry, each read with its own settings."""
+    parts: list[Dataset] = []
+    for label, entry in zip(mixture.names, mixture.entries, strict=True):
+        own, of = EntrySettings.of(entry, settings), f"{name}/{label}"
+        added = {TASK: entry["task"]} if "task" in entry else None
+        if isinstance(entry["path"], Dataset):
+            if set(entry) - {"path", "weight"}:
+                raise DataError(
+                    f"{of}: is a Dataset, which has its settings; give its rows, or only a weight"
+                )
+            parts.append(entry["path"].called(of))
+        else:
+            parts.append(load(entry["path"], own, of, verify=verify, added=added))
+    return MixedDataset(name, parts, mixture.weights)
+
+
+def _load_task(
+    source: Mapping[str, Any], settings: DataSettings, name: str, how: Mapping[str, Any]
+) -> Dataset:
     if "task" not in source:
         raise DataError(
             f"{name}: the data is a mapping with the keys {quoted(source)} and no 'task'; {LEGAL}"
@@ -173,7 +221,9 @@ def _load_task(source: Mapping[str, Any], settings: DataSettings, name: str, ver
     options = {key: value for key, value in source.items() if key not in ("task", "shuffle_images")}
     task, shuffle = source["task"], source.get("shuffle_images", False)
     if not isinstance(task, str) or task not in TASKS:
-        raise DataError(f"{name}: the task is {task!r}; known tasks: {quoted(TASKS)}")
+        raise DataError(
+            f"{name}: the task is {task!r}; known tasks: {quoted(TASKS)} (rows of your own need path)"
+        )
     if not isinstance(shuffle, bool):
         raise DataError(f"{name}: shuffle_images is {shuffle!r}; legal is true or false")
     module, function_name = TASKS[task].split(":")
@@ -193,20 +243,18 @@ def _load_task(source: Mapping[str, Any], settings: DataSettings, name: str, ver
         rows = function(**options)
     except DataError as error:
         raise DataError(f"{what}: {error}") from error
-    dataset = Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({task}) row {i}", verify=verify)
+    dataset = Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({task}) row {i}", **how)
     return dataset.with_shuffled_images() if shuffle else dataset
 
 
 def _load_paths(
-    given: Sequence[str | os.PathLike[str]], settings: DataSettings, name: str, verify: bool
+    given: Sequence[str | os.PathLike[str]], settings: DataSettings, name: str, how: Mapping[str, Any]
 ) -> Dataset:
     """The rows of one string, or of several one after the other."""
     found = [each for text in given for each in find(os.fspath(text), name)]
     parts = [read(each, name, settings.columns) for each in found]
     if len(parts) == 1:
         part = parts[0]
-        return Dataset(
-            part.rows, settings, name=name, row_name=part.row_name, folder=part.folder, verify=verify
-        )
+        return Dataset(part.rows, settings, name=name, row_name=part.row_name, folder=part.folder, **how)
     rows = JoinedRows(parts)
-    return Dataset(rows, settings, name=name, row_name=rows.row_name, folder=rows.folder, verify=verify)
+    return Dataset(rows, settings, name=name, row_name=rows.row_name, folder=rows.folder, **how)

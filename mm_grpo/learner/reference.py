@@ -40,7 +40,7 @@ def load_reference_model(config: GRPOConfig, policy: Any, processor: Processor) 
     }  # fmt: skip
     try:
         section = config.model.with_values(changes)
-        limits = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
+        limits: dict[str, Any] = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
         theirs = load_processor(
             path, named=section.processor, trust_remote_code=section.trust_remote_code, **limits
         )

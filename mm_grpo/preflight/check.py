@@ -20,8 +20,10 @@ from mm_grpo.build import plan_run
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.errors import DataError, UserError
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
+from mm_grpo.preflight.page import ROWS, CheckPage
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.model_folder import read_config
+from mm_grpo.processors.special_tokens import set_special_tokens
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.prompts import PromptBuilder, TooLong, context_of
 from mm_grpo.terminal import cell, printable
@@ -33,15 +35,31 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 """Failing rows listed per set and per reward; the others are counted."""
+
+
 WIDTH = 120
 """Least width of the tables, in characters: a terminal wraps, a table that is cut tells less."""
 
 
-def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | None = None) -> bool:
+@dataclass(frozen=True)
+class PageSettings:
+    """Where the page of `--page` goes (None: check.html in the current folder), and how many rows of a set it shows."""
+
+    path: str | None = None
+    rows: int = ROWS
+
+
+def check_config(
+    config: GRPOConfig,
+    *,
+    call_judges: bool = False,
+    rows: int | None = None,
+    page: PageSettings | None = None,
+) -> bool:
     """Print what a run would load; True when every row can be used and every reward tells right from wrong.
 
-    `rows` bounds the rows of each set that are looked at. Raises UserError for what is wrong with the
-    config itself, the sources or the rewards' arguments.
+    `rows` bounds the rows of each set that are looked at, `page` asks for the page of `--page`.
+    Raises UserError for what is wrong with the config itself, the sources or the rewards' arguments.
     """
     console = Console()
     if not console.is_terminal:
@@ -54,23 +72,31 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
     }
     specs = scorer.specs
     scorer.close()
-    steps = plan_run(config, sets["train"]).max_steps
+    plan = plan_run(config, sets["train"])
+    steps = plan.max_steps
     processor = load_processor(
         config.model.path,
         named=config.model.processor,
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         trust_remote_code=config.model.trust_remote_code,
+        chat_template_kwargs=config.data.chat_template_kwargs,
     )
+    set_special_tokens(processor, config.data.special_tokens)
     vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
     transformers_config = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     prompt_builder = PromptBuilder(
         processor, config, context_of(transformers_config), None if vllm is None else vllm.max_model_len
     )
 
+    shown = None
+    if page is not None:
+        template = config.data.gold_template
+        shown = CheckPage(page.path, processor, specs, rows=page.rows, template=template)
+
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
-    notes: list[str] = []
+    notes = [plan.order.sentence] if plan.order.sentence else []
     reports: dict[str, list[RewardReport]] = {}
     for name, dataset in sets.items():
         rewards = RewardCheck(
@@ -81,7 +107,7 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
         )
         looked = dataset if rows is None else dataset.head(rows)
         limits = _limits(config, trained=name == "train")
-        lengths, images, failed, dropped = _walk(looked, prompt_builder, limits, rewards, console)
+        lengths, images, failed, dropped = _walk(looked, prompt_builder, limits, rewards, console, shown)
         reports[name] = rewards.finish()
         if dataset.layouts not in ((), ("trl",)):
             notes.append(f"{name}: rows in the layout {' and '.join(dataset.layouts)} (data.layout)")
@@ -113,6 +139,8 @@ def check_config(config: GRPOConfig, *, call_judges: bool = False, rows: int | N
     idle = [] if rows is not None else [report for report in reports["train"] if report.applies_nowhere]
     _print_faults(console, reports, idle)
     problems = len(failures) + wrong + len(idle)
+    if shown is not None:
+        console.print(printable(shown.write()), highlight=False, markup=False, soft_wrap=True)
     console.print("ok" if not problems else f"{problems} problem(s)")
     return not problems
 
@@ -146,7 +174,12 @@ def _limits(config: GRPOConfig, *, trained: bool) -> _Limits:
 
 
 def _walk(
-    dataset: Dataset, prompt_builder: PromptBuilder, limits: _Limits, rewards: RewardCheck, console: Console
+    dataset: Dataset,
+    prompt_builder: PromptBuilder,
+    limits: _Limits,
+    rewards: RewardCheck,
+    console: Console,
+    page: CheckPage | None,
 ) -> tuple[list[int], int, list[str], int]:
     """Of the rows that can be used prompt lengths and the count of images; of the others the messages of those
     that stop a run, and the count of those that it drops."""
@@ -161,24 +194,32 @@ def _walk(
         disable=not console.is_terminal,
     )
     for index in indices:
+        row = dataset.row_name(index)
         try:
             prompt = prompt_builder.process(dataset.sample(index))
         except UserError as error:
-            if isinstance(error, TooLong) and prompt_builder.policy == "drop":
-                dropped += 1
-                continue
             # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
-            message, uid = str(error), f"{dataset.name}:{index}: "
-            named = message.startswith(uid)
-            failed.append(f"{dataset.row_name(index)}: {message.removeprefix(uid)}" if named else message)
+            message, uid = str(error), f"{dataset.uid(index)}: "
+            drops = isinstance(error, TooLong) and prompt_builder.policy == "drop"
+            if page is not None:
+                page.refuse(dataset.name, row, "left out: " * drops + message.removeprefix(uid))
+            if drops:
+                dropped += 1
+            else:
+                named = message.startswith(uid)
+                failed.append(f"{row}: {message.removeprefix(uid)}" if named else message)
             continue
         broken = limits.broken_by(prompt)
         if broken is not None:
-            failed.append(f"{dataset.row_name(index)}: {broken}")
+            failed.append(f"{row}: {broken}")
+            if page is not None:
+                page.refuse(dataset.name, row, broken)
             continue
         lengths.append(len(prompt.token_ids))
         images += len(prompt.engine_prompt.images)
-        rewards.add(dataset.row_name(index), prompt)
+        rewards.add(row, prompt)
+        if page is not None:
+            page.add(dataset.name, row, prompt)
     return lengths, images, failed, dropped
 
 

@@ -23,6 +23,9 @@ from typing import Any
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.builtins.boxes import Box, Frame, gold_box
+from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
+from mm_grpo.rewards.builtins.ordering import gold_order
+from mm_grpo.rewards.builtins.temporal import gold_segments
 from mm_grpo.rewards.registry import BUILTINS, get
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rewards.spec import RewardSpec, innermost
@@ -217,7 +220,9 @@ class _Check:
         return others[-OTHERS:]
 
     def _call(self, rows: Sequence[_Row], tried: Sequence[Sequence[str]]) -> list[list[float | None]]:
-        prompts = [row.prompt for row, texts in zip(rows, tried, strict=True) for _ in texts]
+        # an answer by itself, without the thinking that the chat template may have begun
+        bare = [dataclasses.replace(row.prompt, opens_thinking=False) for row in rows]
+        prompts = [prompt for prompt, texts in zip(bare, tried, strict=True) for _ in texts]
         completions = [_completion(text) for texts in tried for text in texts]
         start = time.perf_counter()
         flat = iter(self.scorer.score(prompts, completions, 1).parts[self.spec.name])
@@ -285,6 +290,8 @@ Options = Mapping[str, Any]
 """The row's columns and, over them, what the config sets: the arguments of the reward by name."""
 
 UNWRITTEN = frozenset({"json_schema", "language", "judge", "reward_model"})
+UNREADABLE = 200
+"""Characters of a gold value that cannot be read, which stand for a right answer until the reward refuses it."""
 DIGITS = 9
 """Decimals of a coordinate: so many that the right box overlaps the gold one to 1e-6."""
 
@@ -303,7 +310,16 @@ def gold_text(
         return None
     writer = GOLD.get(builtin_name(spec) or "")
     if writer is not None:
-        gold = writer(prompt, {**columns, **spec.bound})
+        options = {**columns, **spec.bound}
+        try:
+            gold = writer(prompt, options)
+        except (
+            ValueError,
+            TypeError,
+            OverflowError,
+            RecursionError,
+        ):  # the reward says what is wrong with it
+            gold = str(options[spec.needs[0]])[:UNREADABLE]
     else:
         names = read_columns(spec, columns) or (tuple(columns) if always or spec.takes_kwargs else ())
         first = [name for name in ("solution", "answer") if name in names]
@@ -315,9 +331,8 @@ def gold_text(
 
 
 def lacks_column(spec: RewardSpec, prompt: Prompt) -> bool:
-    """Whether the row lacks a column without which the reward does not apply."""
-    columns = prompt.sample.columns
-    return any(columns.get(name) is None for name in spec.needs if name not in spec.bound)
+    """Whether the row is none that the reward is for, or lacks a column without which it does not apply."""
+    return not spec.applies_to(prompt.sample.columns)
 
 
 def read_columns(spec: RewardSpec, columns: Mapping[str, Any]) -> tuple[str, ...]:
@@ -361,11 +376,8 @@ def _boxes(prompt: Prompt, options: Options) -> str | None:
 
 def _written(box: Any, prompt: Prompt, options: Options) -> str:
     """A gold box in the space and the layout that the reward expects of the model."""
-    try:
-        gold = gold_box(box, options.get("gold_layout", "xyxy"))
-        corners = _frame(prompt, options).moved(gold, *_spaces(options))
-    except (ValueError, TypeError):  # the reward says what is wrong with it
-        return as_text(box)
+    gold = gold_box(box, options.get("gold_layout", "xyxy"))
+    corners = _frame(prompt, options).moved(gold, *_spaces(options))
     return as_text(_laid_out(corners, options.get("layout", "xyxy")))
 
 
@@ -378,11 +390,26 @@ def _laid_out(box: Box, layout: str) -> list[float]:
 def _mask(prompt: Prompt, options: Options) -> str:
     """An RLE as it is, for it covers the image whatever its size; polygons in the model's space."""
     mask = options["mask"]
-    try:
-        value = json.loads(mask) if isinstance(mask, str) else mask
-        return as_text(_points(value, _frame(prompt, options).scale(*_spaces(options))))
-    except (ValueError, TypeError):
-        return as_text(mask)
+    value = json.loads(mask) if isinstance(mask, str) else mask
+    return as_text(_points(value, _frame(prompt, options).scale(*_spaces(options))))
+
+
+def _click(prompt: Prompt, options: Options) -> str:
+    """A point in the gold shape, in the space that the reward expects of the model."""
+    frame, (gold_space, space) = _frame(prompt, options), _spaces(options)
+    shapes = gold_shapes(options["target"], frame, options.get("gold_layout", "xyxy"), gold_space)
+    point = point_inside(moved_shapes(shapes, frame, gold_space, space)[0])
+    return as_text([round(number, DIGITS) for number in point])
+
+
+def _segments(prompt: Prompt, options: Options) -> str:
+    """One segment as [start, end], several one after the other."""
+    return " ".join(as_text(list(segment)) for segment in gold_segments(options["segment"]))
+
+
+def _order(prompt: Prompt, options: Options) -> str:
+    """The items as a JSON list, which every item can stand in."""
+    return json.dumps(gold_order(options["order"]), ensure_ascii=False)
 
 
 def _points(value: Any, factors: tuple[float, float]) -> Any:
@@ -414,7 +441,10 @@ GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
     "giou": _box,
     "point_in_box": _box,
     "box_match": _boxes,
+    "clicking": _click,
     "mask_iou": _mask,
+    "temporal_iou": _segments,
+    "ordering": _order,
     "contains": _all_texts,
 }
 """Built-in → its right answer, from the prompt and the reward's arguments."""

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.values import GuardName
+from mm_grpo.config.yaml_file import is_source
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.testing.tiny_models import build, family_of
@@ -53,11 +54,12 @@ def smoke_config(
     if "data.train" not in kept and (beside / FIXTURE).is_file():
         data.update(train=str(beside / FIXTURE), eval=str(beside / FIXTURE), image_dir=None)
     data["train"] = _short(data["train"])
-    if isinstance(data["eval"], dict) and "task" not in data["eval"]:
+    if isinstance(data["eval"], dict) and not is_source(data["eval"]):
         data["eval"] = {name: _short(source) for name, source in data["eval"].items()}
     else:
         data["eval"] = _short(data["eval"])
     data["max_prompt_length"] = None  # it counts the tokens of the real tokenizer
+    data["chat_template_kwargs"] = {}  # they are read by the real chat template
 
     tokens = min(TOKENS, rollout["max_completion_length"])
     rollout.update(engine="transformers", prompts_per_step=PROMPTS, num_generations=GENERATIONS)
@@ -81,7 +83,11 @@ def smoke_sets(config: GRPOConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 
 def _short(source: Any) -> Any:
-    """A task that makes few rows; anything else as it is."""
+    """A task that makes few rows, also in a mixture; anything else as it is."""
+    if isinstance(source, list):
+        return [_short(each) for each in source]
+    if isinstance(source, dict) and "path" in source:
+        return {**source, "path": _short(source["path"])}
     if isinstance(source, dict) and isinstance(source.get("size"), int):
         return {**source, "size": min(ROWS, source["size"])}
     return source

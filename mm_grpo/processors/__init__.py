@@ -2,7 +2,10 @@
 
 - `base.py`: what a processor is (`Processor`), and how one is found for a model (`load_processor`).
 - `model_folder.py`: what is read of a model before its weights: its config, without running code that it brings.
+- `special_tokens.py`: a conversation as ids, whose row cannot type the model's special tokens; each
+  family makes its ids with it.
 - `family.py`: how the models of a family are built (`Family`), for the learner and the embedded engine.
+- `chat_template.py`: the arguments of a model's chat template.
 - `qwen_vl.py`: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
 A new family is one file: a class that has what `base.Processor` lists, with a `Family` as its `family`. It may lie

@@ -7,6 +7,7 @@ the family's file when it is first asked for, or the file that `model.processor`
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -76,12 +77,14 @@ def load_processor(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     trust_remote_code: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Processor:
     """The processor for the model at `path`, with the given pixel limits or its own (pixels of an image).
 
     `named` is the config's `model.processor`: a class of the user's own, as `file.py:Class` or `module:Class`, which is
-    called as those of this package are, and given `trust_remote_code` only where that is true. Raises ConfigError when
-    the folder holds no model, the family is unknown or the class is no processor.
+    called as those of this package are, and given `trust_remote_code` only where that is true, `chat_template_kwargs`
+    only where there are some. Raises ConfigError when the folder holds no model, the family is unknown, the class is
+    no processor, or chat_template_kwargs cannot be applied.
     """
     # first, for the file may register its model's classes with transformers
     cls = None if named is None else load_named(named, "model.processor", ConfigError)
@@ -89,8 +92,16 @@ def load_processor(
     if not trust_remote_code:
         warn_of_unread_code(path, config)
     cls = cls or _class_for(config.model_type, path)
-    trust: dict[str, bool] = {"trust_remote_code": True} if trust_remote_code else {}
-    loaded: Processor = cls(path, config, min_pixels=min_pixels, max_pixels=max_pixels, **trust)
+    more: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    if chat_template_kwargs:
+        if "chat_template_kwargs" not in inspect.signature(cls).parameters:
+            raise ConfigError(
+                f"data.chat_template_kwargs = {dict(chat_template_kwargs)}: {named or cls.__qualname__} does not take "
+                "chat_template_kwargs, so they would change nothing; give its __init__ that parameter, or leave them "
+                "out"
+            )
+        more["chat_template_kwargs"] = chat_template_kwargs
+    loaded: Processor = cls(path, config, min_pixels=min_pixels, max_pixels=max_pixels, **more)
     if missing := [name for name in _MEMBERS if not hasattr(loaded, name)]:
         raise ConfigError(
             f"{named or cls.__qualname__} is no processor: its objects have no {', '.join(missing)}; they need what "

@@ -24,8 +24,10 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import register
+from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.model_folder import refuse_own_code
+from mm_grpo.processors.special_tokens import SpecialTokensMode, conversation_ids
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
 from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample
 
@@ -76,6 +78,7 @@ class QwenVLProcessor:
 
     family = QwenVLFamily()
     layout: Literal["shared_prefix", "padded"] = "shared_prefix"
+    special_tokens: SpecialTokensMode = "refuse"
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class QwenVLProcessor:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         trust_remote_code: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         try:
             self.hf: Any = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -104,6 +108,7 @@ class QwenVLProcessor:
             raise ConfigError(
                 f"model.path = '{path}': the processor has no chat template; add chat_template.jinja"
             )
+        self.chat_template_kwargs = check_arguments(chat_template_kwargs or {}, self.hf.chat_template, path)
         self.tokenizer: Any = self.hf.tokenizer
         # Without its vocabulary a tokenizer loads all the same, and drops all text but special tokens.
         if not self.tokenizer("a", add_special_tokens=False)["input_ids"]:
@@ -138,7 +143,7 @@ class QwenVLProcessor:
         """Process one sample: resize once, tokenize once, expand one placeholder per image.
 
         `token_ids` [L], `position_ids` [3, L], `pixel_values` [patches, patch size]. Raises DataError
-        naming the row for videos, an image without a fixed size, or media tokens typed into the text.
+        naming the row for videos, an image without a fixed size, or special tokens typed into the text.
         """
         if sample.videos:
             raise DataError(
@@ -185,12 +190,17 @@ class QwenVLProcessor:
         """
         marker, images = "mm-grpo-turn", sum(not isinstance(part, str) for parts in answers for part in parts)
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
-        for as_tool in (True, False) if knows_tools(self._template) else (False,):
-            text = self._rendered([*before, *answer_messages(answers, as_tool=as_tool)], row)
-            _, found, rest = text.partition(marker)
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            _, _, rest = self._rendered(messages, row).partition(marker)
             end = next((token for token in self._stop_texts if rest.startswith(token)), None)
-            if found and end is not None and rest.count(self.hf.image_token) == images:
-                ids: list[int] = self.tokenizer(rest[len(end) :], add_special_tokens=False)["input_ids"]
+            return "" if end is None else rest[len(end) :]
+
+        for as_tool in (True, False) if knows_tools(self._template) else (False,):
+            messages = [*before, *answer_messages(answers, as_tool=as_tool)]
+            # what a tool says is text, whatever it says
+            ids = conversation_ids(render, self.tokenizer, messages, row, "as_text")
+            if ids and sum(token == self.image_token_id for token in ids) == images:
                 return ids
         raise DataError(
             f"{row}: the model's chat template does not show an answer with {images} image(s) after a turn of the "
@@ -217,21 +227,25 @@ class QwenVLProcessor:
         self, messages: Sequence[Mapping[str, Any]], row: str, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """The ids of a conversation with one token for each image."""
-        text = self._rendered(messages, row, tools)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], row: str, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
         given = {}
         if tools and knows_tools(self._template):
             given["tools"] = list(tools)
         elif tools:
             messages = with_tools(messages, tools)
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            return self._rendered(messages, row, **given)
+
+        return conversation_ids(render, self.tokenizer, messages, row, self.special_tokens)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], row: str, **given: Any) -> str:
         try:
             text: str = self.hf.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **given
+                [dict(m) for m in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **self.chat_template_kwargs,
+                **given,
             )
         except TemplateError as error:
             raise DataError(

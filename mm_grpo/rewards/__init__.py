@@ -3,9 +3,11 @@
 - `spec.py`       what a reward is, read from its function's parameters; sums: `0.8 * get("iou") + 0.2 * get("format")`
 - `registry.py`   rewards by name: the `@reward` decorator, the table of built-ins
 - `resolve.py`    from a config entry (name, file, module, mapping, callable) to a spec
-- `options.py`    how a reward is run: isolation, time-out, retries, gates, clipping, errors masked or not
+- `options.py`    how a reward is run: isolation, time-out, retries, its rows, gates, clipping, errors masked or not
+- `needs.py`      what rewards ask of a dataset's columns, also those that are for some rows only
 - `scorer.py`     `Scorer`: all rewards over one step's completions; totals, raw parts, metrics
 - `call.py`       one call of one function: its arguments by name, the checks of its answer
+- `thinking.py`   completions without their thinking
 - `user_code.py`  copies of rows for rewards, and the process's state put back after them
 - `async_calls.py` async rewards, on an event loop in a thread
 - `isolation.py`  isolated rewards, in worker processes that can be killed; `worker.py` what runs in those

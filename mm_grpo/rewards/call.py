@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.options import Action
 from mm_grpo.rewards.spec import RewardSpec, code_of
+from mm_grpo.rewards.thinking import without_thinking
 from mm_grpo.rewards.user_code import end_fork, own_copy
 
 if TYPE_CHECKING:
@@ -89,22 +90,21 @@ class Batch:
             return [dict(message) for message in messages]
         return "\n".join(_text(message.get("content")) for message in messages)
 
-    def completion(self, row: int) -> Any:
+    def completion(self, spec: RewardSpec, row: int) -> Any:
         """The answer in TRL's form: messages where the prompt is messages, else the text."""
-        text = self.completions[row].text
+        text = self.text(spec, row)
         return [{"role": "assistant", "content": text}] if self.conversational else text
 
     def applies(self, spec: RewardSpec, rows: Iterable[int] | None = None) -> list[int]:
-        """Those of `rows` (all of them by default) that hold every column the reward needs."""
-        needs = [column for column in spec.needs if column not in spec.bound]
+        """Those of `rows` (all of them by default) that the reward is for and that hold every column it needs."""
         rows = range(len(self.prompts)) if rows is None else rows
-        if not needs:
-            return list(rows)
-        return [
-            row
-            for row in rows
-            if all(self.prompts[row].sample.columns.get(column) is not None for column in needs)
-        ]
+        return [row for row in rows if spec.applies_to(self.prompts[row].sample.columns)]
+
+    def text(self, spec: RewardSpec, row: int) -> str:
+        """The completion as a reward gets it: all of it, or what follows the thinking."""
+        text = self.completions[row].text
+        opened = self.prompts[row].opens_thinking
+        return without_thinking(text, opened=opened) if spec.options.strip_thinking else text
 
     def calls(self, spec: RewardSpec, rows: Iterable[int] | None = None) -> list[Call]:
         """One call per row that the reward applies to, or one for all of them; none when there are none."""
@@ -219,7 +219,7 @@ class Call:
         row = self.rows[0]
         prompt = self.batch.prompts[row]
         return {
-            "completion": self.batch.completions[row].text,
+            "completion": self.batch.text(self.spec, row),
             "completion_ids": list(self.batch.completions[row].token_ids),
             "prompt": self.batch.prompt(row),
             "images": prompt.engine_prompt.images,
@@ -233,9 +233,9 @@ class Call:
         batch, rows = self.batch, self.rows
         return {
             "prompts": [batch.prompt(row) for row in rows],
-            "completions": [batch.completions[row].text for row in rows]
+            "completions": [batch.text(self.spec, row) for row in rows]
             if self.spec.takes_texts
-            else [batch.completion(row) for row in rows],
+            else [batch.completion(self.spec, row) for row in rows],
             "completion_ids": [list(batch.completions[row].token_ids) for row in rows],
             "images": [list(batch.prompts[row].engine_prompt.images) for row in rows],
             "samples": self._samples(),

@@ -1,4 +1,4 @@
-"""The options of a reward: isolation, time-out, retries, error handling, gates and clipping.
+"""The options of a reward: isolation, time-out, retries, error handling, the rows it is for, gates and clipping.
 
 `RewardOptions` holds them; `read_options` checks what `@reward(...)` or an entry of the config gives. The
 keys mean the same in both, and an entry's win over the decorator's. To add one: a field in `RewardOptions`
@@ -23,6 +23,8 @@ from mm_grpo.errors import RewardError
 
 Action = Literal["stop", "mask"]
 Clip = tuple[float | None, float | None]
+When = tuple[tuple[str, tuple[Any, ...]], ...]
+"""Columns, each with its values."""
 
 ISOLATED_TIMEOUT = 120.0
 """The time-out of an isolated reward that sets none, in seconds for all its calls of a step."""
@@ -46,11 +48,17 @@ class RewardOptions:
     - `on_error`, `on_timeout`: "stop" ends the run; "mask" leaves the completions concerned without a
       total, counted. A batch function's failure concerns all completions of the call. Default: the
       scorer's `on_error`, which is "stop"; `on_timeout` follows `on_error`.
+    - `when`: the rows that the reward is for, as {column: value or list of values}; every column must hold (one of)
+      its values, of the same type. To other rows it does not apply: its score is None, its function is not called, and
+      columns that it needs may be missing there. Default: all rows.
     - `only_if`: names of other rewards; where one of them does not score above 0, this one does not apply
       (its score is None, and its function is not called).
     - `clip`: (lowest, highest) of what enters the total, None for no bound; raw parts stay as they are.
     - `completions`: what a batch function gets: "messages", as TRL's do, or "text", as ms-swift's do.
       Default: messages where prompts are messages, and text for a class derived from one named ORM.
+    - `strip_thinking`: whether `completion` or `completions` are given without the thinking before `</think>`
+      (`without_thinking` in `thinking.py`); the empty text where thinking is never closed. `completion_ids` are whole
+      in any case. Default: false.
     """
 
     isolated: bool = False
@@ -60,9 +68,18 @@ class RewardOptions:
     memory_limit: int | None = None
     on_error: Action | None = None
     on_timeout: Action | None = None
+    when: When = ()
     only_if: tuple[str, ...] = ()
     clip: Clip | None = None
     completions: Literal["messages", "text"] | None = None
+    strip_thinking: bool = False
+
+    def is_for(self, columns: Mapping[str, Any]) -> bool:
+        """Whether a row with these columns is one of those that `when` names."""
+        return all(
+            any(type(value) is type(columns.get(column)) and value == columns.get(column) for value in values)
+            for column, values in self.when
+        )
 
     @property
     def deadline(self) -> float | None:
@@ -86,9 +103,11 @@ class OptionSettings(TypedDict, total=False):
     memory_limit: int | str | None
     on_error: Action
     on_timeout: Action
+    when: Mapping[str, Any]
     only_if: str | Sequence[str]
     clip: Sequence[float | None]
     completions: Literal["messages", "text"]
+    strip_thinking: bool
 
 
 def read_options(name: str, given: Mapping[str, Any], base: RewardOptions | None = None) -> RewardOptions:
@@ -180,6 +199,21 @@ def _names(value: Any) -> tuple[str, ...]:
     return given
 
 
+def _when(value: Any) -> When:
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError
+    found = {
+        column: tuple(values) if isinstance(values, list | tuple) else (values,)
+        for column, values in value.items()
+    }
+    for column, values in found.items():
+        if not isinstance(column, str) or not values:
+            raise ValueError
+        if not all(each is None or isinstance(each, str | bool | int | float) for each in values):
+            raise ValueError
+    return tuple(found.items())
+
+
 def _bounds(value: Any) -> Clip | None:
     if value is None:
         return None
@@ -208,8 +242,10 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "memory_limit": ("a number of bytes, or a text such as 512MB or 2GiB, or null for none", _bytes),
     "on_error": ("stop or mask", _one_of("stop", "mask")),
     "on_timeout": ("stop or mask", _one_of("stop", "mask")),
+    "when": ("a mapping of columns to a value or a list of values, such as {task: grounding}", _when),
     "only_if": ("the name of another reward, or a list of names", _names),
     "clip": ("[lowest, highest], two finite numbers in order, of which one may be null", _bounds),
     "completions": ("messages or text", _one_of("messages", "text")),
+    "strip_thinking": ("true or false", _flag),
 }
 KEYS = tuple(_CHECKS)

@@ -22,6 +22,7 @@ BUILTINS = {
     "box_match": "mm_grpo.rewards.builtins.grounding",
     "chart_relaxed": "mm_grpo.rewards.builtins.numeric",
     "choice": "mm_grpo.rewards.builtins.text",
+    "clicking": "mm_grpo.rewards.builtins.clicking",
     "contains": "mm_grpo.rewards.builtins.text",
     "cosine_length": "mm_grpo.rewards.builtins.shaping",
     "count": "mm_grpo.rewards.builtins.numeric",
@@ -37,11 +38,13 @@ BUILTINS = {
     "mask_iou": "mm_grpo.rewards.builtins.masks",
     "math": "mm_grpo.rewards.builtins.maths",
     "numeric": "mm_grpo.rewards.builtins.numeric",
+    "ordering": "mm_grpo.rewards.builtins.ordering",
     "point_in_box": "mm_grpo.rewards.builtins.grounding",
     "repetition_penalty": "mm_grpo.rewards.builtins.shaping",
     "reward_model": "mm_grpo.rewards.builtins.reward_model",
     "soft_overlong": "mm_grpo.rewards.builtins.shaping",
     "table_f1": "mm_grpo.rewards.builtins.documents",
+    "temporal_iou": "mm_grpo.rewards.builtins.temporal",
 }
 
 _REGISTRY: dict[str, RewardSpec] = {}
@@ -68,8 +71,8 @@ def reward(
 
     `@reward`, `@reward("name")` and `@reward("name", weight=0.5, needs=("box",))` are all legal;
     without a name the function's own is used. `options` are isolated, timeout, retries, max_concurrency,
-    memory_limit, on_error, on_timeout, only_if, clip and completions, as `RewardOptions` in `options.py`
-    describes them. Raises RewardError when another function holds the name; the same function
+    memory_limit, on_error, on_timeout, when, only_if, clip, completions and strip_thinking, as `RewardOptions`
+    in `options.py` describes them. Raises RewardError when another function holds the name; the same function
     (same module or file, same qualified name) may register again, as when a notebook cell runs twice.
     """
     if callable(name):

@@ -6,9 +6,9 @@ name of an entry point in the group `mm_grpo.rewards`, a callable, or a mapping
 in `_find`.
 
 The keys of a mapping: `name`, `weight`, `as` and those of `options.py` (isolated, timeout, retries,
-max_concurrency, memory_limit, on_error, on_timeout, only_if, clip, completions) are reserved; every other
-key is bound to the function's parameter of that name, or where a class is named, to the parameter of its
-constructor. A class is called once, and the object it makes is the reward.
+max_concurrency, memory_limit, on_error, on_timeout, when, only_if, clip, completions, strip_thinking) are
+reserved; every other key is bound to the function's parameter of that name, or where a class is named, to
+the parameter of its constructor. A class is called once, and the object it makes is the reward.
 """
 
 from __future__ import annotations

@@ -17,13 +17,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError, did_you_mean
 from mm_grpo.rewards.call import Batch, Call, RewardCalls, TrainerState
+from mm_grpo.rewards.needs import column_faults, routing_faults
 from mm_grpo.rewards.options import Action
 from mm_grpo.rewards.resolve import Entry, resolve_entries
 from mm_grpo.rewards.spec import RewardSpec
@@ -111,15 +112,31 @@ class Scorer:
                     spec.name,
                 )
 
-    def check(self, columns: Iterable[str]) -> None:
+    def check(
+        self,
+        columns: Iterable[str],
+        rows: Callable[[], Iterable[Mapping[str, Any]]] | None = None,
+        trained: bool = True,
+    ) -> None:
         """Compare what the rewards ask for with the dataset's columns, before anything is sampled.
 
+        `rows` goes through the columns of all rows, which rewards with `when` need; as far as they need it.
+
         Raises RewardError for a parameter or a needed column that nothing supplies, and for an option
-        that shares its name with a column. Call it once for each dataset; `score` does it with the
-        columns of its batch when it was never done.
+        that shares its name with a column; of a reward with `when` the rows that it names must supply them. Also for a
+        `when` that names an unknown column, or where the rows are `trained` on, none of them. Call it once for each
+        dataset; `score` does it with the columns of its batch when it was never done.
         """
         columns = tuple(dict.fromkeys(columns))
-        faults = [fault for spec in self.specs for fault in _column_faults(spec, columns)]
+        faults = [
+            fault
+            for spec in self.specs
+            for fault in (
+                column_faults(spec, columns)
+                if not spec.options.when
+                else routing_faults(spec, columns, rows, trained=trained)
+            )
+        ]
         if faults:
             raise RewardError("\n".join(faults))
         self._checked.append(columns)
@@ -214,7 +231,7 @@ class Scorer:
         """
         present = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.sample.columns))
         if not self._checked and prompts:
-            self.check(present)
+            self.check(present, lambda: (prompt.sample.columns for prompt in prompts), trained=False)
         return min((c for c in self._checked if set(present) <= set(c)), key=len, default=present)
 
     def _scores(self, batch: Batch, results: Mapping[str, RewardCalls]) -> Scores:
@@ -351,30 +368,3 @@ def _levels(specs: Sequence[RewardSpec]) -> list[list[RewardSpec]]:
         levels.append(level)
         done.update(spec.name for spec in level)
     return levels
-
-
-def _column_faults(spec: RewardSpec, columns: Sequence[str]) -> Iterator[str]:
-    name, listed = spec.name, ", ".join(columns) or "none"
-    for asked in spec.required:
-        if asked not in spec.supplied and asked not in spec.bound and asked not in columns:
-            yield (
-                f"reward {name!r} asks for {asked!r}, which has no default and which no column supplies; "
-                f"the dataset's columns: {listed}; always there: {', '.join(sorted(spec.supplied))}. Name "
-                f"the column to use in data.columns ({{{asked}: its_name}}), or set the value in the entry "
-                f"({{name: {name}, {asked}: ...}})"
-            )
-    for asked in spec.needs:
-        if asked not in spec.bound and asked not in columns:
-            yield (
-                f"reward {name!r} needs the column {asked!r}, which the dataset lacks; its columns: "
-                f"{listed}. Name the column to use in data.columns ({{{asked}: its_name}}), or leave the "
-                f"reward out"
-            )
-    for option in spec.config_only:
-        if option not in spec.bound and option in columns:
-            yield (
-                f"reward {name!r}: {option!r} is an option (keyword-only, with a default), and the dataset "
-                f"has a column of that name, which would not be used. Set it in the entry ({{name: {name}, "
-                f"{option}: ...}}), or remove the '*' before it in the function, so that the column "
-                f"supplies it"
-            )

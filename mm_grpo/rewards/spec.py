@@ -4,7 +4,8 @@
 A sum is no reward of its own: where it stands in a list of rewards it is replaced by its parts, each with
 its weight. So the total is the sum, each part keeps its own metrics, time-out and process, and a part that
 does not apply leaves the rest. Where one reward should count under a condition that another sets, see
-`only_if` in `options.py`. Not here: rewards by name (`registry.py`) and config entries (`resolve.py`).
+`only_if` in `options.py`, and for a condition on the row `when`. Not here: rewards by name (`registry.py`)
+and config entries (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -85,6 +86,11 @@ class RewardSpec:
         if self.options.completions is not None:
             return self.options.completions == "text"
         return any(base.__name__ in ("ORM", "AsyncORM") for base in type(innermost(self.fn)).__mro__)
+
+    def applies_to(self, columns: Mapping[str, Any]) -> bool:
+        """Whether it applies to a row with these columns: `when` names it, and no column that it needs is missing."""
+        needed = (column for column in self.needs if column not in self.bound)
+        return self.options.is_for(columns) and all(columns.get(column) is not None for column in needed)
 
     def __mul__(self, factor: float) -> RewardSpec:
         """The same reward with its weight times `factor`."""

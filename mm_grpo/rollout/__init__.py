@@ -2,6 +2,7 @@
 
     collect              the groups of a step: prompts, completions, rewards, advantages
     evaluate             how often the model answers a set of rows right
+    tasks                metrics by the column `task`
     prompts              which prompts a step asks, and what happens to one that is too long
     prefetch             prompts of the next rows, made in background threads
     seeds                the seed law, and nothing else

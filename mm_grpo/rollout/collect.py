@@ -26,6 +26,7 @@ from mm_grpo.algorithm.kl import completion_kl, penalised
 from mm_grpo.health.duplicate_completions import unique_ratio
 from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
 from mm_grpo.rollout.prompts import StepPrompts
+from mm_grpo.rollout.tasks import task_metrics
 from mm_grpo.timing import timed
 from mm_grpo.types import Completion, Group, Prompt
 
@@ -188,7 +189,8 @@ class Collector:
                 scored = with_scores(gathered, scores)
                 rollout.sampled += scored
                 if rollout.attempts == 0:
-                    rollout.metrics |= scores.metrics | group_metrics(scored)
+                    by_task = task_metrics(scored) if self.dataset.by_task else {}
+                    rollout.metrics |= scores.metrics | group_metrics(scored) | by_task
         rollout.attempts += 1
         rollout.zero_std_slots = []
         if self.config.rollout.dynamic_sampling:

@@ -53,7 +53,7 @@ def engine_limits(
     if given.max_model_len is not None and given.max_images is not None:
         return EngineLimits(given.max_model_len, given.max_images)
     longest, images, looked, total = 1, 1, 0, 0
-    for dataset in datasets:
+    for dataset in (part for each in datasets for part in each.parts):
         indices = _rows_to_look_at(dataset)
         looked, total = looked + len(indices), total + len(dataset)
         for index in indices:

@@ -9,13 +9,14 @@ after are compared on equal terms. Rows that are too long stop the run or are le
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mm_grpo.errors import ConfigError, did_you_mean
-from mm_grpo.rollout.collect import gather_groups, groups_of, score_groups
+from mm_grpo.rollout.collect import gather_groups, groups_of, score_groups, with_scores
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.seeds import eval_seeds
+from mm_grpo.rollout.tasks import by_task
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -58,13 +59,15 @@ class Evaluation:
     """What one evaluation of one set found over `rows` rows: the headline's score and the mean total reward.
 
     `accuracy` in [0, 1] is the headline's share, None where the headline is the mean reward. All are None where there
-    was nothing to take a mean of: the reward applied to no row.
+    was nothing to take a mean of: the reward applied to no row. `tasks` has accuracy and reward of the rows of each
+    task, where they are known.
     """
 
     accuracy: float | None
     reward: float | None
     rows: int
     score: float | None
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def sampling_of(config: GRPOConfig) -> Sampling:
@@ -97,8 +100,7 @@ def evaluate(
     """
     sampling, repeats = sampling_of(config), config.rollout.eval.num_generations
     headline = Headline.of(config, [spec.name for spec in scorer.specs])
-    marks: list[float] = []
-    totals: list[float] = []
+    answered: dict[str | None, tuple[list[float], list[float]]] = {None: ([], [])}  # of all rows, and by task
     rows = 0
     size = CHUNK * ranks.world
     for start in range(0, len(dataset), size):
@@ -114,12 +116,25 @@ def evaluate(
         with ranks.fail_together("evaluation"):
             if groups:
                 rows += len(groups)
-                scores = score_groups(scorer, groups, step)
-                marks += _known(scores.parts[headline.name]) if headline.name else []
-                totals += _known(scores.totals)
-    accuracy = sum(m >= headline.mark for m in marks) / len(marks) if marks else None
-    reward = sum(totals) / len(totals) if totals else None
-    result = Evaluation(accuracy, reward, rows, accuracy if headline.name else reward)
+                scored = with_scores(groups, score_groups(scorer, groups, step))
+                tasks = by_task(scored) if dataset.by_task else {}
+                for task, own in [(None, scored), *tasks.items()]:
+                    marks, totals = answered.setdefault(task, ([], []))
+                    marks += [m for g in own for m in _known(g.parts[headline.name])] if headline.name else []
+                    totals += [r for g in own for r in _known(g.rewards)]
+    found = {
+        task: (
+            sum(m >= headline.mark for m in marks) / len(marks) if marks else None,
+            sum(totals) / len(totals) if totals else None,
+        )
+        for task, (marks, totals) in answered.items()
+    }
+    accuracy, reward = found.pop(None)
+    of_tasks = {
+        task: {name: v for name, v in zip(("accuracy", "reward"), values, strict=True) if v is not None}
+        for task, values in sorted((task, values) for task, values in found.items() if task is not None)
+    }
+    result = Evaluation(accuracy, reward, rows, accuracy if headline.name else reward, of_tasks)
     return ranks.broadcast(result, "evaluation")
 
 
@@ -141,11 +156,16 @@ def better(best: Best | None, found: Mapping[str, Evaluation], step: int) -> Bes
 
 
 def as_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:
-    """Metrics of named sets: `eval/{set}/accuracy` and `eval/{set}/reward`, absent where not measured."""
+    """Metrics of named sets: `eval/{set}/accuracy` and `eval/{set}/reward`, absent where not measured.
+
+    Those of a task are `eval/{set}/task/{task}/accuracy` and `/reward`.
+    """
     found: dict[str, float | None] = {}
     for name, result in results.items():
         found[f"eval/{name}/accuracy"] = result.accuracy
         found[f"eval/{name}/reward"] = result.reward
+        for task, values in result.tasks.items():
+            found |= {f"eval/{name}/task/{task}/{what}": value for what, value in values.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -8,11 +8,12 @@ slots stay what they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.rewards.thinking import OPEN
 from mm_grpo.rollout.prefetch import Made, Prefetcher
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class StepPrompts:
     decoded: int = 0
 
 
+THINK_TOKENS = 16
+"""Tokens at the end of a prompt in which `<think>` is looked for; a tokenizer that does not know it needs several."""
 TRAINING, EVALUATION = "rollout.max_completion_length", "rollout.eval.max_completion_length"
 
 
@@ -89,7 +92,7 @@ class PromptBuilder:
 
     def process(self, sample: Sample) -> Prompt:
         """The prompt of a sample. DataError when it is longer than the limit."""
-        return self._within_limit(self.prefetcher.process(sample))
+        return self._checked(self.prefetcher.process(sample))
 
     def prompts(self, dataset: Dataset, rows: Mapping[int, int], ahead: Iterable[int] = ()) -> StepPrompts:
         """The prompts of some rows, by slot; a row with two slots has one prompt. Those of the rows `ahead`, which will
@@ -112,9 +115,16 @@ class PromptBuilder:
             )
 
     def first(self, dataset: Dataset, order: PromptOrder) -> Iterator[tuple[int, int, Prompt]]:
-        """(step, slot, prompt) in the order of the run, each row once; a prompt is made when it is asked for."""
+        """(step, slot, prompt) in the order of the run, no row twice; a prompt is made when it is asked for.
+
+        They are those of the first places, as many as there are rows: all rows, unless weights repeat some.
+        """
         places = ((step, slot, row) for step in count(1) for slot, row in enumerate(order.rows(step)))
-        for step, slot, row in islice(places, len(dataset)):  # one epoch: every row comes once in it
+        seen: set[int] = set()
+        for step, slot, row in islice(places, len(dataset)):
+            if row in seen:
+                continue
+            seen.add(row)
             made = self._usable(self.prefetcher.begin(dataset, row))
             if made is not None:
                 yield step, slot, made.prompt
@@ -127,21 +137,22 @@ class PromptBuilder:
         """What is made of a row; None when it is too long and the policy is to drop it."""
         try:
             made = wait()
-            self._within_limit(made.prompt)
+            return replace(made, prompt=self._checked(made.prompt))
         except TooLong:
             if self.policy == "stop":
                 raise
             return None
-        return made
 
-    def _within_limit(self, prompt: Prompt) -> Prompt:
+    def _checked(self, prompt: Prompt) -> Prompt:
+        """The prompt, which knows whether the template opened the thinking. TooLong where it is."""
         if self.limit is not None and len(prompt.token_ids) > self.limit:
             raise TooLong(
                 f"{prompt.uid}: the prompt has {len(prompt.token_ids)} tokens, and {self.limit_name} allows "
                 f"{self.limit}; prompts are never cut. Lower data.max_pixels, raise the limit, or drop such rows "
                 "with data.on_overlong=drop"
             )
-        return prompt
+        end = self.processor.decode(prompt.token_ids[-THINK_TOKENS:]).rstrip()
+        return replace(prompt, opens_thinking=True) if end.endswith(OPEN) else prompt
 
 
 def context_of(config: Any) -> int | None:

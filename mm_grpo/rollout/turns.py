@@ -5,8 +5,8 @@ ordinary request whose prompt is the conversation so far (conversation.py), with
 (seeds.py), so engines know nothing of turns, and what they run is compared with what the learner trains on as ever.
 
 A conversation ends when the model writes no call, when its environment is done, after `rollout.max_turns` turns, or
-when the next observation does not fit into `rollout.max_completion_length`, which bounds all tokens after the prompt. In the
-last two cases it is flagged as a completion that was cut off (`finish_reason` "length").
+when the next observation does not fit into `rollout.max_completion_length`, which bounds all tokens after the prompt. In
+the last two cases it is flagged as a completion that was cut off (`finish_reason` "length").
 """
 
 from __future__ import annotations

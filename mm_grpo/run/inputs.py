@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.config.yaml_file import is_source
+from mm_grpo.data.mixture import Mixture, mixture_of
 from mm_grpo.errors import ConfigError
 
 AnyPath = str | PathLike[str]
@@ -21,14 +23,18 @@ def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
 
     Those that are no files or folders here (a name on a hub, a task) are left out.
     """
-    sets = given.get("eval") if given.get("eval") is not None else config.data.eval
-    named = sets.items() if isinstance(sets, Mapping) and "task" not in sets else [("", sets)]
-    train = given.get("train") if given.get("train") is not None else config.data.train
+    sets = given.get("eval") if given.get("eval") is not None else config.data.eval_sets()
+    from_config = given.get("eval") is None
+    named = sets.items() if isinstance(sets, Mapping) and not is_source(sets) else [("", sets)]
+    train = given.get("train") if given.get("train") is not None else mixture_of(config.data.train)
     found: list[tuple[str, Any]] = [
         ("model.path", config.model.path),
         ("algorithm.reference_path", config.algorithm.reference_path),
         ("data.train", train),
-        *((f"data.eval.{name}".rstrip("."), source) for name, source in named),
+        *(
+            (f"data.eval.{name}".rstrip("."), mixture_of(source) if from_config else source)
+            for name, source in named
+        ),
         ("data.image_dir", config.data.image_dir),
     ]
     for entry in given.get("rewards") or config.rewards:
@@ -40,6 +46,10 @@ def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
 
 def _paths_in(source: Any) -> list[AnyPath]:
     """The files and folders that a source names: itself, those of a list, a folder:split, or what a glob matches."""
+    if isinstance(source, Mixture):
+        return [
+            p for entry in source.entries for key in ("path", "image_dir") for p in _paths_in(entry.get(key))
+        ]
     if isinstance(source, list | tuple):
         return [path for one in source if isinstance(one, (str, PathLike)) for path in _paths_in(one)]
     if not isinstance(source, (str, PathLike)):

@@ -71,6 +71,11 @@ def refuse_another_run(
         )
     for name, then in found.extra["rows"].items():
         now = rows[name]
+        if now != then and "sources" in {**then, **now}:
+            raise ConfigError(
+                f"data.{name}: the checkpoint '{found.path}' was made with another mixture: {_mixture(then)} then, "
+                f"{_mixture(now)} now{_other_contents(then, now)}; put it back, or start a new run"
+            )
         if now != then:
             what = f"{then['rows']} then, {now['rows']} now"
             what += ", of other contents" if now["rows"] == then["rows"] else ""
@@ -83,6 +88,26 @@ def refuse_another_run(
             f"run.max_steps = {max_steps}: the checkpoint '{found.path}' has {found.step} finished steps; raise it to "
             "at least that, or start a new run"
         )
+
+
+def _mixture(rows: Mapping[str, Any]) -> str:
+    """The sources of a fingerprint, in words."""
+    sources = rows.get("sources", [])
+    listed = [f"{s['weight']} x {s['name'].rpartition('/')[2]} ({s['rows']} rows)" for s in sources]
+    return ", ".join(listed) or f"{rows['rows']} rows of one source"
+
+
+def _other_contents(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Which sources hold other rows, where the mixtures look alike."""
+    known = {source["name"]: source for source in then.get("sources", [])}
+    changed = [
+        s["name"].rpartition("/")[2]
+        for s in now.get("sources", [])
+        if s["name"] in known
+        and s["rows"] == known[s["name"]]["rows"]
+        and s["sha256"] != known[s["name"]]["sha256"]
+    ]
+    return f" (of other contents: {', '.join(changed)})" if changed else ""
 
 
 def _compare_rewards(found: Checkpoint, rewards: Sequence[Mapping[str, Any]], allowed: bool) -> None:

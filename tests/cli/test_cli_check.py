@@ -54,6 +54,36 @@ def test_a_sound_config_passes_with_a_table_of_scores(command: Any, job: Path) -
     assert not (job.parent / "run").exists()
 
 
+def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, job: Path) -> None:
+    """Each source's rows by their own line, rewards on the rows that they are for, and the shares."""
+    folder = job.parent
+    where = [{"prompt": "where", "image": f"{i}.png", "box": [0, 0, 9, 9 + i]} for i in range(3)]
+    (folder / "where.jsonl").write_text("".join(json.dumps(row) + "\n" for row in where))
+    config = yaml.safe_load(job.read_text())
+    config["data"]["train"] = [
+        {"path": "rows.jsonl", "task": "name"},
+        {"path": "where.jsonl", "weight": 3, "task": "where"},
+    ]
+    config["rewards"] = [
+        {"name": "exact_match", "when": {"task": "name"}, "strip_thinking": True},
+        {"name": "iou", "when": {"task": "where"}},
+    ]
+    job.write_text(yaml.safe_dump(config))
+    result = command("check", job)
+    assert result.code == 0, result.out
+    assert "mixture: rows 25.0% (4 rows), where 75.0% (3 rows); an epoch, in which every row" in result.out
+    assert row_of(result.out, "train", "exact_match")[3:5] == ["4", "1 / 1 / 1"]
+    assert row_of(result.out, "train", "iou")[3:5] == ["3", "1 / 1 / 1"]
+    assert "ok, does not apply to 3" in row_of(result.out, "train", "exact_match")[7]
+    assert row_of(command("check", job, "--rows", "2").out, "train", "iou")[3] == "1"
+
+    wrong = command("check", job, "rewards=[{name: iou, when: {task: were}}]")
+    assert wrong.code == 2 and "in its rows task is 'name', 'where'. Name one of these" in wrong.err
+    (folder / "1.png").write_bytes(b"no image")
+    broken = command("check", job)
+    assert broken.code == 2 and "rows.jsonl:2" in broken.out and "where.jsonl:2" in broken.out
+
+
 def test_a_reward_that_fails_is_listed_by_row(command: Any, job: Path) -> None:
     result = command("check", job, f"rewards=[{job.parent}/mine.py:mine]")
     assert result.code == 2 and result.out.rstrip().endswith("1 problem(s)")
@@ -91,6 +121,22 @@ def test_the_first_rows_alone(command: Any, job: Path) -> None:
     result = command("check", job, "--rows", "2")
     assert result.code == 0 and row_of(result.out, "train", "exact_match")[3] == "2"
     assert command("check", job, "--rows", "0").code == 2
+
+
+def test_the_page(command: Any, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command("check", job, "--page", "--page-rows", "3")
+    assert result.code == 0 and f"page: {tmp_path}/check.html shows 3 rows" in result.out
+    assert (tmp_path / "check.html").read_text().count("<section") == 3
+    named = command("check", job, "--page", "seen.html", "data.max_prompt_length=1")
+    assert named.code == 2 and f"page: {tmp_path}/seen.html shows 0 rows" in named.out  # written all the same
+    assert "4 row(s) cannot be used" in (tmp_path / "seen.html").read_text()
+    (tmp_path / "mine.html").write_text("mine")
+    refused = command("check", job, "--page", "mine.html")
+    assert refused.code == 2 and "--page 'mine.html': what is there was not written by mm-grpo" in refused.err
+    assert (tmp_path / "mine.html").read_text() == "mine" and "rewards:" not in refused.out
+    assert command("check", job, "seen.html").code == 2  # without --page a wrong override
+    assert command("check", job, "--page", "--page-rows", "0").code == 2
 
 
 def test_prompts_that_are_too_long(command: Any, job: Path) -> None:

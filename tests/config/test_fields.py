@@ -134,7 +134,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         (
             "data.train",
             {"split": "train"},
-            "data.train = {'split': 'train'}: a mapping needs the key task, such as {task: shapes,"
+            "data.train = {'split': 'train'}: a mapping needs the key path, or the key task, such as {task: shapes,"
             " split: train, size: 2000}",
         ),
         (

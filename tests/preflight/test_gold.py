@@ -47,6 +47,13 @@ def prompt(**columns: Any) -> Prompt:
             "[5.6, 8.4, 33.6, 50.4] [0.0, 0.0, 28.0, 21.0]",
         ),
         ({"name": "mask_iou"}, {"mask": [[0, 0, 50, 0, 50, 100]]}, "[[0.0, 0.0, 28.0, 0.0, 28.0, 42.0]]"),
+        # the tallest band of the L is its lower one, between 70 and 200: 50 wide, with its middle at (25, 135)
+        ({"name": "clicking"}, {"target": [0, 0, 90, 0, 90, 70, 50, 70, 50, 200, 0, 200]}, "[14.0, 56.7]"),
+        ({"name": "clicking", "space": "0-1000"}, {"target": BOX}, "[350.0, 350.0]"),
+        ({"name": "temporal_iou"}, {"segment": ["0:03", "0:07"]}, "[3.0, 7.0]"),
+        ({"name": "temporal_iou"}, {"segment": [[1, 2.5], [4, 5]]}, "[1.0, 2.5] [4.0, 5.0]"),
+        ({"name": "ordering"}, {"order": "wash, cut, cook"}, '["wash", "cut", "cook"]'),
+        ({"name": "ordering", "metric": "exact"}, {"order": ["a [1]", "b, c"]}, '["a [1]", "b, c"]'),
         ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
         ({"name": "count"}, {"answer": 3.0}, "3"),
         ({"name": "math"}, {"answer": r"5 \sqrt { 2 }"}, r"5 \sqrt { 2 }"),
@@ -69,6 +76,30 @@ def test_a_gold_box_in_other_pixels_is_found_by_the_reward_itself() -> None:
     check.add("row", prompt(box=[10, 20, 90, 180]))
     (report,) = check.finish()
     assert "does not lie in its image, which is 56 × 84" in report.failures[0].fault
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value", "words"),
+    [
+        ("clicking", "target", [1, 2, 3], "the gold target is [1, 2, 3]; it must be a box of four numbers"),
+        ("temporal_iou", "segment", [7, 3], "the gold segment [7, 3] does not end after it starts"),
+        ("ordering", "order", ["a", "A"], "the gold order has 'a' twice"),
+        # these ended the check with a traceback
+        ("box_match", "boxes", 3, "the gold boxes are '3'; they must be a list of boxes"),
+        ("iou", "box", [0, 0, 10**400, 1], "it must be four finite numbers"),
+        ("iou", "box", "[" * 100_000, "it must be four finite numbers"),
+        ("clicking", "target", [0, 0, 10**400, 1], "it must be four finite numbers"),
+        ("mask_iou", "mask", [[0, 0, 10**400, 1, 3, 4]], "the gold mask is"),
+        ("mask_iou", "mask", "[" * 100_000, "the gold mask is"),
+    ],
+)
+def test_a_gold_that_means_nothing_is_found_by_the_reward(
+    name: str, column: str, value: Any, words: str
+) -> None:
+    check = RewardCheck([resolve_entry(name)])
+    check.add("row", prompt(**{column: value}))
+    (report,) = check.finish()
+    assert words in report.failures[0].fault
 
 
 def test_the_best_of_cosine_length_is_what_the_config_says() -> None:

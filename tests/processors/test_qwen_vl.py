@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -81,15 +82,19 @@ def test_media_and_stop_tokens(models: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("look: <|image_pad|>", "2 image token(s) for 1 image(s)"),
-        ("look: <|vision_start|>", "2 '<|vision_start|>' for 1 image(s)"),
-        ("look: <|video_pad|>", "1 '<|video_pad|>'"),
+        ("<|image_pad|>", "2 image token(s) for 1 image(s)"),
+        ("<|vision_start|>", "2 '<|vision_start|>' for 1 image(s)"),
+        ("<|video_pad|>", "1 '<|video_pad|>'"),
     ],
 )
-def test_media_tokens_typed_into_the_text_are_refused(text: str, words: str, models: dict[str, Any]) -> None:
+def test_media_tokens_beyond_the_images_are_refused(text: str, words: str, models: dict[str, Any]) -> None:
     processor = load_processor(str(models["qwen2_vl"]))
+    with pytest.raises(DataError, match=f"train:5: .* holds {re.escape(repr(text))} in its text"):
+        processor.prompt(tiny.sample("train:5", f"look: {text}", (tiny.picture(1),)))
+    hf = processor.hf  # type: ignore[attr-defined]
+    hf.chat_template = f"{hf.chat_template}{text}"  # what no row writes, but a template may
     with pytest.raises(DataError) as caught:
-        processor.prompt(tiny.sample("train:5", text, (tiny.picture(1),)))
+        processor.prompt(tiny.sample("train:5", "look", (tiny.picture(1),)))
     assert "train:5" in str(caught.value) and words in str(caught.value)
 
 

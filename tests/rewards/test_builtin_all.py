@@ -28,6 +28,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "box_match": {"boxes": [[0, 0, 10, 10], [20, 20, 30, 30]]},
     "chart_relaxed": {"answer": "42"},
     "choice": {"answer": "B"},
+    "clicking": {"target": [[1000, 1000], [1001, 1000], [1000, 1001]]},
     "contains": {"answer": "tabby"},
     "cosine_length": {"answer": "B", "completion_ids": [1, 2, 3], "max_length": 10},
     "count": {"answer": 77},
@@ -42,10 +43,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "mask_iou": {"mask": {"size": [4, 4], "counts": [0, 8, 8]}},
     "math": {"answer": "77"},
     "numeric": {"answer": 77},
+    "ordering": {"order": ["wash", "cut", "cook"]},
     "point_in_box": {"box": [1000, 1000, 1001, 1001]},
     "repetition_penalty": {},
     "soft_overlong": {"completion_ids": [1, 2, 3], "max_length": 10, "buffer": 5},
     "table_f1": {"table": "a,b\n1,2\n3,4"},
+    "temporal_iou": {"segment": [3.2, 7.5]},
 }
 RANGES = {"giou": (-1, 1), "cosine_length": (-1, 1), "repetition_penalty": (-1, 0), "soft_overlong": (-1, 0)}
 PIECES = [
@@ -98,6 +101,18 @@ PIECES = [
         "<think>x</think> ",
         "<think>x</think> <answer>",
     ),
+    *(
+        "1:",
+        "1:05 ",
+        "1:05 to ",
+        "1 to 2 ",
+        "between 1 and ",
+        "[1, 2] ",
+        "start: 1, end: ",
+        "start",
+        "1 s - ",
+    ),
+    *("wash, ", "wash -> ", "1. wash\n", "- ", "then ", "wash then ", "wash: ", "[wash, ", "]"),
 ]
 
 
@@ -107,8 +122,8 @@ def call(name: str, completion: str, **changed: Any) -> float | None:
     return score
 
 
-def test_24_built_ins_are_registered() -> None:
-    assert len(BUILTINS) == 24 and set(BUILTINS) <= set(names())
+def test_27_built_ins_are_registered() -> None:
+    assert len(BUILTINS) == 27 and set(BUILTINS) <= set(names())
     assert {*ARGUMENTS, "judge", "reward_model"} == set(BUILTINS)
 
 

@@ -307,6 +307,10 @@ def test_box_match_refuses_what_means_nothing():
         box_match("", TWO, threshold=1.5)
     with pytest.raises(ValueError, match="the gold box is 3; it must be four finite numbers"):
         box_match("", [3])
+    with pytest.raises(
+        ValueError, match=r"the gold boxes are '\[\[0, 0, 1, 1\]\]'; they must be a list of boxes"
+    ):
+        box_match("", "[[0, 0, 1, 1]]")
     assert box_match("", None) is None
 
 

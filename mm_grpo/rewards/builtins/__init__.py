@@ -5,7 +5,10 @@
 - `maths.py`         math
 - `grounding.py`     iou, giou, box_match, point_in_box
 - `boxes.py`         boxes and points in a text, coordinate spaces
+- `clicking.py`      clicking; points and polygons
 - `masks.py`         mask_iou
+- `temporal.py`      temporal_iou
+- `ordering.py`      ordering
 - `documents.py`     json_schema, table_f1
 - `shaping.py`       format, length, soft_overlong, cosine_length, repetition_penalty, language
 - `judge.py`         judge, with `chat.py`, the client of its server

@@ -14,7 +14,6 @@ The spaces, and what a coordinate counts in each:
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -180,15 +179,17 @@ def gold_box(value: Any, layout: Layout = "xyxy") -> Box:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
     value = value.tolist() if hasattr(value, "tolist") else value
     if (
         not isinstance(value, list | tuple)
         or len(value) != 4
-        or any(isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n) for n in value)
+        or any(isinstance(n, bool) or not isinstance(n, int | float) or not abs(n) <= _LARGEST for n in value)
     ):
-        raise ValueError(f"the gold box is {value!r}; it must be four finite numbers")
+        raise ValueError(
+            f"the gold box is {str(value)[:80]}; it must be four finite numbers below {_LARGEST:.0f}"
+        )
     box = corners(value, layout)
     if not has_area(box):
         raise ValueError(

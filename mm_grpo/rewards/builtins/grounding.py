@@ -189,6 +189,10 @@ def box_match(
         raise ValueError(f"threshold={threshold}; it is an overlap in (0, 1]")
     if boxes is None:
         return None
+    if isinstance(boxes, str) or not hasattr(boxes, "__len__"):
+        raise ValueError(
+            f"the gold boxes are {str(boxes)[:80]!r}; they must be a list of boxes, which may be empty"
+        )
     gold, found = read_boxes(completion, boxes, images, sample, boxes_in, **spaces)
     if not gold or not found:
         return float(len(gold) == len(found))

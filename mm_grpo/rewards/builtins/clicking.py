@@ -1,0 +1,222 @@
+"""The reward `clicking`: a point against a gold box or polygon, and the geometry that it needs.
+
+Points, boxes and coordinate spaces are those of `boxes.py`, polygons are read as `masks.py` reads them. A point on the
+edge is inside. Of a polygon that crosses itself, inside is what a ray leaves through an odd number of edges.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.rewards.builtins.boxes import (
+    Box,
+    Frame,
+    GoldSpace,
+    Layout,
+    Point,
+    Space,
+    check_space,
+    has_area,
+    point_in,
+)
+from mm_grpo.rewards.builtins.grounding import takes_box_options
+from mm_grpo.rewards.builtins.masks import Polygon, read_mask
+from mm_grpo.rewards.registry import reward
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from mm_grpo.types import Sample
+
+ON_EDGE = 1e-9
+"""Distance from an edge, as a share of the polygon's size, up to which a point lies on it."""
+
+
+@reward("clicking", needs=("target",))
+@takes_box_options
+def clicking(
+    completion: str,
+    target: Any,
+    images: Sequence[Image] = (),
+    sample: Sample | None = None,
+    *,
+    reach: float | None = None,
+    **spaces: Any,
+) -> float | None:
+    """Whether the completion's last point lies in the gold box or polygon, or how near it comes.
+
+    The gold column is a box of four numbers (in `gold_layout`), a polygon ([x0, y0, x1, y1, x2, y2, ...] or [[x0, y0],
+    [x1, y1], ...]), or a list of polygons of which any counts; JSON text is read too. How a point is read, and
+    `space`, `gold_space`, `layout` and `image_index`, are as in the rewards `point_in_box` and `iou`; edges are inside.
+
+    Without `reach` a point outside scores 0. With it the score falls linearly with the distance from the shape, from
+    1 at its edge to 0 at `reach`, which is a share of the image's diagonal (0.1 is a tenth). Distances are measured
+    in pixels of the image as the model saw it; without an image, in the space of the answer.
+
+    Returns a score in [0, 1] (1.0 or 0.0 without reach), 0.0 when no point parses; None when the row has no gold
+    shape. ValueError when the gold shape cannot be read, has no extent or does not lie in its image, or reach is not
+    in (0, 1]. For clicks on screens and pointing: ScreenSpot, OS-Atlas, Mind2Web, PixMo-Points with areas.
+
+    >>> clicking("click(x=15, y=10)", target=[10, 10, 20, 20]), clicking("(9, 1)", target=[0, 0, 10, 0, 0, 10])
+    (1.0, 1.0)
+    >>> clicking("(0.5, 0.75)", target=[0.4, 0.2, 0.6, 0.5], space="normalized", gold_space="normalized", reach=0.5)
+    0.6464466094067263
+    """
+    if reach is not None and not 0 < reach <= 1:
+        raise ValueError(f"reach={reach}; it is a share of the image's diagonal in (0, 1]")
+    if target is None:
+        return None
+    return _score(completion, target, images, sample, reach, **spaces)
+
+
+def _score(
+    completion: str,
+    target: Any,
+    images: Sequence[Image],
+    sample: Sample | None,
+    reach: float | None,
+    *,
+    space: Space = "pixel",
+    gold_space: GoldSpace = "original",
+    layout: Layout = "xyxy",
+    gold_layout: Layout = "xyxy",
+    image_index: int = 0,
+) -> float:
+    check_space(space, gold_space)
+    frame = Frame.of(images, sample, image_index)
+    shapes = moved_shapes(gold_shapes(target, frame, gold_layout, gold_space), frame, gold_space, space)
+    measured = "pixel" if frame.seen is not None else space
+    diagonal = 0.0 if reach is None else math.hypot(*frame.extent(measured))
+    point = point_in(completion, layout)
+    if point is None:
+        return 0.0
+    if any(is_inside(point, shape) for shape in shapes):
+        return 1.0
+    if reach is None:
+        return 0.0
+    x, y = frame.scale(space, measured)
+    near = min(
+        distance((point[0] * x, point[1] * y), shape)
+        for shape in moved_shapes(shapes, frame, space, measured)
+    )
+    return max(0.0, 1.0 - near / (reach * diagonal))
+
+
+def gold_shapes(value: Any, frame: Frame, layout: Layout, space: str) -> tuple[Polygon, ...]:
+    """The polygons of a gold column, a box as four corners; ValueError when it holds none, or they do not lie in
+    their image."""
+    given = value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if (
+        isinstance(value, list | tuple)
+        and len(value) == 4
+        and all(isinstance(number, int | float) for number in value)
+    ):
+        return (_corners(frame.gold(value, layout, space)),)
+    shapes = read_mask(list(value)) if isinstance(value, list | tuple) else None
+    if not isinstance(shapes, tuple):
+        raise ValueError(
+            f"the gold target is {str(given)[:80]}; it must be a box of four numbers, or a polygon of at least three "
+            "points as [x0, y0, x1, y1, x2, y2] or [[x0, y0], [x1, y1], [x2, y2]]"
+        )
+    for shape in shapes:
+        around = bounds(shape)
+        if not has_area(around) or _on_one_line(shape):
+            raise ValueError(f"the gold target {str(given)[:80]} has no extent; its points lie on one line")
+        frame.check(around, space)
+    return shapes
+
+
+def moved_shapes(shapes: Sequence[Polygon], frame: Frame, source: str, target: str) -> tuple[Polygon, ...]:
+    """The polygons in another space."""
+    x, y = frame.scale(source, target)
+    return tuple(tuple((px * x, py * y) for px, py in shape) for shape in shapes)
+
+
+def bounds(polygon: Polygon) -> Box:
+    """The smallest box around a polygon."""
+    xs, ys = [x for x, _ in polygon], [y for _, y in polygon]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def is_inside(point: Point, polygon: Polygon) -> bool:
+    """Whether a point lies in a polygon or on its edge.
+
+    >>> is_inside((1, 1), ((0, 0), (4, 0), (0, 4))), is_inside((3, 3), ((0, 0), (4, 0), (0, 4)))
+    (True, False)
+    """
+    x, y = point
+    x0, y0, x1, y1 = bounds(polygon)
+    if not (x0 <= x <= x1 and y0 <= y <= y1):
+        return False
+    inside = False
+    for (ax, ay), (bx, by) in _edges(polygon):
+        if (ay > y) != (by > y) and x < ax + (y - ay) * (bx - ax) / (by - ay):
+            inside = not inside
+    return inside or _to_edge(point, polygon) <= ON_EDGE * max(x1 - x0, y1 - y0)
+
+
+def distance(point: Point, polygon: Polygon) -> float:
+    """How far a point is from a polygon; 0 inside.
+
+    >>> distance((7, 9), ((0, 0), (4, 0), (4, 5), (0, 5)))
+    5.0
+    """
+    return 0.0 if is_inside(point, polygon) else _to_edge(point, polygon)
+
+
+def point_inside(polygon: Polygon) -> Point:
+    """A point in a polygon, away from its edges: on the line half-way through the tallest band between two heights
+    of corners, the middle of the widest stretch that is inside. Of a box the centre.
+
+    >>> point_inside(((0, 0), (4, 0), (4, 2), (0, 2)))
+    (2.0, 1.0)
+    """
+    heights = sorted({y for _, y in polygon})
+    _, y = max((high - low, (low + high) / 2) for low, high in itertools.pairwise(heights))
+    crossings = sorted(
+        ax + (y - ay) * (bx - ax) / (by - ay)
+        for (ax, ay), (bx, by) in _edges(polygon)
+        if (ay > y) != (by > y)
+    )
+    _, x = max((b - a, (a + b) / 2) for a, b in zip(crossings[::2], crossings[1::2], strict=True))
+    return x, y
+
+
+def _on_one_line(polygon: Polygon) -> bool:
+    (ax, ay), size = polygon[0], max(abs(number) for point in polygon for number in point)
+    bx, by = max(polygon, key=lambda point: math.dist(point, polygon[0]))
+    return all(abs((bx - ax) * (y - ay) - (by - ay) * (x - ax)) <= 1e-12 * size * size for x, y in polygon)
+
+
+def _corners(box: Box) -> Polygon:
+    x0, y0, x1, y1 = box
+    return (x0, y0), (x1, y0), (x1, y1), (x0, y1)
+
+
+def _edges(polygon: Polygon) -> list[tuple[Point, Point]]:
+    return list(zip(polygon, polygon[1:] + polygon[:1], strict=True))
+
+
+def _to_edge(point: Point, polygon: Polygon) -> float:
+    return min(_to_segment(point, one, other) for one, other in _edges(polygon))
+
+
+def _to_segment(point: Point, one: Point, other: Point) -> float:
+    """The distance of a point from the line between two others."""
+    dx, dy = other[0] - one[0], other[1] - one[1]
+    length = dx * dx + dy * dy
+    at = 0.0
+    if length > 0:
+        at = ((point[0] - one[0]) * dx + (point[1] - one[1]) * dy) / length
+        at = min(1.0, max(0.0, at))
+    return math.hypot(point[0] - one[0] - at * dx, point[1] - one[1] - at * dy)

@@ -1,0 +1,101 @@
+"""What rewards ask of a dataset, compared with its columns before anything is sampled.
+
+`column_faults` is for a reward that every row is scored with, `routing_faults` for one with `when`, of which only the
+rows that it names have to supply what it asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mm_grpo.errors import did_you_mean
+from mm_grpo.rewards.spec import RewardSpec
+
+SHOWN = 12
+"""Values of a column that a message lists."""
+
+
+def routing_faults(
+    spec: RewardSpec,
+    columns: Sequence[str],
+    rows: Callable[[], Iterable[Mapping[str, Any]]] | None,
+    *,
+    trained: bool,
+) -> Iterator[str]:
+    """What is wrong with a reward that has `when`, given the columns of each row; without rows, what the names show.
+
+    Rows are looked at until one was found that the reward is for, and all columns that it asks for. That it is for none
+    is a fault where the rows are `trained` on: an evaluation set may be of one task.
+    """
+    named = [column for column, _ in spec.options.when]
+    if unknown := [column for column in named if column not in columns]:
+        yield (
+            f"reward {spec.name!r}: when names the column {unknown[0]!r}, which the dataset lacks; "
+            f"{did_you_mean(unknown[0], columns)}its columns: {', '.join(columns) or 'none'}. Name one of these, or "
+            "map it in data.columns; an entry {path: ..., task: ...} of data.train or data.eval puts the column task "
+            "on its rows"
+        )
+        return
+    if rows is None:
+        yield from column_faults(spec, columns)
+        return
+    asked = [
+        name for name in (*spec.required, *spec.needs) if name not in spec.supplied and name not in spec.bound
+    ]
+    wanted = {name for name in asked if name in columns}
+    found: dict[str, None] = {}
+    values: dict[str, dict[str, None]] = {column: {} for column in named}
+    for row in rows():
+        for column, kept in values.items():
+            if len(kept) <= SHOWN:
+                kept[repr(row.get(column))] = None
+        if spec.options.is_for(row):
+            found.update(dict.fromkeys(row))
+            if wanted <= found.keys():
+                break
+    if found:
+        yield from column_faults(spec, tuple(found))
+    elif trained:
+        there = "; ".join(
+            f"{column} is {', '.join(list(kept)[:SHOWN])}{', ...' if len(kept) > SHOWN else ''}"
+            for column, kept in values.items()
+        )
+        yield (
+            f"reward {spec.name!r}: when is {written(spec)}, and no row of the dataset has that; in its rows {there}. "
+            "Name one of these values, or leave the reward out"
+        )
+
+
+def written(spec: RewardSpec) -> str:
+    """The option `when` as an entry has it."""
+    one = {column: values[0] if len(values) == 1 else list(values) for column, values in spec.options.when}
+    return repr(one)
+
+
+def column_faults(spec: RewardSpec, columns: Sequence[str]) -> Iterator[str]:
+    """What a reward asks for and the columns of a dataset do not supply."""
+    name, listed = spec.name, ", ".join(columns) or "none"
+    for asked in spec.required:
+        if asked not in spec.supplied and asked not in spec.bound and asked not in columns:
+            yield (
+                f"reward {name!r} asks for {asked!r}, which has no default and which no column supplies; "
+                f"the dataset's columns: {listed}; always there: {', '.join(sorted(spec.supplied))}. Name "
+                f"the column to use in data.columns ({{{asked}: its_name}}), or set the value in the entry "
+                f"({{name: {name}, {asked}: ...}})"
+            )
+    for asked in spec.needs:
+        if asked not in spec.bound and asked not in columns:
+            yield (
+                f"reward {name!r} needs the column {asked!r}, which the dataset lacks; its columns: "
+                f"{listed}. Name the column to use in data.columns ({{{asked}: its_name}}), or leave the "
+                f"reward out"
+            )
+    for option in spec.config_only:
+        if option not in spec.bound and option in columns:
+            yield (
+                f"reward {name!r}: {option!r} is an option (keyword-only, with a default), and the dataset "
+                f"has a column of that name, which would not be used. Set it in the entry ({{name: {name}, "
+                f"{option}: ...}}), or remove the '*' before it in the function, so that the column "
+                f"supplies it"
+            )

@@ -1,0 +1,310 @@
+"""Mixtures: what a config and Python may write, whose rows are whose, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import datasets
+import pytest
+from PIL import Image
+
+from mm_grpo import GRPOConfig
+from mm_grpo.build import plan_run
+from mm_grpo.config import DataConfig
+from mm_grpo.config.source_entries import LAYOUTS
+from mm_grpo.data import Mixture
+from mm_grpo.data.dataset import fingerprint
+from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.rewards.scorer import Scorer
+from mm_grpo.run.inputs import inputs_of
+
+BOXES = [{"prompt": f"Where is {i}?", "image": "a.png", "box": [0, 0, i, 1]} for i in range(3)]
+COUNTS = [{"question": f"How many {i}?", "picture": "b.png", "label": str(i)} for i in range(2)]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """boxes/rows.jsonl and counts/rows.jsonl, each with its images beside it."""
+    for name, rows, colour in (("boxes", BOXES, "red"), ("counts", COUNTS, "blue")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Image.new("RGB", (8, 8), colour).save(folder / ("a.png" if name == "boxes" else "b.png"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(train: Any = None, **data: Any) -> GRPOConfig:
+    return GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": train, **data}})
+
+
+COUNT_ENTRY = {
+    "path": "counts/rows.jsonl",
+    "columns": {"prompt": "question", "image": "picture", "answer": "label"},
+    "system_prompt": "Count.",
+    "task": "count",
+}
+
+
+def two(**more: Any) -> list[Any]:
+    return [{"path": "boxes/rows.jsonl", "weight": 3, "task": "grounding"}, COUNT_ENTRY | more]
+
+
+def test_each_source_is_read_with_its_own_settings(files: Path) -> None:
+    mixed = load_train(config(two()))
+    assert len(mixed) == 5 and [part.name for part in mixed.parts] == ["train/rows", "train/rows-2"]
+    assert list(mixed.weights) == [3, 1] and mixed.columns == ("box", "task", "answer")
+    samples = [mixed.sample(i) for i in range(5)]
+    assert [s.uid for s in samples] == [
+        "train/rows:0", "train/rows:1", "train/rows:2", "train/rows-2:0", "train/rows-2:1",
+    ]  # fmt: skip
+    assert [mixed.row_name(i) for i in (2, 3)] == ["boxes/rows.jsonl:3", "counts/rows.jsonl:1"]
+    assert samples[1].columns == {"box": [0, 0, 1, 1], "task": "grounding"}
+    assert samples[4].columns == {"answer": "1", "task": "count"}
+    assert [s.images[0].getpixel((0, 0)) for s in samples] == [(255, 0, 0)] * 3 + [(0, 0, 255)] * 2
+    assert [m["role"] for m in samples[0].messages] == ["user"]
+    assert [m["role"] for m in samples[3].messages] == ["system", "user"]
+    with pytest.raises(IndexError):
+        mixed.sample(5)
+
+
+def test_a_string_in_a_mixture_has_weight_1_and_a_list_of_strings_is_no_mixture(files: Path) -> None:
+    other = files / "more.jsonl"
+    other.write_text(json.dumps(BOXES[0] | {"image": "boxes/a.png"}) + "\n")
+    mixed = load_train(config([{"path": "boxes/rows.jsonl", "weight": 2.5}, "more.jsonl"]))
+    assert list(mixed.weights) == [5, 2] and mixed.sample(3).uid == "train/more:0"
+    joined = load_train(config(["boxes/rows.jsonl", "more.jsonl"]))
+    assert joined.sample(3).uid == "train:3" and list(joined.parts) == [joined]
+    alone = load_train(config({"path": "boxes/rows.jsonl", "task": "grounding"}))
+    assert alone.sample(0).uid == "train/rows:0" and alone.sample(0).columns["task"] == "grounding"
+
+
+def test_drawn_rows_and_lists_of_files_are_entries_too(files: Path) -> None:
+    shapes = {"task": "shapes", "split": "train", "size": 4, "image_size": 56}
+    mixed = load_train(config([shapes, {"path": shapes | {"seed": 9}, "weight": 2, "text_only": False}]))
+    assert [part.name for part in mixed.parts] == ["train/shapes", "train/shapes-2"] and len(mixed) == 8
+    several = load_train(config([{"path": ["boxes/*.jsonl", "boxes/rows.jsonl"]}, shapes]))
+    assert [len(part) for part in several.parts] == [6, 4]
+
+
+def test_python_gives_rows_and_datasets_in_a_mixture(files: Path) -> None:
+    rows = [row | {"image": Image.new("RGB", (4, 4))} for row in BOXES]
+    table = datasets.Dataset.from_list([{"prompt": "?", "image": "boxes/a.png", "answer": "x"}])
+    mixture = Mixture([{"path": rows, "weight": 2, "task": "grounding"}, {"path": table}, "boxes/rows.jsonl"])
+    mixed = load_train(config(), mixture)
+    assert mixture.names == ["source-1", "source-2", "rows"] and list(mixed.weights) == [2, 1, 1]
+    assert [mixed.sample(i).uid for i in (0, 3, 4)] == [
+        "train/source-1:0",
+        "train/source-2:0",
+        "train/rows:0",
+    ]
+    assert mixed.sample(3).columns == {"answer": "x"}
+    inner = load_train(config(), rows)
+    again = load_train(config(), Mixture([{"path": inner, "weight": 2}, rows]))
+    assert again.sample(0).uid == "train/source-1:0" and inner.sample(0).uid == "train:0"
+    with pytest.raises(DataError, match="is a Dataset, which has its settings"):
+        load_train(config(), Mixture([{"path": inner, "task": "x"}]))
+
+
+def test_paths_of_entries_are_looked_for_beside_the_file(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = files / "config.yaml"
+    config([{"path": "boxes/rows.jsonl", "weight": 3, "image_dir": "boxes"}, "counts/rows.jsonl"]).save(file)
+    monkeypatch.chdir("/")
+    read = GRPOConfig.from_yaml(file, ["data.train.0.weight=2"])
+    assert read.data.train == [
+        {"path": f"{files}/boxes/rows.jsonl", "weight": 2, "image_dir": f"{files}/boxes"},
+        f"{files}/counts/rows.jsonl",
+    ]
+    assert read.from_dict(read.model_dump()) == read
+    inputs = [path for field, path in inputs_of(read) if field == "data.train"]
+    assert inputs == [f"{files}/boxes/rows.jsonl", f"{files}/boxes", f"{files}/counts/rows.jsonl"]
+    with pytest.raises(ConfigError, match=r"lies in run.dir"):
+        from mm_grpo.run.inputs import refuse_inputs
+
+        refuse_inputs(files, inputs_of(read))
+
+
+def test_an_evaluation_set_may_have_several_sources_with_tasks_but_no_weights(files: Path) -> None:
+    both = [{"path": "boxes/rows.jsonl", "task": "grounding"}, COUNT_ENTRY]
+    found = load_eval(config(eval={"all": both, "count": COUNT_ENTRY}))
+    assert {name: len(rows) for name, rows in found.items()} == {"all": 5, "count": 2}
+    assert found["all"].sample(3).uid == "all/rows-2:0" and found["all"].by_task
+    assert found["count"].sample(0).columns["task"] == "count"
+    one = load_eval(config(eval=COUNT_ENTRY))
+    assert list(one) == ["eval"] and len(one["eval"]) == 2
+    with pytest.raises(
+        ConfigError, match=r"the set all is .*weight is for data.train; an evaluation answers every row"
+    ):
+        config(eval={"all": two()})
+    with pytest.raises(DataError, match="eval: weight is for training"):
+        load_eval(config(), Mixture(two()))
+
+
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [
+        ({"weight": 0}, "weight is 0; it must be a finite number above 0"),
+        ({"weight": -1.0}, "weight is -1.0; it must be a finite number above 0"),
+        ({"weight": float("nan")}, "weight is nan, which a config file cannot hold|holds nan"),
+        ({"weight": float("inf")}, "weight is inf; it must be a finite number above 0"),
+        ({"weight": True}, "weight is True; it must be a finite number above 0"),
+        ({"weight": "much"}, "weight is 'much'; it must be a finite number above 0"),
+        ({"wieght": 1}, "no key 'wieght'; did you mean 'weight'\\? its keys are path, weight, task, columns"),
+        ({"split": "train"}, "no key 'split'; write it into the path: folder:split"),
+        ({"task": ""}, "task is ''; it must be a text"),
+        ({"task": ["a"]}, "task is \\['a'\\]; it must be a text"),
+        ({"columns": ["a"]}, "columns is \\['a'\\]; it must be a mapping of our names"),
+        ({"layout": "llava"}, "layout is 'llava'; it must be one of trl, openai"),
+        ({"answer_from": "x"}, "answer_from is 'x'; it must be last_turn, column or null"),
+        ({"text_only": "yes"}, "text_only is 'yes'; it must be true or false"),
+        ({"image_dir": 3}, "image_dir is 3; it must be a folder"),
+        ({"path": None}, "must be a path, a list of paths, or a mapping with the key task"),
+    ],
+)
+def test_a_wrong_entry_gets_one_line(entry: dict[str, Any], line: str) -> None:
+    wrong = {"path": "a.jsonl", **entry}
+    with pytest.raises(ConfigError, match=line) as caught:
+        config(["b.jsonl", wrong])
+    assert str(caught.value).startswith("data.train = ") and "entry 2" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    if "path" not in entry:
+        with pytest.raises(
+            DataError, match=line.split("|")[0].replace(", which a config file cannot hold", "")
+        ):
+            Mixture(["b.jsonl", wrong])
+
+
+def test_what_is_no_mixture(files: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.train = \[\]: must be a path"):
+        config([])
+    with pytest.raises(DataError, match="a mixture has no sources"):
+        Mixture([])
+    twice = "'a.jsonl' stands twice in the mixture, read in the same way; write it once, with the sum of the weights"
+    with pytest.raises(ConfigError, match=twice):
+        config([{"path": "a.jsonl", "weight": 2}, "a.jsonl"])
+    with pytest.raises(DataError, match=twice):
+        Mixture(["a.jsonl", {"path": "a.jsonl", "weight": 2}])
+    other_task = [{"path": "boxes/rows.jsonl", "task": t} for t in ("a", "b")]
+    assert len(load_train(config(other_task))) == 6
+    with pytest.raises(ConfigError, match=r"entry 2, .*a mapping needs the key path, or the key task"):
+        config(["a.jsonl", {"weight": 2}])
+    with pytest.raises(DataError, match=r"the task is 'count'; known tasks: 'shapes'"):
+        load_train(config([{"task": "count"}, "boxes/rows.jsonl"]))
+
+
+def test_a_column_that_the_rows_have_is_not_written_over(files: Path) -> None:
+    (files / "own.jsonl").write_text(
+        json.dumps({"prompt": "?", "image": "boxes/a.png", "task": "mine"}) + "\n"
+    )
+    with pytest.raises(
+        DataError, match=r"train/own: task='count' is to be put on every row, and the rows have a column"
+    ):
+        load_train(config([{"path": "own.jsonl", "task": "count"}]))
+    renamed = {"path": "own.jsonl", "task": "count", "columns": {"kind": "task"}}
+    assert load_train(config([renamed])).sample(0).columns == {"kind": "mine", "task": "count"}
+
+
+def test_a_source_whose_images_are_not_read_is_found_beside_a_good_one(files: Path) -> None:
+    blind = {k: v for k, v in COUNT_ENTRY.items() if k != "columns"} | {"columns": {"prompt": "question"}}
+    with pytest.raises(
+        DataError, match=r"counts/rows.jsonl:1: the column 'picture' looks like images and is not read"
+    ):
+        load_train(config(["boxes/rows.jsonl", blind]))
+    allowed = load_train(config(["boxes/rows.jsonl", blind | {"text_only": True}]))
+    assert [len(allowed.fields(i).images) for i in range(5)] == [1, 1, 1, 0, 0]
+    with pytest.raises(DataError, match="is 'gold', and the dataset 'train/rows-2' has no such column"):
+        load_train(config(["boxes/rows.jsonl", COUNT_ENTRY | {"columns": {"answer": "gold"}}]))
+
+
+def test_the_fingerprint_covers_every_source_and_the_ratio_of_weights(files: Path) -> None:
+    first = fingerprint(load_train(config(two())))
+    assert first["rows"] == 5 and [(s["name"], s["weight"], s["rows"]) for s in first["sources"]] == [
+        ("train/rows", 3, 3),
+        ("train/rows-2", 1, 2),
+    ]
+    assert fingerprint(load_train(config(two()))) == first
+    same_ratio = two(weight=2)
+    same_ratio[0] = same_ratio[0] | {"weight": 6}
+    assert fingerprint(load_train(config(same_ratio))) == first
+    assert fingerprint(load_train(config(two(weight=2)))) != first
+    assert fingerprint(load_train(config(two(task="other")))) != first
+    assert fingerprint(load_train(config(list(reversed(two()))))) != first
+    changed = [COUNTS[0], COUNTS[1] | {"label": "7"}]
+    (files / "counts" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+    other = fingerprint(load_train(config(two())))
+    assert [a == b for a, b in zip(first["sources"], other["sources"], strict=True)] == [True, False]
+
+
+def test_the_first_rows_of_a_mixture_are_of_every_source(files: Path) -> None:
+    mixed = load_train(config(two()))
+    head = mixed.head(2)
+    assert [head.sample(i).uid for i in range(len(head))] == ["train/rows:0", "train/rows-2:0"]
+    tasks = [columns["task"] for columns in mixed.columns_of_rows()]
+    assert tasks == ["grounding", "count", "grounding", "count", "grounding"]
+
+
+def test_metrics_are_made_by_task_only_where_tasks_are_few(files: Path) -> None:
+    def rows(*tasks: Any) -> list[dict[str, Any]]:
+        return [{"prompt": "?", "image": Image.new("RGB", (4, 4)), "task": task} for task in tasks]
+
+    def by_task(*tasks: Any) -> bool:
+        return load_train(config(), rows(*tasks)).by_task
+
+    assert load_train(config(two())).by_task and by_task("a", "b", None)
+    assert by_task(*(str(i) for i in range(32))) and not by_task(*(str(i) for i in range(33)))
+    assert not by_task(1, 2) and not by_task("a" * 65) and not by_task(["a"]) and not by_task(None)
+    assert not load_train(config(["boxes/rows.jsonl"])).by_task
+
+
+def test_the_plan_of_a_mixture(files: Path) -> None:
+    made = config(two()).with_values({"rollout.prompts_per_step": 4})
+    plan = plan_run(made, load_train(made))
+    # 3 of 4 prompts are boxes (3 rows, 4 prompts an epoch), 1 of 4 counts (2 rows, 8 prompts an epoch)
+    assert plan.max_steps == 2 and plan.order.epochs(2) == {
+        "epoch": 1.0,
+        "epoch/rows": 2.0,
+        "epoch/rows-2": 1.0,
+    }
+    assert sorted(plan.order.rows(1) + plan.order.rows(2)) == [0, 0, 1, 1, 2, 2, 3, 4]
+
+
+def test_rewards_see_the_columns_of_all_sources(files: Path) -> None:
+    rewards = [
+        {"name": "iou", "when": {"task": "grounding"}},
+        {"name": "exact_match", "when": {"task": "count"}},
+    ]
+    mixed = load_train(config(two()), needs=Scorer(rewards).check)
+    assert mixed.columns == ("box", "task", "answer")
+
+
+def test_layouts_of_an_entry_are_those_of_the_section() -> None:
+    assert get_args(get_args(DataConfig.model_fields["layout"].annotation)[0]) == LAYOUTS
+
+
+def test_the_mixture_of_the_docs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    written = re.search(r"<!-- mixture -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    assert written is not None
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (4, 4)).save("a.png")
+    boxes = {"prompt": "Where?", "image": "a.png", "box": [0, 0, 1, 1]}
+    counts = {"question": "How many?", "picture": "a.png", "label": "3"}
+    charts = {"prompt": "What?", "image": "a.png", "answer": "4", "task": "chart"}
+    rows = {"boxes": boxes, "counts": counts, "charts": charts, "boxes_test": boxes, "charts_test": charts}
+    for name, row in rows.items():
+        Path(f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    Path("config.yaml").write_text("model: {path: m}\n" + written[1])
+    made = GRPOConfig.from_yaml("config.yaml")
+    scorer = Scorer(made.rewards)
+    mixed = load_train(made, needs=scorer.check)
+    assert [mixed.sample(i).columns["task"] for i in range(3)] == ["grounding", "count", "chart"]
+    assert list(mixed.weights) == [3, 1, 1] and mixed.names == ["boxes", "counts", "charts"]
+    assert mixed.sample(1).messages[0] == {"role": "system", "content": "Answer with a number."}
+    found = load_eval(made, needs=scorer.check)
+    assert {name: len(rows) for name, rows in found.items()} == {"boxes": 1, "all": 2}

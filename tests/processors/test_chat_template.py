@@ -1,0 +1,170 @@
+"""Arguments of the chat template: they reach every prompt, and one that the template does not read is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny
+from helpers.small_runs import HELDOUT, ROWS, config_for, rollouts_of
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.sources import load_train
+from mm_grpo.errors import ConfigError
+from mm_grpo.processors.base import load_processor
+from mm_grpo.processors.chat_template import check_arguments
+from mm_grpo.rollout.prompts import PromptBuilder
+from mm_grpo.run.checkpoint import deciding_fields
+
+THINKING = (
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
+    "{%- elif style | default('') == 'open' %}{{ '<think>\n' }}{%- endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinker(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose template takes enable_thinking, and style: open, which ends a prompt with <think>."""
+    folder = tmp_path_factory.mktemp("thinker") / "model"
+    shutil.copytree(models["qwen3_vl"], folder)
+    template = folder / "chat_template.jinja"
+    assert template.is_file()
+    template.write_text(template.read_text() + THINKING)
+    return folder
+
+
+def text_of(path: Path, **arguments: Any) -> str:
+    processor = load_processor(str(path), chat_template_kwargs=arguments)
+    return processor.decode(processor.prompt(tiny.sample("r", "what")).token_ids)
+
+
+def test_arguments_change_the_prompt(thinker: Path) -> None:
+    plain = text_of(thinker)
+    assert plain.endswith("assistant\n") and "think" not in plain
+    assert text_of(thinker, enable_thinking=False) == plain + "<think>\n\n</think>\n\n"
+    assert text_of(thinker, enable_thinking=True) == plain
+    assert text_of(thinker, style="open") == plain + "<think>\n"
+    longest = [
+        load_processor(str(thinker), chat_template_kwargs=given).max_prompt_tokens(
+            [{"role": "user", "content": "what"}], 0, row="r"
+        )
+        for given in ({}, {"enable_thinking": False})
+    ]
+    processor = load_processor(str(thinker), chat_template_kwargs={"enable_thinking": False})
+    assert longest[1] == len(processor.prompt(tiny.sample("r", "what")).token_ids) > longest[0]
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused(
+    thinker: Path, models: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_processor(str(thinker), chat_template_kwargs={"enable_thinkin": False})
+    assert str(caught.value) == (
+        f"data.chat_template_kwargs.enable_thinkin: the chat template of '{thinker}' does not read 'enable_thinkin', "
+        "so it would change nothing; did you mean 'enable_thinking'? it reads: enable_thinking, style. Leave it out, "
+        "or use a model whose template has it"
+    )
+    with pytest.raises(ConfigError, match=r"does not read 'enable_thinking', .*it reads: none"):
+        load_processor(str(models["qwen2_5_vl"]), chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(ConfigError, match=r"add_generation_prompt: is set for every prompt by the run"):
+        load_processor(str(thinker), chat_template_kwargs={"add_generation_prompt": False})
+
+
+def test_names_are_read_from_the_template_as_transformers_reads_it() -> None:
+    template = (
+        "{% set mine = 1 %}{% for m in messages %}{% if m.x %}{% break %}{% endif %}{{ mine }}{{ loop.index }}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ strftime_now('%d') }}{{ effort }}"
+        "{{ bos_token }}"
+    )
+    assert check_arguments({"effort": "low"}, template, "m") == {"effort": "low"}
+    assert check_arguments({"effort": "low"}, {"default": template, "rag": "{{ other }}"}, "m") == {
+        "effort": "low"
+    }
+    for name in ("mine", "m", "loop", "other"):
+        with pytest.raises(ConfigError, match=f"does not read '{name}'"):
+            check_arguments({name: 1}, {"default": template, "rag": "{{ other }}"}, "m")
+    with pytest.raises(ConfigError, match="the chat template is not valid Jinja"):
+        check_arguments({"a": 1}, "{% if %}", "m")
+
+
+def test_a_processor_of_ones_own_takes_them_or_they_are_refused(thinker: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    head = "from mm_grpo.processors.qwen_vl import QwenVLProcessor\n\n\nclass Own(QwenVLProcessor):\n"
+    file.write_text(
+        head
+        + "    def __init__(self, path, config, *, min_pixels, max_pixels):\n        raise RuntimeError\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"own.py:Own does not take chat_template_kwargs, so they would change nothing"
+    ):
+        load_processor(str(thinker), named=f"{file}:Own", chat_template_kwargs={"enable_thinking": False})
+    other = tmp_path / "other.py"
+    other.write_text(head + "    pass\n")
+    found = load_processor(
+        str(thinker), named=f"{other}:Own", chat_template_kwargs={"enable_thinking": False}
+    )
+    assert found.chat_template_kwargs == {"enable_thinking": False}  # type: ignore[attr-defined]
+
+
+def test_a_processor_that_is_passed_in_must_have_the_same(thinker: Path, tmp_path: Path) -> None:
+    config = config_for(thinker, tmp_path / "run", data={"chat_template_kwargs": {"enable_thinking": False}})
+    with pytest.raises(ConfigError, match=r"the processor that was passed in has \{\}, and keeps them"):
+        GRPOTrainer(config, train=ROWS, rewards=["format"], processor=load_processor(str(thinker)))
+
+
+def test_they_are_plain_values_and_part_of_the_saved_config(thinker: Path) -> None:
+    made = GRPOConfig(model={"path": str(thinker)}, data={"chat_template_kwargs": {"enable_thinking": False}})
+    assert "chat_template_kwargs:\n    enable_thinking: false" in made.to_yaml()
+    assert deciding_fields(made)["data.chat_template_kwargs"] == {
+        "enable_thinking": False
+    }  # compared on resuming
+    with pytest.raises(ConfigError, match=r"data.chat_template_kwargs = .*which a config file cannot hold"):
+        GRPOConfig(model={"path": "m"}, data={"chat_template_kwargs": {"a": object()}})
+    with pytest.raises(ConfigError, match=r"write data.chat_template_kwargs: \{enable_thinking: ...\}"):
+        GRPOConfig(model={"path": "m"}, data={"enable_thinking": False})
+
+
+@pytest.mark.parametrize(("style", "opens"), [("open", True), (None, False)])
+def test_the_builder_sees_that_a_template_opens_thinking(
+    thinker: Path, style: str | None, opens: bool
+) -> None:
+    given = {} if style is None else {"style": style}
+    config = GRPOConfig(model={"path": str(thinker)}, data={"chat_template_kwargs": given})
+    processor = load_processor(str(thinker), chat_template_kwargs=given)
+    builder = PromptBuilder(processor, config, None)
+    rows = [{**ROWS[0], "prompt": [{"role": "user", "content": "Think in <think>"}]}, ROWS[1]]
+    dataset = load_train(config, rows)
+    prompts = builder.prompts(dataset, {0: 0, 1: 1}).prompts
+    assert [prompt.opens_thinking for prompt in prompts] == [opens, opens]
+    closed = load_processor(str(thinker), chat_template_kwargs={"enable_thinking": False})
+    assert not PromptBuilder(closed, config, None).process(dataset.sample(0)).opens_thinking
+
+
+def test_training_and_evaluation_ask_with_them_and_rewards_get_answers(thinker: Path, tmp_path: Path) -> None:
+    got: list[str] = []
+
+    def empty(completion: str) -> float:
+        got.append(completion)
+        return float(len(got) % 3)
+
+    config = config_for(
+        thinker,
+        tmp_path / "run",
+        data={"chat_template_kwargs": {"style": "open"}},
+        run={"max_steps": 1, "guards": {"zero_std": "off"}},
+    )
+    rewards = [{"name": empty, "as": "empty", "strip_thinking": True}]
+    trainer = GRPOTrainer(config, train=ROWS, eval=HELDOUT[:2], rewards=rewards)
+    trainer.train()
+    # a random model never closes its thinking: no answer, whatever it wrote
+    assert len(got) == 2 + 12 + 2 and set(got) == {""}
+    written = rollouts_of(tmp_path / "run", 1)
+    assert any(row["completion"] for row in written)
+    saved = json.loads(
+        json.dumps(GRPOConfig.from_yaml(tmp_path / "run" / "config.yaml").data.chat_template_kwargs)
+    )
+    assert saved == {"style": "open"}

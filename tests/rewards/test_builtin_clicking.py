@@ -1,0 +1,159 @@
+"""clicking: points against boxes and polygons, in every space, by hand and against pixels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw
+
+from mm_grpo.rewards.builtins.boxes import has_area
+from mm_grpo.rewards.builtins.clicking import bounds, clicking, distance, is_inside, point_inside
+from mm_grpo.rewards.builtins.grounding import point_in_box
+from mm_grpo.types import Sample
+
+SEEN = (Image.new("RGB", (56, 28)),)
+ROW = Sample("row:0", [], (Image.new("RGB", (112, 140)),))  # seen at half the width and a fifth of the height
+TRIANGLE = [[0, 0], [40, 0], [0, 40]]
+HORSESHOE = [0, 0, 30, 0, 30, 30, 20, 30, 20, 10, 10, 10, 10, 30, 0, 30]
+
+whole = st.integers(0, 20)
+polygons = st.lists(st.tuples(whole, whole), min_size=3, max_size=7)
+
+
+@pytest.mark.parametrize(
+    ("completion", "target", "score"),
+    [
+        ("(15, 15)", [10, 10, 20, 20], 1.0),
+        ("(10, 20)", [10, 10, 20, 20], 1.0),
+        ("(9.9, 15)", [10, 10, 20, 20], 0.0),
+        ("(9, 9) or (15, 15)", [10, 10, 20, 20], 1.0),
+        ("[10, 10, 20, 20]", [10, 10, 20, 20], 1.0),  # of a box the centre
+        ("(5, 5)", TRIANGLE, 1.0),
+        ("(20, 20)", TRIANGLE, 1.0),  # on the edge
+        ("(21, 20)", TRIANGLE, 0.0),
+        ("(39, 39)", TRIANGLE, 0.0),  # in the box around it
+        ("(15, 5)", HORSESHOE, 1.0),
+        ("(15, 20)", HORSESHOE, 0.0),  # between its arms
+        ("(25, 20)", HORSESHOE, 1.0),
+        ("(25, 20)", "[[0, 0, 5, 5], [20, 15, 30, 25]]", 1.0),  # any of several
+        ("(10, 10)", "[[0, 0, 5, 5], [20, 15, 30, 25]]", 0.0),
+        ("(2, 2)", [[0, 0], [5, 5]], 1.0),
+        ("(-15, 15)", [10, 10, 20, 20], 0.0),
+        ("(NaN, 15)", [10, 10, 20, 20], 0.0),
+        ("(1e999, 15)", [10, 10, 20, 20], 0.0),
+        ("15", [10, 10, 20, 20], 0.0),
+        ("", TRIANGLE, 0.0),
+        ("7 " * 10_000, TRIANGLE, 0.0),
+    ],
+)
+def test_scores_by_hand(completion: str, target: Any, score: float) -> None:
+    assert clicking(completion, target) == score
+
+
+def test_the_graded_form_falls_with_the_distance_in_pixels_as_seen() -> None:
+    image = (Image.new("RGB", (300, 400)),)  # a diagonal of 500
+    options: dict[str, Any] = {"images": image, "gold_space": "pixel", "reach": 0.2}
+    box = [100, 100, 200, 200]
+    assert clicking("(150, 150)", box, **options) == 1.0
+    assert clicking("(250, 150)", box, **options) == pytest.approx(0.5)  # 50 of 100
+    assert clicking("(230, 240)", box, **options) == pytest.approx(0.5)  # 30 and 40: 50
+    assert clicking("(299, 150)", box, **options) == pytest.approx(0.01)
+    assert clicking("(150, 301)", box, **options) == 0.0
+    assert clicking("nowhere", box, **options) == 0.0
+    # the same point in thousandths, whose x and y are not equally long
+    assert clicking("(833.3333333, 375)", box, space="0-1000", **options) == pytest.approx(0.5)
+    triangle = [100, 100, 200, 100, 100, 200]
+    assert clicking("(200, 200)", triangle, **options) == pytest.approx(1 - math.hypot(50, 50) / 100)
+
+
+def test_every_pair_of_spaces_agrees() -> None:
+    written = {"pixel": "(14, 20)", "normalized": "(0.25, 0.714285714)", "0-1000": "(250, 714.285714)"}
+    gold = {  # the left half of the image, from a quarter of its height to three quarters
+        "pixel": [0, 7, 28, 7, 28, 21, 0, 21],
+        "original": [0, 35, 56, 35, 56, 105, 0, 105],
+        "normalized": [0, 0.25, 0.5, 0.25, 0.5, 0.75, 0, 0.75],
+        "0-1000": [0, 250, 500, 250, 500, 750, 0, 750],
+    }
+    for space, text in written.items():
+        for gold_space, target in gold.items():
+            options: dict[str, Any] = {"space": space, "gold_space": gold_space}
+            assert clicking(text, target, SEEN, ROW, **options) == 1.0
+            assert clicking("(0.1, 0.1)", target, SEEN, ROW, **options) == 0.0
+    assert clicking("[1, 1, 2, 2]", [0, 0, 2, 2], layout="xywh", gold_layout="xywh") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ([1, 2, 3], r"the gold target is \[1, 2, 3\]; it must be a box of four numbers, or a polygon"),
+        ([1, 2, 3, math.nan], "the gold box is .* it must be four finite numbers"),
+        ([1, 2, 3, 4, 5, math.nan], "it must be a box of four numbers, or a polygon"),
+        ([5, 5, 1, 1], "has no area"),
+        ([0, 0, 5, 5, 10, 10], "has no extent; its points lie on one line"),
+        ([0, 3, 5, 3, 10, 3], "has no extent"),
+        ([0, 0, 200, 0, 0, 200], "does not lie in its image, which is 112 × 140 in the space 'original'"),
+        ([0, 0, 200, 200], "does not lie in its image"),
+        ([], "it must be"),
+        ("here", "the gold target is here; it must be"),
+        ("[" * 100_000, "it must be"),
+        ({"size": [2, 2], "counts": [0, 4]}, "it must be"),
+    ],
+)
+def test_golds_that_mean_nothing(target: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        clicking("(1, 1)", target, SEEN, ROW)
+
+
+def test_no_gold_and_options_that_mean_nothing() -> None:
+    assert clicking("(1, 1)", None) is None
+    with pytest.raises(ValueError, match=r"reach=2; it is a share of the image's diagonal in \(0, 1\]"):
+        clicking("(1, 1)", TRIANGLE, reach=2)
+    with pytest.raises(ValueError, match="space='original'; legal are"):
+        clicking("(1, 1)", TRIANGLE, space="original")
+    with pytest.raises(ValueError, match="need the image's size, and the row has no image"):
+        clicking("(1, 1)", TRIANGLE, reach=0.5)
+
+
+@given(st.tuples(whole, whole, whole, whole).filter(has_area), whole, whole)
+def test_a_box_is_scored_as_point_in_box_scores_it(box: tuple[int, int, int, int], x: int, y: int) -> None:
+    assert clicking(f"({x}, {y})", box) == point_in_box(f"({x}, {y})", box)
+    corners = [box[0], box[1], box[2], box[1], box[2], box[3], box[0], box[3]]
+    assert clicking(f"({x}, {y})", corners) == point_in_box(f"({x}, {y})", box)
+
+
+@given(st.lists(st.tuples(whole, whole), min_size=3, max_size=3), whole, whole)
+def test_a_point_in_a_triangle_has_all_edges_on_one_side(points: Any, x: int, y: int) -> None:
+    a, b, c = points
+    sides = [(q[0] - p[0]) * (y - p[1]) - (q[1] - p[1]) * (x - p[0]) for p, q in ((a, b), (b, c), (c, a))]
+    assume((b[0] - a[0]) * (c[1] - a[1]) != (b[1] - a[1]) * (c[0] - a[0]))
+    assert is_inside((x, y), tuple(points)) == (min(sides) >= 0 or max(sides) <= 0)
+    assert (distance((x, y), tuple(points)) == 0) == is_inside((x, y), tuple(points))
+
+
+@given(polygons)
+def test_a_point_inside_is_inside(points: Any) -> None:
+    polygon = tuple((float(x), float(y)) for x, y in points)
+    assume(has_area(bounds(polygon)))
+    assert is_inside(point_inside(polygon), polygon)
+
+
+def test_inside_is_what_pillow_fills() -> None:
+    polygon = tuple(zip(HORSESHOE[::2], HORSESHOE[1::2], strict=True))
+    canvas = Image.new("1", (40, 40))
+    ImageDraw.Draw(canvas).polygon(list(polygon), fill=1, outline=1)
+    assert [
+        (x, y)
+        for x in range(40)
+        for y in range(40)
+        if is_inside((x, y), polygon) != bool(canvas.getpixel((x, y)))
+    ] == []
+
+
+@given(st.text() | st.tuples(st.floats(), st.floats()).map(str))
+def test_any_text_is_scored(text: str) -> None:
+    score = clicking(text, TRIANGLE, SEEN, ROW, reach=0.5)
+    assert score is not None and 0 <= score <= 1

@@ -1,0 +1,146 @@
+"""ordering: lists in a text, gold orders, and pairs counted by hand and one by one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mm_grpo.rewards.builtins.ordering import gold_order, listed_items, ordering, share_of_pairs
+
+ABC = ["A", "B", "C"]
+STEPS = ["wash", "cut finely", "cook"]
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "found"),
+    [
+        ("", ["a", "b"], []),
+        ("B, A, C", ["a", "b", "c"], ["B", "A", "C"]),
+        ("The order is: B, A, and C", ["a", "b", "c"], ["B", "A", "C"]),
+        ("B > A > C", ["a", "b", "c"], ["B", "A", "C"]),
+        ("B → A; then → C", ["a", "b", "c"], ["B", "A; then", "C"]),  # of two separators the first
+        ("BAC", ["a", "b", "c"], ["B", "A", "C"]),
+        ("The order is BAC.", ["a", "b", "c"], ["B", "A", "C"]),
+        ("3 1 2", ["1", "2", "3"], ["3", "1", "2"]),
+        ("312", ["1", "2", "3"], ["3", "1", "2"]),
+        ('```json\n["wash", "cut finely"]\n```', ["wash", "cut finely"], ["wash", "cut finely"]),
+        ('["a [1]", "b"]', ["a [1]", "b"], ["a [1]", "b"]),
+        ("[3, 1, 2]", ["1", "2", "3"], ["3", "1", "2"]),
+        ("[B, A]", ["a", "b"], ["B", "A"]),
+        ("First:\n1. wash\n2) cut, then stir\n- cook", ["wash", "cook"], ["wash", "cut, then stir", "cook"]),
+        ("wash\ncook", ["wash", "cook"], ["wash", "cook"]),
+        ("wash then cook", ["wash", "cook"], ["wash", "cook"]),
+        ("wash, and then cook", ["wash", "cook"], ["wash", "cook"]),
+        (r"so \boxed{B, A}", ["a", "b"], ["B", "A"]),
+        ("<think>A, B</think> B, A", ["a", "b"], ["B", "A"]),
+        ("12:30, 12:45", ["12:30", "12:45"], ["12:30", "12:45"]),
+        (
+            "red, white; blue",
+            ["red, white", "blue"],
+            ["red, white", "blue"],
+        ),  # a comma separates nothing here
+        ("wash", ["wash", "cook"], []),
+    ],
+)
+def test_lists_in_a_text(text: str, gold: list[str], found: list[str]) -> None:
+    assert listed_items(text, gold) == found
+
+
+@pytest.mark.parametrize(
+    ("completion", "pairs", "exact"),
+    [
+        ("A, B, C", 1.0, 1.0),
+        ("a, b, c.", 1.0, 1.0),
+        ("B, A, C", 2 / 3, 0.0),
+        ("C, A, B", 1 / 3, 0.0),
+        ("C, B, A", 0.0, 0.0),
+        ("A, B", 1 / 3, 0.0),  # AB of AB, AC, BC
+        ("A, C", 1 / 3, 0.0),
+        ("A, B, C, D", 0.5, 0.0),  # 3 of 6
+        ("A, B, C, C", 0.5, 0.0),
+        ("A, A, A, B, C", 0.3, 0.0),  # 3 of 10
+        ("A, A", 0.0, 0.0),
+        ("D, E", 0.0, 0.0),
+        ("", 0.0, 0.0),
+        ("[]", 0.0, 0.0),
+        ("NaN", 0.0, 0.0),
+    ],
+)
+def test_scores_by_hand(completion: str, pairs: float, exact: float) -> None:
+    assert ordering(completion, ABC) == pytest.approx(pairs)
+    assert ordering(completion, ABC, metric="exact") == exact
+
+
+def test_case_and_items_of_several_words() -> None:
+    assert ordering("1. Wash\n2. Cut finely.\n3. Cook", STEPS, metric="exact") == 1.0
+    assert ordering("1. Wash\n2. Cut finely.\n3. Cook", STEPS, ignore_case=False) == 0.0
+    assert ordering("cut finely -> wash -> cook", STEPS) == pytest.approx(2 / 3)
+
+
+def test_golds_as_text_and_numbers() -> None:
+    assert gold_order('["a", 2, 3.0]') == ["a", "2", "3"]
+    assert gold_order("B, A, C") == gold_order("BAC") == gold_order("B A C") == ["B", "A", "C"]
+    assert gold_order("wash\ncut, then stir") == ["wash", "cut, then stir"]
+    assert ordering("[3, 1, 2]", [3.0, 1.0, 2.0], metric="exact") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "message"),
+    [
+        ([], "it must be a list of at least two items"),
+        (["a"], r"the gold order is \"\['a'\]\"; it must be a list of at least two items"),
+        ("wash", "the gold order is 'wash'; it must be"),
+        ("", "it must be"),
+        (["a", None], "it must be"),
+        (["a", " "], "it must be"),
+        (["a", ["b"]], "it must be"),
+        (["a", True], "it must be"),
+        ([1, float("nan"), float("nan")], "has 'nan' twice"),
+        (["a", "b", "A"], "the gold order has 'a' twice; it must name each item once"),
+        (3, "it must be"),
+        ({"a": 1}, "it must be"),
+    ],
+)
+def test_golds_that_mean_nothing(gold: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ordering("A, B", gold)
+
+
+def test_no_gold_and_a_metric_that_means_nothing() -> None:
+    assert ordering("A, B", None) is None
+    with pytest.raises(ValueError, match="metric='tau'; legal are 'pairs' and 'exact'"):
+        ordering("A, B", ABC, metric="tau")  # type: ignore[arg-type]
+
+
+def test_ten_thousand_items() -> None:
+    many = list(range(10_000))
+    assert ordering(str(many), many) == 1.0
+    assert ordering(str(many[::-1]), many) == 0.0
+    assert ordering(", ".join(map(str, many)), ABC) == 0.0
+
+
+@given(st.lists(st.sampled_from("abcdefg"), max_size=9), st.integers(2, 5))
+def test_the_share_counts_every_pair(found: list[str], size: int) -> None:
+    gold = list("abcde"[:size])
+    first = {item: found.index(item) for item in gold if item in found}
+    right = sum(a in first and b in first and first[a] < first[b] for a, b in itertools.combinations(gold, 2))
+    count = size + len(found) - len(first)
+    assert share_of_pairs(found, gold) == right / (count * (count - 1) / 2)
+
+
+@given(st.permutations(range(6)))
+def test_a_list_and_its_reverse_share_all_pairs(found: list[int]) -> None:
+    texts = [str(item) for item in found]
+    gold = [str(item) for item in range(6)]
+    assert share_of_pairs(texts, gold) + share_of_pairs(texts[::-1], gold) == pytest.approx(1.0)
+    assert (share_of_pairs(texts, gold) == 1.0) == (texts == gold)
+
+
+@given(st.text())
+def test_any_text_is_scored(text: str) -> None:
+    score = ordering(text, ABC)
+    assert score is not None and 0 <= score <= 1

@@ -1,0 +1,252 @@
+"""Rewards for some rows (`when`) and without thinking (`strip_thinking`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards import Scorer, reward
+from mm_grpo.rewards.options import read_options
+from mm_grpo.rewards.thinking import without_thinking
+
+DATASET = [
+    {"task": "grounding", "box": [0, 0, 1, 1]},
+    {"task": "count", "answer": "3"},
+    {"task": "count", "answer": "4", "level": 2},
+]
+
+
+def entry(fn: Callable[..., Any], **settings: Any) -> dict[str, Any]:
+    return {"name": fn, "as": fn.__name__, **settings}
+
+
+def check(scorer: Scorer, rows: list[dict[str, Any]] = DATASET, **options: Any) -> None:
+    scorer.check(dict.fromkeys(name for row in rows for name in row), lambda: iter(rows), **options)
+
+
+def refused(scorer: Scorer, rows: list[dict[str, Any]] = DATASET, **options: Any) -> str:
+    with pytest.raises(RewardError) as caught:
+        check(scorer, rows, **options)
+    return str(caught.value)
+
+
+# which rows ------------------------------------------------------------------------------------
+
+
+def test_a_reward_scores_the_rows_that_it_is_for_and_is_not_called_for_others(rows):
+    asked: list[Any] = []
+
+    def near(completion, box):
+        asked.append((completion, box))
+        return 1.0
+
+    def right(completions, answer, **kwargs):
+        asked.append((completions[0][0]["content"], answer))
+        return [0.5] * len(completions)
+
+    def both(completion):
+        return 0.25
+
+    scorer = Scorer(
+        [
+            entry(near, when={"task": "grounding"}),
+            entry(right, when={"task": ["count", "other"]}),
+            entry(both, when={"task": ["count", "grounding"], "level": [2, None]}),
+        ]
+    )
+    texts = rows("abc", task=["grounding", "count", "count"], box=[[0, 1], None, None], answer=[None, "3", "4"],
+                 level=[None, 1, 2])  # fmt: skip
+    scores = scorer.score(*texts, step=1)
+    assert asked == [("a", [0, 1]), ("b", ["3", "4"])]
+    assert scores.parts == {
+        "near": [1.0, None, None], "right": [None, 0.5, 0.5], "both": [0.25, None, 0.25],
+    }  # fmt: skip
+    assert scores.totals == [1.25, 0.5, 0.75]
+    assert scores.metrics["rewards/near/none"] == 2.0 and scores.metrics["rewards/right/mean"] == 0.5
+
+
+def test_a_value_matches_a_value_of_its_own_type() -> None:
+    options = read_options("r", {"when": {"level": [1, "2", True]}})
+    assert options.when == (("level", (1, "2", True)),)
+    found = [options.is_for({"level": value}) for value in (1, 1.0, "1", 2, "2", True, False, None, [1])]
+    assert found == [True, False, False, False, True, True, False, False, False]
+    assert not options.is_for({}) and read_options("r", {"when": {"level": None}}).is_for({})
+
+
+def test_when_and_only_if_and_needed_columns_go_together(rows):
+    def gate(completion):
+        return 1.0 if completion == "a" else 0.0
+
+    @reward("gated", needs=("box",), when={"task": "x"})
+    def gated(completion, box):
+        return 1.0
+
+    scorer = Scorer([entry(gate), {"name": "gated", "only_if": "gate"}])
+    made = rows("aaab", task=["x", "y", "x", "x"], box=[1, 1, None, 1])
+    assert scorer.score(*made, step=1).parts["gated"] == [1.0, None, None, None]
+
+
+def test_an_isolated_reward_is_for_its_rows_alone(rows):
+    name = f"{__file__.replace('test_rewards_when', 'rewards_to_isolate')}:length_of"
+    how = {"isolated": True, "timeout": 20, "when": {"task": "x"}, "strip_thinking": True}
+    scorer = Scorer([{"name": name, **how}], workers=1)
+    try:
+        scores = scorer.score(*rows(["<think>a</think>bcd", "e", "f"], task=["x", "y", "x"]), step=1)
+    finally:
+        scorer.close()
+    assert scores.parts["length_of"] == [3.0, None, 1.0]
+
+
+def test_columns_are_demanded_of_the_rows_that_a_reward_is_for():
+    def near(completion, box):
+        return 1.0
+
+    def right(completion, answer):
+        return 1.0
+
+    check(Scorer([entry(near, when={"task": "grounding"}), entry(right, when={"task": "count"})]))
+    # the dataset has the column, but not in these rows
+    message = refused(Scorer([entry(near, when={"task": "count"})]))
+    assert "reward 'near' asks for 'box', which has no default" in message
+    assert "the dataset's columns: task, answer, level;" in message
+    with pytest.raises(RewardError, match="'exact_match' asks for 'answer'"):
+        check(Scorer([{"name": "exact_match", "when": {"task": "grounding"}}]))
+    check(
+        Scorer([entry(near, when={"task": "count"})]), DATASET[:1], trained=False
+    )  # an evaluation set of one task
+
+
+def test_a_when_that_no_row_has_is_refused_with_the_values_that_exist():
+    def near(completion):
+        return 1.0
+
+    scorer = Scorer([entry(near, when={"task": "grouding"})])
+    assert refused(scorer) == (
+        "reward 'near': when is {'task': 'grouding'}, and no row of the dataset has that; in its rows task is "
+        "'grounding', 'count'. Name one of these values, or leave the reward out"
+    )
+    check(scorer, trained=False)
+    both = Scorer([entry(near, when={"task": "grounding", "level": 2})])
+    assert "in its rows task is 'grounding', 'count'; level is None, 2." in refused(both)
+    many = [{"task": str(i)} for i in range(40)]
+    assert "task is '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', '10', '11', .... Name" in refused(
+        scorer, many
+    )
+    late = [*({"task": "count"} for _ in range(500)), {"task": "grouding"}]
+    check(scorer, late)
+
+
+def test_a_when_on_an_unknown_column_is_refused_in_every_set():
+    def near(completion):
+        return 1.0
+
+    scorer = Scorer([entry(near, when={"taks": "grounding"})])
+    for trained in (True, False):
+        message = refused(scorer, trained=trained)
+        assert message.startswith(
+            "reward 'near': when names the column 'taks', which the dataset lacks; did you mean 'task'? its columns: "
+            "task, box, answer, level."
+        )
+        assert "{path: ..., task: ...}" in message
+    with pytest.raises(RewardError, match="'taks', which the dataset lacks"):
+        scorer.check(["task"])
+
+
+def test_no_more_rows_are_read_than_needed():
+    def near(completion, answer):
+        return 1.0
+
+    read: list[int] = []
+
+    def going():
+        for number, row in enumerate([*DATASET, *({"task": "x"} for _ in range(1000))]):
+            read.append(number)
+            yield row
+
+    Scorer([entry(near, when={"task": "count"})]).check(["task", "box", "answer", "level"], going)
+    assert read == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("grounding", "'grounding'"), ({}, "{}"), (["task"], r"\['task'\]"), ({"task": []}, r"{'task': \[\]}"),
+     ({"task": {"a": 1}}, r"{'task': {'a': 1}}"), ({3: "a"}, r"{3: 'a'}")],
+)  # fmt: skip
+def test_a_wrong_when_gets_one_message(value, shown):
+    legal = r"legal is a mapping of columns to a value or a list of values, such as \{task: grounding\}"
+    with pytest.raises(RewardError, match=rf"reward 'length': when is {shown}; {legal}"):
+        Scorer([{"name": "length", "max_length": 3, "when": value}])
+
+
+# without thinking ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "opened"),
+    [
+        ("<think>a</think>\n\nb", "b", "b"),
+        ("a</think>b", "b", "b"),
+        ("<think>a", "", ""),
+        ("a", "a", ""),
+        ("", "", ""),
+        ("  a ", "  a ", ""),
+        ("<think></think>", "", ""),
+        ("<think>a</think>b<think>c", "", ""),
+        ("<think>a</think>b<think>c</think> d", "d", "d"),
+        ("<Think>a</THINK> b", "b", "b"),
+        ("<think>a</think>b <thinking>", "b <thinking>", "b <thinking>"),
+    ],
+)
+def test_thinking_is_taken_off(text, answer, opened):
+    assert without_thinking(text) == answer
+    assert without_thinking(text, opened=True) == opened
+
+
+def test_only_the_rewards_that_ask_for_it_get_no_thinking(rows):
+    got: dict[str, Any] = {}
+
+    def whole(completion, completion_ids):
+        got.setdefault("whole", []).append(completion)
+        return 0.0
+
+    def stripped(completion, completion_ids):
+        got.setdefault("stripped", []).append((completion, len(completion_ids)))
+        return 0.0
+
+    def batch(completions, **kwargs):
+        got["batch"] = completions
+        return [0.0] * len(completions)
+
+    def texts(completions, **kwargs):
+        got["texts"] = completions
+        return [0.0] * len(completions)
+
+    scorer = Scorer(
+        [
+            entry(whole),
+            entry(stripped, strip_thinking=True),
+            entry(batch, strip_thinking=True),
+            entry(texts, strip_thinking=True, completions="text"),
+            {"name": "contains", "strip_thinking": True},
+            {"name": "contains", "as": "of_all"},
+        ]
+    )
+    prompts, completions = rows(["<think>3?</think> 4", "4", "hm</think>4", "it is 4"], answer=["4"] * 4)
+    prompts[2:] = [dataclasses.replace(prompt, opens_thinking=True) for prompt in prompts[2:]]
+    scores = scorer.score(prompts, completions, step=1)
+    assert got["whole"] == ["<think>3?</think> 4", "4", "hm</think>4", "it is 4"]
+    assert got["stripped"] == [("4", 19), ("4", 1), ("4", 11), ("", 7)]
+    assert got["batch"] == [[{"role": "assistant", "content": text}] for text in ("4", "4", "4", "")]
+    assert got["texts"] == ["4", "4", "4", ""]
+    # the built-ins read what follows </think> themselves, but take thinking that is never closed for an answer
+    assert scores.parts["contains"] == [1.0, 1.0, 1.0, 0.0]
+    assert scores.parts["of_all"] == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_strip_thinking_is_a_flag():
+    with pytest.raises(RewardError, match="reward 'length': strip_thinking is 'yes'; legal is true or false"):
+        Scorer([{"name": "length", "max_length": 3, "strip_thinking": "yes"}])

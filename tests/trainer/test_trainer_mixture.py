@@ -1,0 +1,205 @@
+"""Whole runs on a mixture: shares, tasks in metrics and evaluations, routed rewards, and resuming."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from helpers.configs import merged
+from helpers.small_runs import config_for, rollouts_of, rows_of, vowels
+
+from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.data import Mixture, write_jsonl
+from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.errors import ConfigError, RewardError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """colours.jsonl (9 rows), counts.jsonl (4 rows) and heldout.jsonl, whose rows have a column task of their own."""
+    place = tmp_path_factory.mktemp("rows")
+    for name, kind, size, seed in (("colours", "colour", 9, 1), ("counts", "count", 4, 2)):
+        write_jsonl(
+            _plain(shapes_rows(split="train", size=size, seed=seed, kinds=[kind], image_size=56)),
+            place / f"{name}.jsonl",
+        )
+    heldout = _plain(shapes_rows(split="heldout", size=5, seed=3, image_size=56))
+    tasks = ["colour", "colour", "count", "count", "count"]
+    write_jsonl([row | {"task": t} for row, t in zip(heldout, tasks, strict=True)], place / "heldout.jsonl")
+    return place
+
+
+def _plain(rows: Any) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in ("prompt", "images", "answer") if key in row} for row in rows]
+
+
+def train(folder: Path, weight: float = 3, **second: Any) -> list[Any]:
+    first = {"path": str(folder / "colours.jsonl"), "weight": weight, "task": "colour"}
+    return [first, {"path": str(folder / "counts.jsonl"), "task": "count"} | second]
+
+
+def config(models: dict[str, Path], folder: Path, place: Path, **changes: Any) -> GRPOConfig:
+    base = {
+        "data": {"train": train(folder), "eval": {"held": str(folder / "heldout.jsonl")}},
+        "rollout": {"prompts_per_step": 4, "num_generations": 3},
+        "run": {"max_steps": 4, "eval_every": 2, "save_every": 2, "report": False},
+    }
+    return config_for(models["qwen2_5_vl"], place, **merged(base, changes))
+
+
+def digits(completion: str) -> float:
+    return 10 + len(completion) / 100
+
+
+REWARDS = [
+    {"name": vowels, "as": "vowels", "when": {"task": "colour"}},
+    {"name": digits, "as": "digits", "when": {"task": ["count"]}},
+]
+
+
+@pytest.fixture(scope="module")
+def straight(models: dict[str, Path], folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("straight") / "run"
+    GRPOTrainer(config(models, folder, run), rewards=REWARDS).train()
+    return run
+
+
+def test_every_step_has_the_exact_share_of_each_source_and_no_row_twice(straight: Path) -> None:
+    seen: list[str] = []
+    for step in range(1, 5):
+        uids = list(dict.fromkeys((row["slot"], row["uid"]) for row in rollouts_of(straight, step)))
+        names = [uid.partition(":")[0] for _, uid in uids]
+        assert Counter(names) == {"train/colours": 3, "train/counts": 1}
+        assert len({uid for _, uid in uids}) == 4
+        seen += [uid for _, uid in uids]
+    # 12 prompts of 9 rows, 4 prompts of 4 rows
+    assert {u for u in seen if "counts" in u} == {f"train/counts:{i}" for i in range(4)}
+    assert Counter(Counter(u for u in seen if "colours" in u).values()) == {1: 6, 2: 3}
+
+
+def test_metrics_by_task_are_means_over_the_rows_of_the_task(straight: Path) -> None:
+    metrics = rows_of(straight)
+    for step in range(1, 5):
+        found, rows = metrics[step], rollouts_of(straight, step)
+        for task, count in (("colour", 3), ("count", 1)):
+            own = [row for row in rows if row["columns"]["task"] == task]
+            assert found[f"task/{task}/prompts"] == count and len(own) == 3 * count
+            assert found[f"task/{task}/reward"] == pytest.approx(fmean(row["reward"] for row in own))
+            assert found[f"task/{task}/mean_length"] == pytest.approx(fmean(row["tokens"] for row in own))
+            spread = [
+                len({r["reward"] for r in own if r["slot"] == slot}) < 2 for slot in {r["slot"] for r in own}
+            ]
+            assert found[f"task/{task}/frac_reward_zero_std"] == fmean(spread)
+        assert found["reward"] == pytest.approx(
+            0.75 * found["task/colour/reward"] + 0.25 * found["task/count/reward"]
+        )
+        assert found["rewards/vowels/none"] == 3 and found["rewards/digits/none"] == 9
+        assert all((row["parts"]["digits"] is None) == (row["columns"]["task"] == "colour") for row in rows)
+    assert metrics[4]["epoch/colours"] == 12 / 9 and metrics[4]["epoch/counts"] == 1.0
+    assert metrics[4]["epoch"] == 1.0  # 4 rows at a quarter of the prompts take as many prompts as 16
+
+
+def test_evaluations_are_split_by_task(straight: Path) -> None:
+    for step in (0, 2, 4):
+        found = rows_of(straight)[step]
+        colour, count = (found[f"eval/held/task/{task}/reward"] for task in ("colour", "count"))
+        assert count >= 10 > colour
+        assert found["eval/held/reward"] == pytest.approx(0.4 * colour + 0.6 * count)
+
+
+def test_accuracy_is_split_by_task_too(models: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+    made = config(models, folder, tmp_path / "run", run={"headline": "vowels >= 0", "save_model": False})
+    found = GRPOTrainer(made, rewards=REWARDS).evaluate()["held"]
+    assert found.accuracy == 1.0 and found.tasks["colour"]["accuracy"] == 1.0 and found.rows == 5
+    assert list(found.tasks["count"]) == ["reward"] and list(found.tasks) == ["colour", "count"]
+
+
+def untimed(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if "time" not in k} for row in rows_of(folder)]
+
+
+def test_a_resumed_mixture_is_the_run_that_was_not_stopped(
+    straight: Path, models: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    GRPOTrainer(config(models, folder, run, run={"max_steps": 2}), rewards=REWARDS).train()
+    made = config(models, folder, run)
+    again = GRPOTrainer(made, rewards=REWARDS, resume=True)
+    again.train()
+    assert untimed(run)[:3] == untimed(straight)[:3] and untimed(run)[4] == untimed(straight)[4]
+    assert untimed(run) == untimed(straight)
+    for step in range(1, 5):
+        assert rollouts_of(run, step) == rollouts_of(straight, step)
+
+
+@pytest.mark.parametrize("given", ["config", "python"])
+def test_another_mixture_is_refused_on_resuming(
+    given: str, straight: Path, models: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    changes: dict[str, Any] = {"run": {"max_steps": 1, "save_every": 1, "save_model": False}}
+    if given == "config":
+        GRPOTrainer(config(models, folder, run, **changes), rewards=REWARDS).train()
+        other = config(models, folder, run, data={"train": train(folder, weight=2)}, **changes)
+        with pytest.raises(ConfigError, match=r"another mixture: 3 x colours .* then, 2 x colours .* now"):
+            GRPOTrainer(other, rewards=REWARDS, resume=True).train()
+        return
+    made = config(models, folder, run, data={"train": None}, **changes)
+    GRPOTrainer(made, train=Mixture(train(folder)), rewards=REWARDS).train()
+    with pytest.raises(ConfigError) as caught:
+        GRPOTrainer(made, train=Mixture(train(folder, weight=2)), rewards=REWARDS, resume=True).train()
+    assert str(caught.value) == (
+        f"data.train: the checkpoint '{run / 'checkpoints' / 'step-000001'}' was made with another mixture: "
+        "3 x colours (9 rows), 1 x counts (4 rows) then, 2 x colours (9 rows), 1 x counts (4 rows) now; put it back, "
+        "or start a new run"
+    )
+    counts = [json.loads(line) for line in (folder / "counts.jsonl").read_text().splitlines()]
+    counts[1]["answer"] = "7"
+    other_rows = Mixture([train(folder)[0], {"path": counts, "task": "count"}])
+    with pytest.raises(ConfigError, match=r"1 x source-2 \(4 rows\) now"):
+        GRPOTrainer(made, train=other_rows, rewards=REWARDS, resume=True).train()
+    # the same ratio is the same mixture
+    double = Mixture([train(folder, weight=6)[0], train(folder)[1] | {"weight": 2}])
+    GRPOTrainer(made.with_values({"run.max_steps": 2}), train=double, rewards=REWARDS, resume=True).train()
+    assert [row["step"] for row in rows_of(run)] == [0, 1, 2]
+
+
+def test_a_reward_for_a_task_that_is_not_there_is_refused_before_a_model_loads(
+    models: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    made = config(models, folder, tmp_path / "run", model={"path": str(tmp_path)})
+    with pytest.raises(
+        RewardError, match="and no row of the dataset has that; in its rows task is 'colour', 'count'"
+    ):
+        GRPOTrainer(made, rewards=[{"name": vowels, "as": "vowels", "when": {"task": "counting"}}])
+    # an evaluation set without the column would score nothing
+    bare = made.with_values({"data.eval": str(folder / "colours.jsonl")})
+    with pytest.raises(RewardError, match="when names the column 'task', which the dataset lacks"):
+        GRPOTrainer(bare, rewards=REWARDS)
+
+
+def test_replaced_groups_are_of_the_same_source(
+    models: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    def never(completion: str) -> float:
+        return 1.0
+
+    made = config(
+        models,
+        folder,
+        tmp_path / "run",
+        rollout={"dynamic_sampling": True, "max_attempts": 3},
+        run={"max_steps": 2, "eval_every": 0, "guards": {"zero_std": "off", "no_update": "off"}},
+    )
+    GRPOTrainer(made, rewards=[never]).train()
+    by_slot: dict[tuple[int, int], set[str]] = {}
+    for step in (1, 2):
+        rows = rollouts_of(tmp_path / "run", step)
+        assert {row["attempt"] for row in rows} == {0, 1, 2}
+        for row in rows:
+            by_slot.setdefault((step, row["slot"]), set()).add(row["uid"].partition(":")[0])
+    assert len(by_slot) == 8 and all(len(sources) == 1 for sources in by_slot.values())
