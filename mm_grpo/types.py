@@ -26,7 +26,8 @@ class Sample:
     `uid` names the row (never its text): two equal rows have two uids. `messages` are chat messages
     whose content is a string or a list of parts; each `{"type": "image"}` part stands for the next
     entry of `images`, which are decoded, upright RGB pictures of any size. `columns` holds every
-    other field of the row, for rewards. `tools` are JSON schemas of what the model may call.
+    other field of the row, for rewards. `tools` are JSON schemas of what the model may call, `row`
+    the sample as it was before an environment added what it shows first, None where nothing was added.
     """
 
     uid: str
@@ -35,6 +36,7 @@ class Sample:
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
+    row: Sample | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class Completion:
     natural log-probabilities of those tokens under the distribution they were drawn from (media
     tokens masked, temperature applied). `weight_versions` are (first token, version) spans. `tail` is None in a
     conversation of one turn, where the model runs prompt and `token_ids`; `turns` are its messages, and `text` is the
-    model's last one. `environment_reward` is what the environment says of a conversation. `masked` keeps it out of the
+    model's last one. `environment` is the conversation's own, None in another process, and
+    `environment_reward` what it says of the conversation. `masked` keeps it out of the
     loss, with the reason.
     """
 
@@ -144,6 +147,7 @@ class Completion:
     weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     tail: Tail | None = None
     turns: tuple[Turn, ...] = ()
+    environment: Any = None
     environment_reward: float | None = None
     masked: str | None = None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,8 @@ class Toolbox:
     ):
         self.config, self.factory = config, factory
         self.functions = {function.__name__: function for function in tools}
-        methods = _methods(factory()) if factory is not None else {}
+        self._first = factory() if factory is not None else None
+        methods = _methods(self._first) if factory is not None else {}
         twice = [tool.__name__ for tool in tools if tool.__name__ in methods]
         if len(self.functions) < len(tools) or twice:
             raise ConfigError(
@@ -54,9 +56,61 @@ class Toolbox:
                 "nothing that the model could call"
             )
 
+    @property
+    def rewards(self) -> list[Callable[..., Any]]:
+        """The environment's own reward where its class has `get_reward`, named after the class."""
+        if not hasattr(type(self._first), "get_reward"):
+            return []
+
+        def own(completion: str, environment_reward: float | None) -> float | None:
+            return environment_reward
+
+        own.__name__ = own.__qualname__ = type(self._first).__name__
+        return [own]
+
+    def prepare(self, sample: Sample) -> Sample:
+        """A row as it is asked about: with the tools, and with what its environment shows first at its end.
+
+        Raises ToolError for an environment that cannot begin.
+        """
+        sample = replace(sample, tools=self.schemas)
+        if self.factory is None:
+            return sample
+        episode = Episode(self, sample)
+        episode.close()
+        shown = episode.opening
+        if shown is None or not shown.parts:
+            return replace(sample, row=sample)
+        *before, last = sample.messages
+        content = last["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        parts += [
+            {"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in shown.parts
+        ]
+        return replace(
+            sample,
+            messages=[*before, {**last, "content": parts}],
+            images=(*sample.images, *shown.images),
+            row=sample,
+        )
+
     def episode(self, sample: Sample) -> Episode:
-        """A new conversation about a row."""
-        return Episode(self, sample)
+        """A new conversation about a row that was prepared. ToolError where it begins in another way than that."""
+        before = sample.row or sample
+        episode = Episode(self, before)
+        shown = episode.opening.images if episode.opening is not None else ()
+        promised = sample.images[len(before.images) :]
+        text = episode.opening.text if episode.opening is not None else ""
+        same = len(shown) == len(promised) and all(
+            a.size == b.size and a.tobytes() == b.tobytes() for a, b in zip(shown, promised, strict=True)
+        )
+        if not same or (text and text not in _text_of(sample.messages[-1])):
+            raise ToolError(
+                f"{sample.uid}: reset of the environment showed another beginning than before for the same row; the "
+                "completions of a group answer one prompt, so reset must depend on the row alone (seed its random "
+                "numbers from a column)"
+            )
+        return episode
 
 
 class Episode:
@@ -180,6 +234,11 @@ def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
         ) from None
     schema["function"].pop("return", None)  # an image has no schema
     return schema
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _row(reset: Callable[..., Any], sample: Sample) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from mm_grpo.errors import GuardStop
 from mm_grpo.types import Completion, Picture, Prompt, Tail
 
 if TYPE_CHECKING:
-    from mm_grpo.processors.base import Processor
+    from mm_grpo.processors.base import ConversationProcessor
 
 
 class Conversation:
     """One conversation: `start`, the prompt that its group shares, and `prompt`, which is asked next."""
 
-    def __init__(self, start: Prompt, processor: Processor) -> None:
+    def __init__(self, start: Prompt, processor: ConversationProcessor) -> None:
         self.start, self.prompt, self.processor = start, start, processor
         self.answers: list[Completion] = []
         self._sampled: list[bool] = []

@@ -5,8 +5,8 @@ ordinary request whose prompt is the conversation so far (conversation.py), with
 (seeds.py), so engines know nothing of turns, and what they run is compared with what the learner trains on as ever.
 
 A conversation ends when the model writes no call, when its environment is done, after `rollout.max_turns` turns, or
-when the next observation does not fit into `rollout.max_completion_length`, which bounds all tokens after the prompt. In
-the last two cases it is flagged as a completion that was cut off (`finish_reason` "length").
+when the next observation does not fit into `rollout.max_completion_length`, which bounds all tokens after the prompt.
+In the last two cases it is flagged as a completion that was cut off (`finish_reason` "length").
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from mm_grpo.environments.observation import Observation, failed
-from mm_grpo.errors import ToolError
+from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.processors.tool_calls import tool_calls
 from mm_grpo.rollout.conversation import Conversation
 from mm_grpo.rollout.engine import Request, require_answers
@@ -29,9 +29,15 @@ if TYPE_CHECKING:
 
     from mm_grpo.config import GRPOConfig
     from mm_grpo.environments.toolbox import Episode, Toolbox
-    from mm_grpo.processors.base import Processor
+    from mm_grpo.processors.base import ConversationProcessor, Processor
     from mm_grpo.rollout.engine import RolloutEngine
     from mm_grpo.rollout.seeds import SeedPlan
+
+
+class Sampler(Protocol):
+    """An engine, or a loop of turns over one."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
 
 
 @dataclass
@@ -53,7 +59,7 @@ class TurnLoop:
     def __init__(
         self,
         config: GRPOConfig,
-        processor: Processor,
+        processor: ConversationProcessor,
         engine: RolloutEngine,
         toolbox: Toolbox,
         seeds: SeedPlan,
@@ -61,30 +67,35 @@ class TurnLoop:
     ) -> None:
         self.config, self.processor, self.engine = config, processor, engine
         self.toolbox, self.seeds, self.version = toolbox, seeds, version
+        self._opened = ExitStack()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One conversation per request, in order; environments are closed whatever happens.
+        """One conversation per request, in order. Environments stay open until the next call, for rewards.
 
         Raises what the engine raises, ToolError for an environment that cannot be used, and GuardStop when a turn
         changed tokens of the turn before.
         """
-        with ExitStack() as opened:
-            running = []
-            for request in requests:
-                episode = self.toolbox.episode(request.prompt.sample)
-                opened.callback(episode.close)
-                running.append(_Running(request, Conversation(request.prompt, self.processor), episode))
-            pictures: dict[bytes, Picture] = {}
-            for turn in range(self.config.rollout.max_turns):
-                active = [one for one in running if one.finished is None]
-                if not active:
-                    break
-                asked = [self._request(one, turn) for one in active]
-                answers = self.engine.generate(asked)
-                require_answers(asked, answers, self.version())
-                for one, answer in zip(active, answers, strict=True):
-                    self._answered(one, answer, turn, pictures)
-            return [self._completion(one) for one in running]
+        self.close()
+        running = []
+        for request in requests:
+            episode = self.toolbox.episode(request.prompt.sample)
+            self._opened.callback(episode.close)
+            running.append(_Running(request, Conversation(request.prompt, self.processor), episode))
+        pictures: dict[bytes, Picture] = {}
+        for turn in range(self.config.rollout.max_turns):
+            active = [one for one in running if one.finished is None]
+            if not active:
+                break
+            asked = [self._request(one, turn) for one in active]
+            answers = self.engine.generate(asked)
+            require_answers(asked, answers, self.version())
+            for one, answer in zip(active, answers, strict=True):
+                self._answered(one, answer, turn, pictures)
+        return [self._completion(one) for one in running]
+
+    def close(self) -> None:
+        """Close the environments of the last call, which rewards could still look at."""
+        self._opened.close()
 
     def _request(self, one: _Running, turn: int) -> Request:
         sampling, conversation = one.request.sampling, one.conversation
@@ -169,9 +180,30 @@ class TurnLoop:
             weight_versions=tuple(spans),
             tail=one.conversation.tail(),
             turns=tuple(one.turns),
+            environment=one.episode.environment,
             environment_reward=reward,
             masked=one.masked,
         )
+
+
+def sampler_of(
+    config: GRPOConfig,
+    processor: Processor,
+    engine: RolloutEngine,
+    toolbox: Toolbox | None,
+    seeds: SeedPlan,
+    version: Callable[[], int],
+) -> Sampler:
+    """What answers requests: the engine, or with tools a loop over it. ConfigError for a processor without turns."""
+    if toolbox is None:
+        return engine
+    missing = [name for name in ("picture", "extended", "observation") if not hasattr(processor, name)]
+    if missing:
+        raise ConfigError(
+            f"rollout.tools: conversations of several turns need {', '.join(missing)} of the processor "
+            f"({type(processor).__qualname__}); see mm_grpo.processors.base.ConversationProcessor"
+        )
+    return TurnLoop(config, cast("ConversationProcessor", processor), engine, toolbox, seeds, version)
 
 
 def _resized(seen: Observation, pictures: Sequence[Picture]) -> list[str | Image]:
