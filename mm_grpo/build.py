@@ -47,8 +47,8 @@ class RunPlan:
 def plan_run(config: GRPOConfig, rows: Sized, *, at_least_an_epoch: bool = False) -> RunPlan:
     """The plan of a run over `rows`: `run.max_steps` steps, by default one epoch.
 
-    `at_least_an_epoch` lengthens a shorter run to one, so that each row has its seeds; those of the run stay the
-    same. Raises ConfigError when the warm-up is longer than the run, or when there are not seeds enough.
+    `at_least_an_epoch` lengthens a shorter run to as many prompts as there are rows, so that each has its seeds
+    (`PromptBuilder.first`); those of the run stay the same. Raises ConfigError when the warm-up is longer than the run, or when there are not seeds enough.
     """
     rollout, run = config.rollout, config.run
     how = (rollout.prompts_per_step, run.seed, config.data.shuffle)
@@ -69,7 +69,7 @@ def plan_run(config: GRPOConfig, rows: Sized, *, at_least_an_epoch: bool = False
         prompts=rollout.prompts_per_step,
         generations=rollout.num_generations,
         attempts=rollout.max_attempts,
-        max_steps=max(steps, order.steps_per_epoch) if at_least_an_epoch else steps,
+        max_steps=max(steps, -(-order.n_rows // order.prompts_per_step)) if at_least_an_epoch else steps,
     )
     return RunPlan(steps, updates, seeds, order)
 
