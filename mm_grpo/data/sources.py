@@ -213,7 +213,11 @@ def _load_mixture(mixture: Mixture, settings: DataSettings, name: str, verify: b
                 if not str(error).startswith("data.columns."):
                     raise
                 message = str(error) if "columns" not in entry else str(error).removeprefix("data.")
-                remedy = "" if "columns" in entry else ". A source may have columns of its own: {path: ..., columns: ...}"
+                remedy = (
+                    ""
+                    if "columns" in entry
+                    else ". A source may have columns of its own: {path: ..., columns: ...}"
+                )
                 raise DataError(f"entry {number} of the mixture: {message}{remedy}") from error
     return MixedDataset(name, parts, mixture.weights)
 

@@ -221,7 +221,9 @@ def test_a_source_whose_images_are_not_read_is_found_beside_a_good_one(files: Pa
     none = r"answer is 'gold', and the dataset 'train/rows-2' has no such column"
     with pytest.raises(DataError, match=rf"^entry 2 of the mixture: columns\.{none}"):
         load_train(config(["boxes/rows.jsonl", COUNT_ENTRY | {"columns": {"answer": "gold"}}]))
-    with pytest.raises(DataError, match=r"^entry 1 of the mixture: data.columns.answer .*A source may have columns of its"):
+    with pytest.raises(
+        DataError, match=r"^entry 1 of the mixture: data.columns.answer .*A source may have columns of its"
+    ):
         load_train(config(["boxes/rows.jsonl", COUNT_ENTRY], columns={"answer": "label"}))
 
 
