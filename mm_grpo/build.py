@@ -48,7 +48,8 @@ def plan_run(config: GRPOConfig, rows: Sized, *, at_least_an_epoch: bool = False
     """The plan of a run over `rows`: `run.max_steps` steps, by default one epoch.
 
     `at_least_an_epoch` lengthens a shorter run to as many prompts as there are rows, so that each has its seeds
-    (`PromptBuilder.first`); those of the run stay the same. Raises ConfigError when the warm-up is longer than the run, or when there are not seeds enough.
+    (`PromptBuilder.first`); those of the run stay the same. Raises ConfigError when the warm-up is longer than the run,
+    or when there are not seeds enough.
     """
     rollout, run = config.rollout, config.run
     how = (rollout.prompts_per_step, run.seed, config.data.shuffle)
