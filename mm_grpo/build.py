@@ -174,6 +174,7 @@ def _transformers(config: GRPOConfig, model: Any, processor: Processor) -> Rollo
 
 def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
     """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
+    from mm_grpo.processors.base import mm_processor_kwargs
     from mm_grpo.rollout.vllm.engine import VLLMEngine
     from mm_grpo.rollout.vllm.launch import EngineSettings
 
@@ -185,8 +186,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
         model=config.model.path,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=limits.max_model_len,
-        min_pixels=processor.min_pixels,
-        max_pixels=processor.max_pixels,
+        mm_processor_kwargs=tuple(mm_processor_kwargs(processor).items()),
         max_images=limits.max_images,
         gpu_memory_utilization=given.gpu_memory_utilization,
         sleep_level=given.sleep_level,

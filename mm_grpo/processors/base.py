@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from mm_grpo.processors.family import Family
     from mm_grpo.types import Prompt, Sample
 
-_FAMILIES = {"qwen2_vl": "qwen_vl", "qwen2_5_vl": "qwen_vl", "qwen3_vl": "qwen_vl", "qwen3_5": "qwen_vl"}
+Layout = Literal["shared_prefix", "unshared"]
+"""How completions are laid out for the learner: after one prompt that they share, or each after its own."""
+_FAMILIES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "qwen_vl"),
+    "internvl": "internvl",
+    **dict.fromkeys(("smolvlm", "idefics3"), "smolvlm"),
+    "llava_onevision": "llava_onevision",
+}
 _REGISTRY: dict[str, type] = {}
 _C = TypeVar("_C", bound=type)
 
@@ -35,8 +42,8 @@ class Processor(Protocol):
     min_pixels: int
     max_pixels: int
     """Least and largest area of an image after the resize, which an engine is given too."""
-    layout: Literal["shared_prefix", "padded"]
-    """`shared_prefix` where a group's prompt can be run once for all completions, exactly."""
+    layout: Layout
+    """`shared_prefix` where a group's prompt can be run once for all completions, exactly, else `unshared`."""
 
     def prompt(self, sample: Sample) -> Prompt:
         """Process one sample. DataError names the row when it cannot be used."""
@@ -97,6 +104,13 @@ def load_processor(
             "mm_grpo.processors.base.Processor lists (model.processor)"
         )
     return loaded
+
+
+def mm_processor_kwargs(processor: Processor) -> Mapping[str, Any]:
+    """What vLLM is told of images: what the processor says, or where it says nothing, the limits by Qwen's names."""
+    size = {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}
+    found: Mapping[str, Any] = getattr(processor, "mm_processor_kwargs", {"size": size})
+    return found
 
 
 def _class_for(model_type: str, path: str) -> Any:

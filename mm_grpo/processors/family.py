@@ -24,8 +24,8 @@ from mm_grpo.types import Prompt
 
 @dataclass(frozen=True)
 class VisionFeatures:
-    """What a vision tower makes of images: `images` are the features [tokens, D] of each, `levels` the same for each
-    deepstack level.
+    """What a vision tower makes of images: `images` are the features [tokens, D] of each (in `TiledFamily` those of its
+    tiles), `levels` the same for each deepstack level.
 
     `whole_levels` says that the model reads a level as one tensor, of all images (transformers before 5.19).
     """
@@ -156,3 +156,39 @@ class Family(ABC):
     def tower_is_frozen(self, model: Any) -> bool:
         """Whether nothing trains the tower: an image's features are then the same in all passes of a step."""
         return not any(p.requires_grad for p in self.tower(model).parameters())
+
+
+class TiledFamily(Family):
+    """A family whose images are cut into tiles of one size, each of which becomes as many tokens as any other.
+
+    The vision tensors are `pixel_values` [tiles, channels, height, width] of all images, and `tiles` [images], how many
+    each has. The features of an image are [tiles, tokens of a tile, D].
+    """
+
+    @abstractmethod
+    def tile(self, model: Any) -> tuple[int, int, int]:
+        """Channels, height and width of a tile."""
+
+    def blank(self, model: Any) -> dict[str, Tensor]:
+        """One tile of ones: some models drop tiles of zeros, as padding."""
+        return {"pixel_values": torch.ones(1, *self.tile(model)), "tiles": torch.ones(1, dtype=torch.long)}
+
+    def count(self, vision: Mapping[str, Tensor]) -> int:
+        return len(vision["tiles"]) if vision else 0
+
+    def pixels(self, pixel_values: Tensor) -> Tensor:
+        """Tiles in the shape that the model takes them."""
+        return pixel_values
+
+    def hidden_states(self, model: Any, *, tiles: Tensor | None = None, **inputs: Any) -> Tensor:
+        if "pixel_values" in inputs:
+            inputs["pixel_values"] = self.pixels(inputs["pixel_values"])
+        return super().hidden_states(model, **inputs)
+
+    def features(self, model: Any, vision: Mapping[str, Tensor]) -> VisionFeatures:
+        pixels = self.pixels(vision["pixel_values"])
+        made = self.backbone(model).get_image_features(pixels, return_dict=True)
+        return VisionFeatures(made.pooler_output.split(vision["tiles"].tolist()))
+
+    def output(self, features: VisionFeatures) -> Any:
+        return SimpleNamespace(pooler_output=torch.cat(features.images))

@@ -115,6 +115,6 @@ def test_updates_are_followed_and_checked(kind: type[VLLMEngine], rig: Rig, path
 def test_float32_is_refused_before_anything_is_loaded(path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("on a GPU vLLM runs it in float32 too")
-    settings = EngineSettings(str(path), "float32", 512, 1024, 50176)
+    settings = EngineSettings(str(path), "float32", 512)
     with pytest.raises(ConfigError, match="linear attention of a qwen3_5_text in bfloat16 alone"):
         VLLMEngine(settings, None)  # type: ignore[arg-type]

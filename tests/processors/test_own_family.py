@@ -235,6 +235,7 @@ ALLOWED = {
     "processors",
     "testing",  # it builds tiny models of the families
     "learner/transformers_patches.py",  # hides a method of transformers' models
+    "rollout/vllm/weight_names.py",  # names of weights in transformers and in vLLM
     "rollout/weights.py",  # an example in a docstring
 }
 

@@ -105,7 +105,9 @@ def test_unreadable_and_unknown_models_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="no model config can be read"):
         load_processor(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ConfigError, match="no processor for model type 'bert'; known types are qwen2_5_vl"):
+    with pytest.raises(
+        ConfigError, match=r"no processor for model type 'bert'; known types are .*qwen2_5_vl"
+    ):
         load_processor(str(tmp_path))
 
 
