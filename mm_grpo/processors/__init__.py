@@ -9,6 +9,7 @@
 - `internvl.py`: InternVL3 and InternVL3.5 in transformers' form.
 - `smolvlm.py`: SmolVLM, SmolVLM2 and Idefics3.
 - `llava_onevision.py`: LLaVA-OneVision.
+- `gemma3.py`: Gemma 3.
 
 A new family is one file: a class that has what `base.Processor` lists, with a `Family` as its `family`. It may lie
 anywhere and be named in `model.processor`, as path/to/file.py:Class. Here it is decorated with

@@ -26,6 +26,7 @@ _FAMILIES = {
     "internvl": "internvl",
     **dict.fromkeys(("smolvlm", "idefics3"), "smolvlm"),
     "llava_onevision": "llava_onevision",
+    "gemma3": "gemma3",
 }
 _REGISTRY: dict[str, type] = {}
 _C = TypeVar("_C", bound=type)

@@ -69,15 +69,17 @@ class Family(ABC):
     """The layout of one family's models. `model` is always the whole transformers model, `vision` vision tensors.
 
     What holds for every family, and is not asked: the logits of a state are `hidden @ head.weight.T`; every text layer
-    attends to all tokens before, or is of linear attention; and the tokens of a completion have the positions that
-    follow the largest one of the prompt, one by one. `check` refuses a model where its config says otherwise.
+    attends to all tokens before or to a window of them, or is of linear attention; and the tokens of a completion have
+    the positions that follow the largest one of the prompt, one by one. `check` refuses a model where its config says
+    otherwise. Where a family is laid out unshared (`Processor.layout`), its models make their masks themselves.
     """
 
     position_axes: tuple[int, ...] = ()
     """The axes of position ids before those of rows and tokens: (3,) for M-RoPE, () where tokens are counted."""
     layer_types: frozenset[str] = frozenset({"full_attention"})
     """Kinds of text layers that its models may have, as `layer_types` of a text config names them. The learner refuses
-    those of `linear_attention` that it cannot start from a state (learner/linear_attention.py)."""
+    those of `linear_attention` that it cannot start from a state (learner/linear_attention.py), and masks those of
+    `sliding_attention` by the config's `sliding_window`, for models that take a mask for each kind of layer."""
 
     @abstractmethod
     def tower(self, model: Any) -> nn.Module:
@@ -129,6 +131,11 @@ class Family(ABC):
         """The last hidden states [B, N, D]; `inputs` are those of transformers' models."""
         states: Tensor = self.backbone(model)(**inputs).last_hidden_state
         return states
+
+    def image_blocks(self, model: Any, input_ids: Tensor) -> Tensor | None:
+        """Where the tokens of an image see those that follow in it: of ids [B, N] the number of each one's image in its
+        row [B, N], -1 for text. None where every token sees what is before it alone."""
+        return None
 
     def vision(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """The vision tensors of all images of `prompts`, in order; empty when there are none."""

@@ -35,6 +35,7 @@ _NAMES = {
     "smolvlm": "smolvlm",
     "idefics3": "idefics3",
     "llava_onevision": "llavaonevision",
+    "gemma3": "gemma3",
 }
 """What stands in a model's published name, without its dots, dashes and underscores."""
 _AS_DRAWN = ("embed_tokens", "in_proj_qkv", "in_proj_a", "in_proj_b", "linear_attn.conv1d")

@@ -255,11 +255,70 @@ def _llava_onevision(asked: Options) -> tuple[Any, Any]:
     return config, processor
 
 
+# Gemma --------------------------------------------------------------------------------------
+
+
+def _gemma3(asked: Options) -> tuple[Any, Any]:
+    named = {
+        "boi_token": "<start_of_image>",
+        "image_token": "<image_soft_token>",
+        "eoi_token": "<end_of_image>",
+    }
+    special = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<mask>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        *named.values(),
+    ]
+    words = [*(f"<0x{byte:02X}>" for byte in range(256)), *("\n" * n for n in range(1, 5)), "\u2581"]
+    words += [chr(c) for c in range(33, 127)]
+    merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
+    tokenizer = transformers.GemmaTokenizer(
+        vocab={word: i for i, word in enumerate([*special, *words])},
+        merges=merges,
+        model_specific_special_tokens=named,
+        extra_special_tokens=["<start_of_turn>", "<end_of_turn>"],
+    )
+    tokenizer.eos_token = "<end_of_turn>"
+    template = (
+        "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{% for p in m.content %}{{ '<start_of_image>' if p.type == 'image' else p.text | trim }}{% endfor %}"
+        "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    )
+    processor = transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessor(size={"height": TILE, "width": TILE}),
+        tokenizer=tokenizer,
+        chat_template=template,
+        image_seq_length=4,
+    )
+    text = {
+        **_text(asked, tokenizer), "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "bos_token_id": tokenizer.bos_token_id,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config={**_siglip("siglip_vision_model"), "vision_use_head": False},
+        mm_tokens_per_image=4,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=asked.tie,
+    )
+    return config, processor
+
+
 RECIPES: Mapping[str, Callable[[Options], tuple[Any, Any]]] = {
     **dict.fromkeys(_QWEN_CLASSES, _qwen),
     "internvl": _internvl,
     "smolvlm": _smolvlm,
     "idefics3": _smolvlm,
     "llava_onevision": _llava_onevision,
+    "gemma3": _gemma3,
 }
 """By model type, what makes the config and the processor of a tiny model of the family."""
