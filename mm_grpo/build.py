@@ -149,6 +149,11 @@ def build_parts(
     sentences = [limits.sentence] if limits is not None and limits.sentence else []
     if config.data.max_pixels is None:
         sentences.insert(0, f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)")
+    if processor.layout == "unshared":
+        sentences.append(
+            "layout: unshared: sharing a prompt between its completions is not exact for this model, so the learner "
+            "runs each completion after a prompt of its own; images are still encoded once"
+        )
     return Parts(processor, model, prompt_builder, learner, engine, sync, tuple(sentences))
 
 

@@ -120,9 +120,9 @@ class Masks:
         self.dtype: torch.dtype = model.dtype
         self.eager = text._attn_implementation == "eager"
         kinds = set(getattr(text, "layer_types", None) or ())
-        looks_ahead = family is not None and type(family).image_blocks is not Family.image_blocks
+        self.looks_ahead = family is not None and family.looks_ahead
         self.window: int | None = text.sliding_window if SLIDING in kinds else None
-        self.dense = looks_ahead or self.window is not None
+        self.dense = self.looks_ahead or self.window is not None
         self.kinds = sorted(kinds)
         plain = shared and not self.dense
         if attn == "flex_attention" and not plain:
@@ -145,7 +145,9 @@ class Masks:
             return {"attention_mask": (pack.segments != PADDING).long()}
         if not self.dense:
             return self.of(pack.segments)
-        blocks = self.family.image_blocks(self.model, pack.input_ids) if self.family is not None else None
+        blocks = None
+        if self.family is not None and self.looks_ahead:
+            blocks = self.family.image_blocks(self.model, pack.input_ids)
         full = self._as_layers_take_it(attention_mask(pack.segments, blocks))
         if not self.kinds:
             return {"attention_mask": full}

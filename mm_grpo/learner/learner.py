@@ -108,7 +108,7 @@ class Learner:
 
         The report is that of the whole step, equal on every process.
         """
-        groups = balanced(groups, partial(group_cost, config=self.config), self.ranks)
+        groups = balanced(groups, partial(group_cost, config=self.config, shared=self._shared), self.ranks)
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
         self._keep_features(len(minibatches))
         logprobs = LogProbs([c.logprobs for g in groups for c in g.completions])

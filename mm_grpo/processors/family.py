@@ -80,6 +80,8 @@ class Family(ABC):
     """Kinds of text layers that its models may have, as `layer_types` of a text config names them. The learner refuses
     those of `linear_attention` that it cannot start from a state (learner/linear_attention.py), and masks those of
     `sliding_attention` by the config's `sliding_window`, for models that take a mask for each kind of layer."""
+    looks_ahead: bool = False
+    """Whether the tokens of an image see those that follow in it. vLLM on a CPU does not follow that: refused there."""
 
     @abstractmethod
     def tower(self, model: Any) -> nn.Module:
@@ -132,10 +134,9 @@ class Family(ABC):
         states: Tensor = self.backbone(model)(**inputs).last_hidden_state
         return states
 
-    def image_blocks(self, model: Any, input_ids: Tensor) -> Tensor | None:
-        """Where the tokens of an image see those that follow in it: of ids [B, N] the number of each one's image in its
-        row [B, N], -1 for text. None where every token sees what is before it alone."""
-        return None
+    def image_blocks(self, model: Any, input_ids: Tensor) -> Tensor:
+        """Of ids [B, N] the number of each one's image in its row [B, N], -1 for text. Asked where `looks_ahead`."""
+        raise NotImplementedError
 
     def vision(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
         """The vision tensors of all images of `prompts`, in order; empty when there are none."""

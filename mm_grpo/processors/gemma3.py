@@ -31,6 +31,7 @@ from mm_grpo.processors.image_size import Size
 
 class Gemma3Family(Family):
     layer_types = frozenset({"full_attention", "sliding_attention"})
+    looks_ahead = True
 
     def tower(self, model: Any) -> nn.Module:
         return nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])

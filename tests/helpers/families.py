@@ -32,7 +32,7 @@ TABLE: dict[str, Row] = {
     "smolvlm": Row(),
     "idefics3": Row(),
     "llava_onevision": Row(),
-    "gemma3": Row(),
+    "gemma3": Row(vllm=""),
 }
 KINDS = ("text", "one image", "three images", "mixed")
 LENGTHS = (3, 7, 1, 12)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.pack import Item, layout, plan
-from mm_grpo.processors.base import load_processor
+from mm_grpo.processors.base import Layout, load_processor
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 
@@ -152,9 +152,10 @@ def assert_close(name: str, ours: Tensor, theirs: Tensor, largest: float) -> Non
     assert float((ours - theirs).norm()) <= 1e-5 * float(theirs.norm()), name
 
 
+@pytest.mark.parametrize("shape", get_args(Layout))
 @pytest.mark.parametrize("family", TABLE)
 def test_the_update_equals_that_of_a_plain_loop(
-    family: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    family: str, shape: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step of a learner, many packs, images shared between them, against every completion on its own.
 
@@ -164,7 +165,9 @@ def test_the_update_equals_that_of_a_plain_loop(
 
     monkeypatch.setattr(optimizer, "adamw", lambda params, *_, **__: torch.optim.SGD(params, lr=1.0))
     path = models[family]
-    processor, ours, theirs = load_processor(str(path)), load(path), load(path)
+    processor: Any = load_processor(str(path))
+    processor.layout = shape
+    ours, theirs = load(path), load(path)
     groups = groups_of(processor)
     longest = max(len(g.prompt.token_ids) for g in groups) + max(LENGTHS)
     optim = {"learning_rate": 1000.0, "max_tokens_per_pack": longest, "max_grad_norm": 1e9}
@@ -172,6 +175,13 @@ def test_the_update_equals_that_of_a_plain_loop(
     config = config_for(path, optim=optim, rollout=rollout)
     report = Learner(ours, processor, config, 10).update(groups)
     assert report.metrics["learner/packs"] >= 3
+    prompts = sum(len(g.prompt.token_ids) for g in groups)
+    answers = sum(len(c.token_ids) for g in groups for c in g.completions)
+    if shape == "unshared":
+        assert report.metrics["learner/tokens"] == 4 * prompts + answers
+    else:
+        assert report.metrics["learner/tokens"] < 3 * prompts + answers
+    assert report.metrics["learner/images_encoded"] <= 2 * 4  # a group in several packs takes two runs
 
     pairs = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
     tokens = sum(len(c.token_ids) for _, c, _ in pairs)
