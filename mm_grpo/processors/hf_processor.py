@@ -156,6 +156,11 @@ class HFProcessor(ABC):
         made = [self.hf(text=[self.hf.image_token], images=[image], **options) for image in images]
         return [each["input_ids"][0].tolist() for each in made], self.vision(made)
 
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation, up to where the answer begins, by the chat template."""
+        text: str = self.hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return text
+
     def expand(self, text: str, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
         """The ids of a prompt whose placeholders have become the ids of `images`."""
         remaining = iter(images)
@@ -194,13 +199,12 @@ class HFProcessor(ABC):
                 if isinstance(message.get("content"), str):
                     message["content"] = [{"type": "text", "text": message["content"]}]
         try:
-            text: str = self.hf.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+            return self.render(given)
         except TemplateError as error:
             raise DataError(
                 f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
                 "the template in model.path"
             ) from error
-        return text
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -114,6 +114,14 @@ class SmolVLMProcessor(HFProcessor):
         pixels = [each["pixel_values"][0] for each in made]
         return {"pixel_values": torch.cat(pixels), "tiles": torch.tensor([len(each) for each in pixels])}
 
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        # by the tokenizer: the processor adds options of videos to every call, and warns of them as unknown
+        template = self.hf.chat_template or self.tokenizer.chat_template
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+        return text
+
     def _load(self, path: str) -> Any:
         allow_without_num2words()
         return super()._load(path)

@@ -85,7 +85,11 @@ def build(
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # large enough that answers depend on the images, and are not uniform
         for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2 and not any(part in name for part in _AS_DRAWN):
+            if (
+                parameter.ndim >= 2 and not parameter.any()
+            ):  # projectors and position embeddings that start at 0
+                parameter.normal_(std=0.1)
+            elif parameter.ndim >= 2 and not any(part in name for part in _AS_DRAWN):
                 parameter.mul_(4.0)
             if name.endswith("A_log"):  # a state that lasts for a prompt, not for two tokens
                 parameter.sub_(6.0)

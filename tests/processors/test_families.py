@@ -34,6 +34,7 @@ from mm_grpo.rollout.transformers_engine import TransformersEngine
 
 ROUNDING_ONLY = re.compile(r"vision_(tower|model)\.")
 """A bias of keys without rotary positions moves all scores of a query alike, so its gradient is rounding."""
+SIZES = ((84, 84), (56, 140), (230, 97))
 
 
 def test_every_family_is_in_the_table() -> None:
@@ -84,6 +85,22 @@ def test_the_engine_samples_what_the_learner_scores(family: str, models: dict[st
             with torch.no_grad():
                 plain, _ = plain_logprobs(model, processor, prompt, c.token_ids, config.rollout.temperature)
             assert ours == pytest.approx(plain.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_log_probs_depend_on_every_image(family: str, models: dict[str, Path]) -> None:
+    """Else none of the other tests would see a wrong image."""
+    processor, model = load_processor(str(models[family])), load(models[family])
+    engine = TransformersEngine(model, processor)
+    answer = answers_of(processor, 5)[3]
+
+    def scored(*numbers: int) -> Tensor:
+        images = tuple(tiny.picture(n, *SIZES[place]) for place, n in enumerate(numbers))
+        return torch.tensor(engine.score(processor.prompt(tiny.sample("r", "what", images)), answer))
+
+    first = scored(1, 2, 3)
+    for others in ((7, 2, 3), (1, 8, 3), (1, 2, 9), (1, 3, 2)):
+        assert float((scored(*others) - first).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
