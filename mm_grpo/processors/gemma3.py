@@ -50,7 +50,8 @@ class Gemma3Family(Family):
     def image_blocks(self, model: Any, input_ids: Tensor) -> Tensor:
         image = input_ids == model.config.image_token_id
         starts = image & ~torch.nn.functional.pad(image, (1, 0))[:, :-1]
-        return (starts.cumsum(1) - 1).masked_fill(~image, -1)
+        numbers: Tensor = (starts.cumsum(1) - 1).masked_fill(~image, -1)
+        return numbers
 
     def output(self, features: VisionFeatures) -> Any:
         return SimpleNamespace(pooler_output=torch.stack(features.images))

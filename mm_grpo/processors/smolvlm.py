@@ -43,8 +43,17 @@ class SmolVLMFamily(TiledFamily):
         return layers
 
     def pixels(self, pixel_values: Tensor) -> Tensor:
-        """The model takes the tiles of several rows, padded to one number: here they are those of one row."""
-        return pixel_values[None]
+        """The model takes the tiles of several rows, padded with zeros to one number: here they are those of one row.
+
+        A tile that is all zero it would drop as padding (a picture is none, a blank one may be): there the first number
+        is no longer 0.
+        """
+        if pixel_values.ndim != 4:  # none are looked at where features are given
+            return pixel_values
+        empty = ~pixel_values.flatten(1).any(1)
+        first = torch.zeros_like(pixel_values)
+        first[:, 0, 0, 0] = empty * 1e-6
+        return (pixel_values + first)[None]
 
 
 @register("smolvlm", "idefics3")

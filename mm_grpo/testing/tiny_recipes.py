@@ -277,7 +277,8 @@ def _gemma3(asked: Options) -> tuple[Any, Any]:
     words = [*(f"<0x{byte:02X}>" for byte in range(256)), *("\n" * n for n in range(1, 5)), "\u2581"]
     words += [chr(c) for c in range(33, 127)]
     merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
-    tokenizer = transformers.GemmaTokenizer(
+    gemma: Any = transformers.GemmaTokenizer
+    tokenizer = gemma(
         vocab={word: i for i, word in enumerate([*special, *words])},
         merges=merges,
         model_specific_special_tokens=named,
@@ -300,7 +301,8 @@ def _gemma3(asked: Options) -> tuple[Any, Any]:
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "bos_token_id": tokenizer.bos_token_id,
     }  # fmt: skip
-    config = transformers.Gemma3Config(
+    config_class: Any = transformers.Gemma3Config
+    config = config_class(
         text_config=text,
         vision_config={**_siglip("siglip_vision_model"), "vision_use_head": False},
         mm_tokens_per_image=4,

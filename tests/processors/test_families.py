@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -101,6 +102,17 @@ def test_log_probs_depend_on_every_image(family: str, models: dict[str, Path]) -
     first = scored(1, 2, 3)
     for others in ((7, 2, 3), (1, 8, 3), (1, 2, 9), (1, 3, 2)):
         assert float((scored(*others) - first).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_blanked_images_are_images_too(family: str, models: dict[str, Path]) -> None:
+    """Tensors of zeros in place of pixels, as the guard against unread images gives them."""
+    processor, model = load_processor(str(models[family])), load(models[family])
+    (prompt,) = prompts_of("three images", processor)
+    vision = {k: v * 0 if v.is_floating_point() else v for k, v in prompt.vision.items()}
+    engine, answer = TransformersEngine(model, processor), answers_of(processor, 5)[3]
+    seen, blank = (torch.tensor(engine.score(p, answer)) for p in (prompt, replace(prompt, vision=vision)))
+    assert bool(blank.isfinite().all()) and float((seen - blank).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
