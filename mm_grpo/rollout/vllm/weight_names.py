@@ -1,9 +1,9 @@
 """Names of weights that transformers has changed and vLLM does not know yet.
 
-SigLIP towers: transformers since 5.19 calls their parts `vision_tower.encoder...`, in memory and on disk, where models
-published before have `vision_tower.vision_model.encoder...`. vLLM 0.32 takes the older names alone: it refuses to start
-from a folder that transformers wrote, and it would refuse the learner's weights. Here its classes are taught the new
-names beside. Needless when: vLLM's own mapping has them, or its tower has no part `vision_model`.
+SigLIP towers: transformers since 5.19 calls their parts `vision_tower.encoder...` in memory, and on disk where it wrote
+the model first; models published before have `vision_tower.vision_model.encoder...`, and keep that when they are saved.
+vLLM 0.32 takes the older names alone: it would refuse the learner's weights. Here its classes are taught the new names
+beside. Needless when: vLLM's own mapping has them, or its tower has no part `vision_model`.
 """
 
 from __future__ import annotations
