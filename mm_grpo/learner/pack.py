@@ -83,7 +83,7 @@ def attention_mask(
             (image_blocks[:, :, None] == image_blocks[:, None, :]) & (image_blocks >= 0)[:, None, :]
         )
     if window is not None and positions is not None:
-        seen = seen & (positions[:, :, None] - positions[:, None, :] < window)
+        seen = seen & ((positions - window)[:, :, None] < positions[:, None, :])
     allowed = seen & (key != PADDING) & ((key == PROMPT) | (key == query))
     # padding attends to itself, for a softmax over nothing is NaN
     allowed |= torch.eye(n, dtype=torch.bool, device=segments.device)

@@ -15,7 +15,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.parity.sync import VerifiedSync
-from mm_grpo.processors.base import load_processor
+from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
@@ -63,6 +63,19 @@ def test_every_weight_arrives_in_an_update(rig: Rig) -> None:
     transfer = rig.send(1)
     assert transfer.skipped_bytes == 0
     assert max(before, largest_gap(rig, "mixed")) <= LIMITS[rig.settings.dtype]
+
+
+@pytest.mark.parametrize("family", ["internvl", "smolvlm", "llava_onevision"])
+def test_limits_on_images_reach_vllm(family: str, models: dict[str, Path]) -> None:
+    """Four tiles at most, where the model's own limit is larger: ids are compared by the engine."""
+    small, own = (load_processor(str(models[family]), max_pixels=limit) for limit in (4 * 56**2, None))
+    settings = EngineSettings(
+        str(models[family]), "float32", 1024, tuple(mm_processor_kwargs(small).items()), max_images=3
+    )
+    engine = VLLMEngine(settings, small)
+    (prompt,), (whole,) = (prompts_of("three images", p) for p in (small, own))
+    assert len(prompt.token_ids) < len(whole.token_ids)
+    engine.generate(requests_for([prompt], [range(4)], Sampling(4)))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "llava_onevision"])

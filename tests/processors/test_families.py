@@ -26,6 +26,7 @@ from helpers.families import (
 from helpers.steps import config_for, load
 from torch import Tensor
 
+from mm_grpo.errors import ConfigError
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.pack import Item, layout, plan
@@ -90,6 +91,43 @@ def test_the_engine_samples_what_the_learner_scores(family: str, models: dict[st
             with torch.no_grad():
                 plain, _ = plain_logprobs(model, processor, prompt, c.token_ids, config.rollout.temperature)
             assert ours == pytest.approx(plain.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_in_bfloat16_engine_and_learner_agree_but_for_rounding(family: str, models: dict[str, Path]) -> None:
+    processor, model = load_processor(str(models[family])), load(models[family]).to(torch.bfloat16)
+    config = config_for(models[family], model={"dtype": "bfloat16"})
+    learner, engine = Learner(model, processor, config, 10), TransformersEngine(model, processor)
+    gaps = []
+    for number, prompt in enumerate(prompts_of("mixed", processor)):
+        answers = answers_of(processor, number)
+        for answer, ours in zip(answers, learner.score(prompt, answers), strict=True):
+            gaps += [abs(a - b) for a, b in zip(ours, engine.score(prompt, answer), strict=True)]
+    assert 0 < max(gaps) < 0.1
+    assert learner.update(groups_of(processor)).metrics["learner/update_norm"] > 0
+
+
+@pytest.mark.parametrize("shape", get_args(Layout))
+@pytest.mark.parametrize("family", ["gemma3", "internvl"])
+def test_eager_attention_is_the_same(family: str, shape: str, models: dict[str, Path]) -> None:
+    processor: Any = load_processor(str(models[family]))
+    processor.layout = shape
+    config = config_for(models[family], model={"attn": "eager"})
+    learner = Learner(load(models[family], attn_implementation="eager"), processor, config, 10)
+    plain = load(models[family])
+    for number, prompt in enumerate(prompts_of("mixed", processor)):
+        answers = answers_of(processor, number)
+        for answer, ours in zip(answers, learner.score(prompt, answers, as_sampled=True), strict=True):
+            with torch.no_grad():
+                want, _ = plain_logprobs(plain, processor, prompt, answer, config.rollout.temperature)
+            assert ours == pytest.approx(want.tolist(), abs=1e-5)
+
+
+def test_flex_attention_is_refused_where_masks_are_more_than_segments(models: dict[str, Path]) -> None:
+    processor: Any = load_processor(str(models["gemma3"]))
+    config = config_for(models["gemma3"], model={"attn": "flex_attention"})
+    with pytest.raises(ConfigError, match=r"model\.attn = 'flex_attention' does not work for a gemma3_text"):
+        Learner(load(models["gemma3"]), processor, config, 10)
 
 
 @pytest.mark.parametrize("family", TABLE)
