@@ -165,6 +165,11 @@ def build_parts(
     sentences = [limits.sentence] if limits is not None and limits.sentence else []
     if config.data.max_pixels is None:
         sentences.insert(0, f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)")
+    if processor.layout == "unshared":
+        sentences.append(
+            "layout: unshared: sharing a prompt between its completions is not exact for this model, so the learner "
+            "runs each completion after a prompt of its own; images are still encoded once"
+        )
     return Parts(processor, model, prompt_builder, learner, engine, sync, tuple(sentences))
 
 
@@ -190,6 +195,7 @@ def _transformers(config: GRPOConfig, model: Any, processor: Processor) -> Rollo
 
 def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
     """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
+    from mm_grpo.processors.base import mm_processor_kwargs
     from mm_grpo.rollout.vllm.engine import VLLMEngine
     from mm_grpo.rollout.vllm.launch import EngineSettings
 
@@ -201,8 +207,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
         model=config.model.path,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=limits.max_model_len,
-        min_pixels=processor.min_pixels,
-        max_pixels=processor.max_pixels,
+        mm_processor_kwargs=tuple(mm_processor_kwargs(processor).items()),
         max_images=limits.max_images,
         gpu_memory_utilization=given.gpu_memory_utilization,
         sleep_level=given.sleep_level,
