@@ -82,7 +82,7 @@ def test_the_model_is_told_of_every_tool() -> None:
 
 def test_an_episode_has_an_environment_of_its_own() -> None:
     box = Toolbox(config(), [add], Counter)
-    one, other = (box.episode(sample("train:0", start=n)) for n in (5, 7))
+    one, other = (box.episode(box.prepare(sample("train:0", start=n))) for n in (5, 7))
     assert one.opening is not None and one.opening.parts == (" Begin at 5.",)
     assert one.call("count", {"by": 2}).parts == ("7",) and other.call("count", {"by": -1}).parts == ("6",)
     assert (one.reward(), other.reward()) == (7.0, 6.0)
