@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.dataset import Dataset
     from mm_grpo.distributed.ranks import Ranks
+    from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.learner.learner import Learner
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.processors.base import Processor
@@ -44,12 +45,14 @@ class RunPlan:
     order: PromptOrder
 
 
-def plan_run(config: GRPOConfig, rows: Sized, *, at_least_an_epoch: bool = False) -> RunPlan:
+def plan_run(
+    config: GRPOConfig, rows: Sized, *, at_least_an_epoch: bool = False, several_turns: bool = False
+) -> RunPlan:
     """The plan of a run over `rows`: `run.max_steps` steps, by default one epoch.
 
     `at_least_an_epoch` lengthens a shorter run to as many prompts as there are rows, so that each has its seeds
-    (`PromptBuilder.first`); those of the run stay the same. Raises ConfigError when the warm-up is longer than the run,
-    or when there are not seeds enough.
+    (`PromptBuilder.first`); those of the run stay the same. With `several_turns` conversations have up to
+    `rollout.max_turns`. Raises ConfigError when the warm-up is longer than the run, or when there are not seeds enough.
     """
     rollout, run = config.rollout, config.run
     how = (rollout.prompts_per_step, run.seed, config.data.shuffle)
@@ -71,6 +74,7 @@ def plan_run(config: GRPOConfig, rows: Sized, *, at_least_an_epoch: bool = False
         generations=rollout.num_generations,
         attempts=rollout.max_attempts,
         max_steps=max(steps, -(-order.n_rows // order.prompts_per_step)) if at_least_an_epoch else steps,
+        max_turns=rollout.max_turns if several_turns else 1,
     )
     return RunPlan(steps, updates, seeds, order)
 
@@ -102,12 +106,13 @@ def build_parts(
     model: Any = None,
     processor: Processor | None = None,
     ranks: Ranks | None = None,
+    toolbox: Toolbox | None = None,
 ) -> Parts:
     """Load what `config` names, in place of which a `model` and a `processor` can be given.
 
     `updates` is the length of the learning-rate schedule, `datasets` are all whose rows will be asked about,
-    `ranks` the processes that train together. Raises ConfigError for what cannot be loaded and GuardStop when the
-    weights did not reach the engine.
+    `ranks` the processes that train together, `toolbox` what the model may call. Raises ConfigError for what cannot be
+    loaded and GuardStop when the weights did not reach the engine.
     """
     from mm_grpo.distributed.accelerate_env import check_launcher
     from mm_grpo.learner.learner import Learner
@@ -156,8 +161,9 @@ def build_parts(
     check_saveable(model, processor)
     context, limits = context_of(model.config), None
     if config.rollout.engine == "vllm":
-        limits = engine_limits(config, processor, datasets, context)
-    prompt_builder = PromptBuilder(processor, config, context, limits.max_model_len if limits else None)
+        limits = engine_limits(config, processor, datasets, context, toolbox)
+    length = limits.max_model_len if limits else None
+    prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
     learner = Learner(model, processor, config, updates, ranks)
     engine = build_engine(limits.in_config(config) if limits else config, model, processor)
     sync = VerifiedSync(engine, learner, config)

@@ -28,6 +28,10 @@ class RewardError(UserError):
     """A reward is unknown, raised, or answered with something that is not a score."""
 
 
+class ToolError(UserError):
+    """A tool or an environment cannot be used, or raised where nobody answers for it."""
+
+
 class EngineError(RuntimeError):
     """The rollout engine failed where neither config nor row is to blame; the cause is chained. Exit code 1."""
 

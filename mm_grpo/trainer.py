@@ -22,6 +22,7 @@ from mm_grpo.build import build_parts, plan_run
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import Source, load_eval, load_train
 from mm_grpo.distributed.ranks import start
+from mm_grpo.environments.toolbox import Toolbox, toolbox_of
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.health.guards import Guards
@@ -34,6 +35,7 @@ from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.collect import Collector, Rollout
 from mm_grpo.rollout.evaluate import Best, Evaluation, Headline, as_metrics, better, evaluate
+from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
 from mm_grpo.run.folder import RunFolder, folders_of
 from mm_grpo.run.inputs import inputs_of
@@ -54,7 +56,8 @@ class GRPOTrainer:
     `datasets.Dataset`, a path, a `Mixture` of these (mm_grpo/data/mixture.py), or for `eval` a dict of named sets
     (the first is the headline). `rewards` overrides the config's list and mixes names, mappings and callables.
     `model` is a transformers model to train in place of the weights at `model.path` (in place; `model.lora` and the
-    rest of the section apply to it); `processor` one of ours. Callbacks are objects with any of
+    rest of the section apply to it); `processor` one of ours. `tools` are functions that the model
+    may call, `environment_factory` makes an object whose methods it may call. Callbacks are objects with any of
     `on_train_begin(trainer)`, `on_step_end(trainer, metrics)` and `on_train_end(trainer)`.
 
     The constructor checks everything that can be checked before a model is loaded, then loads it.
@@ -70,6 +73,8 @@ class GRPOTrainer:
         rewards: Sequence[Any] | None = None,
         model: Any = None,
         processor: Processor | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Callable[[], Any] | None = None,
         callbacks: Sequence[Any] = (),
         resume: bool = False,
     ) -> None:
@@ -84,10 +89,11 @@ class GRPOTrainer:
         check_callbacks(callbacks)
         self.callbacks = tuple(callbacks) if self.ranks.first else ()
         config.require_eval(given=eval is not None)
-        self.scorer = Scorer(_reward_entries(config, rewards))
+        toolbox = toolbox_of(config, tools, environment_factory)
+        self.scorer = Scorer(_reward_entries(config, rewards, toolbox))
         self.train_set = load_train(config, train, needs=self.scorer.check)
         self.eval_sets = load_eval(config, eval, needs=self.scorer.check)
-        self.plan = plan_run(config, self.train_set)
+        self.plan = plan_run(config, self.train_set, several_turns=toolbox is not None)
         self.scorer.conversational = self.train_set.conversational
         self.scorer.max_steps = self.plan.max_steps
         self.headline = Headline.of(config, [spec.name for spec in self.scorer.specs])
@@ -111,18 +117,27 @@ class GRPOTrainer:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(config.run.seed % 2**63)
             parts = build_parts(
-                config, self.plan.updates, sets, model=model, processor=processor, ranks=self.ranks
+                config,
+                self.plan.updates,
+                sets,
+                model=model,
+                processor=processor,
+                ranks=self.ranks,
+                toolbox=toolbox,
             )
         self.processor, self.model, self.prompt_builder = parts.processor, parts.model, parts.prompt_builder
         self.learner, self.engine, self.sync = parts.learner, parts.engine, parts.sync
         mixture = self.plan.order.sentence
         self._limits = (*([mixture] if mixture else []), *parts.sentences)
+        self.sampler = sampler_of(
+            config, self.processor, self.engine, toolbox, self.plan.seeds, lambda: self.sync.version
+        )
         self.collector = Collector(
             config,
             self.train_set,
             self.plan,
             self.prompt_builder,
-            self.engine,
+            self.sampler,
             self.scorer,
             self.ranks,
             version=lambda: self.sync.version,
@@ -161,7 +176,7 @@ class GRPOTrainer:
 
     def evaluate(self, step: int = 0) -> dict[str, Evaluation]:
         """Answer every evaluation set with the current weights, by name; the first set is the headline."""
-        run = (self.prompt_builder, self.engine, self.scorer, self.config, step, self.ranks)
+        run = (self.prompt_builder, self.sampler, self.scorer, self.config, step, self.ranks)
         sets = self.eval_sets.items()
         return {name: evaluate(rows, *run, part=(i, len(sets))) for i, (name, rows) in enumerate(sets)}
 
@@ -403,13 +418,17 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             )
 
 
-def _reward_entries(config: GRPOConfig, given: Sequence[Any] | None) -> Sequence[Any]:
+def _reward_entries(
+    config: GRPOConfig, given: Sequence[Any] | None, toolbox: Toolbox | None
+) -> Sequence[Any]:
+    """The rewards that are given or the config's, and the environment's own."""
+    own = [] if toolbox is None else toolbox.rewards
     if given is None:
-        config.require_rewards()
-        return config.rewards
-    if not given:
+        config.require_rewards(given=bool(own))
+        return [*config.rewards, *own]
+    if not given and not own:
         raise ConfigError("rewards=[] has no reward; give at least one name, mapping or function")
-    return given
+    return [*given, *own]
 
 
 def _summary(

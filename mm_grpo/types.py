@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,7 +26,8 @@ class Sample:
     `uid` names the row (never its text): two equal rows have two uids. `messages` are chat messages
     whose content is a string or a list of parts; each `{"type": "image"}` part stands for the next
     entry of `images`, which are decoded, upright RGB pictures of any size. `columns` holds every
-    other field of the row, for rewards.
+    other field of the row, for rewards. `tools` are JSON schemas of what the model may call, `row`
+    the sample as it was before an environment added what it shows first, None where nothing was added.
     """
 
     uid: str
@@ -34,6 +35,8 @@ class Sample:
     images: tuple[Image, ...] = ()
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    row: Sample | None = None
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,69 @@ class Prompt:
         return int(self.position_ids.max()) + 1
 
 
+class Pictured(Protocol):
+    """What holds tensors of the vision tower: a prompt, or an image of an observation."""
+
+    @property
+    def vision(self) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An image of an observation at its final size, with its tensors of the vision tower and the ids that it becomes.
+
+    Equal images of a step are one object, so that the learner encodes each once.
+    """
+
+    image: Image
+    vision: Mapping[str, Tensor]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What follows the prompt in a conversation of several turns, as the model runs it.
+
+    `token_ids` [N] are expanded as those of a prompt: what was sampled, and between it what tools and environments
+    answered. `sampled` [N] tells the two apart, `position_ids` [*A, N] go on from the prompt's, and `pictures` are the
+    images of the observations in order.
+    """
+
+    token_ids: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    position_ids: Tensor
+    pictures: tuple[Picture, ...] = ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a conversation after its prompt: the model's (`assistant`), or the answer to a call (`tool`).
+
+    Of the model `seed` and `tokens`, as many as it sampled; of an answer the `name` of the tool, its `arguments`, its
+    `images` at their final size, `tokens`, 0 where the answer before it holds those of both, and the `fault` if any.
+    """
+
+    role: Literal["assistant", "tool"]
+    text: str
+    tokens: int
+    seed: int | None = None
+    name: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
+    fault: str | None = None
+
+
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer.
+    """One sampled answer; in a conversation of several turns, all that the model sampled in it.
 
     `token_ids` [T] include the end token when it was sampled. `logprobs` [T] are the engine's
     natural log-probabilities of those tokens under the distribution they were drawn from (media
-    tokens masked, temperature applied). `weight_versions` are (first token, version) spans.
+    tokens masked, temperature applied). `weight_versions` are (first token, version) spans. `tail` is None in a
+    conversation of one turn, where the model runs prompt and `token_ids`; `turns` are its messages, and `text` is the
+    model's last one. `environment` is the conversation's own, None in another process, and
+    `environment_reward` what it says of the conversation. `masked` keeps it out of the
+    loss, with the reason.
     """
 
     token_ids: tuple[int, ...]
@@ -87,6 +146,16 @@ class Completion:
     finish_reason: FinishReason
     seed: int
     weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+    tail: Tail | None = None
+    turns: tuple[Turn, ...] = ()
+    environment: Any = None
+    environment_reward: float | None = None
+    masked: str | None = None
+
+    @property
+    def run_length(self) -> int:
+        """How many tokens the model runs after the prompt: what was sampled, and the observations."""
+        return len(self.token_ids) if self.tail is None else len(self.tail.token_ids)
 
 
 @dataclass(frozen=True)

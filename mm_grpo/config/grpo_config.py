@@ -172,11 +172,13 @@ class GRPOConfig(Section):
         ]
 
 
-def check_seed_plan(max_steps: int, attempts: int, prompts: int, generations: int) -> None:
+def check_seed_plan(
+    max_steps: int, attempts: int, prompts: int, generations: int, max_turns: int = 1
+) -> None:
     """Refuse a run that would need more seeds than there are (the seed law).
 
     A run plans max_steps x attempts x prompts x generations seeds; there are M, the largest multiple
-    of `generations` not above 2^30.
+    of `generations` not above 2^30. The further turns of conversations have 2^30 seeds of their own.
     """
     seeds = TRAINING_SEEDS // generations * generations
     planned = max_steps * attempts * prompts * generations
@@ -185,6 +187,11 @@ def check_seed_plan(max_steps: int, attempts: int, prompts: int, generations: in
             f"run.max_steps = {max_steps}: {max_steps} steps x {attempts} attempts x {prompts} prompts x"
             f" {generations} generations need {planned} seeds, and there are {seeds}; lower run.max_steps,"
             " rollout.max_attempts, rollout.prompts_per_step or rollout.num_generations"
+        )
+    if planned * (max_turns - 1) > TRAINING_SEEDS:
+        raise ConfigError(
+            f"rollout.max_turns = {max_turns}: {planned} generations x {max_turns - 1} further turns need"
+            f" {planned * (max_turns - 1)} seeds, and there are {TRAINING_SEEDS}; lower it, or run.max_steps"
         )
 
 

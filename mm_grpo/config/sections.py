@@ -230,6 +230,20 @@ class RolloutConfig(Section):
     """Replace groups of equal rewards by other rows (DAPO); needs rollout.max_attempts >= 2. Default: false."""
     max_attempts: int = Field(default=1, ge=1)
     """A: times that a step may sample, the first included, >= 1; 1 without rollout.dynamic_sampling. Default: 1."""
+    tools: Annotated[list[str], Accepts("list of path/to/file.py:function or package.module:function")] = (
+        Field(default_factory=list)
+    )
+    """Functions that the model may call (docs/turns.md), as path/to/file.py:function; [] is none. Default: []."""
+    environment: str | None = None
+    """Class whose methods the model may call (docs/turns.md): zoom, rotate, grid_world, a name of the entry points
+    mm_grpo.environments, or path/to/file.py:Class; null is none. Default: null."""
+    max_turns: int = Field(default=8, ge=2)
+    """Most turns of the model in a conversation with tools, >= 2. Default: 8."""
+    max_images_per_episode: int = Field(default=8, ge=0)
+    """Most images that tools may show in one conversation, >= 0; a further one is refused. Default: 8."""
+    on_tool_error: Literal["reply", "mask", "stop"] = "reply"
+    """What an exception out of a tool does; reply tells the model, mask keeps the conversation out of the loss, stop
+    ends the run. Default: reply."""
     vllm: VLLMConfig = VLLMConfig()
     """The vLLM engine."""
     eval: EvalSampling = EvalSampling()
@@ -406,7 +420,8 @@ class RunConfig(Section):
     ] = Field(default_factory=dict)
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
-    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images. Default: {}."""
+    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, tools_failing, tools_unused. Default:
+    {}."""
     parity_check: bool = True
     """Compare engine and learner on one prompt before the first step; ids, log-probs and seeds. Default: true."""
     max_logp_gap: Number | None = Field(default=None, gt=0)

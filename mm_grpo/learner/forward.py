@@ -79,16 +79,16 @@ class PackForward(nn.Module):
         """The tokens with their images: as pixels, or as features that passes or packs share."""
         family, model = self.family, self.model
         inputs: dict[str, Any] = {"input_ids": pack.input_ids}
-        if not pack.prompts and not family.tower_is_frozen(model):
+        if not pack.pictured and not family.tower_is_frozen(model):
             yield {"inputs_embeds": self._embeds_touched_by_blank(pack.input_ids)}
-        elif pack.prompts and self.features is not None:
+        elif pack.pictured and self.features is not None:
             features = self.features
             with features_for_pixels(
-                family.backbone(model), lambda: family.output(features.of(pack.prompts))
+                family.backbone(model), lambda: family.output(features.of(pack.pictured))
             ) as pixels:
                 yield inputs | pixels
         else:
-            vision = family.vision(pack.prompts)
+            vision = family.vision(pack.pictured)
             yield inputs | {key: tensor.to(model.device) for key, tensor in vision.items()}
 
     def _embeds_touched_by_blank(self, input_ids: Tensor) -> Tensor:

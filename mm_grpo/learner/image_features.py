@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mm_grpo.processors.family import Family, VisionFeatures
-from mm_grpo.types import Prompt
+from mm_grpo.types import Pictured
 
 
 class KeptFeatures:
@@ -32,9 +32,9 @@ class KeptFeatures:
         self.model, self.family = model, family
         self.encoded = 0
         # by a prompt's id: the prompt too, so that its id stays its own
-        self._kept: dict[int, tuple[Prompt, VisionFeatures]] = {}
+        self._kept: dict[int, tuple[Pictured, VisionFeatures]] = {}
 
-    def of(self, prompts: Sequence[Prompt]) -> VisionFeatures:
+    def of(self, prompts: Sequence[Pictured]) -> VisionFeatures:
         """The features of all images of `prompts`, in order; every prompt has images."""
         new = list({id(p): p for p in prompts if id(p) not in self._kept}.values())
         if new:
@@ -56,7 +56,7 @@ class SharedFeatures:
     that went through the tower, without blank ones.
     """
 
-    def __init__(self, model: Any, family: Family, packs: Iterable[Sequence[Prompt]]) -> None:
+    def __init__(self, model: Any, family: Family, packs: Iterable[Sequence[Pictured]]) -> None:
         self.model, self.family = model, family
         self.trained = not family.tower_is_frozen(model)
         self.blank = family.blank(model) if self.trained else {}
@@ -66,7 +66,7 @@ class SharedFeatures:
         self._sums: dict[int, list[Tensor]] = {}
         """By prompt: fp32 sums of the gradients of its features, in the order of `VisionFeatures.tensors`."""
 
-    def of(self, prompts: Sequence[Prompt]) -> VisionFeatures:
+    def of(self, prompts: Sequence[Pictured]) -> VisionFeatures:
         """The features of all images of a pack's `prompts`, in order; every prompt has images."""
         each = {id(p): p for p in prompts}
         self._left.subtract(each.keys())
@@ -86,16 +86,16 @@ class SharedFeatures:
                 self._kept.pop(number, None)
         return VisionFeatures.join([found[id(p)] for p in prompts])
 
-    def _keep(self, prompts: Sequence[Prompt]) -> None:
+    def _keep(self, prompts: Sequence[Pictured]) -> None:
         new = [p for p in prompts if id(p) not in self._kept]
         with torch.no_grad():
             self._kept |= dict(zip(map(id, new), self._encode(new), strict=True))
 
-    def _encode(self, prompts: Sequence[Prompt]) -> list[VisionFeatures]:
+    def _encode(self, prompts: Sequence[Pictured]) -> list[VisionFeatures]:
         self.encoded += sum(self.family.count(p.vision) for p in prompts)
         return encode(self.model, self.family, prompts) if prompts else []
 
-    def _with_gradients(self, prompts: Sequence[Prompt]) -> list[VisionFeatures]:
+    def _with_gradients(self, prompts: Sequence[Pictured]) -> list[VisionFeatures]:
         made = self._encode(prompts)
         for place, prompt in enumerate(prompts):
             sums = self._sums.pop(id(prompt), None)
@@ -117,7 +117,7 @@ class SharedFeatures:
         return _rebuilt(features, [first + zero.to(first.dtype), *others])
 
 
-def encode(model: Any, family: Family, prompts: Sequence[Prompt]) -> list[VisionFeatures]:
+def encode(model: Any, family: Family, prompts: Sequence[Pictured]) -> list[VisionFeatures]:
     """The features of the images of each of `prompts`, from one run of the tower."""
     vision = {key: tensor.to(model.device) for key, tensor in family.vision(prompts).items()}
     return list(family.features(model, vision).split([family.count(p.vision) for p in prompts]))

@@ -45,7 +45,7 @@ from mm_grpo.learner.minibatch import (
 )
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
-from mm_grpo.learner.pack import Item, Pack, dummy_pack, layout, plan
+from mm_grpo.learner.pack import Item, Pack, dummy_pack, layout, pictured_of, plan
 from mm_grpo.learner.reference import MovingReference, load_reference_model
 from mm_grpo.learner.step_report import (
     LearnerReport,
@@ -130,7 +130,7 @@ class Learner:
     ) -> list[list[list[float]]]:
         """Log-probs [T] of each prompt's completions under the reference policy, as sampled (mask, temperature)."""
         given = [(number, p, c) for number, (p, ours) in enumerate(answered) for c in ours]
-        items = [Item(i, number, p, c.token_ids) for i, (number, p, c) in enumerate(given)]
+        items = [Item(i, number, p, c.token_ids, tail=c.tail) for i, (number, p, c) in enumerate(given)]
         found = self._under_reference(items)
         values = (found[i].tolist() for i in range(len(items)))
         return [[next(values) for _ in ours] for _, ours in answered]
@@ -287,8 +287,8 @@ class Learner:
         if module.features is not None:
             yield
             return
-        prompts = ([row[0].prompt for row in rows if row[0].prompt.vision] for rows in planned)
-        module.features = shared = SharedFeatures(module.model, self.processor.family, prompts)
+        pictured = ([one for row in rows for one in pictured_of(row)] for rows in planned)
+        module.features = shared = SharedFeatures(module.model, self.processor.family, pictured)
         try:
             yield
         finally:

@@ -92,7 +92,7 @@ def make_items(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Item
     """The completions of some groups, in order; `Item.group` is the place of each one's group."""
     pairs = [(number, group, c) for number, group in enumerate(groups) for c in group.completions]
     return [
-        Item(index, number, group.prompt, c.token_ids, enters_loss(c, algorithm))
+        Item(index, number, group.prompt, c.token_ids, enters_loss(c, algorithm), c.tail)
         for index, (number, group, c) in enumerate(pairs)
     ]
 
@@ -106,7 +106,7 @@ def group_cost(group: Group, config: GRPOConfig, *, shared: bool = True) -> Cost
     """The update of a group, and the tokens that the group has to run in it; its prompt for each completion where these
     are not laid out `shared`."""
     live = [
-        len(c.token_ids)
+        c.run_length
         for c, a in zip(group.completions, group.advantages, strict=True)
         if enters_loss(c, config.algorithm) and (has_dense_objective(config.algorithm) or a != 0)
     ]

@@ -9,6 +9,9 @@ follows the prompt's largest one (M-RoPE positions of an image do not grow token
 prompt is run once and each image encoded once, whatever G is, and the result is that of running
 prompt + completion G times. Where a model cannot do that exactly, a row is one prompt and one completion (`unshared`),
 whose masks the model makes itself. The first token of each completion is predicted by the prompt's last state.
+
+In a conversation of several turns a completion holds the observations too, with their images and positions; they are
+run, and only what was sampled is a target.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mm_grpo.errors import ConfigError, GuardStop
-from mm_grpo.types import Prompt
+from mm_grpo.types import Pictured, Prompt, Tail
 
 PADDING = -1
 PROMPT = 0
@@ -29,9 +32,10 @@ PROMPT = 0
 
 @dataclass(frozen=True)
 class Item:
-    """One completion to be run: its prompt, its tokens, and `index`, its place in the step.
+    """One completion to be run: its prompt, the tokens that were sampled, and `index`, its place in the step.
 
-    `counts` is False for a completion that the config masks: it keeps its place but no token of weight.
+    `tail` is that of a conversation of several turns, with its observations. `counts` is False for a completion that
+    the config masks: it keeps its place but no token of weight.
     """
 
     index: int
@@ -39,16 +43,21 @@ class Item:
     prompt: Prompt
     token_ids: tuple[int, ...]
     counts: bool = True
+    tail: Tail | None = None
+
+    @property
+    def run_length(self) -> int:
+        return len(self.token_ids) if self.tail is None else len(self.tail.token_ids)
 
 
 @dataclass(frozen=True)
 class Pack:
-    """One forward and backward: B rows of N tokens that hold M completion tokens.
+    """One forward and backward: B rows of N tokens, of which M were sampled.
 
     `input_ids` [B, N]; `position_ids` [*A, B, N], with the axes A of `Prompt.position_ids`; `segments` [B, N], where
     0 is the prompt, k > 0 the row's k-th completion and -1 padding. `sources` [M] index the flattened rows at the
     states that predict `targets` [M]; `completion_index` [M] names the completion (its `Item.index`) of each token.
-    `prompts` are those of the rows that have images.
+    `pictured` are the prompts and the observations that have images, in the order of their tokens.
     """
 
     input_ids: Tensor
@@ -57,7 +66,7 @@ class Pack:
     sources: Tensor
     targets: Tensor
     completion_index: Tensor
-    prompts: tuple[Prompt, ...]
+    pictured: tuple[Pictured, ...]
 
     def to(self, device: torch.device | str) -> Pack:
         moved: dict[str, Any] = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
@@ -133,15 +142,16 @@ def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int], mult
         at = length
         for k, item in enumerate(row, start=1):
             _refuse_media(item, media_token_ids)
-            count = len(item.token_ids)
-            input_ids[b, at : at + count] = torch.tensor(item.token_ids)
+            count, tail = item.run_length, item.tail
+            input_ids[b, at : at + count] = torch.tensor(item.token_ids if tail is None else tail.token_ids)
             segments[b, at : at + count] = k
-            positions[..., b, at : at + count] = torch.arange(first, first + count)
+            following = torch.arange(first, first + count) if tail is None else tail.position_ids
+            positions[..., b, at : at + count] = following
             source = torch.arange(at - 1, at + count - 1)
             source[0] = length - 1
-            sources.append(source + b * width)
+            sources.append((source if tail is None else source[torch.tensor(tail.sampled)]) + b * width)
             targets += item.token_ids
-            completion_index += [item.index] * count
+            completion_index += [item.index] * len(item.token_ids)
             at += count
     return Pack(
         input_ids=input_ids,
@@ -150,7 +160,7 @@ def layout(rows: Sequence[Sequence[Item]], media_token_ids: frozenset[int], mult
         sources=torch.cat(sources),
         targets=torch.tensor(targets),
         completion_index=torch.tensor(completion_index),
-        prompts=tuple(row[0].prompt for row in rows if row[0].prompt.vision),
+        pictured=tuple(one for row in rows for one in pictured_of(row)),
     )
 
 
@@ -163,12 +173,21 @@ def dummy_pack(token: int, position_axes: tuple[int, ...]) -> Pack:
         sources=torch.tensor([0]),
         targets=torch.tensor([token]),
         completion_index=torch.tensor([0]),
-        prompts=(),
+        pictured=(),
     )
 
 
+def pictured_of(row: Sequence[Item]) -> Iterator[Pictured]:
+    """What has images in a row of one group, in the order of its tokens."""
+    if row[0].prompt.vision:
+        yield row[0].prompt
+    for item in row:
+        if item.tail is not None:
+            yield from item.tail.pictures
+
+
 def _length(row: Sequence[Item]) -> int:
-    return len(row[0].prompt.token_ids) + sum(len(item.token_ids) for item in row)
+    return len(row[0].prompt.token_ids) + sum(item.run_length for item in row)
 
 
 def _rounded(length: int, multiple: int) -> int:
@@ -189,7 +208,7 @@ def _split(group: list[Item], max_tokens: int) -> Iterator[list[Item]]:
         if _length([item]) > max_tokens:
             raise ConfigError(
                 f"optim.max_tokens_per_pack = {max_tokens} is smaller than one prompt with one completion: "
-                f"{item.prompt.uid} has {len(item.prompt.token_ids)} + {len(item.token_ids)} tokens; "
+                f"{item.prompt.uid} has {len(item.prompt.token_ids)} + {item.run_length} tokens; "
                 "raise it, or lower data.max_pixels, data.max_prompt_length or rollout.max_completion_length"
             )
         if row and _length([*row, item]) > max_tokens:

@@ -102,7 +102,7 @@ class PackStatistics:
         self.tokens += int((pack.segments >= 0).sum())
         self.places += pack.segments.numel()
         self.packs += 1
-        self.plain += sum(len(i.prompt.token_ids) + len(i.token_ids) for row in rows for i in row)
+        self.plain += sum(len(i.prompt.token_ids) + i.run_length for row in rows for i in row)
 
     def metrics(self, ranks: Ranks, max_tokens: int) -> dict[str, float]:
         """Sums over all processes. Collective.

@@ -5,6 +5,7 @@
 - `family.py`: how the models of a family are built (`Family`, `TiledFamily`), for learner and embedded engine.
 - `special_tokens.py`: a conversation as ids, whose row cannot type the model's special tokens.
 - `chat_template.py`: the arguments of a model's chat template.
+- `tool_calls.py`: tool calls in what a model wrote, and how a template shows tools and their answers.
 - `hf_processor.py`: `HFProcessor`, what the families here share, over the model's own transformers processor.
 - `image_size.py`: the one resize of an image, to a size that its family's rule maps to itself.
 - `qwen_vl.py`: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.

@@ -17,8 +17,10 @@ from mm_grpo.import_path import load_named
 from mm_grpo.processors.model_folder import read_config, warn_of_unread_code
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from mm_grpo.processors.family import Family
-    from mm_grpo.types import Prompt, Sample
+    from mm_grpo.types import Picture, Prompt, Sample
 
 Layout = Literal["shared_prefix", "unshared"]
 """How completions are laid out for the learner: after one prompt that they share, or each after its own."""
@@ -61,6 +63,22 @@ class Processor(Protocol):
 
     def save(self, path: str | Path) -> None:
         """Write tokenizer, image processor and chat template beside a model's weights."""
+        ...
+
+
+class ConversationProcessor(Processor, Protocol):
+    """A processor whose prompts can go on for several turns."""
+
+    def picture(self, image: Image, *, row: str) -> Picture:
+        """An image of an observation at its final size. DataError, naming the row, where it cannot be used."""
+        ...
+
+    def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
+        """`prompt` with further collapsed ids, one image token for each of `pictures`; nothing before changes."""
+        ...
+
+    def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
+        """The collapsed ids between the model's turn and its next one, where tools answer so, by the template."""
         ...
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.types import Prompt
+from mm_grpo.types import Pictured
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Family(ABC):
         """Of ids [B, N] the number of each one's image in its row [B, N], -1 for text. Asked where `looks_ahead`."""
         raise NotImplementedError
 
-    def vision(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
+    def vision(self, prompts: Sequence[Pictured]) -> dict[str, Tensor]:
         """The vision tensors of all images of `prompts`, in order; empty when there are none."""
         keys = sorted({key for prompt in prompts for key in prompt.vision})
         return {key: torch.cat([p.vision[key] for p in prompts if key in p.vision]) for key in keys}

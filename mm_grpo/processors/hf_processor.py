@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +26,8 @@ from mm_grpo.processors.family import Family
 from mm_grpo.processors.image_size import NoFixedPoint, Size, resize_to
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import SpecialTokensMode, conversation_ids
-from mm_grpo.types import EnginePrompt, Prompt, Sample
+from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
+from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -141,6 +143,56 @@ class HFProcessor(ABC):
             vision=vision,
         )
 
+    def picture(self, image: Image, *, row: str) -> Picture:
+        """An image that comes in the middle of a conversation, at its fixed size. DataError where there is none."""
+        resized = self._resize(row, 0, image)
+        ids, vision = self.encode([resized])
+        return Picture(resized, vision, tuple(ids[0]))
+
+    def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
+        """`prompt` with further collapsed ids, which hold one placeholder for each of `pictures`."""
+        remaining = iter(pictures)
+        added = [
+            t
+            for token in token_ids
+            for t in (next(remaining).token_ids if token == self.image_token_id else (token,))
+        ]
+        whole, sent = [*prompt.token_ids, *added], prompt.engine_prompt
+        vision = self.family.vision([prompt, *pictures])
+        images = (*sent.images, *(picture.image for picture in pictures))
+        return replace(
+            prompt,
+            token_ids=tuple(whole),
+            engine_prompt=EnginePrompt((*sent.token_ids, *token_ids), images),
+            position_ids=self.positions(whole, vision),
+            vision=vision,
+        )
+
+    def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
+        """The collapsed ids between the end of the model's turn and its next one, by the chat template.
+
+        `answers` are the texts and images of each tool's answer. DataError where the template cannot show them.
+        """
+        marker, images = "mm-grpo-turn", sum(not isinstance(part, str) for parts in answers for part in parts)
+        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
+        ends = [self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self.stop_token_ids)]
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            _, _, rest = self._text(messages, row).partition(marker)
+            end = next((token for token in ends if rest.startswith(token)), None)
+            return "" if end is None else rest[len(end) :]
+
+        for as_tool in (True, False) if knows_tools(self.template) else (False,):
+            messages = [*before, *answer_messages(answers, as_tool=as_tool)]
+            # what a tool says is text, whatever it says
+            ids = conversation_ids(render, self.tokenizer, messages, row, "as_text")
+            if ids and sum(token == self.image_token_id for token in ids) == images:
+                return ids
+        raise DataError(
+            f"{row}: the model's chat template does not show an answer with {images} image(s) after a turn of the "
+            "model that ends with a stop token; conversations of several turns need one that does (model.path)"
+        )
+
     def max_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], images: int, *, row: str) -> int:
         return len(self.ids(Sample(row, messages))) + images * self.max_image_tokens()
 
@@ -202,12 +254,18 @@ class HFProcessor(ABC):
     def ids(self, sample: Sample, change: Callable[[str], str] = lambda text: text) -> list[int]:
         """The ids of a sample's conversation with one placeholder for each image, its text changed first."""
 
+        messages, given = sample.messages, dict[str, Any]()
+        if sample.tools and knows_tools(self.template):
+            given["tools"] = list(sample.tools)
+        elif sample.tools:
+            messages = with_tools(messages, sample.tools)
+
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            return change(self._text(messages, sample.uid))
+            return change(self._text(messages, sample.uid, **given))
 
-        return conversation_ids(render, self.tokenizer, sample.messages, sample.uid, self.special_tokens)
+        return conversation_ids(render, self.tokenizer, messages, sample.uid, self.special_tokens)
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], row: str) -> str:
+    def _text(self, messages: Sequence[Mapping[str, Any]], row: str, **more: Any) -> str:
         """A conversation as the chat template writes it, with one placeholder for each image."""
         given = [dict(m) for m in messages]
         if self.content_as_parts:
@@ -215,7 +273,7 @@ class HFProcessor(ABC):
                 if isinstance(message.get("content"), str):
                     message["content"] = [{"type": "text", "text": message["content"]}]
         try:
-            return self.render(given, **self.chat_template_kwargs)
+            return self.render(given, **self.chat_template_kwargs, **more)
         except TemplateError as error:
             raise DataError(
                 f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "

@@ -20,20 +20,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.options import Action
-from mm_grpo.rewards.spec import RewardSpec, code_of
+from mm_grpo.rewards.spec import TURN_ARGUMENTS, RewardSpec, code_of
 from mm_grpo.rewards.thinking import without_thinking
 from mm_grpo.rewards.user_code import end_fork, own_copy
 
 if TYPE_CHECKING:
-    from mm_grpo.types import Completion, Prompt, Sample
+    from mm_grpo.types import Completion, Prompt, Sample, Turn
 
 LONGEST = 2000
 """Characters kept of an exception's message."""
 LEGAL = "legal is a finite number, or None where the reward does not apply"
 
 MADE_FOR_A_CALL = frozenset(
-    {"completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-)
+    {
+        "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "turns",
+        "environment", "environments",
+    }
+)  # fmt: skip
 """Arguments that no other call sees, so that they need no copy."""
 
 
@@ -93,7 +96,10 @@ class Batch:
     def completion(self, spec: RewardSpec, row: int) -> Any:
         """The answer in TRL's form: messages where the prompt is messages, else the text."""
         text = self.text(spec, row)
-        return [{"role": "assistant", "content": text}] if self.conversational else text
+        if not self.conversational:
+            return text
+        last = {"role": "assistant", "content": text}
+        return [*map(_message, self.completions[row].turns[:-1]), last]
 
     def applies(self, spec: RewardSpec, rows: Iterable[int] | None = None) -> list[int]:
         """Those of `rows` (all of them by default) that the reward is for and that hold every column it needs."""
@@ -144,6 +150,7 @@ class Call:
             ours, columns = self._ours_of_completion(), self.batch.prompts[self.rows[0]].sample.columns
         else:
             ours, columns = self._ours_of_batch(), self._columns_of_batch()
+        ours = {n: v for n, v in ours.items() if n not in TURN_ARGUMENTS or n not in self.batch.columns}
         spec, known = self.spec, self.batch.columns
         given: dict[str, Any] = {}
         for name in spec.required + spec.optional:
@@ -227,11 +234,22 @@ class Call:
             "trainer_state": self.batch.state,
             "log_extra": lambda column, value: self._log_extra(column, [value]),
             "log_metric": self._log_metric,
+            "turns": turns_of(self.batch.completions[row]),
+            "environment": self.batch.completions[row].environment,
+            "environment_reward": self.batch.completions[row].environment_reward,
         }
 
     def _ours_of_batch(self) -> dict[str, Any]:
         batch, rows = self.batch, self.rows
-        return {
+        done = [batch.completions[row] for row in rows]
+        named = {*self.spec.required, *self.spec.optional} & TURN_ARGUMENTS
+        several = any(c.turns for c in done) or bool(named)  # what is not there is not put into **kwargs
+        turns = {
+            "turns": [turns_of(c) for c in done],
+            "environments": [c.environment for c in done],
+            "environment_reward": [c.environment_reward for c in done],
+        }
+        return (turns if several else {}) | {
             "prompts": [batch.prompt(row) for row in rows],
             "completions": [batch.text(self.spec, row) for row in rows]
             if self.spec.takes_texts
@@ -346,6 +364,21 @@ class RewardCalls:
         if action == "stop":
             raise fault from cause
         kept.update(dict.fromkeys(rows, fault))
+
+
+def turns_of(completion: Completion) -> list[dict[str, Any]]:
+    """The messages of a conversation of several turns, as rewards get them; none of a single answer."""
+    shown = ("role", "text", "images", "name", "arguments", "fault")
+    return [{key: getattr(turn, key) for key in shown} for turn in completion.turns]
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    """A turn in TRL's form."""
+    if turn.role == "assistant":
+        return {"role": "assistant", "content": turn.text}
+    images = [{"type": "image", "image": image} for image in turn.images]
+    content = [*images, {"type": "text", "text": turn.text}] if images else turn.text
+    return {"role": "tool", "name": turn.name, "content": content}
 
 
 def score_of(value: Any) -> float | None:

@@ -42,6 +42,10 @@ BATCH_ARGUMENTS = frozenset(
 )
 
 
+# Of runs with tools alone; a column of the same name goes before.
+TURN_ARGUMENTS = frozenset(("turns", "environment", "environments", "environment_reward"))
+
+
 @dataclass(frozen=True)
 class RewardSpec:
     """One reward, ready to be called.
@@ -113,7 +117,7 @@ class RewardSpec:
     @property
     def supplied(self) -> frozenset[str]:
         """The argument names that are ours for this kind of function."""
-        return COMPLETION_ARGUMENTS if self.kind == "completion" else BATCH_ARGUMENTS
+        return TURN_ARGUMENTS | (COMPLETION_ARGUMENTS if self.kind == "completion" else BATCH_ARGUMENTS)
 
     @property
     def settable(self) -> tuple[str, ...]:

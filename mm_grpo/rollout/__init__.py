@@ -6,6 +6,8 @@
     prompts              which prompts a step asks, and what happens to one that is too long
     prefetch             prompts of the next rows, made in background threads
     seeds                the seed law, and nothing else
+    turns                conversations of several turns over any engine, with tools and environments
+    conversation         one of them, as a growing list of tokens
     engine               the protocol that every engine keeps, the request it is sent, the check of its answers
     transformers_engine  the embedded engine, a decode loop over the learner's own model
     vllm                 vLLM in the trainer's process

@@ -16,6 +16,7 @@ alone, which is how the policy does on the data; what is learned from is a selec
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.rewards.scorer import Scorer, Scores
     from mm_grpo.rewards.spec import RewardSpec
-    from mm_grpo.rollout.engine import RolloutEngine
     from mm_grpo.rollout.prompts import PromptBuilder
     from mm_grpo.rollout.seeds import SeedPlan
+    from mm_grpo.rollout.turns import Sampler
 
 ReferenceLogprobs = Callable[[Sequence[tuple[Prompt, Sequence[Completion]]]], list[list[list[float]]]]
 """Log-probs [T] under the reference policy of each prompt's completions, as sampled."""
@@ -106,7 +107,7 @@ class Collector:
         dataset: Dataset,
         plan: Plan,
         prompt_builder: PromptBuilder,
-        engine: RolloutEngine,
+        engine: Sampler,
         scorer: Scorer,
         ranks: Ranks,
         version: Callable[[], int],
@@ -261,12 +262,17 @@ def groups_of(
 def gather_groups(groups: Sequence[Group], ranks: Ranks, what: str) -> list[Group] | None:
     """The groups of all processes, in the order of slots, on the first one; None on the others. Collective.
 
-    Of several processes the vision tensors stay where they are: no reward looks at them.
+    Of several processes vision tensors and environments stay where they are: no reward looks at them there.
     """
     several = ranks.world > 1
-    sent = [replace(g, prompt=replace(g.prompt, vision={})) for g in groups] if several else groups
+    sent = [_without_tensors(g) for g in groups] if several else groups
     shards = ranks.gather(sent, what)
     return None if shards is None else sorted((g for s in shards for g in s), key=lambda g: g.slot)
+
+
+def _without_tensors(group: Group) -> Group:
+    completions = tuple(replace(c, tail=None, environment=None) for c in group.completions)
+    return replace(group, prompt=replace(group.prompt, vision={}), completions=completions)
 
 
 def score_groups(scorer: Scorer, groups: Sequence[Group], step: int) -> Scores:
@@ -285,7 +291,10 @@ def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
     return [
         replace(
             group,
-            rewards=tuple(scores.totals[cut]),
+            rewards=tuple(
+                None if done.masked else total
+                for done, total in zip(group.completions, scores.totals[cut], strict=True)
+            ),
             parts={name: values[cut] for name, values in scores.parts.items()},
             extra={name: values[cut] for name, values in scores.extra.items()},
         )
@@ -351,9 +360,30 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics["reward"] = fmean(rewards)
         metrics["reward_min"], metrics["reward_max"] = min(rewards), max(rewards)
         metrics["reward_std"] = fmean(stdev(r) if len(r) > 1 else 0.0 for r in known)
+    metrics |= turn_metrics(completions)
     if kl := [value for g in groups for value in g.kl]:
         metrics["kl"] = sum(kl) / max(completion_tokens(groups), 1)
     return metrics
+
+
+def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Of conversations of several turns: turns, calls and their failures by kind, tokens of observations; else empty.
+
+    `tools/call_frequency` is calls per conversation and `tools/failure_frequency` failures per call, as TRL has them.
+    """
+    if not any(c.turns for c in completions):
+        return {}
+    answers = [turn for c in completions for turn in c.turns if turn.role == "tool"]
+    faults = Counter(turn.fault for turn in answers if turn.fault)
+    return {
+        "turns/mean": fmean(sum(turn.role == "assistant" for turn in c.turns) for c in completions),
+        "turns/max": max(sum(turn.role == "assistant" for turn in c.turns) for c in completions),
+        "tools/call_frequency": len(answers) / len(completions),
+        "tools/failure_frequency": sum(faults.values()) / max(len(answers), 1),
+        "tools/observation_tokens": sum(turn.tokens for turn in answers) / len(completions),
+        "tools/masked": sum(c.masked is not None for c in completions),
+        **{f"tools/failures/{kind}": count for kind, count in sorted(faults.items())},
+    }
 
 
 def completion_tokens(groups: Sequence[Group]) -> int:

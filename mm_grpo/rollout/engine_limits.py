@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.dataset import Dataset
+    from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.processors.base import Processor
+    from mm_grpo.types import Sample
 
 ROWS = 1000
 """Rows of a set that are looked at: of a list half by the longest text and half by the most images, else
@@ -22,6 +24,8 @@ evenly spaced ones."""
 MARGIN = 1.25
 """What the longest of the rows that were looked at is multiplied by where there are others."""
 STEP = 256
+OPENED = 8
+"""Rows whose environment is begun, to see how long what it shows first is."""
 UNKNOWN = 32768
 """Tokens of a sequence where there are neither rows to look at nor a context in the model's config."""
 
@@ -41,7 +45,11 @@ class EngineLimits:
 
 
 def engine_limits(
-    config: GRPOConfig, processor: Processor, datasets: Iterable[Dataset], context: int | None
+    config: GRPOConfig,
+    processor: Processor,
+    datasets: Iterable[Dataset],
+    context: int | None,
+    toolbox: Toolbox | None = None,
 ) -> EngineLimits:
     """The limits of `rollout.vllm`, and for those that are null what the rows of `datasets` need.
 
@@ -53,6 +61,7 @@ def engine_limits(
     if given.max_model_len is not None and given.max_images is not None:
         return EngineLimits(given.max_model_len, given.max_images)
     longest, images, looked, total = 1, 1, 0, 0
+    opened = told = most_shown = 0
     for dataset in (part for each in datasets for part in each.parts):
         indices = _rows_to_look_at(dataset)
         looked, total = looked + len(indices), total + len(dataset)
@@ -61,6 +70,13 @@ def engine_limits(
             row, count = dataset.row_name(index), len(fields.images)
             longest = max(longest, processor.max_prompt_tokens(fields.messages, count, row=row))
             images = max(images, count)
+            if toolbox is not None and opened < OPENED:  # what tools and environments put into a prompt
+                opened += 1
+                longest_told, shown = _told(toolbox, processor, dataset.sample(index))
+                told, most_shown = max(told, longest_told), max(most_shown, shown)
+    longest, images = longest + told, images + most_shown
+    if toolbox is not None:
+        images += rollout.max_images_per_episode
     if looked < total:
         longest = int(longest * MARGIN)
     most = min(longest, config.data.max_prompt_length or longest)
@@ -72,6 +88,13 @@ def engine_limits(
         f"vLLM: up to {length:,} tokens of prompt and completion (rollout.vllm.max_model_len) and "
         f"{images} image(s) in a prompt (rollout.vllm.max_images), for {looked:,} of {total:,} rows",
     )
+
+
+def _told(toolbox: Toolbox, processor: Processor, sample: Sample) -> tuple[int, int]:
+    """The tokens and images that tools and environment add to the prompt of a row."""
+    prepared = toolbox.prepare(sample)
+    lengths = [len(processor.prompt(one).token_ids) for one in (sample, prepared)]
+    return lengths[1] - lengths[0], len(prepared.images) - len(sample.images)
 
 
 def _rows_to_look_at(dataset: Dataset) -> list[int]:

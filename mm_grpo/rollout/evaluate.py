@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mm_grpo.data.dataset import Dataset
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.rewards.scorer import Scorer
-    from mm_grpo.rollout.engine import RolloutEngine
     from mm_grpo.rollout.prompts import PromptBuilder
+    from mm_grpo.rollout.turns import Sampler
 
 CHUNK = 64
 """Prompts held in memory at once."""
@@ -86,7 +86,7 @@ def sampling_of(config: GRPOConfig) -> Sampling:
 def evaluate(
     dataset: Dataset,
     prompt_builder: PromptBuilder,
-    engine: RolloutEngine,
+    engine: Sampler,
     scorer: Scorer,
     config: GRPOConfig,
     step: int,

@@ -47,9 +47,17 @@ class Prefetcher:
         workers: threads; 0 makes every prompt in the calling thread, when it is asked for.
         max_bytes: most bytes of pixels that wait to be asked for. A thread that is at work is not stopped, so each
             may add one prompt to that.
+        prepare: changes a sample before the processor gets it.
     """
 
-    def __init__(self, processor: Processor, workers: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        processor: Processor,
+        workers: int,
+        max_bytes: int,
+        prepare: Callable[[Sample], Sample] | None = None,
+    ) -> None:
+        self.prepare = prepare
         self.processor, self.workers, self.max_bytes = processor, workers, max_bytes
         self.held = 0
         """Bytes of pixels of the prompts that are made and were not asked for yet."""
@@ -86,7 +94,7 @@ class Prefetcher:
     def process(self, sample: Sample) -> Prompt:
         """The prompt of a sample; one thread at a time."""
         with self._processing:
-            return self.processor.prompt(sample)
+            return self.processor.prompt(self.prepare(sample) if self.prepare is not None else sample)
 
     def close(self) -> None:
         """Forget what was begun. A thread ends when the prompt that it is making is finished."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.dataset import Dataset
     from mm_grpo.data.order import PromptOrder
+    from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.processors.base import Processor
     from mm_grpo.types import Prompt, Sample
 
@@ -56,12 +57,17 @@ class PromptBuilder:
         completion_length: int | None = None,
         length_field: str = TRAINING,
         prefetcher: Prefetcher | None = None,
+        toolbox: Toolbox | None = None,
     ) -> None:
         completion_length = completion_length or config.rollout.max_completion_length
         self.processor = processor
-        self.prefetcher = prefetcher or Prefetcher(
-            processor, config.data.num_workers, config.data.prefetch_bytes
-        )
+        if prefetcher is None:
+            # an environment begins in the thread that goes on with it
+            alone = toolbox is not None and toolbox.factory is not None
+            workers = 0 if alone else config.data.num_workers
+            prepare = toolbox.prepare if toolbox is not None else None
+            prefetcher = Prefetcher(processor, workers, config.data.prefetch_bytes, prepare)
+        self.prefetcher = prefetcher
         self.policy = config.data.on_overlong
         limits = {"data.max_prompt_length": config.data.max_prompt_length}
         if context is not None:

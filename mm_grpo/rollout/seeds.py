@@ -10,6 +10,13 @@ above 2^30 and offset a multiple of G. Hence, within a run of at most M / (A * P
 - nothing about ranks, replicas, engines or batch splits enters, so neither does it change a sample.
 
 Evaluation draws from [2^30, 2^31 - 2^10), which training never reaches, each set from a part of its own.
+
+In a conversation of several turns these are the seeds of the first turn, 0. Turn t > 0 of a generation has
+
+    2^31 + (n * (max_turns - 1) + t - 1)               n the generation's number, from 0: (seed - offset) mod M
+    2^31 + 2^30 + (m * (max_turns - 1) + t - 1) mod 2^30    in evaluation, m = seed - 2^30
+
+so no two turns of a run share a seed either. The start refuses a run with more turns than 2^30 in all.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from dataclasses import dataclass
 from mm_grpo.config import check_seed_plan
 
 TRAIN_SEEDS = 1 << 30
+TURN_SEEDS = 1 << 30
 EVAL_SEEDS = (1 << 31) - (1 << 10) - TRAIN_SEEDS
 _MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring run seeds land far apart
 
@@ -38,9 +46,10 @@ class SeedPlan:
     generations: int
     attempts: int
     max_steps: int
+    max_turns: int = 1
 
     def __post_init__(self) -> None:
-        check_seed_plan(self.max_steps, self.attempts, self.prompts, self.generations)
+        check_seed_plan(self.max_steps, self.attempts, self.prompts, self.generations, self.max_turns)
 
     def group(self, step: int, slot: int, attempt: int = 0) -> range:
         """The G consecutive seeds of one group. `step` counts from 1, `slot` and `attempt` from 0."""
@@ -49,11 +58,28 @@ class SeedPlan:
                 f"(step {step}, attempt {attempt}, slot {slot}) is outside the plan: steps 1 to "
                 f"{self.max_steps}, attempts below {self.attempts}, slots below {self.prompts}"
             )
-        modulus = TRAIN_SEEDS // self.generations * self.generations
+        modulus = self._modulus
         position = ((step - 1) * self.attempts + attempt) * self.prompts + slot
         offset = _offset(self.run_seed, modulus, self.generations)
         first = (offset + position * self.generations) % modulus
         return range(first, first + self.generations)
+
+    def of_turn(self, seed: int, turn: int) -> int:
+        """The seed of turn `turn` (from 0) of the generation whose first turn has `seed`, in training or evaluation."""
+        if not 0 <= turn < self.max_turns:
+            raise ValueError(f"turn {turn} is outside the plan of {self.max_turns}")
+        if turn == 0:
+            return seed
+        if seed >= TRAIN_SEEDS:
+            number, start = seed - TRAIN_SEEDS, 2 * TRAIN_SEEDS + TURN_SEEDS
+        else:
+            number = (seed - _offset(self.run_seed, self._modulus, self.generations)) % self._modulus
+            start = 2 * TRAIN_SEEDS
+        return start + (number * (self.max_turns - 1) + turn - 1) % TURN_SEEDS
+
+    @property
+    def _modulus(self) -> int:
+        return TRAIN_SEEDS // self.generations * self.generations
 
 
 def eval_seeds(run_seed: int, index: int, generations: int, part: int = 0, parts: int = 1) -> range:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -116,14 +117,16 @@ class TransformersEngine:
         starts = torch.tensor([p.next_position for p in prompts], device=device)
         starts = starts.repeat_interleave(repeats.to(device))
 
-        uniforms = torch.stack([_uniforms(r.seed, sampling.max_tokens) for r in rows]).to(device)
+        limits = torch.tensor([r.sampling.max_tokens for r in rows], device=device)
+        longest = int(limits.max())
+        uniforms = torch.stack([_uniforms(r.seed, longest) for r in rows]).to(device)
         tokens = torch.zeros(len(rows), 0, dtype=torch.long, device=device)
         logprobs = torch.zeros(len(rows), 0, device=device)
         output: list[tuple[Tensor, Tensor]] = [(tokens, logprobs)] * len(rows)
         alive = torch.arange(len(rows), device=device)
         stops = torch.tensor(sorted(self.processor.stop_token_ids), device=device)
 
-        for step in range(sampling.max_tokens):
+        for step in range(longest):
             logits = self.family.head(self.model)(hidden).float()
             context = [rows[i].prompt.token_ids for i in alive.tolist()] if sampling.truncated else None
             chosen, chosen_logp = _sample(
@@ -137,9 +140,7 @@ class TransformersEngine:
                 )
             tokens = torch.cat([tokens, chosen[:, None]], 1)
             logprobs = torch.cat([logprobs, chosen_logp[:, None]], 1)
-            ended = torch.isin(chosen, stops)
-            if step + 1 == sampling.max_tokens:
-                ended = torch.ones_like(ended)
+            ended = torch.isin(chosen, stops) | (limits[alive] == step + 1)
             for i in ended.nonzero()[:, 0].tolist():
                 output[int(alive[i])] = (tokens[i], logprobs[i])
             if bool(ended.all()):
@@ -208,12 +209,13 @@ class TransformersEngine:
 
 
 def _blocks(groups: list[list[Request]], max_rows: int) -> Iterator[list[list[Request]]]:
-    """Consecutive groups with equal sampling, at most `max_rows` rows together (one group at least)."""
+    """Consecutive groups with equal sampling but for the number of tokens, at most `max_rows` rows together (one group
+    at least)."""
     block: list[list[Request]] = []
     rows = 0
     for group in groups:
         full = rows + len(group) > max_rows
-        if block and (full or group[0].sampling != block[0][0].sampling):
+        if block and (full or _rule(group[0]) != _rule(block[0][0])):
             yield block
             block, rows = [], 0
         block.append(group)
@@ -222,8 +224,14 @@ def _blocks(groups: list[list[Request]], max_rows: int) -> Iterator[list[list[Re
         yield block
 
 
+def _rule(request: Request) -> Sampling:
+    """How a request's tokens are drawn, whatever their number."""
+    return replace(request.sampling, max_tokens=0)
+
+
 def _uniforms(seed: int, count: int) -> Tensor:
-    """The row's noise [T]: one number in [0, 1) per token, fixed by `seed`, drawn on the CPU."""
+    """The row's noise [T]: one number in [0, 1) per token, fixed by `seed`, drawn on the CPU; a longer row begins as a
+    shorter one."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(count, generator=generator, dtype=torch.float64)
 

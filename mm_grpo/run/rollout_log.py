@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.files import atomic_write
 from mm_grpo.run.paths import STEP_NAME, RunPaths
-from mm_grpo.types import Group
+from mm_grpo.types import Group, Turn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,6 +70,9 @@ def write_rollouts(paths: RunPaths, step: int, groups: Sequence[Group]) -> Path:
                 "advantage": advantage,
                 "columns": columns,
             }
+            if completion.turns:
+                row["turns"] = [_turn(paths, turn) for turn in completion.turns]
+                row["masked"] = completion.masked
             if extra:
                 row["extra"] = {
                     name: _plain(group.extra[name][generation]) if name in group.extra else None
@@ -79,6 +82,15 @@ def write_rollouts(paths: RunPaths, step: int, groups: Sequence[Group]) -> Path:
     file = paths.rollout_file(step)
     atomic_write(file, "".join(lines))
     return file
+
+
+def _turn(paths: RunPaths, turn: Turn) -> dict[str, Any]:
+    written = {"role": turn.role, "text": turn.text, "tokens": turn.tokens}
+    if turn.role == "assistant":
+        return {**written, "seed": turn.seed}
+    images = [_save_image(paths, image) for image in turn.images]
+    arguments = _plain_columns(turn.arguments)
+    return {**written, "name": turn.name, "arguments": arguments, "images": images, "fault": turn.fault}
 
 
 def logged_steps(paths: RunPaths) -> list[int]:

@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {"version", "types", "errors", "files", "import_path", "terminal", "timing", "watchdog", "config"}
     ),
     frozenset({"data", "processors", "rewards", "algorithm", "distributed"}),
-    frozenset({"health"}),
+    frozenset({"health", "environments"}),
     frozenset({"rollout", "learner"}),
     frozenset({"run"}),
     frozenset({"parity"}),

@@ -71,4 +71,4 @@ def test_every_pack_gives_every_gradient_in_one_order(
 def test_the_smallest_pack_has_no_weight() -> None:
     pack = dummy_pack(7, (3,))
     assert pack.input_ids.tolist() == [[7, 7]] and pack.segments.tolist() == [[0, 1]]
-    assert (pack.sources.tolist(), pack.targets.tolist(), pack.prompts) == ([0], [7], ())
+    assert (pack.sources.tolist(), pack.targets.tolist(), pack.pictured) == ([0], [7], ())

@@ -156,6 +156,7 @@ def test_a_learner_encodes_the_images_of_a_group_in_many_packs_once_or_twice(
     metrics = learner.update(groups).metrics
     assert len(packs) == 8
     assert (
-        sum(processor.family.count(p.vision) for pack in packs for p in pack.prompts) == 3 * 2 + 3 * 1 + 2 * 2
+        sum(processor.family.count(p.vision) for pack in packs for p in pack.pictured)
+        == 3 * 2 + 3 * 1 + 2 * 2
     )
     assert metrics["learner/images_encoded"] == (5 if frozen else 10)

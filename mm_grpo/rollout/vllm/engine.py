@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Digest
 
-SEEDS = 1 << 31
-"""vLLM's worker fails on seeds past 64 bits and CPU generators ignore those past 32; ours end at 31."""
+SEEDS = 1 << 32
+"""vLLM's worker fails on seeds past 64 bits and CPU generators ignore those past 32; ours end there."""
 TEMPERATURES = (0.01, 2.0)
 
 
@@ -178,7 +178,7 @@ class VLLMEngine:
     def _engine_request(self, group: Sequence[Request]) -> EngineRequest:
         prompt, sampling, seed = group[0].prompt, group[0].sampling, group[0].seed
         if not 0 <= seed <= SEEDS - len(group):
-            raise ValueError(f"{prompt.uid}: seed {seed} is outside [0, 2^31 - {len(group)}]")
+            raise ValueError(f"{prompt.uid}: seed {seed} is outside [0, 2^32 - {len(group)}]")
         self._check_size(prompt, sampling.max_tokens)
         sent = prompt.engine_prompt
         return EngineRequest(

@@ -1,0 +1,255 @@
+"""The tools of a run: where they come from, what the model is told of them, and one `Episode` for each conversation.
+
+The rules for an environment's class are TRL's `environment_factory`: no arguments to make one, `reset` takes the row's
+columns and may return an observation that is put at the end of the prompt, every other public method is a tool, and
+`get_reward`, where there is one, scores the finished conversation. Ours besides: `reset` may take only the columns that
+it names, a method or function may return images, `close` is called at the end, and a conversation ends when the
+environment's attribute `done` is true.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.environments.observation import Observation, failed, observation_of
+from mm_grpo.errors import ConfigError, ToolError, did_you_mean
+from mm_grpo.import_path import load_named
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.types import Sample
+
+BUILTINS = {"zoom": "Zoom", "rotate": "Rotate", "grid_world": "GridWorld"}
+"""Environments of this package by the name that `rollout.environment` gives them."""
+NOT_TOOLS = ("reset", "get_reward", "close")
+
+
+class Toolbox:
+    """The plain functions and the environment of a run, and the schemas of all their tools for the chat template.
+
+    ConfigError for a tool that the model cannot be told of: it needs type hints, and a docstring with its arguments.
+    """
+
+    def __init__(
+        self, config: GRPOConfig, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None
+    ):
+        self.config, self.factory = config, factory
+        self.functions = {function.__name__: function for function in tools}
+        self._first = factory() if factory is not None else None
+        methods = _methods(self._first) if factory is not None else {}
+        twice = [tool.__name__ for tool in tools if tool.__name__ in methods]
+        if len(self.functions) < len(tools) or twice:
+            raise ConfigError(
+                f"rollout.tools: two tools have one name ({', '.join([*twice, *(t.__name__ for t in tools)])}); rename "
+                "one, for the model calls them by it"
+            )
+        self.schemas = tuple(_schema(tool) for tool in (*self.functions.values(), *methods.values()))
+        if not self.schemas:
+            raise ConfigError(
+                "rollout.environment: its class has no public method besides reset, get_reward and close, so there is "
+                "nothing that the model could call"
+            )
+
+    @property
+    def rewards(self) -> list[Callable[..., Any]]:
+        """The environment's own reward where its class has `get_reward`, named after the class."""
+        if not hasattr(type(self._first), "get_reward"):
+            return []
+
+        def own(completion: str, environment_reward: float | None) -> float | None:
+            return environment_reward
+
+        own.__name__ = own.__qualname__ = type(self._first).__name__
+        return [own]
+
+    def prepare(self, sample: Sample) -> Sample:
+        """A row as it is asked about: with the tools, and with what its environment shows first at its end.
+
+        Raises ToolError for an environment that cannot begin.
+        """
+        sample = replace(sample, tools=self.schemas)
+        if self.factory is None:
+            return sample
+        episode = Episode(self, sample)
+        episode.close()
+        shown = episode.opening
+        if shown is None or not shown.parts:
+            return replace(sample, row=sample)
+        *before, last = sample.messages
+        content = last["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        parts += [
+            {"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in shown.parts
+        ]
+        return replace(
+            sample,
+            messages=[*before, {**last, "content": parts}],
+            images=(*sample.images, *shown.images),
+            row=sample,
+        )
+
+    def episode(self, sample: Sample) -> Episode:
+        """A new conversation about a row that was prepared. ToolError where it begins in another way than that."""
+        before = sample.row or sample
+        episode = Episode(self, before)
+        shown = episode.opening.images if episode.opening is not None else ()
+        promised = sample.images[len(before.images) :]
+        text = episode.opening.text if episode.opening is not None else ""
+        same = len(shown) == len(promised) and all(
+            a.size == b.size and a.tobytes() == b.tobytes() for a, b in zip(shown, promised, strict=True)
+        )
+        if not same or (text and text not in _text_of(sample.messages[-1])):
+            raise ToolError(
+                f"{sample.uid}: reset of the environment showed another beginning than before for the same row; the "
+                "completions of a group answer one prompt, so reset must depend on the row alone (seed its random "
+                "numbers from a column)"
+            )
+        return episode
+
+
+class Episode:
+    """One conversation's tools; `opening` is what its environment showed at the reset, None where it showed nothing."""
+
+    def __init__(self, toolbox: Toolbox, sample: Sample) -> None:
+        self.uid, self._config = sample.uid, toolbox.config
+        self.environment = toolbox.factory() if toolbox.factory is not None else None
+        self.tools = {
+            **toolbox.functions,
+            **(_methods(self.environment) if self.environment is not None else {}),
+        }
+        self.opening: Observation | None = None
+        if self.environment is not None:
+            shown = self._user("reset", self.environment.reset, _row(self.environment.reset, sample))
+            self.opening = None if shown is None else self._observation(shown)
+            if self.opening is not None and self.opening.fault:
+                raise ToolError(f"{self.uid}: reset of the environment: {self.opening.text}")
+
+    @property
+    def done(self) -> bool:
+        return bool(getattr(self.environment, "done", False))
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
+        """The tool's answer, or a fault that the model is told; an exception stops the run where the config says so."""
+        tool = self.tools.get(name)
+        if tool is None:
+            return failed("unknown_tool", f"there is no tool {name!r}; there are {', '.join(self.tools)}")
+        try:
+            inspect.signature(tool).bind(**arguments)
+        except TypeError as error:
+            return failed("bad_arguments", f"{name}: {error}")
+        try:
+            result = _called(tool, arguments)
+        except Exception as error:
+            if self._config.rollout.on_tool_error == "stop":
+                raise self._error(name, error) from error
+            return failed("raised", f"{type(error).__name__}: {error}")
+        return self._observation(result)
+
+    def reward(self) -> float | None:
+        """What `get_reward` of the environment says; None where there is none."""
+        method = getattr(self.environment, "get_reward", None)
+        return None if method is None else self._user("get_reward", method, {})
+
+    def close(self) -> None:
+        method = getattr(self.environment, "close", None)
+        if method is not None:
+            self._user("close", method, {})
+
+    def _observation(self, result: Any) -> Observation:
+        data = self._config.data
+        return observation_of(result, max_pixels=data.max_image_pixels, max_bytes=data.max_image_bytes)
+
+    def _user(self, what: str, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        try:
+            return _called(method, arguments)
+        except Exception as error:
+            raise self._error(what, error) from error
+
+    def _error(self, what: str, error: Exception) -> ToolError:
+        return ToolError(
+            f"{self.uid}: {what} of the environment raised {type(error).__name__}: {error}; mend it, or for a tool set "
+            "rollout.on_tool_error to reply or mask"
+        )
+
+
+def toolbox_of(
+    config: GRPOConfig, tools: Sequence[Callable[..., Any]] | None, factory: Callable[[], Any] | None
+) -> Toolbox | None:
+    """The tools that are given in Python, else those of the config; None where there are none."""
+    rollout = config.rollout
+    if tools is None:
+        tools = [load_named(place, "rollout.tools", ConfigError) for place in rollout.tools]
+    if factory is None and rollout.environment is not None:
+        factory = _class_named(rollout.environment)
+    if not tools and factory is None:
+        return None
+    return Toolbox(config, tools, factory)
+
+
+def _class_named(name: str) -> Callable[[], Any]:
+    """A class of this package, of an entry point in `mm_grpo.environments`, or at an address."""
+    if name in BUILTINS:
+        found: Callable[[], Any] = getattr(import_module("mm_grpo.environments.builtins"), BUILTINS[name])
+        return found
+    points = {point.name: point for point in entry_points(group="mm_grpo.environments")}
+    if name in points:
+        loaded: Callable[[], Any] = points[name].load()
+        return loaded
+    if ":" not in name:
+        known = sorted({*BUILTINS, *points})
+        raise ConfigError(
+            f"rollout.environment = {name!r}: must be one of {', '.join(known)}, path/to/file.py:Class or "
+            f"package.module:Class; {did_you_mean(name, known)}".rstrip("; ")
+        )
+    at: Callable[[], Any] = load_named(name, "rollout.environment", ConfigError)
+    return at
+
+
+def _methods(environment: Any) -> dict[str, Callable[..., Any]]:
+    """The public methods that are tools, by name. On the class: asking the object would evaluate properties."""
+    if not callable(getattr(environment, "reset", None)):
+        raise ConfigError(
+            f"rollout.environment: {type(environment).__name__} has no method `reset`, which begins each conversation"
+        )
+    found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    names = (name for name, _ in found if not name.startswith("_") and name not in NOT_TOOLS)
+    return {name: getattr(environment, name) for name in names}
+
+
+def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except Exception as error:
+        raise ConfigError(
+            f"rollout.tools: {tool.__qualname__}: {error}; a tool needs a docstring, a type hint for each argument "
+            "and a line for each under `Args:`, for that is what the model is told"
+        ) from None
+    schema["function"].pop("return", None)  # an image has no schema
+    return schema
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _row(reset: Callable[..., Any], sample: Sample) -> dict[str, Any]:
+    """The columns of a row that `reset` takes, with `prompt` and `images` at their full size."""
+    columns = {**sample.columns, "prompt": list(sample.messages), "images": list(sample.images)}
+    taken = inspect.signature(reset).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in taken):
+        return columns
+    return {p.name: columns[p.name] for p in taken if p.name in columns}
+
+
+def _called(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    result = tool(**arguments)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result

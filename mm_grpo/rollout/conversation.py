@@ -1,0 +1,77 @@
+"""A conversation of several turns, as a growing list of tokens that is never tokenized again.
+
+It begins as a prompt. What the model samples is appended as it was sampled, what a tool or an environment answers as
+the tokens that the chat template puts there; so the ids of a turn always begin with those of the turn before. That is
+checked at every turn, and the engine's own ids are compared with them as with every prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mm_grpo.errors import GuardStop
+from mm_grpo.types import Completion, Picture, Prompt, Tail
+
+if TYPE_CHECKING:
+    from mm_grpo.processors.base import ConversationProcessor
+
+
+class Conversation:
+    """One conversation: `start`, the prompt that its group shares, and `prompt`, which is asked next."""
+
+    def __init__(self, start: Prompt, processor: ConversationProcessor) -> None:
+        self.start, self.prompt, self.processor = start, start, processor
+        self.answers: list[Completion] = []
+        self._sampled: list[bool] = []
+        self._pictures: list[Picture] = []
+
+    @property
+    def run_length(self) -> int:
+        """Tokens after the start, expanded: sampled ones and observations."""
+        return len(self.prompt.token_ids) - len(self.start.token_ids)
+
+    def answered(self, completion: Completion) -> None:
+        """Append what the model sampled to `prompt`."""
+        self.answers.append(completion)
+        self._append(completion.token_ids, (), sampled=True)
+
+    def would_add(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> int:
+        """How many tokens an observation adds, with its images expanded."""
+        after = self.processor.extended(self.prompt, token_ids, pictures)
+        return len(after.token_ids) - len(self.prompt.token_ids)
+
+    def observed(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> None:
+        """Append an observation: collapsed ids, with one image token for each picture."""
+        self._append(token_ids, pictures, sampled=False)
+
+    def _append(self, token_ids: Sequence[int], pictures: Sequence[Picture], *, sampled: bool) -> None:
+        before = self.prompt
+        after = self.processor.extended(before, token_ids, pictures)
+        length = len(before.token_ids)
+        kept = after.token_ids[:length] == before.token_ids
+        if not kept or (sampled and after.token_ids[length:] != tuple(token_ids)):
+            raise GuardStop(
+                f"{self.start.uid}: turn {len(self.answers)} changed tokens that were there before it; the model would "
+                "be trained on others than it sampled. Check `extended` of the processor"
+            )
+        if not (after.position_ids[..., :length] == before.position_ids).all():
+            raise GuardStop(
+                f"{self.start.uid}: turn {len(self.answers)} changed positions of tokens that were there before it, so "
+                "the prompt could not be shared. Check `extended` of the processor"
+            )
+        self.prompt = after
+        self._sampled += [sampled] * (len(after.token_ids) - length)
+        self._pictures += pictures
+
+    def tail(self) -> Tail | None:
+        """What follows the start; None after a single answer, which needs none."""
+        if len(self.answers) < 2 and all(self._sampled):
+            return None
+        length = len(self.start.token_ids)
+        return Tail(
+            token_ids=self.prompt.token_ids[length:],
+            sampled=tuple(self._sampled),
+            position_ids=self.prompt.position_ids[..., length:],
+            pictures=tuple(self._pictures),
+        )

@@ -1,0 +1,212 @@
+"""Conversations of several turns: the model samples, tools answer, and the model goes on, until it calls no tool.
+
+All conversations of a call advance together: each turn is one call of the engine for those that go on. A turn is an
+ordinary request whose prompt is the conversation so far (conversation.py), with the seed that the seed law gives it
+(seeds.py), so engines know nothing of turns, and what they run is compared with what the learner trains on as ever.
+
+A conversation ends when the model writes no call, when its environment is done, after `rollout.max_turns` turns, or
+when the next observation does not fit into `rollout.max_completion_length`, which bounds all tokens after the prompt.
+In the last two cases it is flagged as a completion that was cut off (`finish_reason` "length").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Protocol, cast
+
+from mm_grpo.environments.observation import Observation, failed
+from mm_grpo.errors import ConfigError, ToolError
+from mm_grpo.processors.tool_calls import tool_calls
+from mm_grpo.rollout.conversation import Conversation
+from mm_grpo.rollout.engine import Request, require_answers
+from mm_grpo.types import Completion, FinishReason, Picture, Turn
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.environments.toolbox import Episode, Toolbox
+    from mm_grpo.processors.base import ConversationProcessor, Processor
+    from mm_grpo.rollout.engine import RolloutEngine
+    from mm_grpo.rollout.seeds import SeedPlan
+
+
+class Sampler(Protocol):
+    """An engine, or a loop of turns over one."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+
+@dataclass
+class _Running:
+    """One generation on its way; `finished` says how it ended, None while it goes on."""
+
+    request: Request
+    conversation: Conversation
+    episode: Episode
+    turns: list[Turn] = field(default_factory=list)
+    images: int = 0
+    finished: FinishReason | None = None
+    masked: str | None = None
+
+
+class TurnLoop:
+    """Answers requests with whole conversations. `version` gives the number of the weights that the engine holds."""
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        processor: ConversationProcessor,
+        engine: RolloutEngine,
+        toolbox: Toolbox,
+        seeds: SeedPlan,
+        version: Callable[[], int],
+    ) -> None:
+        self.config, self.processor, self.engine = config, processor, engine
+        self.toolbox, self.seeds, self.version = toolbox, seeds, version
+        self._opened = ExitStack()
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One conversation per request, in order. Environments stay open until the next call, for rewards.
+
+        Raises what the engine raises, ToolError for an environment that cannot be used, and GuardStop when a turn
+        changed tokens of the turn before.
+        """
+        self.close()
+        running = []
+        for request in requests:
+            episode = self.toolbox.episode(request.prompt.sample)
+            self._opened.callback(episode.close)
+            running.append(_Running(request, Conversation(request.prompt, self.processor), episode))
+        pictures: dict[bytes, Picture] = {}
+        for turn in range(self.config.rollout.max_turns):
+            active = [one for one in running if one.finished is None]
+            if not active:
+                break
+            asked = [self._request(one, turn) for one in active]
+            answers = self.engine.generate(asked)
+            require_answers(asked, answers, self.version())
+            for one, answer in zip(active, answers, strict=True):
+                self._answered(one, answer, turn, pictures)
+        return [self._completion(one) for one in running]
+
+    def close(self) -> None:
+        """Close the environments of the last call, which rewards could still look at."""
+        self._opened.close()
+
+    def _request(self, one: _Running, turn: int) -> Request:
+        sampling, conversation = one.request.sampling, one.conversation
+        if turn == 0:
+            return one.request
+        left = replace(sampling, max_tokens=sampling.max_tokens - conversation.run_length)
+        return Request(conversation.prompt, self.seeds.of_turn(one.request.seed, turn), left)
+
+    def _answered(self, one: _Running, answer: Completion, turn: int, pictures: dict[bytes, Picture]) -> None:
+        one.conversation.answered(answer)
+        one.turns.append(Turn("assistant", answer.text, len(answer.token_ids), seed=answer.seed))
+        calls = tool_calls(answer.text)
+        if answer.finish_reason != "stop" or not calls:
+            one.finished = answer.finish_reason
+        elif turn + 1 == self.config.rollout.max_turns:
+            one.finished = "length"
+        else:
+            self._observe(one, answer, pictures)
+
+    def _observe(self, one: _Running, answer: Completion, pictures: dict[bytes, Picture]) -> None:
+        """Make the calls of a turn, and append what they answered where it fits."""
+        made: list[tuple[Turn, list[Picture], Observation]] = []
+        for call in tool_calls(answer.text):
+            seen = (
+                failed("malformed_call", call.problem)
+                if call.problem is not None
+                else one.episode.call(call.name, call.arguments)
+            )
+            if seen.fault == "raised" and self.config.rollout.on_tool_error == "mask":
+                one.masked, one.finished = f"{call.name}: {seen.text}", "stop"
+                return
+            most = self.config.rollout.max_images_per_episode
+            one.images += len(seen.images)
+            if one.images > most:
+                one.images -= len(seen.images)
+                seen = failed("too_many_images", f"no more than {most} images are shown in a conversation")
+            shown = [self._picture(one, image, pictures) for image in seen.images]
+            images = tuple(picture.image for picture in shown)
+            turn = Turn("tool", seen.text, 0, None, call.name, dict(call.arguments), images, seen.fault)
+            made.append((turn, shown, seen))
+        answers = [_resized(seen, shown) for _, shown, seen in made]
+        ids = self.processor.observation(answers, row=one.conversation.start.uid)
+        before = one.conversation.run_length
+        added = one.conversation.would_add(ids, [p for _, shown, _ in made for p in shown])
+        if before + added >= one.request.sampling.max_tokens:  # not a token of the next turn would be left
+            one.finished = "length"
+            return
+        one.conversation.observed(ids, [p for _, shown, _ in made for p in shown])
+        first, *others = (turn for turn, _, _ in made)
+        one.turns += [replace(first, tokens=added), *others]
+        if one.episode.done:
+            one.finished = "stop"
+
+    def _picture(self, one: _Running, image: Image, pictures: dict[bytes, Picture]) -> Picture:
+        """An image at its final size; equal ones of a call are one object, which the learner encodes once."""
+        key = sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).digest()
+        if key not in pictures:
+            pictures[key] = self.processor.picture(image, row=one.conversation.start.uid)
+        return pictures[key]
+
+    def _completion(self, one: _Running) -> Completion:
+        """What the model sampled in a conversation, as one completion."""
+        answers, starts = one.conversation.answers, [0]
+        for answer in answers:
+            starts.append(starts[-1] + len(answer.token_ids))
+        spans = (
+            (start + at, version)
+            for start, answer in zip(starts, answers, strict=False)
+            for at, version in answer.weight_versions
+        )
+        reward = None if one.masked else one.episode.reward()
+        if reward is not None and not isinstance(reward, int | float):
+            raise ToolError(
+                f"{one.conversation.start.uid}: get_reward of the environment answered {reward!r}; it must be a number"
+            )
+        return Completion(
+            token_ids=tuple(token for answer in answers for token in answer.token_ids),
+            logprobs=tuple(logp for answer in answers for logp in answer.logprobs),
+            text=answers[-1].text,
+            finish_reason=one.finished or "length",
+            seed=one.request.seed,
+            weight_versions=tuple(spans),
+            tail=one.conversation.tail(),
+            turns=tuple(one.turns),
+            environment=one.episode.environment,
+            environment_reward=reward,
+            masked=one.masked,
+        )
+
+
+def sampler_of(
+    config: GRPOConfig,
+    processor: Processor,
+    engine: RolloutEngine,
+    toolbox: Toolbox | None,
+    seeds: SeedPlan,
+    version: Callable[[], int],
+) -> Sampler:
+    """What answers requests: the engine, or with tools a loop over it. ConfigError for a processor without turns."""
+    if toolbox is None:
+        return engine
+    missing = [name for name in ("picture", "extended", "observation") if not hasattr(processor, name)]
+    if missing:
+        raise ConfigError(
+            f"rollout.tools: conversations of several turns need {', '.join(missing)} of the processor "
+            f"({type(processor).__qualname__}); see mm_grpo.processors.base.ConversationProcessor"
+        )
+    return TurnLoop(config, cast("ConversationProcessor", processor), engine, toolbox, seeds, version)
+
+
+def _resized(seen: Observation, pictures: Sequence[Picture]) -> list[str | Image]:
+    """The parts of an observation with its images at their final size."""
+    following = iter(pictures)
+    return [part if isinstance(part, str) else next(following).image for part in seen.parts]

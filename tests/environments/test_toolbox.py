@@ -1,0 +1,215 @@
+"""Tools and environments: what the model is told of them, what they answer, and what is wrong with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.configs import small_config
+from helpers.tiny import picture, sample
+from PIL import Image
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.environments.builtins import GridWorld, Rotate, Zoom
+from mm_grpo.environments.toolbox import Toolbox, toolbox_of
+from mm_grpo.errors import ConfigError, ToolError
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+async def show(side: int) -> Any:
+    """Draw a square.
+
+    Args:
+        side: Pixels of a side.
+    """
+    return [Image.new("RGB", (side, side), "red"), {"type": "text", "text": "a square"}]
+
+
+def broken(a: int) -> str:
+    """Fail.
+
+    Args:
+        a: Anything.
+    """
+    raise KeyError("the shelf is empty")
+
+
+class Counter:
+    """An environment as TRL's documentation has them."""
+
+    def reset(self, start: int = 0, **row: Any) -> str:
+        self.total = start
+        return f" Begin at {start}."
+
+    def count(self, by: int) -> str:
+        """Count on.
+
+        Args:
+            by: How far.
+        """
+        self.total += by
+        return str(self.total)
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+    def _hidden(self) -> None: ...
+
+
+def config(**rollout: Any) -> GRPOConfig:
+    return small_config("model", rollout=rollout)
+
+
+def test_the_model_is_told_of_every_tool() -> None:
+    box = Toolbox(config(), [add, show], Counter)
+    told = [schema["function"] for schema in box.schemas]
+    assert [f["name"] for f in told] == ["add", "show", "count"]
+    assert told[0]["description"] == "Add two numbers."
+    assert told[0]["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first."}
+    assert told[0]["parameters"]["required"] == ["a"] and "return" not in told[1]
+
+
+def test_an_episode_has_an_environment_of_its_own() -> None:
+    box = Toolbox(config(), [add], Counter)
+    one, other = (box.episode(box.prepare(sample("train:0", start=n))) for n in (5, 7))
+    assert one.opening is not None and one.opening.parts == (" Begin at 5.",)
+    assert one.call("count", {"by": 2}).parts == ("7",) and other.call("count", {"by": -1}).parts == ("6",)
+    assert (one.reward(), other.reward()) == (7.0, 6.0)
+    assert one.call("add", {"a": 3}).parts == ("4",) and not one.done
+
+
+def test_answers_may_hold_images() -> None:
+    seen = Toolbox(config(), [show], None).episode(sample("a")).call("show", {"side": 30})
+    assert seen.text == "a square" and seen.images[0].size == (30, 30) and seen.fault is None
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "fault", "told"),
+    [
+        ("sub", {}, "unknown_tool", "error: there is no tool 'sub'; there are add, broken, show"),
+        ("add", {}, "bad_arguments", "error: add: missing a required argument: 'a'"),
+        ("add", {"a": 1, "c": 2}, "bad_arguments", "error: add: got an unexpected keyword argument 'c'"),
+        ("broken", {"a": 1}, "raised", "error: KeyError: 'the shelf is empty'"),
+        ("show", {"side": 20000}, "bad_result", "error: the tool's answer: image (a PIL image) is 20000 "),
+    ],
+)
+def test_what_goes_wrong_is_told_to_the_model(name: str, arguments: Any, fault: str, told: str) -> None:
+    seen = Toolbox(config(), [add, broken, show], None).episode(sample("a")).call(name, arguments)
+    assert seen.fault == fault and seen.text.startswith(told) and not seen.images
+
+
+def test_an_exception_stops_the_run_where_the_config_says_so() -> None:
+    episode = Toolbox(config(on_tool_error="stop"), [broken], None).episode(sample("train:3"))
+    with pytest.raises(ToolError, match="train:3: broken of the environment raised KeyError"):
+        episode.call("broken", {"a": 1})
+
+
+def test_an_environment_whose_reset_raises() -> None:
+    class Closed(Counter):
+        def reset(self, **row: Any) -> str:
+            raise OSError("no route to the server")
+
+    with pytest.raises(ToolError, match=r"train:3: reset of the environment raised OSError: no route"):
+        Toolbox(config(), [], Closed).episode(sample("train:3"))
+
+
+def untyped(a):  # type: ignore[no-untyped-def]
+    """Do nothing.
+
+    Args:
+        a: Anything.
+    """
+
+
+class NoReset:
+    def count(self) -> None:
+        """Count."""
+
+
+class NoTools:
+    def reset(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("tools", "factory", "told"),
+    [
+        ([untyped], None, "rollout.tools: untyped: .* a type hint for each argument"),
+        ([lambda x: x], None, "rollout.tools: .*has no docstring"),
+        ([add, add], None, "two tools have one name"),
+        ([], NoReset, "NoReset has no method `reset`"),
+        ([], NoTools, "no public method besides reset"),
+    ],
+)
+def test_a_tool_that_the_model_cannot_be_told_of(tools: Any, factory: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Toolbox(config(), tools, factory)
+
+
+def test_tools_and_environments_that_a_config_names(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        'def twice(a: int) -> int:\n    """Double.\n\n    Args:\n        a: What.\n    """\n    return 2 * a\n'
+    )
+    box = toolbox_of(config(tools=[f"{file}:twice"], environment="zoom"), None, None)
+    assert box is not None and [s["function"]["name"] for s in box.schemas] == ["twice", "zoom"]
+    assert toolbox_of(config(), None, None) is None
+    with pytest.raises(
+        ConfigError, match=r"rollout.environment = 'zom': must be one of .*did you mean 'zoom'"
+    ):
+        toolbox_of(config(environment="zom"), None, None)
+
+
+# the ones that ship --------------------------------------------------------------------------
+
+
+def test_zoom_cuts_at_full_resolution() -> None:
+    image = picture(4, 200, 100)
+    zoom = Zoom()
+    zoom.reset([image])
+    cut = zoom.zoom([250, 500, 750, 1000])
+    assert cut.size == (100, 50) and cut.tobytes() == image.crop((50, 50, 150, 100)).tobytes()
+    assert zoom.zoom([0, 0, 1, 1]).size == (1, 1)
+    for bbox in ([0, 0, 0, 5], [5, 5, 1, 9], [0, 0, 1001, 5], [1, 2, 3], "all", [0, 0, "a", 1]):
+        with pytest.raises(ValueError, match="bbox is"):
+            zoom.zoom(bbox)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="image is 1; there are 1, counted from 0"):
+        zoom.zoom([0, 0, 10, 10], image=1)
+
+
+def test_rotate_turns_counterclockwise() -> None:
+    rotate = Rotate()
+    rotate.reset([picture(4, 40, 20)])
+    turned = rotate.rotate(90)
+    assert turned.size == (20, 40)
+    assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(picture(4, 40, 20))))
+
+
+def test_grid_world_is_walked_to_its_goal() -> None:
+    world = GridWorld()
+    opening = world.reset(size=3, seed=1, moves=6)
+    (x, y), (gx, gy) = world._at, world._goal
+    assert opening[0]["image"].getpixel((gx * 28 + 14, gy * 28 + 14)) == (0, 128, 0)
+    assert opening[0]["image"].getpixel((x * 28 + 14, y * 28 + 14)) == (0, 0, 255)
+    steps = ["right" if gx > x else "left"] * abs(gx - x) + ["down" if gy > y else "up"] * abs(gy - y)
+    for direction in steps:
+        assert not world.done and world.get_reward() == 0.0
+        shown = world.move(direction)
+    assert shown[1]["text"] == "goal reached" and world.done
+    assert world.get_reward() == 1 - 0.5 * len(steps) / 6
+    world.reset(size=2, seed=1, moves=1)
+    world._goal = (5, 5)
+    world.move("up")
+    assert world.done and world.get_reward() == 0.0
+    with pytest.raises(ValueError, match="direction is 'north'; legal are up"):
+        world.move("north")
