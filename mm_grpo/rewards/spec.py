@@ -44,6 +44,7 @@ BATCH_ARGUMENTS = frozenset(
 
 # Of runs with tools alone; a column of the same name goes before.
 TURN_ARGUMENTS = frozenset(("turns", "environment", "environments", "environment_reward"))
+_OF_KIND = {"completion": TURN_ARGUMENTS - {"environments"}, "batch": TURN_ARGUMENTS - {"environment"}}
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class RewardSpec:
     @property
     def supplied(self) -> frozenset[str]:
         """The argument names that are ours for this kind of function."""
-        return TURN_ARGUMENTS | (COMPLETION_ARGUMENTS if self.kind == "completion" else BATCH_ARGUMENTS)
+        return _OF_KIND[self.kind] | (COMPLETION_ARGUMENTS if self.kind == "completion" else BATCH_ARGUMENTS)
 
     @property
     def settable(self) -> tuple[str, ...]:

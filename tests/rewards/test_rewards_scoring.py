@@ -217,7 +217,7 @@ def test_a_parameter_that_nothing_supplies_is_refused_at_the_start(rows):
 
     with fails(
         r"reward 'f' asks for 'box', which has no default and which no column supplies; the dataset's "
-        r"columns: answer, label; always there: completion, .*, trainer_state. Name the column to use in "
+        r"columns: answer, label; always there: completion, .*, trainer_state, turns. Name the column to use in "
         r"data.columns \(\{box: its_name\}\), or set the value in the entry \(\{name: f, box: \.\.\.\}\)"
     ):
         Scorer([named("f", f)]).check(["answer", "label"])

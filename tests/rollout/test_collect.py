@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ SCORES = Scores(
 
 def scored(*sizes: int, kl: tuple[tuple[float, ...], ...] = ((), ())) -> list[Group]:
     """The scores, cut for groups of these sizes. Nothing of a prompt or a completion is looked at."""
-    anything: Any = object()
+    anything: Any = SimpleNamespace(masked=None)
     groups = zip((4, 7), sizes, kl, strict=True)
     return with_scores(
         [Group(slot, anything, (anything,) * size, kl=cost) for slot, size, cost in groups], SCORES
