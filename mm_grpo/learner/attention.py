@@ -120,8 +120,9 @@ class Masks:
         self.dtype: torch.dtype = model.dtype
         self.eager = text._attn_implementation == "eager"
         kinds = set(getattr(text, "layer_types", None) or ())
+        windowed = SLIDING in kinds or (not kinds and getattr(text, "sliding_window", None))
         self.looks_ahead = family is not None and family.looks_ahead
-        self.window: int | None = text.sliding_window if SLIDING in kinds else None
+        self.window: int | None = text.sliding_window if windowed else None
         self.dense = self.looks_ahead or self.window is not None
         self.kinds = sorted(kinds)
         plain = shared and not self.dense
@@ -148,14 +149,12 @@ class Masks:
         blocks = None
         if self.family is not None and self.looks_ahead:
             blocks = self.family.image_blocks(self.model, pack.input_ids)
-        full = self._as_layers_take_it(attention_mask(pack.segments, blocks))
-        if not self.kinds:
-            return {"attention_mask": full}
-        by_kind = dict.fromkeys(self.kinds, full)
-        if self.window is not None:
-            sliding = attention_mask(pack.segments, blocks, pack.position_ids, self.window)
-            by_kind[SLIDING] = self._as_layers_take_it(sliding)
-        return {"attention_mask": by_kind}
+        windows = {kind: self.window if kind == SLIDING else None for kind in self.kinds or (SLIDING,)}
+        made = {
+            kind: self._as_layers_take_it(attention_mask(pack.segments, blocks, window))
+            for kind, window in windows.items()
+        }
+        return {"attention_mask": made if self.kinds else made[SLIDING]}
 
     def of(self, segments: Tensor) -> dict[str, Any]:
         """Keyword arguments of the model's forward for a pack's segments [B, N], where these say all."""

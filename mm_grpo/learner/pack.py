@@ -73,16 +73,11 @@ class Pack:
         return replace(self, **moved)
 
 
-def attention_mask(
-    segments: Tensor,
-    image_blocks: Tensor | None = None,
-    positions: Tensor | None = None,
-    window: int | None = None,
-) -> Tensor:
+def attention_mask(segments: Tensor, image_blocks: Tensor | None = None, window: int | None = None) -> Tensor:
     """Attention mask [B, 1, N, N], True where the query (third axis) may attend to the key (fourth).
 
-    With `image_blocks` [B, N] the tokens of one image, which have one number >= 0, attend to each other. With
-    `positions` [B, N] and a `window` a query attends to keys less than `window` positions before it.
+    With `image_blocks` [B, N] the tokens of one image, which have one number >= 0, attend to each other. With a
+    `window` a query attends to keys that are less than `window` tokens before it in its prompt + completion.
     """
     n = segments.shape[1]
     query, key = segments[:, :, None], segments[:, None, :]
@@ -91,12 +86,21 @@ def attention_mask(
         seen = seen | (
             (image_blocks[:, :, None] == image_blocks[:, None, :]) & (image_blocks >= 0)[:, None, :]
         )
-    if window is not None and positions is not None:
-        seen = seen & ((positions - window)[:, :, None] < positions[:, None, :])
+    if window is not None:
+        place = _places(segments)
+        seen = seen & ((place - window)[:, :, None] < place[:, None, :])
     allowed = seen & (key != PADDING) & ((key == PROMPT) | (key == query))
     # padding attends to itself, for a softmax over nothing is NaN
     allowed |= torch.eye(n, dtype=torch.bool, device=segments.device)
     return allowed[:, None]
+
+
+def _places(segments: Tensor) -> Tensor:
+    """Of each token [B, N] its place in prompt + completion, from 0."""
+    column = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    starts = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+    within = column - torch.where(starts, column, 0).cummax(1).values
+    return within + (segments != PROMPT) * (segments == PROMPT).sum(1, keepdim=True)
 
 
 def plan(

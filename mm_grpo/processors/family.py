@@ -79,7 +79,7 @@ class Family(ABC):
     layer_types: frozenset[str] = frozenset({"full_attention"})
     """Kinds of text layers that its models may have, as `layer_types` of a text config names them. The learner refuses
     those of `linear_attention` that it cannot start from a state (learner/linear_attention.py), and masks those of
-    `sliding_attention` by the config's `sliding_window`, for models that take a mask for each kind of layer."""
+    `sliding_attention` by the config's `sliding_window`."""
     looks_ahead: bool = False
     """Whether the tokens of an image see those that follow in it. vLLM on a CPU does not follow that: refused there."""
 
@@ -94,9 +94,10 @@ class Family(ABC):
     def check(self, model: Any) -> None:
         """Raise ConfigError for a model that the learner would run wrongly, as far as its config says."""
         text = model.config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or ()) - self.layer_types
-        if not getattr(text, "layer_types", None) and getattr(text, "sliding_window", None):
+        kinds = set(getattr(text, "layer_types", None) or ())
+        if not kinds and getattr(text, "sliding_window", None):
             kinds = {"sliding_attention"}
+        kinds -= self.layer_types
         faults = [f"its layers have {', '.join(sorted(kinds))}"] if kinds else []
         if getattr(self.head(model), "bias", None) is not None:
             faults.append("its head has a bias")

@@ -68,6 +68,9 @@ class Gemma3Processor(HFProcessor):
         own = self.hf.tokenizer
         return iter((own.boi_token, own.image_token, own.eoi_token))
 
+    def placeholder(self) -> str:
+        return str(self.hf.boi_token)
+
     def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         size = self.hf.image_processor.size
         self.size: Size = (int(size["height"]), int(size["width"]))

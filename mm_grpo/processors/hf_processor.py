@@ -79,8 +79,7 @@ class HFProcessor(ABC):
                 f"model.path = '{path}': the tokenizer has no vocabulary; copy tokenizer.json, or vocab.json and "
                 "merges.txt, beside the weights"
             )
-        self.image_token_id = int(self.tokenizer.convert_tokens_to_ids(self.hf.image_token))
-        """The placeholder of an image in the text of a prompt."""
+        self.image_token_id = int(self.tokenizer.convert_tokens_to_ids(self.placeholder()))
         known = self.tokenizer.get_vocab()
         self.media_token_ids = frozenset(known[token] for token in self.media_tokens() if token in known)
         self.stop_token_ids = self._stop_ids(path)
@@ -205,13 +204,17 @@ class HFProcessor(ABC):
 
     # what a family may do otherwise ----------------------------------------------------------
 
+    def placeholder(self) -> str:
+        """The token that stands for an image in the text that the chat template makes."""
+        return str(self.hf.image_token)
+
     def encode(self, images: Sequence[Image]) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Of images at their final size the ids that each becomes, and the vision tensors of all.
 
         Each goes through the model's processor on its own, as in vLLM, which keeps what it made of an image.
         """
         options = {"return_tensors": "pt", "add_special_tokens": False}
-        made = [self.hf(text=[self.hf.image_token], images=[image], **options) for image in images]
+        made = [self.hf(text=[self.placeholder()], images=[image], **options) for image in images]
         return [each["input_ids"][0].tolist() for each in made], self.vision(made)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
@@ -295,7 +298,7 @@ class HFProcessor(ABC):
         if found != images:
             raise DataError(
                 f"{uid}: the prompt has {found} image token(s) for {images} image(s); do not type "
-                f"'{self.hf.image_token}' into the text: each image part of the messages makes one"
+                f"'{self.placeholder()}' into the text: each image part of the messages makes one"
             )
         for token in sorted(self.media_token_ids - {self.image_token_id}):
             name = str(self.tokenizer.convert_ids_to_tokens(token))

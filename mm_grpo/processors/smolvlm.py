@@ -75,6 +75,11 @@ class SmolVLMProcessor(HFProcessor):
 
     def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         images = self.hf.image_processor
+        if not images.do_image_splitting:
+            raise ConfigError(
+                "model.path: its preprocessor_config.json has do_image_splitting = false, with which every image would "
+                "be resized twice; set it to true, and data.max_pixels to the area of one tile for one tile an image"
+            )
         self.tile = int(images.max_image_size["longest_edge"])
         longest = int(images.size["longest_edge"])
         if max_pixels is not None:

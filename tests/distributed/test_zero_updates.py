@@ -18,6 +18,7 @@ import pytest
 import torch
 import updates
 from helpers import processes
+from helpers.families import TABLE, is_rounding
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.health.update_happens import update_happens
@@ -148,6 +149,7 @@ def check(case: Case, results: list[dict[str, Any]], want: Mapping[str, Any]) ->
     """Each process's update, norms and metrics are those of one process, and its gradients in one order."""
     moved = {name: change for name, change in want["update"].items() if change.norm() > 0}
     still = want["update"].keys() - moved.keys()
+    moved = {name: change for name, change in moved.items() if not is_rounding(name)}
     for got in results:
         distance, name = updates.far(got["update"], moved)
         assert distance <= LIMIT, (case["name"], name, distance)
@@ -210,7 +212,7 @@ def test_the_update_does_not_depend_on_the_processes(world: int, launched: Any, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", [f for f in TABLE if f != "qwen2_5_vl"])
 def test_other_families_on_two_processes(family: str, launched: Any, alone: Any) -> None:
     cases = tuple(trouble()[-8:-1])
     results = launched(family, 2, cases)

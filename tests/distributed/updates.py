@@ -55,7 +55,8 @@ def make_groups(processor: Processor, rows: str, advantages: str, scale: float) 
         lengths = torch.randint(1, 9, (GENERATIONS,), generator=generator).tolist()
         if rows == SETS["flat"]:
             lengths = [8] * GENERATIONS
-        tokens = [tuple(torch.randint(10, 270, (n,), generator=generator).tolist()) for n in lengths]
+        drawn = [torch.randint(10, 270, (n,), generator=generator).tolist() for n in lengths]
+        tokens = [tuple(t if t not in processor.media_token_ids else 100 for t in ids) for ids in drawn]
         spread = (torch.rand(GENERATIONS, generator=generator, dtype=torch.float64) * 2 - 1).tolist()
         live = {
             "all": [True] * GENERATIONS,

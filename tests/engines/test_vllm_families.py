@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.configs import small_config
 from helpers.families import KINDS, TABLE, groups_of, plain_logprobs, prompts_of
+from helpers.steps import load
 from vllm_rig import Rig
 
 from mm_grpo.errors import ConfigError
@@ -19,6 +20,7 @@ from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
+from mm_grpo.rollout.weights import WeightLedger
 
 pytestmark = pytest.mark.long
 LIMITS = {"float32": 1e-5, "bfloat16": 0.06}
@@ -75,7 +77,12 @@ def test_limits_on_images_reach_vllm(family: str, models: dict[str, Path]) -> No
     engine = VLLMEngine(settings, small)
     (prompt,), (whole,) = (prompts_of("three images", p) for p in (small, own))
     assert len(prompt.token_ids) < len(whole.token_ids)
-    engine.generate(requests_for([prompt], [range(4)], Sampling(4)))
+    weights = load(models[family]).named_parameters(remove_duplicate=False)
+    WeightLedger().send(
+        engine, ((name, p.detach()) for name, p in weights), 0
+    )  # a running engine is taken over
+    done = engine.generate(requests_for([prompt], [range(4)], Sampling(4)))
+    assert len({c.token_ids for c in done}) > 1
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "llava_onevision"])

@@ -39,16 +39,16 @@ def test_a_prompt_that_is_too_long(rig: Rig) -> None:
 
 
 def test_too_many_images(rig: Rig) -> None:
-    crowd = rig.prompt("row-18", *(tiny.picture(i) for i in range(3)))
-    with pytest.raises(DataError, match=r"row-18: the row has 3 images, .* at most 2"):
+    crowd = rig.prompt("row-18", *(tiny.picture(i) for i in range(4)))
+    with pytest.raises(DataError, match=r"row-18: the row has 4 images, .* at most 3"):
         rig.engine.generate(requests_for([rig.prompts()[0], crowd], [range(2)] * 2, TWELVE))
     still_works(rig)
 
 
 def test_what_vllm_itself_refuses_names_the_row(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.engine, "_check_size", lambda *args: None)
-    good, bad = rig.prompts()[0], rig.prompt("row-19", *(tiny.picture(i) for i in range(3)))
-    with pytest.raises(DataError, match=r"row-19: vLLM refuses the prompt: At most 2 image"):
+    good, bad = rig.prompts()[0], rig.prompt("row-19", *(tiny.picture(i) for i in range(4)))
+    with pytest.raises(DataError, match=r"row-19: vLLM refuses the prompt: At most 3 image"):
         rig.engine.generate(requests_for([good, bad], [range(2)] * 2, TWELVE))
     monkeypatch.undo()
     still_works(rig)
@@ -147,7 +147,7 @@ def test_an_engine_without_enqueue_names_the_rows(one: Rig, monkeypatch: pytest.
     monkeypatch.delattr(type(one.engine._handle.llm), "enqueue")
     still_works(one)
     monkeypatch.setattr(one.engine, "_check_size", lambda *args: None)
-    bad = one.prompt("row-21", *(tiny.picture(i) for i in range(3)))
+    bad = one.prompt("row-21", *(tiny.picture(i) for i in range(4)))
     with pytest.raises(DataError, match=r"one of one, row-21: vLLM refuses"):
         one.engine.generate(requests_for([one.prompts()[0], bad], [range(2)] * 2, TWELVE))
     monkeypatch.undo()

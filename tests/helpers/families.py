@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,17 @@ TABLE: dict[str, Row] = {
 }
 KINDS = ("text", "one image", "three images", "mixed")
 LENGTHS = (3, 7, 1, 12)
+
+
+_BALANCED = re.compile(r"vision_(tower|model)\..*k_proj\.bias$")
+
+
+def is_rounding(name: str) -> bool:
+    """Whether the gradient of a parameter of this name is rounding and nothing else.
+
+    A bias of keys without rotary positions moves all scores of a query alike.
+    """
+    return bool(_BALANCED.search(name))
 
 
 def prompts_of(kind: str, processor: Processor) -> list[Prompt]:

@@ -40,10 +40,9 @@ def test_mask_by_hand() -> None:
 
 
 def test_masks_of_image_blocks_and_windows_by_hand() -> None:
-    # a prompt of 4, whose second and third token are an image, and completions of 2 and 1 at positions 4, 5 and 4
+    # a prompt of 4, whose second and third token are an image, and completions of 2 and 1
     segments = torch.tensor([[0, 0, 0, 0, 1, 1, 2]])
     blocks = torch.tensor([[-1, 0, 0, -1, -1, -1, -1]])
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 4]])
     ahead = attention_mask(segments, blocks)[0, 0].int().tolist()
     assert ahead == [
         [1, 0, 0, 0, 0, 0, 0],
@@ -54,7 +53,7 @@ def test_masks_of_image_blocks_and_windows_by_hand() -> None:
         [1, 1, 1, 1, 1, 1, 0],
         [1, 1, 1, 1, 0, 0, 1],
     ]
-    both = attention_mask(segments, blocks, positions, window=2)[0, 0].int().tolist()
+    both = attention_mask(segments, blocks, window=2)[0, 0].int().tolist()
     assert both == [
         [1, 0, 0, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0, 0],
