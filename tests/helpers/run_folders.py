@@ -27,10 +27,10 @@ RUN: Mapping[str, Any] = {
 }
 
 
-def write_config(model: Path, folder: Path, **changes: Any) -> Path:
+def write_config(path: Path, folder: Path, /, **changes: Any) -> Path:
     """A config beside `folder`, where its run goes, with `changes` laid over RUN."""
     file = folder.with_suffix(".yaml")
-    small_config(model, folder, **merged(RUN, changes)).save(file)
+    small_config(path, folder, **merged(RUN, changes)).save(file)
     return file
 
 

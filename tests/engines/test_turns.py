@@ -1,0 +1,139 @@
+"""Conversations of several turns on both engines: the ids of every turn, and the log-probs of every sampled token.
+
+TURNS=10000 in the environment runs that many turns of each family on each engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import calling, tiny
+from helpers.configs import small_config
+from vllm_rig import Rig
+
+from mm_grpo.environments.toolbox import Toolbox
+from mm_grpo.errors import GuardStop
+from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.pack import Item, layout, plan
+from mm_grpo.processors.base import load_processor
+from mm_grpo.rollout.engine import Request, RolloutEngine, Sampling
+from mm_grpo.rollout.seeds import SeedPlan
+from mm_grpo.rollout.transformers_engine import TransformersEngine
+from mm_grpo.rollout.turns import TurnLoop
+from mm_grpo.rollout.vllm.engine import VLLMEngine
+from mm_grpo.types import Completion, Prompt
+
+TURNS = int(os.environ.get("TURNS", "60"))
+GENERATIONS, PROMPTS, MOST_TURNS, TOKENS = 8, 3, 4, 320
+
+
+class Setting:
+    """A tiny model that calls tools, on one of the engines."""
+
+    def __init__(self, rig: Rig, kind: str) -> None:
+        self.rig = rig
+        self.processor: Any = load_processor(rig.settings.model, named=f"{calling.__file__}:Calling")
+        self.engine: RolloutEngine = TransformersEngine(rig.model, self.processor)
+        if kind == "vllm":
+            most = MOST_TURNS * 2 + 2
+            settings = replace(rig.settings, max_images=most)
+            self.engine = VLLMEngine(settings, self.processor)
+            self.engine.update_weights(rig.tensors(), 0)
+        config = small_config("model", rollout={"max_turns": MOST_TURNS})
+        self.toolbox = Toolbox(config, [], calling.Gallery)
+        self.plan = SeedPlan(5, PROMPTS, GENERATIONS, 1, 10_000, MOST_TURNS)
+        self.loop = TurnLoop(config, self.processor, self.engine, self.toolbox, self.plan, lambda: 0)
+        self.prompts = [
+            self.processor.prompt(self.toolbox.prepare(sample))
+            for sample in (
+                tiny.sample("one", images=(tiny.picture(1),)),
+                tiny.sample("two", images=(tiny.picture(2, 112, 84), tiny.picture(3, 56, 140))),
+                tiny.sample("none"),
+            )
+        ]
+
+    def step(self, step: int) -> list[Completion]:
+        requests = [
+            Request(prompt, seed, Sampling(TOKENS))
+            for slot, prompt in enumerate(self.prompts)
+            for seed in self.plan.group(step, slot)
+        ]
+        return self.loop.generate(requests)
+
+    def gap(self, done: list[Completion]) -> float:
+        """The largest gap between the engine's log-probs and those of the learner's packs."""
+        module = PackForward(
+            self.rig.model, family=self.processor.family, media_token_ids=self.processor.media_token_ids,
+            temperature=1.0,
+        )  # fmt: skip
+        items = [
+            Item(i, i // GENERATIONS, self.prompts[i // GENERATIONS], c.token_ids, tail=c.tail)
+            for i, c in enumerate(done)
+        ]
+        worst = 0.0
+        with torch.no_grad():
+            for rows in plan(items, 4000):
+                logp, _ = module(layout(rows, self.processor.media_token_ids))
+                engine = torch.tensor([x for row in rows for i in row for x in done[i.index].logprobs])
+                worst = max(worst, float((logp - engine).abs().max()))
+        return worst
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_what_is_learned_is_what_was_sampled(family: str, kind: str, rigs: Callable[[str], Rig]) -> None:
+    """vLLM's ids of each turn are compared with the learner's by the engine itself, which stops where they differ."""
+    rig = rigs(family)
+    rig.reset()
+    setting = Setting(rig, kind)
+    turns = images = step = 0
+    worst = 0.0
+    while turns < TURNS:
+        step += 1
+        done = setting.step(step)
+        turns += sum(t.role == "assistant" for c in done for t in c.turns)
+        images += sum(len(t.images) for c in done for t in c.turns)
+        worst = max(worst, setting.gap(done))
+        assert all(c.run_length <= TOKENS for c in done)
+    assert images > TURNS / 10
+    assert worst <= 1e-5
+    print(f"{family} {kind}: {turns} turns, {images} images of observations, largest gap {worst:.2g}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["changed", "lost", "resized"])
+def test_an_observation_that_the_engine_saw_otherwise_is_caught(
+    fault: str, rigs: Callable[[str], Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent to vLLM is changed behind the loop: another picture, none, one of another size."""
+    rig = rigs("qwen2_5_vl")
+    rig.reset()
+    setting = Setting(rig, "vllm")
+    assert setting.gap(setting.step(1)) <= 1e-5
+    real = setting.processor.extended
+
+    def other(prompt: Prompt, token_ids: Any, pictures: Any) -> Prompt:
+        made = real(prompt, token_ids, pictures)
+        if not pictures:
+            return made
+        sent = made.engine_prompt
+        last = sent.images[-1]
+        images = {
+            "changed": (*sent.images[:-1], tiny.picture(99, *last.size)),
+            "lost": sent.images[:-1],
+            "resized": (*sent.images[:-1], tiny.picture(99, last.width + 28, last.height + 28)),
+        }[fault]
+        return replace(made, engine_prompt=replace(sent, images=images))
+
+    monkeypatch.setattr(setting.processor, "extended", other)
+    if fault == "changed":  # the ids are the same, and the log-probs are not
+        assert setting.gap(setting.step(2)) > 1e-3
+    else:
+        with pytest.raises(GuardStop, match=r"vLLM ran \d+ prompt tokens where the learner trains on \d+"):
+            setting.step(2)
