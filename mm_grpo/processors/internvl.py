@@ -5,7 +5,8 @@ of more than one gets a small picture of the whole beside. Each tile becomes 256
 that of transformers' image processor (`get_optimal_tiled_canvas` in image_processing_got_ocr2), which vLLM calls too.
 
 A picture at the model's size is one that is exactly such a grid: the tiles are cut out of it, not resized again. The
-small picture of the whole is made from it too, and so has been resized twice.
+small picture of the whole is made from it too, and so has been resized twice. With `max_patches` above 15 the rule is
+not settled at once for grids of 3 x 3 and larger of their kind: it takes 4 x 4 for a picture that is 3 x 3, and so on.
 """
 
 from __future__ import annotations
