@@ -55,6 +55,7 @@ lint: setup  ## ruff and mypy
 bench: export OMP_NUM_THREADS := 2
 bench: setup  ## measure against TRL on the CPU, in about ten minutes; ends in benchmarks/README.md
 	$(BIN)/python benchmarks/learner.py --rounds 5 --json benchmarks/results/cpu/learner.json
+	$(BIN)/python benchmarks/hybrid.py --json benchmarks/results/cpu/hybrid.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/results/cpu/memory.json
 	$(BIN)/python benchmarks/step.py --rounds 5 --warm 1 --json benchmarks/results/cpu/step.json
 	$(BIN)/python benchmarks/overhead.py --steps 30 --json benchmarks/results/cpu/overhead.json

@@ -108,6 +108,16 @@ def scaling(rows: Sequence[Row]) -> list[list[str]]:
     return table
 
 
+def hybrid(rows: Sequence[Row]) -> list[list[str]]:
+    table = [["shape", "G", "T", "L", "ours, s", "plain, s", "TRL, s", "plain / ours", "TRL / ours"]]
+    for r in rows:
+        seconds = (f"{r[key]:.3f}" for key in ("seconds_ours", "seconds_plain", "seconds_trl"))
+        ratios = (f"{r[key]:.2f}" for key in ("plain_ratio", "trl_ratio"))
+        name = SHAPES.get(r["shape"]) or str(r["shape"])
+        table.append([name, *(str(r[k]) for k in "GTL"), *seconds, *ratios])
+    return table
+
+
 def images(rows: Sequence[Row]) -> list[list[str]]:
     table = [["threads", "images of a step", "waiting, s", "step, s", "waiting of the step"]]
     for r in rows:
@@ -123,6 +133,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], list[list[str]]]] = {
     "overhead": overhead,
     "scaling": scaling,
     "images": images,
+    "hybrid": hybrid,
 }
 
 

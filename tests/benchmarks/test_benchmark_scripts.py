@@ -96,6 +96,15 @@ def test_step(result: Result) -> None:
 
 
 @pytest.mark.long
+def test_hybrid(result: Result) -> None:
+    (row,) = result("hybrid", "--size", "tiny", "--shapes", "2x4x56", "--rounds", "1")["rows"]
+    assert {k: row[k] for k in ("G", "T", "kind")} == {"G": 2, "T": 4, "kind": "image"}
+    assert row["gradient_gap"] < 1e-4
+    for side in ("plain", "trl"):
+        assert row[f"{side}_ratio"] == pytest.approx(row[f"seconds_{side}"] / row["seconds_ours"], rel=1e-4)
+
+
+@pytest.mark.long
 def test_images(result: Result) -> None:
     plain, ahead = result("images", "--prompts", "4", "--steps", "1", "--max-pixels", "3136")["rows"]
     assert (plain["workers"], ahead["workers"], plain["P"]) == (0, 2, 4)
