@@ -38,7 +38,7 @@ test-all: setup  ## run both
 # transformers and peft (processors, learner, rollout, trainer), deepspeed and accelerate (distributed), math-verify,
 # rapidfuzz, jsonschema, pycocotools, openai and pebble (rewards), jinja2 and tensorboard (run). Arithmetic of our own
 # is the same with every version; vLLM and TRL are tested with the pins of requirements/cpu.txt alone.
-LOWEST := cli config data distributed preflight processors rollout run trainer \
+LOWEST := cli config data distributed environments preflight processors rollout run trainer \
 	learner/test_learner.py learner/test_lora.py learner/test_transformers_patches.py learner/test_vision_attention.py \
 	rewards/test_builtin_answers.py rewards/test_builtin_documents.py rewards/test_builtin_judge.py \
 	rewards/test_builtin_masks.py rewards/test_builtin_numbers.py rewards/test_builtin_text.py \
