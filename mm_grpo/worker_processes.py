@@ -1,8 +1,9 @@
 """Worker processes for user code, which can be killed at once and with the processes that they started.
 
 `WorkerProcess` is forked from a fork server of our own, a process without torch and without threads; the user's script
-is not imported into it. `detach` makes a new one a session of its own. What a worker does is its user's affair:
-rewards (rewards/worker.py), tools and environments (environments/worker.py).
+is not imported into it. `detach` makes a new one a session of its own, and a `Guard` ends such sessions when the
+trainer is killed. What a worker does is its user's affair: rewards (rewards/worker.py), tools and environments
+(environments/worker.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -104,3 +106,45 @@ def detach(environment: Mapping[str, str]) -> None:
         sys.stdout.reconfigure(line_buffering=True)
     os.environ.clear()
     os.environ.update(environment)
+
+
+class Guard:
+    """A process that ends the sessions of workers when this one has ended, were it by SIGKILL.
+
+    The kernel ends a worker by itself then, but not what the worker started.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.process = WorkerProcess(target=_guard, args=(theirs,), daemon=True)
+        with theirs:
+            self.process.start()
+        self._connection = ours
+
+    def watch(self, pid: int, sign: str = "+") -> None:
+        """Have the session of a worker ended, or with the sign `-` leave it, for it has ended."""
+        with suppress(OSError):  # somebody killed the guard; workers end without it
+            self._connection.sendall(f"{sign}{pid}\n".encode())
+
+    def close(self) -> None:
+        """End the guard, and the sessions that it watches."""
+        self._connection.close()
+        self.process.join(5.0)
+        self.process.terminate()
+
+
+def _guard(connection: socket.socket) -> None:
+    os.setsid()
+    server: Any = forkserver._forkserver
+    os.close(server._forkserver_alive_fd)  # as in `detach`
+    watched: set[int] = set()
+    with connection.makefile() as lines:
+        for line in lines:
+            if line[0] == "+":
+                watched.add(int(line[1:]))
+            else:
+                watched.discard(int(line[1:]))
+    for pid in watched:
+        with suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+    os._exit(0)

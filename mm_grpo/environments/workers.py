@@ -24,7 +24,7 @@ from mm_grpo.environments.session import Answer
 from mm_grpo.environments.worker import LENGTH, Load, most_bytes, serve, unpacked_answer
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import address_in_module, digest_of, in_this_process_alone
-from mm_grpo.worker_processes import START_LIMIT, WorkerProcess, ended, preload
+from mm_grpo.worker_processes import START_LIMIT, Guard, WorkerProcess, ended, preload
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -47,6 +47,7 @@ class _Slot:
     def __init__(self) -> None:
         self.process: WorkerProcess | None = None
         self.connection: socket.socket | None = None
+        self.guard: Guard | None = None
         self.ready = False
         self.conversations = 0
         self.environments: set[Episode] = set()
@@ -56,12 +57,14 @@ class _Slot:
         self.out = memoryview(b"")
         self.read = bytearray()
 
-    def start(self, load: Load) -> None:
+    def start(self, load: Load, guard: Guard) -> None:
         ours, theirs = socket.socketpair()
         environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as many workers as cores compute at once
         self.process = WorkerProcess(target=serve, args=(theirs, load, environment), daemon=True)
         with theirs:
             self.process.start()
+        self.guard = guard
+        guard.watch(self.process.pid or 0)
         ours.setblocking(False)
         self.connection, self.ready, self.since = ours, False, time.monotonic()
         self.out, self.read = memoryview(b""), bytearray()
@@ -78,6 +81,8 @@ class _Slot:
         code = process.exitcode
         process.terminate()
         process.join(5.0)
+        if self.guard is not None:
+            self.guard.watch(process.pid or 0, "-")
         return "closed its connection" if code is None else ended(code)
 
 
@@ -100,7 +105,8 @@ class WorkerHost(Host):
         )
         self._numbers: weakref.WeakKeyDictionary[Episode, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()
-        weakref.finalize(self, _stop_all, self.slots, os.getpid())
+        self.guards: list[Guard] = []
+        weakref.finalize(self, _stop_all, self.slots, self.guards, os.getpid())
 
     def run(self, tasks: Sequence[Task]) -> None:
         packed: dict[int, bytes] = {}
@@ -132,7 +138,7 @@ class WorkerHost(Host):
         except ToolError as error:
             log.warning("%s", error)
         finally:
-            _stop_all(self.slots, os.getpid())
+            _stop_all(self.slots, self.guards, os.getpid())
 
     def _slot_of(self, episode: Episode) -> _Slot:
         if episode.place is None:
@@ -141,6 +147,11 @@ class WorkerHost(Host):
             episode.place, self._numbers[episode] = slot, next(self._next)
         found: _Slot = episode.place
         return found
+
+    def _guard(self) -> Guard:
+        if not self.guards:
+            self.guards.append(Guard())
+        return self.guards[0]
 
     def _give(self, slot: _Slot, packed: dict[int, bytes]) -> None:
         """Hand a worker without a call the next one that is to be made."""
@@ -157,7 +168,7 @@ class WorkerHost(Host):
                 continue
             slot.task = task
             if slot.process is None:
-                slot.start(self.load)
+                slot.start(self.load, self._guard())
         if slot.task is not None and slot.ready and not slot.since:
             self._send(slot, slot.task, packed)
 
@@ -321,9 +332,11 @@ def _can_be_sent(value: Any) -> bool:
     return True
 
 
-def _stop_all(slots: Sequence[_Slot], owner: int) -> None:
+def _stop_all(slots: Sequence[_Slot], guards: list[Guard], owner: int) -> None:
     """Kill all workers; not in a fork of the process that started them."""
     if os.getpid() == owner:
         for slot in slots:
             slot.stop()
             slot.environments.clear()
+        while guards:
+            guards.pop().close()

@@ -202,7 +202,11 @@ def test_an_exception_is_told_or_masks(models: dict[str, Path], policy: str, tur
 def test_an_environment_begins_answers_and_ends(models: dict[str, Path]) -> None:
     Dice.closed = 0
     one = Loop(
-        models["qwen2_5_vl"], lambda seed, turn: call("peek") if turn < 3 else "x", tools=(), factory=Dice
+        models["qwen2_5_vl"],
+        lambda seed, turn: call("peek") if turn < 3 else "x",
+        tools=(),
+        factory=Dice,
+        environment_workers=0,  # which counts its ends in this process
     )
     answers = one.run(answer="blue")
     text = one.processor.tokenizer.decode(one.engine.seen[0][0].prompt.token_ids)
