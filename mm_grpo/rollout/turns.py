@@ -11,6 +11,7 @@ In the last two cases it is flagged as a completion that was cut off (`finish_re
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from mm_grpo.processors.base import ConversationProcessor, Processor
     from mm_grpo.rollout.engine import RolloutEngine
     from mm_grpo.rollout.seeds import SeedPlan
+
+log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
@@ -95,6 +98,14 @@ class TurnLoop:
             for one, answered in zip((one for one, _ in called), self._call_all(called), strict=True):
                 self._observe(one, answered, pictures)
         rewards = self.toolbox.host.rewards(episodes)
+        if masked := [episode for episode in episodes if episode.masked is not None]:
+            log.warning(
+                "%d of %d conversations are masked: %s: %s",
+                len(masked),
+                len(episodes),
+                masked[0].uid,
+                masked[0].masked,
+            )
         return [self._completion(one, reward) for one, reward in zip(running, rewards, strict=True)]
 
     def close(self) -> None:
