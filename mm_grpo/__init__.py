@@ -11,10 +11,10 @@ The way through the package, in the order in which the data flows::
     distributed  several processes: rank, collectives        health     guards against dead signals
     parity       engine against learner, verified sync       preflight  check, doctor, smoke runs
     run          the run folder and what is in it            testing    tiny models and fake engines for tests
-    files        atomic writes                               timing     seconds by phase
-    import_path  files and modules that a config names       terminal   text of data made safe to print
-    watchdog     an end for calls that hang in C             version      the version
-    worker_processes  processes for user code                environments tools that the model may call
+    environments tools and worlds of several turns           files      atomic writes
+    timing       seconds by phase                            terminal   text of data made safe to print
+    import_path  files and modules that a config names       watchdog   an end for calls that hang in C
+    version      the version                                 worker_processes  processes for user code
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so
 `import mm_grpo` brings in neither torch nor vLLM. To add a name: the list, the branch that loads

@@ -50,9 +50,9 @@ def plan_run(
 ) -> RunPlan:
     """The plan of a run over `rows`: `run.max_steps` steps, by default one epoch.
 
-    `at_least_an_epoch` lengthens a shorter run to one, so that each row has its seeds; those of the run stay the
-    same. With `several_turns` conversations have up to `rollout.max_turns`. Raises ConfigError when the warm-up is
-    longer than the run, or when there are not seeds enough.
+    `at_least_an_epoch` lengthens a shorter run to as many prompts as there are rows, so that each has its seeds
+    (`PromptBuilder.first`); those of the run stay the same. With `several_turns` conversations have up to
+    `rollout.max_turns`. Raises ConfigError when the warm-up is longer than the run, or when there are not seeds enough.
     """
     rollout, run = config.rollout, config.run
     how = (rollout.prompts_per_step, run.seed, config.data.shuffle)
@@ -73,7 +73,7 @@ def plan_run(
         prompts=rollout.prompts_per_step,
         generations=rollout.num_generations,
         attempts=rollout.max_attempts,
-        max_steps=max(steps, order.steps_per_epoch) if at_least_an_epoch else steps,
+        max_steps=max(steps, -(-order.n_rows // order.prompts_per_step)) if at_least_an_epoch else steps,
         max_turns=rollout.max_turns if several_turns else 1,
     )
     return RunPlan(steps, updates, seeds, order)
@@ -171,6 +171,11 @@ def build_parts(
     sentences = [limits.sentence] if limits is not None and limits.sentence else []
     if config.data.max_pixels is None:
         sentences.insert(0, f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)")
+    if processor.layout == "unshared":
+        sentences.append(
+            "layout: unshared: sharing a prompt between its completions is not exact for this model, so the learner "
+            "runs each completion after a prompt of its own; images are still encoded once"
+        )
     return Parts(processor, model, prompt_builder, learner, engine, sync, tuple(sentences))
 
 
@@ -196,6 +201,7 @@ def _transformers(config: GRPOConfig, model: Any, processor: Processor) -> Rollo
 
 def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
     """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
+    from mm_grpo.processors.base import mm_processor_kwargs
     from mm_grpo.rollout.vllm.engine import VLLMEngine
     from mm_grpo.rollout.vllm.launch import EngineSettings
 
@@ -207,8 +213,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
         model=config.model.path,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=limits.max_model_len,
-        min_pixels=processor.min_pixels,
-        max_pixels=processor.max_pixels,
+        mm_processor_kwargs=tuple(mm_processor_kwargs(processor).items()),
         max_images=limits.max_images,
         gpu_memory_utilization=given.gpu_memory_utilization,
         sleep_level=given.sleep_level,

@@ -53,13 +53,12 @@ class GRPOTrainer:
     """Fine-tunes a vision-language model with GRPO.
 
     `config` is the whole run. `train` and `eval` override `data.train` and `data.eval` with rows, a
-    `datasets.Dataset`, a path, or for `eval` a dict of named sets (the first is the headline).
-    `rewards` overrides the config's list and mixes names, mappings and callables. `model` is a
-    transformers model to train in place of the weights at `model.path` (in place; `model.lora` and the rest of the
-    section apply to it); `processor` one of ours. `tools` are functions that the model may call, and
-    `environment_factory` makes an object whose methods it may call, in place of those of the config. Callbacks
-    are objects with any of `on_train_begin(trainer)`, `on_step_end(trainer, metrics)` and
-    `on_train_end(trainer)`.
+    `datasets.Dataset`, a path, a `Mixture` of these (mm_grpo/data/mixture.py), or for `eval` a dict of named sets
+    (the first is the headline). `rewards` overrides the config's list and mixes names, mappings and callables.
+    `model` is a transformers model to train in place of the weights at `model.path` (in place; `model.lora` and the
+    rest of the section apply to it); `processor` one of ours. `tools` are functions that the model
+    may call, `environment_factory` makes an object whose methods it may call. Callbacks are objects with any of
+    `on_train_begin(trainer)`, `on_step_end(trainer, metrics)` and `on_train_end(trainer)`.
 
     The constructor checks everything that can be checked before a model is loaded, then loads it.
     Raises UserError (ConfigError, DataError, RewardError) for what the user can mend.

@@ -84,13 +84,14 @@ class Pictured(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An image of an observation at its final size, with its tensors of the vision tower.
+    """An image of an observation at its final size, with its tensors of the vision tower and the ids that it becomes.
 
     Equal images of a step are one object, so that the learner encodes each once.
     """
 
     image: Image
     vision: Mapping[str, Tensor]
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)

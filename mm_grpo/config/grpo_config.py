@@ -332,7 +332,17 @@ def _kl(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-CHECKS: tuple[Callable[[GRPOConfig], Iterator[str]], ...] = (_steps, _advantages, _loss, _kl)
+def _model(config: GRPOConfig) -> Iterator[str]:
+    """What is frozen has no adapters."""
+    model = config.model
+    if model.lora is not None and model.lora.vision and model.freeze_vision:
+        yield (
+            "model.lora.vision = true: must be false with model.freeze_vision = true, which leaves the vision tower as"
+            " it is"
+        )
+
+
+CHECKS: tuple[Callable[[GRPOConfig], Iterator[str]], ...] = (_steps, _advantages, _loss, _kl, _model)
 
 
 def _message(check: Callable[[], None]) -> Iterator[str]:

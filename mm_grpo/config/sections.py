@@ -43,6 +43,9 @@ class LoRAConfig(Section):
     )
     """Layers of the language model that get adapters, by the last part of their names. Default: ['q_proj', 'k_proj',
     'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']."""
+    vision: bool = False
+    """Put adapters on every linear layer of the vision tower and its projector too; needs model.freeze_vision = false.
+    Default: false."""
 
     @field_validator("target_modules")
     @classmethod
@@ -70,7 +73,9 @@ class ModelConfig(Section):
     attn: Literal["auto", "sdpa", "eager", "flex_attention"] = "auto"
     """Attention of the learner: sdpa, eager or flex_attention; auto is flex_attention on a GPU in bfloat16 where it
     proves right, else sdpa. Default: auto."""
-    lora: Annotated[LoRAConfig | None, Accepts("null or a mapping of rank, alpha and target_modules")] = None
+    lora: Annotated[
+        LoRAConfig | None, Accepts("null or a mapping of rank, alpha, target_modules and vision")
+    ] = None
     """Train low-rank adapters (fp32) and freeze every weight; null trains the weights themselves. An engine of its own
     and the saved model get the sum, rounded to model.dtype (the metric lora/merge_lost); adapter/ has them whole.
     Default: null."""
@@ -424,7 +429,8 @@ class RunConfig(Section):
     ] = Field(default_factory=dict)
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
-    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images. Default: {}."""
+    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, tools_failing, tools_unused. Default:
+    {}."""
     parity_check: bool = True
     """Compare engine and learner on one prompt before the first step; ids, log-probs and seeds. Default: true."""
     max_logp_gap: Number | None = Field(default=None, gt=0)

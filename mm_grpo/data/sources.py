@@ -197,7 +197,7 @@ def _missing_prompt(dataset: Dataset) -> MissingPrompt | None:
 def _load_mixture(mixture: Mixture, settings: DataSettings, name: str, verify: bool) -> Dataset:
     """The rows of every entry, each read with its own settings."""
     parts: list[Dataset] = []
-    for label, entry in zip(mixture.names, mixture.entries, strict=True):
+    for number, (label, entry) in enumerate(zip(mixture.names, mixture.entries, strict=True), start=1):
         own, of = EntrySettings.of(entry, settings), f"{name}/{label}"
         added = {TASK: entry["task"]} if "task" in entry else None
         if isinstance(entry["path"], Dataset):
@@ -207,7 +207,18 @@ def _load_mixture(mixture: Mixture, settings: DataSettings, name: str, verify: b
                 )
             parts.append(entry["path"].called(of))
         else:
-            parts.append(load(entry["path"], own, of, verify=verify, added=added))
+            try:
+                parts.append(load(entry["path"], own, of, verify=verify, added=added))
+            except DataError as error:
+                if not str(error).startswith("data.columns."):
+                    raise
+                message = str(error) if "columns" not in entry else str(error).removeprefix("data.")
+                remedy = (
+                    ""
+                    if "columns" in entry
+                    else ". A source may have columns of its own: {path: ..., columns: ...}"
+                )
+                raise DataError(f"entry {number} of the mixture: {message}{remedy}") from error
     return MixedDataset(name, parts, mixture.weights)
 
 

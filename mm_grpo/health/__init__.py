@@ -7,6 +7,7 @@
     reward_signal          groups without spread (`zero_std`), rewards that apply to nothing (`no_reward`)
     loss_terms             a KL of exactly 0 (`zero_kl`), tokens dropped by a correction (`masked_share`)
     collapse               `entropy_collapse`, and completions cut at their longest (`clipped_lengths`)
+    tools                  calls that all fail (`tools_failing`), tools that are never called (`tools_unused`)
     unread_images          log-probs that are the same without the image
     guards                 all of them together: what a step shows them, what is done, what a resume gives back
 

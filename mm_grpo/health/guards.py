@@ -16,6 +16,7 @@ from mm_grpo.health import Alarm, apply_guard
 from mm_grpo.health.collapse import ClippedLengths, EntropyCollapse
 from mm_grpo.health.loss_terms import MaskedShare, ZeroKL
 from mm_grpo.health.reward_signal import NoReward, ZeroStd
+from mm_grpo.health.tools import ToolsFailing, ToolsUnused
 from mm_grpo.health.update_happens import NoUpdate
 from mm_grpo.rewards.spec import RewardSpec
 
@@ -50,6 +51,8 @@ class Guards:
             ClippedLengths(rollout.max_completion_length, algorithm.mask_truncated_completions),
             EntropyCollapse(),
             MaskedShare(),
+            ToolsFailing(),
+            ToolsUnused(),
             *([ZeroKL()] if ZeroKL.watches(algorithm) else []),
             no_update,
         ]

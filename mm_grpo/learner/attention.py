@@ -7,9 +7,10 @@ each other. Two ways around it, and `Masks` chooses:
     blocks   prompts attend to themselves, causally, and each completion to [its prompt, itself], in plain
              sdpa: L^2 / 2 + G * T * (L + T), where `prefix_layout` finds that cheaper
 
-What `Masks` makes reaches every text layer as keyword arguments of the model's forward; without any
-`prefix_attention` is transformers' sdpa over the dense mask. Layers of linear attention look at no mask: they are
-given the pack's completions (linear_attention.py).
+A model whose layers see more or less than all tokens before (sliding windows, images whose tokens see each other) gets
+one dense mask for each kind of layer. What `Masks` makes reaches every text layer as keyword arguments of the model's
+forward; without any `prefix_attention` is transformers' sdpa over the dense mask. Layers of linear attention look at
+no mask: they are given the pack's completions (linear_attention.py).
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.completion_batch import CompletionBatch, completion_batch
 from mm_grpo.learner.flex import BLOCK, attend, block_mask, fault
 from mm_grpo.learner.linear_attention import SharedState, prepare_linear_layers
-from mm_grpo.learner.pack import attention_mask
+from mm_grpo.learner.pack import PADDING, Pack, attention_mask
 from mm_grpo.learner.transformers_patches import unread_mask, use_prefix_attention
+from mm_grpo.processors.family import Family
 
+SLIDING = "sliding_attention"
 logger = logging.getLogger("mm_grpo")
 
 
@@ -104,24 +107,58 @@ def prefix_attention(
 class Masks:
     """The arguments that tell a model's text layers who sees whom in a pack. `attn` is the config's `model.attn`.
 
+    Where completions are not `shared` rows of a prompt, the model is told what is padding, and makes its masks itself.
+    Models with sliding windows or with images that look ahead get a dense mask for each kind of layer.
     Raises ConfigError when `flex_attention` is asked for and does not work here.
     """
 
-    def __init__(self, model: Any, attn: str = "auto") -> None:
+    def __init__(
+        self, model: Any, attn: str = "auto", *, family: Family | None = None, shared: bool = True
+    ) -> None:
         text = model.config.get_text_config()
+        self.model, self.family, self.shared = model, family, shared
         self.dtype: torch.dtype = model.dtype
         self.eager = text._attn_implementation == "eager"
-        self.blocks = use_prefix_attention(text, prefix_attention)
+        kinds = set(getattr(text, "layer_types", None) or ())
+        self.looks_ahead = family is not None and family.looks_ahead
+        self.window: int | None = text.sliding_window if SLIDING in kinds else None
+        self.dense = self.looks_ahead or self.window is not None
+        self.kinds = sorted(kinds)
+        plain = shared and not self.dense
+        if attn == "flex_attention" and not plain:
+            raise ConfigError(
+                f"model.attn = 'flex_attention' does not work for a {text.model_type}: its masks are those of sliding "
+                "windows or of images that look ahead, or its completions are laid out unshared; write auto or sdpa"
+            )
+        self.blocks = use_prefix_attention(text, prefix_attention) and plain
         self.flex = self.blocks and _flex_works(model, attn)
-        self.rule = prepare_linear_layers(model)
+        self.rule = prepare_linear_layers(model) if shared else None
 
     @property
     def multiple(self) -> int:
         """What the width of a pack is rounded up to: few different widths, and whole blocks, for the kernel."""
         return BLOCK if self.flex else 1
 
+    def of_pack(self, pack: Pack) -> dict[str, Any]:
+        """Keyword arguments of the model's forward for a pack."""
+        if not self.shared:
+            return {"attention_mask": (pack.segments != PADDING).long()}
+        if not self.dense:
+            return self.of(pack.segments)
+        blocks = None
+        if self.family is not None and self.looks_ahead:
+            blocks = self.family.image_blocks(self.model, pack.input_ids)
+        full = self._as_layers_take_it(attention_mask(pack.segments, blocks))
+        if not self.kinds:
+            return {"attention_mask": full}
+        by_kind = dict.fromkeys(self.kinds, full)
+        if self.window is not None:
+            sliding = attention_mask(pack.segments, blocks, pack.position_ids, self.window)
+            by_kind[SLIDING] = self._as_layers_take_it(sliding)
+        return {"attention_mask": by_kind}
+
     def of(self, segments: Tensor) -> dict[str, Any]:
-        """Keyword arguments of the model's forward for a pack's segments [B, N]."""
+        """Keyword arguments of the model's forward for a pack's segments [B, N], where these say all."""
         if self.rule is None:
             return self._of_attention(segments, None)
         batch = completion_batch(segments)
@@ -133,11 +170,14 @@ class Masks:
         prefix = prefix_layout(segments, batch) if self.blocks else None
         if prefix is not None:
             return {"prefix": prefix, "attention_mask": unread_mask(segments.device)}
-        mask = attention_mask(segments)
-        if self.eager:  # eager adds its mask, sdpa selects by it
-            floor = torch.finfo(self.dtype).min
-            mask = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, floor)
-        return {"attention_mask": mask}
+        return {"attention_mask": self._as_layers_take_it(attention_mask(segments))}
+
+    def _as_layers_take_it(self, mask: Tensor) -> Tensor:
+        """Eager adds its mask, sdpa selects by it."""
+        if not self.eager:
+            return mask
+        floor = torch.finfo(self.dtype).min
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, floor)
 
 
 def is_tried(attn: str, device: torch.device, dtype: torch.dtype) -> bool:

@@ -25,7 +25,10 @@ from mm_grpo.processors.family import Family
 
 
 class PackForward(nn.Module):
-    """Wraps a transformers vision-language model, whose layout `family` knows."""
+    """Wraps a transformers vision-language model, whose layout `family` knows.
+
+    Packs are `shared` rows, of a prompt and several completions, or of a prompt and one.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class PackForward(nn.Module):
         media_token_ids: frozenset[int],
         temperature: float,
         attn: str = "auto",
+        shared: bool = True,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         super().__init__()
@@ -46,7 +50,7 @@ class PackForward(nn.Module):
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
         self.features: KeptFeatures | SharedFeatures | None = None  # set for passes that share them
-        self.masks = Masks(model, attn)
+        self.masks = Masks(model, attn, family=family, shared=shared)
         patch_vision_tower(family.tower(model))
 
     def forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
@@ -56,7 +60,7 @@ class PackForward(nn.Module):
             hidden = self.family.hidden_states(
                 self.model,
                 **inputs,
-                **self.masks.of(pack.segments),
+                **self.masks.of_pack(pack),
                 position_ids=pack.position_ids,
                 use_cache=False,
             )

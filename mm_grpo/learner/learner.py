@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ from mm_grpo.learner.step_report import (
     gap_metrics,
     update_metrics,
 )
-from mm_grpo.processors.base import Processor
+from mm_grpo.processors.base import Layout, Processor
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
 
@@ -72,10 +72,10 @@ class Learner:
         total_updates: int,
         ranks: Ranks | None = None,
     ) -> None:
-        if processor.layout != "shared_prefix":
+        if processor.layout not in get_args(Layout):
             raise ConfigError(
-                f"model.path = '{config.model.path}': its processor asks for the '{processor.layout}' layout, "
-                "which this version does not have; only 'shared_prefix' families can be trained"
+                f"model.path = '{config.model.path}': its processor asks for the '{processor.layout}' layout; must be "
+                f"one of {', '.join(get_args(Layout))}"
             )
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError(
@@ -83,6 +83,7 @@ class Learner:
                 "some (model.freeze_vision, or requires_grad of the model that you passed in)"
             )
         self.model, self.processor, self.config = model, processor, config
+        self._shared = processor.layout == "shared_prefix"
         self.ranks = ranks or Ranks()
         # adapters, say, start from each process's random numbers
         self.ranks.broadcast_tensors(model.parameters())
@@ -107,7 +108,7 @@ class Learner:
 
         The report is that of the whole step, equal on every process.
         """
-        groups = balanced(groups, partial(group_cost, config=self.config), self.ranks)
+        groups = balanced(groups, partial(group_cost, config=self.config, shared=self._shared), self.ranks)
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
         self._keep_features(len(minibatches))
         logprobs = LogProbs([c.logprobs for g in groups for c in g.completions])
@@ -303,10 +304,12 @@ class Learner:
             media_token_ids=self.processor.media_token_ids,
             temperature=self.config.rollout.temperature,
             attn=self.config.model.attn,
+            shared=self._shared,
         )
 
     def _plan(self, items: Sequence[Item]) -> list[list[list[Item]]]:
-        return plan(items, self.config.optim.max_tokens_per_pack, self.module.masks.multiple)
+        tokens, multiple = self.config.optim.max_tokens_per_pack, self.module.masks.multiple
+        return plan(items, tokens, multiple, shared=self._shared)
 
     def _layout(self, rows: Sequence[Sequence[Item]]) -> Pack:
         return layout(rows, self.processor.media_token_ids, self.module.masks.multiple)

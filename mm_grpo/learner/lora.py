@@ -36,7 +36,8 @@ MUCH = 0.1
 def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
     """Put adapters beside the language model's target layers and freeze everything else, in place.
 
-    The factors are fp32 whatever the base's dtype. ConfigError when a target name is that of no layer.
+    With `config.vision` every linear layer of the vision tower gets one too. The factors are fp32 whatever the base's
+    dtype. ConfigError when a target name is that of no layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -46,6 +47,8 @@ def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
     prefix = next(name for name, module in model.named_modules() if module is text)
     names = "|".join(config.target_modules)
     pattern = rf"{re.escape(prefix)}\.(.*\.)?({names})"
+    if config.vision:
+        pattern = "|".join([pattern, *map(re.escape, _linear_layers_of_tower(model, family))])
     wanted = LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=pattern)
     linear = [f".{n}" for n, m in text.named_modules() if isinstance(m, nn.Linear)]
     unknown = [name for name in config.target_modules if not any(n.endswith(f".{name}") for n in linear)]
@@ -59,6 +62,18 @@ def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
     for name, parameter in model.named_parameters():  # peft makes them in the base's dtype
         if ".lora_" in name:
             parameter.data = parameter.data.float()
+
+
+def _linear_layers_of_tower(model: nn.Module, family: Family) -> list[str]:
+    """Names of the tower's linear layers in the model. ConfigError where it has none."""
+    # subclasses are left alone: what they are part of looks at their weight, and not at what they make
+    own = {id(part) for part in family.tower(model).modules() if type(part) is nn.Linear}
+    found = [name for name, part in model.named_modules() if id(part) in own]
+    if not found:
+        raise ConfigError(
+            "model.lora.vision = true: the model's vision tower has no linear layer; set it to false"
+        )
+    return found
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -102,14 +102,16 @@ def update_of(slot: int, config: GRPOConfig) -> int:
     return slot * config.optim.updates_per_step // config.rollout.prompts_per_step
 
 
-def group_cost(group: Group, config: GRPOConfig) -> Cost:
-    """The update of a group, and the tokens that the group has to run in it."""
+def group_cost(group: Group, config: GRPOConfig, *, shared: bool = True) -> Cost:
+    """The update of a group, and the tokens that the group has to run in it; its prompt for each completion where these
+    are not laid out `shared`."""
     live = [
         c.run_length
         for c, a in zip(group.completions, group.advantages, strict=True)
         if enters_loss(c, config.algorithm) and (has_dense_objective(config.algorithm) or a != 0)
     ]
-    return update_of(group.slot, config), len(group.prompt.token_ids) + sum(live) if live else 0
+    prompts = min(1, len(live)) if shared else len(live)
+    return update_of(group.slot, config), prompts * len(group.prompt.token_ids) + sum(live)
 
 
 def enters_loss(completion: Completion, algorithm: AlgorithmConfig) -> bool:

@@ -7,7 +7,8 @@ A row is one prompt followed by completions of its group:
 Every completion attends to the prompt and itself, never to another completion, and starts at the position that
 follows the prompt's largest one (M-RoPE positions of an image do not grow token by token). So the
 prompt is run once and each image encoded once, whatever G is, and the result is that of running
-prompt + completion G times. The first token of each completion is predicted by the prompt's last state.
+prompt + completion G times. Where a model cannot do that exactly, a row is one prompt and one completion (`unshared`),
+whose masks the model makes itself. The first token of each completion is predicted by the prompt's last state.
 
 In a conversation of several turns a completion holds the observations too, with their images and positions; they are
 run, and only what was sampled is a target.
@@ -72,24 +73,42 @@ class Pack:
         return replace(self, **moved)
 
 
-def attention_mask(segments: Tensor) -> Tensor:
-    """Attention mask [B, 1, N, N], True where the query (third axis) may attend to the key (fourth)."""
+def attention_mask(
+    segments: Tensor,
+    image_blocks: Tensor | None = None,
+    positions: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention mask [B, 1, N, N], True where the query (third axis) may attend to the key (fourth).
+
+    With `image_blocks` [B, N] the tokens of one image, which have one number >= 0, attend to each other. With
+    `positions` [B, N] and a `window` a query attends to keys less than `window` positions before it.
+    """
     n = segments.shape[1]
     query, key = segments[:, :, None], segments[:, None, :]
-    causal = torch.ones(n, n, dtype=torch.bool, device=segments.device).tril()
-    allowed = causal & (key != PADDING) & ((key == PROMPT) | (key == query))
+    seen = torch.ones(n, n, dtype=torch.bool, device=segments.device).tril()[None]
+    if image_blocks is not None:
+        seen = seen | (
+            (image_blocks[:, :, None] == image_blocks[:, None, :]) & (image_blocks >= 0)[:, None, :]
+        )
+    if window is not None and positions is not None:
+        seen = seen & ((positions - window)[:, :, None] < positions[:, None, :])
+    allowed = seen & (key != PADDING) & ((key == PROMPT) | (key == query))
     # padding attends to itself, for a softmax over nothing is NaN
     allowed |= torch.eye(n, dtype=torch.bool, device=segments.device)
     return allowed[:, None]
 
 
-def plan(items: Sequence[Item], max_tokens: int, multiple: int = 1) -> list[list[list[Item]]]:
+def plan(
+    items: Sequence[Item], max_tokens: int, multiple: int = 1, *, shared: bool = True
+) -> list[list[list[Item]]]:
     """Packs of rows of items, each pack of several rows at most `max_tokens` once padded to a multiple.
 
-    Items of a group share a row while they fit. A pack takes rows of similar length, so padding is small.
-    Raises ConfigError when one prompt with one completion is larger than a pack.
+    Items of a group share a row while they fit, or have one each where they are not `shared`. A pack takes rows of
+    similar length, so padding is small. Raises ConfigError when one prompt with one completion is larger than a pack.
     """
-    rows = [row for group in _by_group(items) for row in _split(group, max_tokens)]
+    groups = _by_group(items) if shared else ([item] for item in items)
+    rows = [row for group in groups for row in _split(group, max_tokens)]
     rows.sort(key=_length, reverse=True)  # stable, so the plan is a function of the items alone
     packs: list[list[list[Item]]] = []
     for row in rows:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from mm_grpo.build import plan_run
 from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
 from mm_grpo.preflight.page import ROWS, CheckPage
@@ -64,15 +65,17 @@ def check_config(
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(console.width, WIDTH))
-    config.require_rewards()
-    scorer = Scorer(config.rewards)
+    toolbox = toolbox_of(config, None, None)
+    own = [] if toolbox is None else toolbox.rewards
+    config.require_rewards(given=bool(own))
+    scorer = Scorer([*config.rewards, *own])
     sets = {
         "train": load_train(config, verify=False, needs=scorer.check),
         **load_eval(config, verify=False, needs=scorer.check),
     }
-    specs = scorer.specs
+    specs = scorer.specs[: len(scorer.specs) - len(own)]  # an environment's own has no right answer
     scorer.close()
-    plan = plan_run(config, sets["train"])
+    plan = plan_run(config, sets["train"], several_turns=toolbox is not None)
     steps = plan.max_steps
     processor = load_processor(
         config.model.path,
@@ -85,8 +88,9 @@ def check_config(
     set_special_tokens(processor, config.data.special_tokens)
     vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
     transformers_config = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    length = None if vllm is None else vllm.max_model_len
     prompt_builder = PromptBuilder(
-        processor, config, context_of(transformers_config), None if vllm is None else vllm.max_model_len
+        processor, config, context_of(transformers_config), length, toolbox=toolbox
     )
 
     shown = None

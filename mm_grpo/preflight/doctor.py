@@ -27,6 +27,7 @@ from rich.table import Table
 from mm_grpo.build import Parts, build_parts, plan_run
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
+from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, GuardStop
 from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.parity.gaps import Gap, PromptParity, compare, gap_of, past_limit
@@ -110,9 +111,9 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     config.check()
     rollout = config.rollout
     rows = load_train(config)
-    plan = plan_run(config, rows, at_least_an_epoch=True)
+    plan, toolbox = plan_run(config, rows, at_least_an_epoch=True), toolbox_of(config, None, None)
     with _timed(report, "load"):
-        parts = build_parts(_for_updates(config), 100, [rows])
+        parts = build_parts(_for_updates(config), 100, [rows], toolbox=toolbox)
     model, limit = parts.model, parts.sync.limit
     report.dtype, report.device = str(model.dtype).removeprefix("torch."), str(model.device)
     report.limit = limit

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from mm_grpo.processors.family import Family
     from mm_grpo.types import Picture, Prompt, Sample
 
-_FAMILIES = {"qwen2_vl": "qwen_vl", "qwen2_5_vl": "qwen_vl", "qwen3_vl": "qwen_vl", "qwen3_5": "qwen_vl"}
+Layout = Literal["shared_prefix", "unshared"]
+"""How completions are laid out for the learner: after one prompt that they share, or each after its own."""
+_FAMILIES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "qwen_vl"),
+    "internvl": "internvl",
+    **dict.fromkeys(("smolvlm", "idefics3"), "smolvlm"),
+    "llava_onevision": "llava_onevision",
+    "gemma3": "gemma3",
+}
 _REGISTRY: dict[str, type] = {}
 _C = TypeVar("_C", bound=type)
 
@@ -38,8 +46,8 @@ class Processor(Protocol):
     min_pixels: int
     max_pixels: int
     """Least and largest area of an image after the resize, which an engine is given too."""
-    layout: Literal["shared_prefix", "padded"]
-    """`shared_prefix` where a group's prompt can be run once for all completions, exactly."""
+    layout: Layout
+    """`shared_prefix` where a group's prompt can be run once for all completions, exactly, else `unshared`."""
 
     def prompt(self, sample: Sample) -> Prompt:
         """Process one sample. DataError names the row when it cannot be used."""
@@ -111,21 +119,32 @@ def load_processor(
         warn_of_unread_code(path, config)
     cls = cls or _class_for(config.model_type, path)
     more: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    if chat_template_kwargs:
-        if "chat_template_kwargs" not in inspect.signature(cls).parameters:
-            raise ConfigError(
-                f"data.chat_template_kwargs = {dict(chat_template_kwargs)}: {named or cls.__qualname__} does not take "
-                "chat_template_kwargs, so they would change nothing; give its __init__ that parameter, or leave them "
-                "out"
-            )
+    taken = inspect.signature(cls).parameters.values()
+    if chat_template_kwargs and any(
+        p.name == "chat_template_kwargs" or p.kind is p.VAR_KEYWORD for p in taken
+    ):
         more["chat_template_kwargs"] = chat_template_kwargs
     loaded: Processor = cls(path, config, min_pixels=min_pixels, max_pixels=max_pixels, **more)
+    asked = dict(chat_template_kwargs or {})
+    if asked and getattr(loaded, "chat_template_kwargs", {}) != asked:
+        raise ConfigError(
+            f"data.chat_template_kwargs = {asked}: {named or cls.__qualname__} does not take "
+            "chat_template_kwargs, so they would change nothing; give its __init__ that parameter and its objects that "
+            "attribute, or leave them out"
+        )
     if missing := [name for name in _MEMBERS if not hasattr(loaded, name)]:
         raise ConfigError(
             f"{named or cls.__qualname__} is no processor: its objects have no {', '.join(missing)}; they need what "
             "mm_grpo.processors.base.Processor lists (model.processor)"
         )
     return loaded
+
+
+def mm_processor_kwargs(processor: Processor) -> Mapping[str, Any]:
+    """What vLLM is told of images: what the processor says, or where it says nothing, the limits by Qwen's names."""
+    size = {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}
+    found: Mapping[str, Any] = getattr(processor, "mm_processor_kwargs", {"size": size})
+    return found
 
 
 def _class_for(model_type: str, path: str) -> Any:

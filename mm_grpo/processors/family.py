@@ -24,8 +24,8 @@ from mm_grpo.types import Pictured
 
 @dataclass(frozen=True)
 class VisionFeatures:
-    """What a vision tower makes of images: `images` are the features [tokens, D] of each, `levels` the same for each
-    deepstack level.
+    """What a vision tower makes of images: `images` are the features [tokens, D] of each (in `TiledFamily` those of its
+    tiles), `levels` the same for each deepstack level.
 
     `whole_levels` says that the model reads a level as one tensor, of all images (transformers before 5.19).
     """
@@ -69,15 +69,19 @@ class Family(ABC):
     """The layout of one family's models. `model` is always the whole transformers model, `vision` vision tensors.
 
     What holds for every family, and is not asked: the logits of a state are `hidden @ head.weight.T`; every text layer
-    attends to all tokens before, or is of linear attention; and the tokens of a completion have the positions that
-    follow the largest one of the prompt, one by one. `check` refuses a model where its config says otherwise.
+    attends to all tokens before or to a window of them, or is of linear attention; and the tokens of a completion have
+    the positions that follow the largest one of the prompt, one by one. `check` refuses a model where its config says
+    otherwise. Where a family is laid out unshared (`Processor.layout`), its models make their masks themselves.
     """
 
     position_axes: tuple[int, ...] = ()
     """The axes of position ids before those of rows and tokens: (3,) for M-RoPE, () where tokens are counted."""
     layer_types: frozenset[str] = frozenset({"full_attention"})
     """Kinds of text layers that its models may have, as `layer_types` of a text config names them. The learner refuses
-    those of `linear_attention` that it cannot start from a state (learner/linear_attention.py)."""
+    those of `linear_attention` that it cannot start from a state (learner/linear_attention.py), and masks those of
+    `sliding_attention` by the config's `sliding_window`, for models that take a mask for each kind of layer."""
+    looks_ahead: bool = False
+    """Whether the tokens of an image see those that follow in it. vLLM on a CPU does not follow that: refused there."""
 
     @abstractmethod
     def tower(self, model: Any) -> nn.Module:
@@ -130,6 +134,10 @@ class Family(ABC):
         states: Tensor = self.backbone(model)(**inputs).last_hidden_state
         return states
 
+    def image_blocks(self, model: Any, input_ids: Tensor) -> Tensor:
+        """Of ids [B, N] the number of each one's image in its row [B, N], -1 for text. Asked where `looks_ahead`."""
+        raise NotImplementedError
+
     def vision(self, prompts: Sequence[Pictured]) -> dict[str, Tensor]:
         """The vision tensors of all images of `prompts`, in order; empty when there are none."""
         keys = sorted({key for prompt in prompts for key in prompt.vision})
@@ -156,3 +164,39 @@ class Family(ABC):
     def tower_is_frozen(self, model: Any) -> bool:
         """Whether nothing trains the tower: an image's features are then the same in all passes of a step."""
         return not any(p.requires_grad for p in self.tower(model).parameters())
+
+
+class TiledFamily(Family):
+    """A family whose images are cut into tiles of one size, each of which becomes as many tokens as any other.
+
+    The vision tensors are `pixel_values` [tiles, channels, height, width] of all images, and `tiles` [images], how many
+    each has. The features of an image are [tiles, tokens of a tile, D].
+    """
+
+    @abstractmethod
+    def tile(self, model: Any) -> tuple[int, int, int]:
+        """Channels, height and width of a tile."""
+
+    def blank(self, model: Any) -> dict[str, Tensor]:
+        """One tile of ones: some models drop tiles of zeros, as padding."""
+        return {"pixel_values": torch.ones(1, *self.tile(model)), "tiles": torch.ones(1, dtype=torch.long)}
+
+    def count(self, vision: Mapping[str, Tensor]) -> int:
+        return len(vision["tiles"]) if vision else 0
+
+    def pixels(self, pixel_values: Tensor) -> Tensor:
+        """Tiles in the shape that the model takes them."""
+        return pixel_values
+
+    def hidden_states(self, model: Any, *, tiles: Tensor | None = None, **inputs: Any) -> Tensor:
+        if "pixel_values" in inputs:
+            inputs["pixel_values"] = self.pixels(inputs["pixel_values"])
+        return super().hidden_states(model, **inputs)
+
+    def features(self, model: Any, vision: Mapping[str, Tensor]) -> VisionFeatures:
+        pixels = self.pixels(vision["pixel_values"])
+        made = self.backbone(model).get_image_features(pixels, return_dict=True)
+        return VisionFeatures(made.pooler_output.split(vision["tiles"].tolist()))
+
+    def output(self, features: VisionFeatures) -> Any:
+        return SimpleNamespace(pooler_output=torch.cat(features.images))

@@ -34,7 +34,11 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     ("path", "value", "line"),
     [
         ("run.seed", "abc", "run.seed = 'abc': must be an integer >= 0"),
-        ("model.lora", 16, "model.lora = 16: must be null or a mapping of rank, alpha and target_modules"),
+        (
+            "model.lora",
+            16,
+            "model.lora = 16: must be null or a mapping of rank, alpha, target_modules and vision",
+        ),
         ("model.lora.rank", 0, "model.lora.rank = 0: must be an integer >= 1 and <= 16384"),
         ("model.lora.alpha", "x", "model.lora.alpha = 'x': must be a number > 0"),
         (

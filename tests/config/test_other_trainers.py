@@ -142,7 +142,7 @@ def test_a_key_in_the_sampling_of_evaluation() -> None:
 def test_a_key_of_the_adapters() -> None:
     assert lines_of({"model": {"path": "m", "lora": {"rnk": 8, "r": 8}}}) == [
         "model.lora.rnk: unknown key; the nearest is model.lora.rank",
-        "model.lora.r: unknown key; model.lora has rank, alpha, target_modules",
+        "model.lora.r: unknown key; model.lora has rank, alpha, target_modules, vision",
     ]
 
 

@@ -108,6 +108,15 @@ def test_a_later_step_alone_is_the_step_of_a_whole_run(sizes: list[int]) -> None
     assert order(sizes, [1, 2], 6, seed=4).rows(9) != wanted[8]
 
 
+@given(st.integers(2, 9), st.integers(1, 8), st.integers(0, 5))
+def test_a_step_alone_is_right_where_a_step_takes_most_of_a_source(size: int, weight: int, seed: int) -> None:
+    """Rows are then exchanged up to the end of an epoch, and the next one goes by what stands there now."""
+    straight = order([size, 50], [weight, 1], weight + 1, seed)
+    wanted = [straight.rows(step) for step in range(1, 25)]
+    for step in (24, 11, 2):
+        assert order([size, 50], [weight, 1], weight + 1, seed).rows(step) == wanted[step - 1]
+
+
 def test_replacements_are_of_the_same_source_and_come_once_before_any_again() -> None:
     sizes = [8, 6]
     made = order(sizes, [2, 1], 3)

@@ -14,18 +14,22 @@ import numpy
 import pytest
 import torch
 from helpers import tiny
+from helpers.families import TABLE
 from vllm_rig import Rig, process_state
 
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 
 
 @pytest.fixture(scope="session")
-def rigs(models: dict[str, Path]) -> Callable[[str], Rig]:
+def rigs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rig]:
     built: dict[str, Rig] = {}
 
     def rig_of(family: str) -> Rig:
         if family not in built:
-            built[family] = Rig(models[family])
+            row, path = TABLE[family], models[family]
+            if row.build:
+                path = tiny.build(family, tmp_path_factory.mktemp("rig") / family, **row.build)
+            built[family] = Rig(path, row.vllm)
         return built[family]
 
     return rig_of

@@ -189,7 +189,7 @@ def test_more_context_than_the_model_has(one: Rig) -> None:
 def test_a_rank_of_many_without_a_process_group(tmp_path: Path, models: dict[str, Path]) -> None:
     code = (
         "from mm_grpo.rollout.vllm.launch import EngineSettings, launch\n"
-        f"launch(EngineSettings('{models['qwen2_vl']}', 'float32', 256, 784, 7840))"
+        f"launch(EngineSettings('{models['qwen2_vl']}', 'float32', 256))"
     )
     status, said = processes.finished(["-c", code], tmp_path / "said.txt", WORLD_SIZE="2", RANK="1")
     assert status == 1
@@ -207,7 +207,7 @@ path = sys.argv[1]
 processor = load_processor(path)
 prompt = processor.prompt(tiny.sample("a", images=(tiny.picture(1),)))
 clock = time.perf_counter()
-settings = EngineSettings(path, "float32", 512, processor.min_pixels, processor.max_pixels)
+settings = EngineSettings(path, "float32", 512, tuple(processor.mm_processor_kwargs.items()))
 engine = vllm_engine.VLLMEngine(settings, processor)
 built = time.perf_counter() - clock
 engine.generate([Request(prompt, 1, Sampling(16))])

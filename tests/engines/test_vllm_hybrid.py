@@ -16,6 +16,7 @@ from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.gaps import check_start
 from mm_grpo.parity.sync import SyncReport, VerifiedSync
+from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
@@ -115,6 +116,6 @@ def test_updates_are_followed_and_checked(kind: type[VLLMEngine], rig: Rig, path
 def test_float32_is_refused_before_anything_is_loaded(path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("on a GPU vLLM runs it in float32 too")
-    settings = EngineSettings(str(path), "float32", 512, 1024, 50176)
+    settings = EngineSettings(str(path), "float32", 512)
     with pytest.raises(ConfigError, match="linear attention of a qwen3_5_text in bfloat16 alone"):
-        VLLMEngine(settings, None)  # type: ignore[arg-type]
+        VLLMEngine(settings, load_processor(str(path)))

@@ -15,7 +15,7 @@ from helpers import tiny
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.processors.base import Processor, load_processor, mm_processor_kwargs
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
 from mm_grpo.rollout.weights import Transfer, WeightLedger
@@ -33,9 +33,8 @@ class Rig:
             model=str(path),
             dtype=dtype,
             max_model_len=1024,
-            min_pixels=self.processor.min_pixels,  # type: ignore[attr-defined]
-            max_pixels=self.processor.max_pixels,  # type: ignore[attr-defined]
-            max_images=2,
+            mm_processor_kwargs=tuple(mm_processor_kwargs(self.processor).items()),
+            max_images=3,
             engine_kwargs=tuple(kwargs.items()),
         )
         started = time.perf_counter()

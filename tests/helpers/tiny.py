@@ -11,8 +11,8 @@ from mm_grpo.types import Sample
 
 
 def __getattr__(name: str) -> Any:
-    """FAMILIES, HYBRID and build, which import torch: tests that only want pictures do not wait for them."""
-    if name not in ("FAMILIES", "HYBRID", "build"):  # pytest asks modules for many names
+    """FAMILIES, HYBRID, ALL and build, which import torch: tests that only want pictures do not wait for them."""
+    if name not in ("FAMILIES", "HYBRID", "ALL", "build"):  # pytest asks modules for many names
         raise AttributeError(name)
     from mm_grpo.testing import tiny_models
 

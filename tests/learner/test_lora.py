@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.configs import small_config
+from helpers.families import TABLE, groups_of
 from helpers.small_runs import ROWS, rows_of, vowels
 from helpers.steps import config_for, make_groups
 from safetensors.torch import load_file
@@ -214,6 +215,65 @@ def test_a_target_that_is_not_there_names_those_that_are(models: dict[str, Path]
         ):
             add_adapters(model, LoRAConfig(target_modules=names), FAMILY)
     assert not has_adapters(model)
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_adapters_on_the_vision_tower_train_merge_and_are_saved(
+    family: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    path, lora = models[family], LoRAConfig(rank=2, target_modules=["q_proj"], vision=True)
+    processor = load_processor(str(path))
+    config = ModelConfig(path=str(path), device="cpu", lora=lora)
+    model = load_model(config, processor.family)
+    tower = processor.family.tower(model)
+    factors = {id(p) for n, p in model.named_parameters() if ".lora_" in n}
+    assert {id(p) for p in model.parameters() if p.requires_grad} == factors
+    assert not processor.family.tower_is_frozen(model)
+    inside = [n for n, part in tower.named_modules() if hasattr(part, "lora_A")]
+    plain: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    linear = [m for m in processor.family.tower(plain).modules() if type(m) is torch.nn.Linear]
+    assert len(inside) == len(linear) >= 6
+    base, learner = base_of(model), learner_for(path, model)
+    groups = groups_of(processor)
+    ids = [c.token_ids for c in groups[0].completions]
+    start = learner.score(groups[0].prompt, ids)
+    assert start == learner_for(path, plain).score(groups[0].prompt, ids)
+    for _ in range(3):
+        assert learner.update(groups).metrics["learner/update_norm"] > 0
+    assert all(torch.equal(base[n], p) for n, p in base_of(model).items())
+    moved = [
+        n
+        for n, part in tower.named_modules()
+        if hasattr(part, "lora_B") and part.lora_B["default"].weight.any()
+    ]
+    assert moved == inside
+    trained = learner.score(groups[0].prompt, ids)
+    far = (
+        abs(a - b) for one, other in zip(trained, start, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    assert max(far) > 1e-3
+
+    merged = dict(learner.named_tensors())  # what an engine is sent, and what is saved
+    assert set(merged) == {n for n, _ in plain.named_parameters(remove_duplicate=False)}
+    plain.load_state_dict(merged, strict=False)
+    for one, other in zip(trained, learner_for(path, plain).score(groups[0].prompt, ids), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    learner.save_adapter(tmp_path / "adapter")
+    loaded = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    PeftModel.from_pretrained(loaded, tmp_path / "adapter")
+    held = {n.replace(".default.", "."): p for n, p in loaded.named_parameters() if ".lora_" in n}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            assert torch.equal(held[name.replace(".default.", ".")], parameter.detach()), name
+
+
+def test_a_frozen_tower_gets_no_adapters() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.lora\.vision = true: must be false with model\.freeze_vision"
+    ):
+        small_config("m", model={"lora": {"vision": True}, "freeze_vision": True})
 
 
 def test_truncated_weights_are_refused(models: dict[str, Path], tmp_path: Path) -> None:

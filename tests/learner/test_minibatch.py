@@ -89,6 +89,9 @@ def test_the_update_and_the_cost_of_a_group_by_hand() -> None:
     assert [group_cost(g, config) for g in GROUPS] == [(0, 3 + 10), (0, 0), (1, 3 + 5)]
     half = replace(GROUPS[2], advantages=(0.0, -0.5))
     assert group_cost(half, config) == (1, 3 + 1)
+    # the prompt again for each completion
+    alone = [group_cost(g, config, shared=False) for g in GROUPS]
+    assert alone == [(0, 2 * 3 + 10), (0, 0), (1, 2 * 3 + 5)]
 
 
 def test_values_are_cut_by_completion_and_put_back_in_another_order() -> None:

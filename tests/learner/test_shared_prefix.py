@@ -1,8 +1,10 @@
-"""The shared-prefix law: packs give the log-probs and gradients of the plain forward, for every family."""
+"""Packs without an image, and of groups that differ by their image alone.
+
+That packs give what the plain forward gives, for every family: tests/processors/test_families.py.
+"""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.learner.forward import PackForward
-from mm_grpo.learner.pack import Item, layout, plan
+from mm_grpo.learner.pack import Item, layout
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Prompt
 
@@ -36,54 +38,6 @@ def answers(seed: int, vocab: int, banned: frozenset[int]) -> list[tuple[int, ..
     generator = torch.Generator().manual_seed(seed)
     legal = torch.tensor([t for t in range(vocab) if t not in banned])
     return [tuple(legal[torch.randint(len(legal), (n,), generator=generator)].tolist()) for n in LENGTHS]
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
-def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models: dict[str, Any]) -> None:
-    model = AutoModelForImageTextToText.from_pretrained(models[family], dtype=torch.float32).train()
-    processor = load_processor(str(models[family]))
-    reference = copy.deepcopy(model)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    prompts = [
-        processor.prompt(tiny.sample("a", "what is it", (tiny.picture(1, 84, 84), tiny.picture(2, 56, 140)))),
-        processor.prompt(tiny.sample("b", "and that one there", (tiny.picture(3, 112, 84),))),
-        processor.prompt(tiny.sample("c", "no picture at all")),
-    ]
-    items, expected = [], []
-    for g, prompt in enumerate(prompts):
-        for answer in answers(g, 270, processor.media_token_ids):
-            items.append(Item(len(items), g, prompt, answer))
-            expected.append(plain(reference, processor, prompt, answer))
-    weight = [torch.linspace(-1, 2, len(i.token_ids)) * (1 + i.index % 3) for i in items]
-
-    loss = sum((w * logp).sum() + 0.3 * (w * h).sum() for w, (logp, h) in zip(weight, expected, strict=True))
-    loss.backward()
-
-    module = PackForward(
-        model,
-        media_token_ids=processor.media_token_ids,
-        family=processor.family,
-        temperature=1.0,
-        chunk_bytes=5000,
-    )
-    packs = plan(items, max_tokens=130)
-    assert len(packs) > 1  # the budget makes several packs, so their sums are tested too
-    for rows in packs:
-        pack = layout(rows, processor.media_token_ids)
-        logp, entropy = module(pack)
-        want = torch.cat([expected[i.index][0] for row in rows for i in row])
-        assert (logp - want).abs().max() <= 1e-5
-        assert (entropy - torch.cat([expected[i.index][1] for row in rows for i in row])).abs().max() <= 1e-5
-        w = torch.cat([weight[i.index] for row in rows for i in row])
-        ((w * logp).sum() + 0.3 * (w * entropy).sum()).backward()
-
-    theirs = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        want = theirs[name].grad
-        assert want is not None and parameter.grad is not None, name
-        assert (parameter.grad - want).norm() <= 1e-5 * want.norm(), name
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])

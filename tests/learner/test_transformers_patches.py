@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
+from helpers.families import TABLE
 from helpers.steps import load
 from torch import nn
 from transformers import AttentionMaskInterface, CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaModel
@@ -33,7 +34,7 @@ def calls() -> Any:
     patches.use_prefix_attention(config, prefix_attention)
 
 
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
+@pytest.mark.parametrize("family", TABLE)
 def test_text_layers_hand_on_what_the_forward_is_given(
     family: str, models: dict[str, Path], calls: list[dict[str, Any]]
 ) -> None:
@@ -44,7 +45,7 @@ def test_text_layers_hand_on_what_the_forward_is_given(
     processor.family.hidden_states(
         model,
         input_ids=torch.tensor([prompt.token_ids]),
-        position_ids=prompt.position_ids[:, None],
+        position_ids=prompt.position_ids[..., None, :],
         attention_mask=mask,
         prefix="a layout",
         **prompt.vision,
@@ -162,7 +163,7 @@ def test_a_patch_product_is_the_convolution() -> None:
     assert type(ours) is patches.PatchProduct
 
 
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
+@pytest.mark.parametrize("family", TABLE)
 def test_a_model_takes_features_for_whatever_pixels_it_is_given(family: str, models: dict[str, Path]) -> None:
     processor, model = load_processor(str(models[family])), load(models[family])
     layout = processor.family
@@ -172,7 +173,7 @@ def test_a_model_takes_features_for_whatever_pixels_it_is_given(family: str, mod
     backbone = layout.backbone(model)
 
     def run(**vision: Any) -> Any:
-        positions = prompts[0].position_ids[:, None]
+        positions = prompts[0].position_ids[..., None, :]
         ids = torch.tensor([prompts[0].token_ids])
         return layout.hidden_states(model, input_ids=ids, position_ids=positions, **vision)
 

@@ -71,6 +71,23 @@ def test_built_ins(entry: dict[str, Any], columns: dict[str, Any], text: str) ->
     assert (report.gold, report.failures) == ([1.0], [])
 
 
+def test_right_answers_are_tried_without_the_thinking_that_a_template_opens() -> None:
+    check = RewardCheck([resolve_entry({"name": "exact_match", "strip_thinking": True})])
+    for answer in ("red", "blue"):
+        check.add("row", replace(prompt(answer=answer), opens_thinking=True))
+    (report,) = check.finish()
+    assert (report.gold, report.failures) == ([1.0, 1.0], [])
+
+
+def test_a_reward_for_some_rows_is_tried_on_those() -> None:
+    check = RewardCheck([resolve_entry({"name": "exact_match", "when": {"task": "name"}})])
+    for task in ("name", "count", "name", "count"):
+        check.add("row", prompt(answer="red" if task == "name" else 3, task=task))
+    (report,) = check.finish()
+    assert (report.gold, report.failures) == ([1.0, 1.0], [])
+    assert (report.rows, report.unapplied, report.applies_nowhere) == (4, 2, False)
+
+
 def test_a_gold_box_in_other_pixels_is_found_by_the_reward_itself() -> None:
     check = RewardCheck([resolve_entry({"name": "iou", "gold_space": "pixel"})])
     check.add("row", prompt(box=[10, 20, 90, 180]))

@@ -52,7 +52,7 @@ class PictureLlamaFamily(Family):
 
 class PictureLlamaProcessor:
     family = PictureLlamaFamily()
-    layout: Literal["shared_prefix", "padded"] = "shared_prefix"
+    layout: Literal["shared_prefix", "unshared"] = "shared_prefix"
 
     def __init__(self, path: str, config: Any, *, min_pixels: int | None, max_pixels: int | None) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)

@@ -96,7 +96,8 @@ def test_a_processor_of_ones_own_takes_them_or_they_are_refused(thinker: Path, t
     head = "from mm_grpo.processors.qwen_vl import QwenVLProcessor\n\n\nclass Own(QwenVLProcessor):\n"
     file.write_text(
         head
-        + "    def __init__(self, path, config, *, min_pixels, max_pixels):\n        raise RuntimeError\n"
+        + "    def __init__(self, path, config, *, min_pixels, max_pixels):\n"
+        + "        super().__init__(path, config, min_pixels=min_pixels, max_pixels=max_pixels)\n"
     )
     with pytest.raises(
         ConfigError, match=r"own.py:Own does not take chat_template_kwargs, so they would change nothing"

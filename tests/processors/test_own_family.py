@@ -21,6 +21,7 @@ from transformers import AutoModelForImageTextToText
 
 import mm_grpo
 from mm_grpo import cli
+from mm_grpo.build import build_parts
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.import_path import load_named
@@ -142,6 +143,36 @@ def test_a_model_that_would_be_run_wrongly_is_refused(
         PackForward(model, family=processor.family, media_token_ids=frozenset(), temperature=1.0)
 
 
+def test_it_may_be_laid_out_unshared(path: Path) -> None:
+    """A prompt for each completion, images once, the update the same; said at the start."""
+    moved: dict[str, dict[str, Tensor]] = {}
+    for shape in ("shared_prefix", "unshared"):
+        own: Any = load_processor(str(path), named=NAMED)
+        own.layout = shape
+        config = config_for(path, optim={"adam_epsilon": 1.0})
+        parts = build_parts(config, 10, [], processor=own)
+        assert [s for s in parts.sentences if s.startswith("layout: unshared: ")] == [
+            s for s in parts.sentences if "layout" in s
+        ]
+        assert any("layout" in s for s in parts.sentences) == (shape == "unshared")
+        start = {n: p.detach().clone() for n, p in parts.model.named_parameters()}
+        report = parts.learner.update(make_groups(own))
+        assert report.metrics["learner/images_encoded"] == 5
+        moved[shape] = {n: p.detach() - start[n] for n, p in parts.model.named_parameters()}
+    for name, want in moved["shared_prefix"].items():
+        assert float((moved["unshared"][name] - want).norm()) <= 1e-4 * float(want.norm()) + 1e-9, name
+
+
+def test_another_layout_is_refused(path: Path, processor: Processor) -> None:
+    own: Any = copy.copy(processor)
+    own.layout = "padded"
+    model = load_model(ModelConfig(path=str(path), device="cpu"), own.family)
+    with pytest.raises(
+        ConfigError, match="asks for the 'padded' layout; must be one of shared_prefix, unshared"
+    ):
+        Learner(model, own, config_for(path), 10)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
     monkeypatch.setattr(sys, "argv", ["mm-grpo", *map(str, arguments)])
     try:
@@ -235,6 +266,7 @@ ALLOWED = {
     "processors",
     "testing",  # it builds tiny models of the families
     "learner/transformers_patches.py",  # hides a method of transformers' models
+    "rollout/vllm/weight_names.py",  # names of weights in transformers and in vLLM
     "rollout/weights.py",  # an example in a docstring
 }
 

@@ -1,4 +1,5 @@
-"""Prompts of the three families equal those of transformers' own processors and models."""
+"""Qwen-VL's prompts, and what is refused of a row or a model's folder. That prompts equal transformers' own:
+test_families.py."""
 
 from __future__ import annotations
 
@@ -8,37 +9,12 @@ from shutil import copy
 from typing import Any
 
 import pytest
-import torch
 from helpers import tiny
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Sample
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_prompt_equals_transformers_own(family: str, models: dict[str, Any]) -> None:
-    processor = load_processor(str(models[family]))
-    images = (tiny.picture(1, 200, 90), tiny.picture(2, 61, 133))
-    sample = tiny.sample("r:0", "which one is <b>red</b>?", images)
-    prompt = processor.prompt(sample)
-
-    hf = AutoProcessor.from_pretrained(models[family])
-    text = hf.apply_chat_template(sample.messages, add_generation_prompt=True, tokenize=False)
-    theirs = hf(text=[text], images=list(prompt.engine_prompt.images), return_tensors="pt")
-    assert list(prompt.token_ids) == theirs["input_ids"][0].tolist()
-    assert prompt.vision["image_grid_thw"].tolist() == theirs["image_grid_thw"].tolist()
-    assert torch.equal(prompt.vision["pixel_values"], theirs["pixel_values"])
-
-    model = AutoModelForImageTextToText.from_pretrained(models[family])
-    positions, _ = model.model.get_rope_index(
-        theirs["input_ids"],
-        mm_token_type_ids=theirs["mm_token_type_ids"],
-        image_grid_thw=theirs["image_grid_thw"],
-    )
-    assert prompt.position_ids.tolist() == positions[:, 0].tolist()
 
 
 def test_collapsed_ids_hold_one_placeholder_per_image(models: dict[str, Any]) -> None:
@@ -110,7 +86,9 @@ def test_unreadable_and_unknown_models_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="no model config can be read"):
         load_processor(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ConfigError, match="no processor for model type 'bert'; known types are qwen2_5_vl"):
+    with pytest.raises(
+        ConfigError, match=r"no processor for model type 'bert'; known types are .*qwen2_5_vl"
+    ):
         load_processor(str(tmp_path))
 
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_grpo.processors.qwen_vl import NoFixedPoint, fixed_size, resize_once
+from mm_grpo.processors.image_size import NoFixedPoint, resize_to
+from mm_grpo.processors.qwen_vl import fixed_size
 
 SIDES = st.integers(1, 4000)
 
@@ -69,9 +70,8 @@ def test_no_size_between_the_limits_is_refused_with_the_numbers() -> None:
 
 def test_a_picture_at_its_size_is_the_same_object() -> None:
     image = Image.new("RGB", (84, 56))
-    limits = {"factor": 28, "min_pixels": 784, "max_pixels": 78400}
-    assert resize_once(image, **limits) is image
-    assert resize_once(Image.new("RGB", (85, 56)), **limits).size == (84, 56)
+    assert resize_to(image, (56, 84)) is image
+    assert resize_to(Image.new("RGB", (85, 56)), (56, 84)).size == (84, 56)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -68,8 +68,8 @@ def test_a_call_that_cannot_be_read_says_why(body: str, problem: str) -> None:
 def processor(request: pytest.FixtureRequest, models: dict[str, Path]) -> Any:
     loaded: Any = load_processor(str(models["qwen2_5_vl"]))
     if request.param:
-        loaded.hf.chat_template = loaded._template = KNOWS
-    assert knows_tools(loaded._template) == request.param
+        loaded.hf.chat_template = loaded.template = KNOWS
+    assert knows_tools(loaded.template) == request.param
     return loaded
 
 
@@ -77,7 +77,7 @@ def test_an_answer_continues_the_conversation_as_the_template_would(processor: A
     image = processor.picture(picture(1, 60, 70), row="a").image
     ids = processor.observation([["it shows ", image], ["done"]], row="a")
     shown = "it shows <|vision_start|><|image_pad|><|vision_end|>"
-    if knows_tools(processor._template):
+    if knows_tools(processor.template):
         turns = [f"<|im_start|>user\n<tool_response>{t}</tool_response><|im_end|>\n" for t in (shown, "done")]
         expected = "".join(turns)
     else:
@@ -92,7 +92,7 @@ def test_the_prompt_tells_of_the_tools(processor: Any) -> None:
     plain = sample("a", "look", (picture(1, 60, 70),))
     prompt = processor.prompt(Sample("a", plain.messages, plain.images, tools=(SCHEMA,)))
     text = processor.tokenizer.decode(prompt.engine_prompt.token_ids)
-    if knows_tools(processor._template):
+    if knows_tools(processor.template):
         assert text.startswith("<|im_start|>system\nTOOLS zoom<|im_end|>\n<|im_start|>user\n")
     else:
         assert text.startswith("<|im_start|>system\nYou may call these tools:\n<tools>\n{")
@@ -101,7 +101,7 @@ def test_the_prompt_tells_of_the_tools(processor: Any) -> None:
 
 def test_a_template_that_cannot_show_an_answer(models: dict[str, Path]) -> None:
     loaded: Any = load_processor(str(models["qwen2_5_vl"]))
-    loaded.hf.chat_template = loaded._template = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    loaded.hf.chat_template = loaded.template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(
         DataError, match=r"train:1: the model's chat template does not show an answer with 0 image"
     ):

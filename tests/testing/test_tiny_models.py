@@ -18,6 +18,10 @@ from mm_grpo.testing.tiny_models import family_of
         ("someone/qwen2_5_vl-finetuned/", "qwen2_5_vl"),
         ("Qwen/Qwen3-VL-4B-Instruct", "qwen3_vl"),
         ("Qwen/Qwen3.5-4B", "qwen3_5"),
+        ("OpenGVLab/InternVL3_5-1B-HF", "internvl"),
+        ("HuggingFaceTB/SmolVLM2-500M-Video-Instruct", "smolvlm"),
+        ("HuggingFaceM4/Idefics3-8B-Llama3", "idefics3"),
+        ("llava-hf/llava-onevision-qwen2-0.5b-ov-hf", "llava_onevision"),
     ],
 )
 def test_families_by_published_name(name: str, family: str) -> None:
@@ -28,7 +32,7 @@ def test_families_by_config_of_a_folder(models: dict[str, Path]) -> None:
     assert {name: family_of(str(path)) for name, path in models.items()} == {name: name for name in models}
 
 
-@pytest.mark.parametrize("name", ["OpenGVLab/InternVL3-2B", "/no/such/folder", "Qwen/Qwen2.5-3B"])
+@pytest.mark.parametrize("name", ["OpenGVLab/InternVL2-2B", "/no/such/folder", "Qwen/Qwen2.5-3B"])
 def test_a_path_of_no_known_family_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="tells none of them; give a model folder, or a name such as Qwen/"):
         family_of(name)

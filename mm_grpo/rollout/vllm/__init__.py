@@ -2,5 +2,6 @@
 
 engine     VLLMEngine: the protocol over vLLM in the trainer's process
 internals  requests, weight reload, caches and sleep of a running vLLM: all that knows its inside
+weight_names   names of weights that transformers has changed and vLLM does not know yet
 launch     starting vLLM in this process, and leaving the process as it was
 """

@@ -42,6 +42,12 @@ class VLLMEngine:
 
     def __init__(self, settings: EngineSettings, processor: Processor, timeout: float = 600.0) -> None:
         self.settings, self.processor = settings, processor
+        if processor.family.looks_ahead and not torch.cuda.is_available():
+            raise ConfigError(
+                f"rollout.engine = 'vllm': on a CPU vLLM lets no token of an image see those that follow in it, and "
+                f"'{settings.model}' is a model whose images are read so: it would sample from another distribution "
+                "than the learner's; write rollout.engine=transformers"
+            )
         self._handle = launch(settings)
         self._handle.timeout = timeout
         internals.wake(self._handle)

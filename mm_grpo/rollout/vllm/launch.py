@@ -18,6 +18,7 @@ import torch
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.processors.model_folder import read_config
+from mm_grpo.rollout.vllm.weight_names import teach_names
 
 OURS: Mapping[str, str] = {
     "model": "model.path",
@@ -45,18 +46,17 @@ CPU_KV_BYTES = (64 << 20, 4 << 30)
 class EngineSettings:
     """What one vLLM engine is started with.
 
-    `max_model_len` bounds prompt and completion together, in tokens; `min_pixels` and `max_pixels` bound one
-    image, `max_images` those of one prompt. On a GPU `gpu_memory_utilization` is the share of its memory that
-    vLLM may hold, and `sleep_level` what it frees while the learner works: 0 nothing, 1 keys and values (weights
-    move to host memory), 2 the weights too. `engine_kwargs` are further arguments of `vllm.LLM`, as (name, value)
-    pairs.
+    `max_model_len` bounds prompt and completion together, in tokens; `mm_processor_kwargs` tell vLLM's processor the
+    limits of one image, `max_images` bounds those of one prompt. On a GPU `gpu_memory_utilization` is the share of its
+    memory that vLLM may hold, and `sleep_level` what it frees while the learner works: 0 nothing, 1 keys and values
+    (weights move to host memory), 2 the weights too. `engine_kwargs` are further arguments of `vllm.LLM`; both kwargs
+    are (name, value) pairs.
     """
 
     model: str
     dtype: str
     max_model_len: int
-    min_pixels: int
-    max_pixels: int
+    mm_processor_kwargs: tuple[tuple[str, Any], ...] = ()
     max_images: int = 1
     gpu_memory_utilization: float = 0.4
     sleep_level: int = 0
@@ -105,6 +105,7 @@ def launch(settings: EngineSettings) -> Handle:
     with _process_kept():
         _prepare_environment()
         _import_vllm()
+        teach_names(read_config(settings.model, trust_remote_code=settings.trust_remote_code))
         _ensure_process_group()
         handle = Handle(_construct(settings), settings)
     _RUNNING[repr(settings)] = handle
@@ -174,9 +175,7 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "generation_config": "vllm",
         # 0 images would leave the vision tower out, and its weights could not be sent
         "limit_mm_per_prompt": {"image": max(1, settings.max_images), "video": 0},
-        "mm_processor_kwargs": {
-            "size": {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels}
-        },
+        "mm_processor_kwargs": dict(settings.mm_processor_kwargs),
     }
 
 

@@ -1,0 +1,93 @@
+"""Gemma 3 (`gemma3`): one square picture for each image, whose tokens see each other, and sliding windows.
+
+An image is stretched to the one size of the model's tower, 896 x 896 pixels, and becomes 256 tokens between
+`<start_of_image>` and `<end_of_image>`, with an empty line before and behind. A picture at the model's size is such a
+square; pan-and-scan, which cuts wide images, has nothing to cut in it.
+
+Attention. In layers of full attention the tokens of an image also see those that follow in the same image. In layers of
+sliding windows nothing sees farther back than `sliding_window` tokens. A pack holds both: positions of a completion
+follow its prompt's, so that distances are those of prompt + completion in one row.
+
+Ids. The empty lines run together with line breaks of the text around them, so the text is tokenised again with images
+written out, as transformers' processor does it; vLLM puts such ids together by rules of its own, for up to four line
+breaks in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.processors.base import register
+from mm_grpo.processors.family import Family, VisionFeatures
+from mm_grpo.processors.hf_processor import HFProcessor
+from mm_grpo.processors.image_size import Size
+from mm_grpo.types import Sample
+
+
+class Gemma3Family(Family):
+    layer_types = frozenset({"full_attention", "sliding_attention"})
+    looks_ahead = True
+
+    def tower(self, model: Any) -> nn.Module:
+        return nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
+
+    def blank(self, model: Any) -> dict[str, Tensor]:
+        vision = model.config.vision_config
+        return {"pixel_values": torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)}
+
+    def hidden_states(self, model: Any, **inputs: Any) -> Tensor:
+        """The model is told which tokens are an image's, but where it is given masks that know it already."""
+        ids = inputs.get("input_ids")
+        if ids is not None and ids.shape[1] > 1 and not isinstance(inputs.get("attention_mask"), dict):
+            inputs["token_type_ids"] = (ids == model.config.image_token_id).long()
+        return super().hidden_states(model, **inputs)
+
+    def image_blocks(self, model: Any, input_ids: Tensor) -> Tensor:
+        image = input_ids == model.config.image_token_id
+        starts = image & ~torch.nn.functional.pad(image, (1, 0))[:, :-1]
+        numbers: Tensor = (starts.cumsum(1) - 1).masked_fill(~image, -1)
+        return numbers
+
+    def output(self, features: VisionFeatures) -> Any:
+        return SimpleNamespace(pooler_output=torch.stack(features.images))
+
+
+@register("gemma3")
+class Gemma3Processor(HFProcessor):
+    """The processor of one Gemma 3 model, read from its folder. Every image is of one size."""
+
+    family = Gemma3Family()
+
+    def media_tokens(self) -> Iterator[str]:
+        own = self.hf.tokenizer
+        return iter((own.boi_token, own.image_token, own.eoi_token))
+
+    def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        size = self.hf.image_processor.size
+        self.size: Size = (int(size["height"]), int(size["width"]))
+        area = self.size[0] * self.size[1]
+        if not (min_pixels or area) <= area <= (max_pixels or area):
+            field = "data.min_pixels" if (min_pixels or area) > area else "data.max_pixels"
+            raise ConfigError(
+                f"{field} = {min_pixels if field == 'data.min_pixels' else max_pixels}: every image of this model is "
+                f"brought to {self.size[1]}x{self.size[0]} = {area} pixels; remove the limit"
+            )
+        return area, area
+
+    def fixed_size(self, size: Size) -> Size:
+        return self.size
+
+    def max_image_tokens(self) -> int:
+        return int(self.hf.image_seq_length) + 4
+
+    def expand(self, sample: Sample, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
+        return self.ids(sample, lambda text: text.replace(self.hf.boi_token, self.hf.full_image_sequence))
+
+    def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        return {"pixel_values": torch.cat([each["pixel_values"] for each in made])}

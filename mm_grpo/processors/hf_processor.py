@@ -1,0 +1,316 @@
+"""`HFProcessor`: what the processors of all families here share, over the model's own transformers processor.
+
+A row becomes a prompt in five steps: its images are resized once (image_size.py), its messages become text by the
+model's chat template, the text becomes ids with one placeholder for each image (what an engine is sent), each
+placeholder becomes the ids that the model's own processor writes for that image (what the learner trains on), and the
+same call makes the vision tensors. A family says which tokens are media, what its resize rule is and which tensors its
+tower takes; see `docs/add-a-family.md`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import AutoProcessor, GenerationConfig
+
+from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.processors.chat_template import check_arguments
+from mm_grpo.processors.family import Family
+from mm_grpo.processors.image_size import NoFixedPoint, Size, resize_to
+from mm_grpo.processors.model_folder import refuse_own_code
+from mm_grpo.processors.special_tokens import SpecialTokensMode, conversation_ids
+from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
+from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from mm_grpo.processors.base import Layout
+
+
+class HFProcessor(ABC):
+    """The processor of one model, read from its folder. Text-only and image prompts share one path.
+
+    `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own, which `save`
+    writes then. Raises ConfigError for a folder without a readable processor, chat template or vocabulary, and for
+    limits that no image of the family can keep.
+    """
+
+    family: Family
+    layout: Layout = "shared_prefix"
+    special_tokens: SpecialTokensMode = "refuse"
+    """What is done about special tokens that a row types (`data.special_tokens`)."""
+    stable: ClassVar[str] = "an area that fits data.min_pixels and data.max_pixels"
+    """Which images have a stable size, for the message where one has none."""
+    template_tokens: ClassVar[Mapping[str, int]] = {}
+    """Media tokens that the chat template writes beside the placeholder, and how many of each for one image."""
+    content_as_parts: ClassVar[bool] = True
+    """Whether a message's string is given to the chat template as a list of one part: some templates take no string."""
+
+    def __init__(
+        self,
+        path: str,
+        config: Any,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        trust_remote_code: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config, self.trust_remote_code = config, trust_remote_code
+        self.hf = self._load(path)
+        if not self.hf.chat_template and not self.hf.tokenizer.chat_template:
+            raise ConfigError(
+                f"model.path = '{path}': the processor has no chat template; add chat_template.jinja"
+            )
+        self.tokenizer: Any = self.hf.tokenizer
+        self.template: str = self.hf.chat_template or self.tokenizer.chat_template
+        self.chat_template_kwargs = check_arguments(chat_template_kwargs or {}, self.template, path)
+        # Without its vocabulary a tokenizer loads all the same, and drops all text but special tokens.
+        if not self.tokenizer("a", add_special_tokens=False)["input_ids"]:
+            raise ConfigError(
+                f"model.path = '{path}': the tokenizer has no vocabulary; copy tokenizer.json, or vocab.json and "
+                "merges.txt, beside the weights"
+            )
+        self.image_token_id = int(self.tokenizer.convert_tokens_to_ids(self.hf.image_token))
+        """The placeholder of an image in the text of a prompt."""
+        known = self.tokenizer.get_vocab()
+        self.media_token_ids = frozenset(known[token] for token in self.media_tokens() if token in known)
+        self.stop_token_ids = self._stop_ids(path)
+        self.min_pixels, self.max_pixels = self.limits(min_pixels, max_pixels)
+        if self.min_pixels > self.max_pixels:
+            raise ConfigError(
+                f"data.min_pixels = {self.min_pixels} is above data.max_pixels = {self.max_pixels} "
+                "(a limit that is not set is the model's own); lower the first or raise the second"
+            )
+
+    # what a family says ----------------------------------------------------------------------
+
+    @abstractmethod
+    def media_tokens(self) -> Iterator[str]:
+        """Every token of images, videos and their boundaries, as text; those that the model lacks are passed over."""
+
+    @abstractmethod
+    def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        """Least and largest area [pixels] of an image after the resize, under what the user set; kept in `hf`."""
+
+    @abstractmethod
+    def fixed_size(self, size: Size) -> Size:
+        """The size that an image of `size` is given, which the model's own rule maps to itself. NoFixedPoint else."""
+
+    @abstractmethod
+    def max_image_tokens(self) -> int:
+        """Most ids that one image of any size becomes."""
+
+    @abstractmethod
+    def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The vision tensors of a prompt, from what `hf` made of each of its images, one at least."""
+
+    @property
+    def mm_processor_kwargs(self) -> Mapping[str, Any]:
+        """What vLLM is told of images (`mm_processor_kwargs`), so that its processor keeps the same limits."""
+        return {}
+
+    # the processor ---------------------------------------------------------------------------
+
+    def prompt(self, sample: Sample) -> Prompt:
+        """Process one sample: resize once, tokenize once, expand one placeholder per image.
+
+        `token_ids` [L], `position_ids` [*A, L], vision tensors in the family's form. Raises DataError naming the row
+        for videos, an image without a stable size, or special tokens typed into the text.
+        """
+        if sample.videos:
+            raise DataError(
+                f"{sample.uid}: the row has {len(sample.videos)} video(s); only images are supported"
+            )
+        images = tuple(self._resize(sample.uid, i, image) for i, image in enumerate(sample.images))
+        collapsed = self.ids(sample)
+        self._check_placeholders(sample.uid, collapsed, len(images))
+        ids, vision = self.encode(images) if images else ([], {})
+        expanded = self.expand(sample, collapsed, ids)
+        return Prompt(
+            sample=sample,
+            token_ids=tuple(expanded),
+            engine_prompt=EnginePrompt(tuple(collapsed), images),
+            position_ids=self.positions(expanded, vision),
+            vision=vision,
+        )
+
+    def picture(self, image: Image, *, row: str) -> Picture:
+        """An image that comes in the middle of a conversation, at its fixed size. DataError where there is none."""
+        resized = self._resize(row, 0, image)
+        ids, vision = self.encode([resized])
+        return Picture(resized, vision, tuple(ids[0]))
+
+    def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
+        """`prompt` with further collapsed ids, which hold one placeholder for each of `pictures`."""
+        remaining = iter(pictures)
+        added = [
+            t
+            for token in token_ids
+            for t in (next(remaining).token_ids if token == self.image_token_id else (token,))
+        ]
+        whole, sent = [*prompt.token_ids, *added], prompt.engine_prompt
+        vision = self.family.vision([prompt, *pictures])
+        images = (*sent.images, *(picture.image for picture in pictures))
+        return replace(
+            prompt,
+            token_ids=tuple(whole),
+            engine_prompt=EnginePrompt((*sent.token_ids, *token_ids), images),
+            position_ids=self.positions(whole, vision),
+            vision=vision,
+        )
+
+    def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
+        """The collapsed ids between the end of the model's turn and its next one, by the chat template.
+
+        `answers` are the texts and images of each tool's answer. DataError where the template cannot show them.
+        """
+        marker, images = "mm-grpo-turn", sum(not isinstance(part, str) for parts in answers for part in parts)
+        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
+        ends = [self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self.stop_token_ids)]
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            _, _, rest = self._text(messages, row).partition(marker)
+            end = next((token for token in ends if rest.startswith(token)), None)
+            return "" if end is None else rest[len(end) :]
+
+        for as_tool in (True, False) if knows_tools(self.template) else (False,):
+            messages = [*before, *answer_messages(answers, as_tool=as_tool)]
+            # what a tool says is text, whatever it says
+            ids = conversation_ids(render, self.tokenizer, messages, row, "as_text")
+            if ids and sum(token == self.image_token_id for token in ids) == images:
+                return ids
+        raise DataError(
+            f"{row}: the model's chat template does not show an answer with {images} image(s) after a turn of the "
+            "model that ends with a stop token; conversations of several turns need one that does (model.path)"
+        )
+
+    def max_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], images: int, *, row: str) -> int:
+        return len(self.ids(Sample(row, messages))) + images * self.max_image_tokens()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def save(self, path: str | Path) -> None:
+        self.hf.save_pretrained(str(path))
+
+    # what a family may do otherwise ----------------------------------------------------------
+
+    def encode(self, images: Sequence[Image]) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """Of images at their final size the ids that each becomes, and the vision tensors of all.
+
+        Each goes through the model's processor on its own, as in vLLM, which keeps what it made of an image.
+        """
+        options = {"return_tensors": "pt", "add_special_tokens": False}
+        made = [self.hf(text=[self.hf.image_token], images=[image], **options) for image in images]
+        return [each["input_ids"][0].tolist() for each in made], self.vision(made)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        """The text of a conversation, up to where the answer begins, by the chat template and its arguments."""
+        text: str = self.hf.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **given
+        )
+        return text
+
+    def expand(self, sample: Sample, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
+        """The ids of a prompt whose placeholders have become the ids of `images`."""
+        remaining = iter(images)
+        return [
+            t for token in collapsed for t in (next(remaining) if token == self.image_token_id else (token,))
+        ]
+
+    def positions(self, token_ids: Sequence[int], vision: Mapping[str, Tensor]) -> Tensor:
+        """The model's positions [*A, L] of a prompt's ids: here they count tokens."""
+        return torch.arange(len(token_ids))
+
+    # parts -----------------------------------------------------------------------------------
+
+    def _load(self, path: str) -> Any:
+        try:
+            return AutoProcessor.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ImportError,
+        ) as error:  # by what the files lack
+            refuse_own_code(path, error, self.trust_remote_code)
+            raise ConfigError(
+                f"model.path = '{path}': the model has no readable processor ({error}); copy tokenizer, "
+                "preprocessor_config.json and chat template beside the weights"
+            ) from error
+
+    def ids(self, sample: Sample, change: Callable[[str], str] = lambda text: text) -> list[int]:
+        """The ids of a sample's conversation with one placeholder for each image, its text changed first."""
+
+        messages, given = sample.messages, dict[str, Any]()
+        if sample.tools and knows_tools(self.template):
+            given["tools"] = list(sample.tools)
+        elif sample.tools:
+            messages = with_tools(messages, sample.tools)
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            return change(self._text(messages, sample.uid, **given))
+
+        return conversation_ids(render, self.tokenizer, messages, sample.uid, self.special_tokens)
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], row: str, **more: Any) -> str:
+        """A conversation as the chat template writes it, with one placeholder for each image."""
+        given = [dict(m) for m in messages]
+        if self.content_as_parts:
+            for message in given:
+                if isinstance(message.get("content"), str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
+        try:
+            return self.render(given, **self.chat_template_kwargs, **more)
+        except TemplateError as error:
+            raise DataError(
+                f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
+                "the template in model.path"
+            ) from error
+
+    def _resize(self, uid: str, index: int, image: Image) -> Image:
+        try:
+            return resize_to(image, self.fixed_size((image.height, image.width)))
+        except NoFixedPoint as error:
+            raise DataError(
+                f"{uid}: image {index} cannot be brought to a stable size: {error}; legal are {self.stable}; crop the "
+                "image or widen them"
+            ) from error
+
+    def _check_placeholders(self, uid: str, token_ids: Sequence[int], images: int) -> None:
+        """The text must hold one placeholder per image and no other media token but those of the template."""
+        found = sum(token == self.image_token_id for token in token_ids)
+        if found != images:
+            raise DataError(
+                f"{uid}: the prompt has {found} image token(s) for {images} image(s); do not type "
+                f"'{self.hf.image_token}' into the text: each image part of the messages makes one"
+            )
+        for token in sorted(self.media_token_ids - {self.image_token_id}):
+            name = str(self.tokenizer.convert_ids_to_tokens(token))
+            found = sum(each == token for each in token_ids)
+            if found != images * self.template_tokens.get(name, 0):
+                raise DataError(
+                    f"{uid}: the prompt's text holds a media token of its own ({found} '{name}' for {images} "
+                    "image(s)); remove it from the row's text"
+                )
+
+    def _stop_ids(self, path: str) -> frozenset[int]:
+        """The end tokens of the model's generation config, and the tokenizer's own."""
+        try:
+            eos = GenerationConfig.from_pretrained(path).eos_token_id
+        except OSError:
+            eos = None
+        ids = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
+        return frozenset(int(i) for i in ids if i is not None)

@@ -1,0 +1,92 @@
+"""InternVL3 and InternVL3.5 in transformers' form (`internvl`, the models whose names end in -HF): tiles of 448 pixels.
+
+An image is cut into a grid of square tiles, of at most `max_patches`, whose aspect ratio is nearest to its own; a grid
+of more than one gets a small picture of the whole beside. Each tile becomes 256 tokens. The rule that picks the grid is
+that of transformers' image processor (`get_optimal_tiled_canvas` in image_processing_got_ocr2), which vLLM calls too.
+
+A picture at the model's size is one that is exactly such a grid: the tiles are cut out of it, not resized again. The
+small picture of the whole is made from it too, and so has been resized twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.processors.base import register
+from mm_grpo.processors.family import TiledFamily
+from mm_grpo.processors.hf_processor import HFProcessor
+from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
+
+
+class InternVLFamily(TiledFamily):
+    def tower(self, model: Any) -> nn.Module:
+        return nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
+
+    def tile(self, model: Any) -> tuple[int, int, int]:
+        vision = model.config.vision_config
+        return vision.num_channels, *vision.image_size
+
+
+@register("internvl")
+class InternVLProcessor(HFProcessor):
+    """The processor of one InternVL model, read from its folder.
+
+    `min_pixels` and `max_pixels` bound the area of the grid of tiles: they set `min_patches` and `max_patches`.
+    """
+
+    family = InternVLFamily()
+    stable = "images whose grid of tiles fits data.min_pixels and data.max_pixels"
+
+    def media_tokens(self) -> Iterator[str]:
+        hf = self.hf
+        return iter((hf.image_token, hf.video_token, hf.start_image_token, hf.end_image_token))
+
+    def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        images = self.hf.image_processor
+        self.tile: Size = (int(images.size["height"]), int(images.size["width"]))
+        area = self.tile[0] * self.tile[1]
+        if min_pixels is not None:
+            images.min_patches = math.ceil(min_pixels / area)
+        if max_pixels is not None:
+            images.max_patches = max_pixels // area
+        if not 1 <= images.min_patches <= images.max_patches:
+            raise ConfigError(
+                f"data.max_pixels = {max_pixels} and data.min_pixels = {min_pixels} allow {images.min_patches} to "
+                f"{images.max_patches} tiles of {self.tile[1]}x{self.tile[0]} pixels, of which an image is made; an "
+                f"image needs one at least: max_pixels >= {area}, and >= min_pixels"
+            )
+        return images.min_patches * area, images.max_patches * area
+
+    @property
+    def mm_processor_kwargs(self) -> Mapping[str, Any]:
+        images = self.hf.image_processor
+        return {"min_patches": images.min_patches, "max_patches": images.max_patches}
+
+    def fixed_size(self, size: Size) -> Size:
+        images = self.hf.image_processor
+
+        def rule(size: Size) -> Size:
+            columns, rows = get_optimal_tiled_canvas(size, self.tile, images.min_patches, images.max_patches)
+            return rows * self.tile[0], columns * self.tile[1]
+
+        if (found := settle(size, rule)) is None:
+            raise NoFixedPoint(
+                f"{size[1]}x{size[0]} pixels: its grid of {images.min_patches} to {images.max_patches} tiles changes "
+                "each time that it is chosen"
+            )
+        return found
+
+    def max_image_tokens(self) -> int:
+        tiles = self.hf.image_processor.max_patches
+        return int(self.hf.image_seq_length * (tiles + 1 if tiles > 1 else 1)) + 2
+
+    def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        pixels = [each["pixel_values"] for each in made]
+        return {"pixel_values": torch.cat(pixels), "tiles": torch.tensor([len(each) for each in pixels])}

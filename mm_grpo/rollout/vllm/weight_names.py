@@ -1,0 +1,36 @@
+"""Names of weights that transformers has changed and vLLM does not know yet.
+
+SigLIP towers: transformers since 5.19 calls their parts `vision_tower.encoder...` in memory, and on disk where it wrote
+the model first; models published before have `vision_tower.vision_model.encoder...`, and keep that when they are saved.
+vLLM 0.32 takes the older names alone: it would refuse the learner's weights. Here its classes are taught the new names
+beside. Needless when: vLLM's own mapping has them, or its tower has no part `vision_model`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+RENAMED = {
+    re.compile(
+        r"(^|\.)vision_tower\.(?=(embeddings|encoder|post_layernorm|head)\.)"
+    ): r"\1vision_tower.vision_model."
+}
+
+
+def teach_names(config: Any) -> None:
+    """Let vLLM's class for the model of this transformers config take today's names of its weights."""
+    if getattr(getattr(config, "vision_config", None), "model_type", None) != "siglip_vision_model":
+        return
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.siglip import SiglipVisionModel
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    if "vision_model" not in SiglipVisionModel.__init__.__code__.co_names:
+        return
+    for architecture in config.architectures or ():
+        known: Any = ModelRegistry.models.get(architecture)
+        cls: Any = known.load_model_cls() if known is not None else None
+        mapper = getattr(cls, "hf_to_vllm_mapper", None)
+        if mapper is not None and not RENAMED.keys() & mapper.orig_to_new_regex.keys():
+            cls.hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex=RENAMED) | mapper

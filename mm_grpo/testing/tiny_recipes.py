@@ -1,0 +1,326 @@
+"""Configs and processors of tiny models, one function per family: real classes of transformers at small sizes.
+
+Every tokenizer is of bytes, so any text can be said. Chat templates are written here, in the format of each family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from transformers import Qwen2Tokenizer, Qwen2VLImageProcessor
+
+from mm_grpo.processors import smolvlm
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of a tiny model; see `tiny_models.build`."""
+
+    family: str
+    tie: bool
+    max_pixels: int
+    context: int
+    linear_width: int
+
+
+TILE, PATCH = 56, 14
+"""Sides of a tile and of a patch [pixels], in families that cut images into tiles."""
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}IMAGE"
+    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The format of Qwen's chats, with IMAGE for what stands in place of an image."""
+CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_QWEN = (
+    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+_QWEN_CLASSES: Mapping[str, tuple[str, str, str]] = {
+    "qwen2_vl": ("Qwen2VLConfig", "Qwen2VLProcessor", "Qwen2VLVideoProcessor"),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+    "qwen3_5": ("Qwen3_5Config", "Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+}
+"""By name, for a version of transformers may lack some."""
+
+
+def _tokenizer(*special: str, **named: str) -> Any:
+    """A tokenizer of bytes with these special tokens beside; `named` ones are attributes of it, as `image_token`."""
+    count = len(CHAT_TOKENS) + len(special) + len(named)
+    return Qwen2Tokenizer(
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", model_specific_special_tokens=named
+    ).train_new_from_iterator(
+        ["what is in the picture"] * 2,
+        vocab_size=272 + count,
+        new_special_tokens=[*CHAT_TOKENS[1:], *special],
+    )
+
+
+def _text(asked: Options, tokenizer: Any) -> dict[str, Any]:
+    """Fields of a small text model that Qwen2, Qwen3, Llama and Gemma configs share."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": asked.context,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": asked.tie,
+    }
+
+
+# Qwen-VL -------------------------------------------------------------------------------------
+
+
+def _qwen(asked: Options) -> tuple[Any, Any]:
+    names = _QWEN_CLASSES[asked.family]
+    config_class, processor_class, video_class = (getattr(transformers, name) for name in names)
+    patch = 16 if asked.family in ("qwen3_vl", "qwen3_5") else 14
+    tokenizer = _tokenizer(*_QWEN)
+    sizes = {
+        "size": {"shortest_edge": (2 * patch) ** 2, "longest_edge": asked.max_pixels},
+        "patch_size": patch,
+        "merge_size": 2,
+    }
+    processor = processor_class(
+        image_processor=Qwen2VLImageProcessor(**sizes),
+        video_processor=video_class(**sizes),
+        tokenizer=tokenizer,
+        chat_template=CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),
+    )
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _QWEN}
+    config = config_class(
+        text_config=_qwen_text(asked, tokenizer),
+        vision_config=_qwen_vision(asked.family, patch),
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=asked.tie,
+    )
+    return config, processor
+
+
+def _qwen_text(asked: Options, tokenizer: Any) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    text = {**_text(asked, tokenizer), "rope_parameters": rope}
+    if asked.family in ("qwen3_vl", "qwen3_5"):
+        text["head_dim"] = 32
+        rope["mrope_interleaved"] = True
+    if asked.family == "qwen3_5":
+        text["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
+        text |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+        text |= {"linear_key_head_dim": asked.linear_width, "linear_value_head_dim": asked.linear_width}
+        rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+    return text
+
+
+def _qwen_vision(family: str, patch: int) -> dict[str, Any]:
+    common = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    if family == "qwen2_vl":
+        return {**common, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2}
+    if family == "qwen2_5_vl":
+        shape = {"hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 96}
+        return {**common, **shape, "window_size": 112, "fullatt_block_indexes": [1]}
+    shape = {"hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 96}
+    if family == "qwen3_5":
+        return {**common, **shape, "num_position_embeddings": 64}
+    return {**common, **shape, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+
+
+# families of tiles ---------------------------------------------------------------------------
+
+
+def _internvl(asked: Options) -> tuple[Any, Any]:
+    tokenizer = _tokenizer(
+        start_image_token="<img>",
+        end_image_token="</img>",
+        context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )
+    images = transformers.GotOcr2ImageProcessor(
+        size={"height": TILE, "width": TILE}, max_patches=max(1, asked.max_pixels // TILE**2)
+    )
+    processor = transformers.InternVLProcessor(
+        image_processor=images,
+        video_processor=transformers.InternVLVideoProcessor(size={"height": TILE, "width": TILE}),
+        tokenizer=tokenizer,
+        chat_template=CHATML.replace("IMAGE", "<IMG_CONTEXT>\n"),
+        image_seq_length=(TILE // PATCH // 2) ** 2,
+    )
+    config = transformers.InternVLConfig(
+        text_config={**_text(asked, tokenizer), "model_type": "qwen3", "head_dim": 32},
+        vision_config={
+            "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "attention_bias": True, "image_size": [TILE, TILE], "patch_size": [PATCH, PATCH],
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=processor.image_seq_length,
+        tie_word_embeddings=asked.tie,
+    )  # fmt: skip
+    return config, processor
+
+
+def _smolvlm(asked: Options) -> tuple[Any, Any]:
+    longest = max(1, min(4, math.isqrt(asked.max_pixels) // TILE)) * TILE
+    places = [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
+    tokenizer = _tokenizer(
+        *places,
+        fake_image_token="<fake_token_around_image>",
+        image_token="<image>",
+        global_image_token="<global-img>",
+        end_of_utterance_token="<end_of_utterance>",
+    )
+    tokenizer.eos_token = "<end_of_utterance>"
+    sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": TILE}}
+    template = (
+        "<|im_start|>{% for m in messages %}{{ m.role | capitalize }}"
+        "{{ ':' if m.content[0].type == 'image' else ': ' }}"
+        "{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}<end_of_utterance>\n"
+        "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+    )
+    shared: dict[str, Any] = {"tokenizer": tokenizer, "image_seq_len": 4, "chat_template": template}
+    images: Any
+    processor: Any
+    if asked.family == "idefics3":
+        images = transformers.Idefics3ImageProcessor(**sizes)
+        processor = transformers.Idefics3Processor(image_processor=images, **shared)
+    else:
+        smolvlm.allow_without_num2words()
+        images = transformers.SmolVLMImageProcessor(**sizes)
+        videos = transformers.SmolVLMVideoProcessor(**sizes)
+        processor = transformers.SmolVLMProcessor(image_processor=images, video_processor=videos, **shared)
+    config_class = transformers.Idefics3Config if asked.family == "idefics3" else transformers.SmolVLMConfig
+    config = config_class(
+        text_config={**_text(asked, tokenizer), "model_type": "llama"},
+        vision_config=_siglip(
+            asked.family.replace("idefics3", "idefics3_vision").replace("smolvlm", "smolvlm_vision")
+        ),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=asked.tie,
+    )
+    return config, processor
+
+
+def _siglip(model_type: str) -> dict[str, Any]:
+    return {
+        "model_type": model_type, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": TILE, "patch_size": PATCH,
+    }  # fmt: skip
+
+
+def _llava_onevision(asked: Options) -> tuple[Any, Any]:
+    tokenizer = _tokenizer(image_token="<image>", video_token="<video>")
+    grids = [
+        (h, w) for h in range(1, 4) for w in range(1, 4) if h * w * TILE**2 <= max(asked.max_pixels, TILE**2)
+    ]
+    pinpoints = [[h * TILE, w * TILE] for h, w in grids]
+    sizes = {"size": {"height": TILE, "width": TILE}}
+    processor = transformers.LlavaOnevisionProcessor(
+        image_processor=transformers.LlavaOnevisionImageProcessor(**sizes, image_grid_pinpoints=pinpoints),
+        video_processor=transformers.LlavaOnevisionVideoProcessor(**sizes),
+        tokenizer=tokenizer,
+        chat_template=CHATML.replace("IMAGE", "<image>"),
+        num_image_tokens=(TILE // PATCH) ** 2,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_4",
+    )
+    config = transformers.LlavaOnevisionConfig(
+        text_config={**_text(asked, tokenizer), "model_type": "qwen2"},
+        vision_config={**_siglip("siglip_vision_model"), "vision_use_head": False},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=pinpoints,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_4",
+        tie_word_embeddings=asked.tie,
+    )
+    return config, processor
+
+
+# Gemma --------------------------------------------------------------------------------------
+
+
+def _gemma3(asked: Options) -> tuple[Any, Any]:
+    named = {
+        "boi_token": "<start_of_image>",
+        "image_token": "<image_soft_token>",
+        "eoi_token": "<end_of_image>",
+    }
+    special = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<mask>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        *named.values(),
+    ]
+    words = [*(f"<0x{byte:02X}>" for byte in range(256)), *("\n" * n for n in range(1, 5)), "\u2581"]
+    words += [chr(c) for c in range(33, 127)]
+    merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
+    gemma: Any = transformers.GemmaTokenizer
+    tokenizer = gemma(
+        vocab={word: i for i, word in enumerate([*special, *words])},
+        merges=merges,
+        model_specific_special_tokens=named,
+        extra_special_tokens=["<start_of_turn>", "<end_of_turn>"],
+    )
+    tokenizer.eos_token = "<end_of_turn>"
+    template = (
+        "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{% for p in m.content %}{{ '<start_of_image>' if p.type == 'image' else p.text | trim }}{% endfor %}"
+        "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    )
+    processor = transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessor(size={"height": TILE, "width": TILE}),
+        tokenizer=tokenizer,
+        chat_template=template,
+        image_seq_length=4,
+    )
+    text = {
+        **_text(asked, tokenizer), "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "bos_token_id": tokenizer.bos_token_id,
+    }  # fmt: skip
+    config_class: Any = transformers.Gemma3Config
+    config = config_class(
+        text_config=text,
+        vision_config={**_siglip("siglip_vision_model"), "vision_use_head": False},
+        mm_tokens_per_image=4,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=asked.tie,
+    )
+    return config, processor
+
+
+RECIPES: Mapping[str, Callable[[Options], tuple[Any, Any]]] = {
+    **dict.fromkeys(_QWEN_CLASSES, _qwen),
+    "internvl": _internvl,
+    "smolvlm": _smolvlm,
+    "idefics3": _smolvlm,
+    "llava_onevision": _llava_onevision,
+    "gemma3": _gemma3,
+}
+"""By model type, what makes the config and the processor of a tiny model of the family."""

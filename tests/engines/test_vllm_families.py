@@ -1,0 +1,119 @@
+"""The table of families in vLLM: the ids it runs, and its log-probs against transformers' own processor and forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.configs import small_config
+from helpers.families import KINDS, TABLE, groups_of, plain_logprobs, prompts_of
+from vllm_rig import Rig
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.model import load_model
+from mm_grpo.parity.sync import VerifiedSync
+from mm_grpo.processors.base import load_processor, mm_processor_kwargs
+from mm_grpo.rollout.engine import Sampling, requests_for
+from mm_grpo.rollout.vllm.engine import VLLMEngine
+from mm_grpo.rollout.vllm.launch import EngineSettings
+
+pytestmark = pytest.mark.long
+LIMITS = {"float32": 1e-5, "bfloat16": 0.06}
+"""Nats of any token: rounding, and in bfloat16 a few times what it makes of these models."""
+RUN = [family for family, row in TABLE.items() if row.vllm]
+
+
+@pytest.fixture(params=RUN)
+def rig(request: pytest.FixtureRequest, rigs: Callable[[str], Rig]) -> Rig:
+    found = rigs(request.param)
+    found.reset()
+    return found
+
+
+def largest_gap(rig: Rig, kind: str) -> float:
+    """Of the log-probs of any token of four completions of each prompt; the engine compares ids itself."""
+    prompts = prompts_of(kind, rig.processor)
+    seeds = [range(10 * i, 10 * i + 4) for i in range(len(prompts))]
+    done = rig.engine.generate(requests_for(prompts, seeds, Sampling(10)))
+    assert len({c.token_ids for c in done}) > len(prompts)
+    gaps = []
+    with torch.no_grad():
+        for number, completion in enumerate(done):
+            plain, _ = plain_logprobs(rig.model, rig.processor, prompts[number // 4], completion.token_ids)
+            gaps.append(float((plain - torch.tensor(completion.logprobs)).abs().max()))
+    return max(gaps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_those_of_transformers(
+    kind: str, rig: Rig, record_property: Callable[..., None]
+) -> None:
+    gap = largest_gap(rig, kind)
+    record_property("gap", gap)
+    print(f"{rig.model.config.model_type}, {kind}: {gap:.1e}")
+    assert gap <= LIMITS[rig.settings.dtype]
+
+
+def test_every_weight_arrives_in_an_update(rig: Rig) -> None:
+    before = largest_gap(rig, "mixed")
+    rig.change("", scale=1.02)
+    transfer = rig.send(1)
+    assert transfer.skipped_bytes == 0
+    assert max(before, largest_gap(rig, "mixed")) <= LIMITS[rig.settings.dtype]
+
+
+@pytest.mark.parametrize("family", ["internvl", "smolvlm", "llava_onevision"])
+def test_limits_on_images_reach_vllm(family: str, models: dict[str, Path]) -> None:
+    """Four tiles at most, where the model's own limit is larger: ids are compared by the engine."""
+    small, own = (load_processor(str(models[family]), max_pixels=limit) for limit in (4 * 56**2, None))
+    settings = EngineSettings(
+        str(models[family]), "float32", 1024, tuple(mm_processor_kwargs(small).items()), max_images=3
+    )
+    engine = VLLMEngine(settings, small)
+    (prompt,), (whole,) = (prompts_of("three images", p) for p in (small, own))
+    assert len(prompt.token_ids) < len(whole.token_ids)
+    engine.generate(requests_for([prompt], [range(4)], Sampling(4)))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "llava_onevision"])
+def test_adapters_on_the_vision_tower_reach_the_engine(family: str, rigs: Callable[[str], Rig]) -> None:
+    """The tower alone is sent, merged, and the engine scores as the adapted learner does."""
+    rig = rigs(family)
+    rig.reset()
+    processor = rig.processor
+    lora = {"rank": 2, "target_modules": ["q_proj"], "vision": True}
+    config = small_config(
+        rig.settings.model,
+        model={"path": rig.settings.model, "dtype": "float32", "device": "cpu", "lora": lora},
+        rollout={"prompts_per_step": 3, "num_generations": 4, "max_completion_length": 12},
+        optim={"learning_rate": 1e-2},
+    )
+    learner = Learner(load_model(config.model, processor.family), processor, config, 10)
+    engine = VLLMEngine(rig.settings, processor)
+    sync = VerifiedSync(engine, learner, config)
+    sync.start()
+    groups = groups_of(processor)
+    prompt, ids = groups[0].prompt, groups[0].completions[3].token_ids
+    start = torch.tensor(engine.score(prompt, ids))
+    learner.update(groups)
+    with torch.no_grad():  # the text's adapters stay where they were: what moves is the tower's
+        for name, parameter in learner.model.named_parameters():
+            if ".lora_B" in name and "q_proj" in name and ("language_model" in name or "text_model" in name):
+                parameter.zero_()
+    sync.send(1)
+    now = torch.tensor(engine.score(prompt, ids))
+    assert float((now - start).abs().max()) > 1e-3
+    assert float((now - torch.tensor(learner.score(prompt, [ids])[0])).abs().max()) <= 1e-5
+
+
+def test_images_that_look_ahead_are_refused_on_a_cpu(models: dict[str, Path]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU vLLM follows them")
+    path = models["gemma3"]
+    with pytest.raises(
+        ConfigError, match=r"on a CPU vLLM lets no token of an image see .* rollout\.engine=transformers"
+    ):
+        VLLMEngine(EngineSettings(str(path), "float32", 512), load_processor(str(path)))

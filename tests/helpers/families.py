@@ -1,0 +1,102 @@
+"""The table of families: a row for each, and what every test over the families needs. A family joins by one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helpers import tiny
+from mm_grpo.processors.base import Processor
+from mm_grpo.types import Completion, Group, Prompt
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is particular to a family: `vllm` is the number format in which vLLM on a CPU runs it, "" where it does not,
+    `build` are options of its tiny model there."""
+
+    vllm: str = "float32"
+    build: Mapping[str, Any] = field(default_factory=dict)
+
+
+TABLE: dict[str, Row] = {
+    "qwen2_vl": Row(),
+    "qwen2_5_vl": Row(),
+    "qwen3_vl": Row(),
+    "qwen3_5": Row(vllm="bfloat16", build={"linear_width": 128}),
+    "internvl": Row(),
+    "smolvlm": Row(),
+    "idefics3": Row(),
+    "llava_onevision": Row(),
+    "gemma3": Row(vllm=""),
+}
+KINDS = ("text", "one image", "three images", "mixed")
+LENGTHS = (3, 7, 1, 12)
+
+
+def prompts_of(kind: str, processor: Processor) -> list[Prompt]:
+    """The prompts of a batch: without an image, with one, with three of different sizes, or all of these."""
+    text = tiny.sample("text", "no picture at all")
+    one = tiny.sample("one", "and that one there", (tiny.picture(3, 112, 84),))
+    three = tiny.sample(
+        "three",
+        "what is it",
+        (tiny.picture(1, 84, 84), tiny.picture(2, 56, 140), tiny.picture(4, 230, 97)),
+    )
+    batches = {"text": [text], "one image": [one], "three images": [three], "mixed": [three, text, one]}
+    return [processor.prompt(sample) for sample in batches[kind]]
+
+
+def legal_tokens(processor: Any) -> list[int]:
+    return [t for t in range(len(processor.tokenizer)) if t not in processor.media_token_ids]
+
+
+def answers_of(processor: Processor, seed: int, lengths: Sequence[int] = LENGTHS) -> list[tuple[int, ...]]:
+    """Random completions of such lengths, without a media token."""
+    generator = torch.Generator().manual_seed(seed)
+    legal = torch.tensor(legal_tokens(processor))
+    return [tuple(legal[torch.randint(len(legal), (n,), generator=generator)].tolist()) for n in lengths]
+
+
+def groups_of(processor: Processor) -> list[Group]:
+    """Three groups of the mixed batch, of four completions each."""
+    advantages = ((1.0, -0.5, -0.5, 0.3), (0.2, 0.7, -0.9, 0.1), (-1.2, 0.2, 1.0, 0.4))
+    groups = []
+    for slot, prompt in enumerate(prompts_of("mixed", processor)):
+        done = tuple(
+            Completion(ids, (-5.0,) * len(ids), "", "stop", seed=4 * slot + g)
+            for g, ids in enumerate(answers_of(processor, slot))
+        )
+        groups.append(Group(slot, prompt, done, (0.0,) * 4, advantages[slot]))
+    return groups
+
+
+def plain_inputs(processor: Any, prompt: Prompt, answer: Sequence[int] = ()) -> dict[str, Tensor]:
+    """What transformers' own processor makes of the row, its images at their final size, with an answer behind."""
+    hf = processor.hf
+    text = hf.apply_chat_template(list(prompt.sample.messages), tokenize=False, add_generation_prompt=True)
+    images = list(prompt.engine_prompt.images) or None
+    made = dict(hf(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
+    del made["attention_mask"]
+    made["input_ids"] = torch.cat([made["input_ids"], torch.tensor([list(answer)], dtype=torch.long)], 1)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in made:
+            made[name] = torch.nn.functional.pad(made[name], (0, len(answer)))
+    return made
+
+
+def plain_logprobs(
+    model: Any, processor: Any, prompt: Prompt, answer: Sequence[int], temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probs [T] and entropies [T] by transformers' own processor and forward on prompt + answer, one row."""
+    logits = model(**plain_inputs(processor, prompt, answer), use_cache=False).logits[0].float()
+    logits = logits[-len(answer) - 1 : -1] / temperature
+    keep = torch.ones(logits.shape[1], dtype=torch.bool)
+    keep[sorted(processor.media_token_ids)] = False
+    logp = logits.masked_fill(~keep, -1e9).log_softmax(-1)
+    entropy = -(logp.exp() * logp)[:, keep].sum(-1)
+    return logp.gather(1, torch.tensor(answer)[:, None])[:, 0], entropy

@@ -1,0 +1,44 @@
+"""What a smoke run keeps of a config with a mixture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mm_grpo import GRPOConfig
+from mm_grpo.preflight.smoke import smoke_config, smoke_sets
+from mm_grpo.rewards.scorer import Scorer
+
+COLOURS = {"task": "shapes", "split": "train", "size": 2000, "kinds": ["colour"], "image_size": 56}
+COUNTS = {"task": "shapes", "split": "train", "size": 900, "kinds": ["count"], "image_size": 56}
+
+
+def test_a_mixture_stays_one_of_few_rows(tmp_path: Path) -> None:
+    config = GRPOConfig.from_dict(
+        {
+            "model": {"path": "Qwen/Qwen2.5-VL-3B-Instruct"},
+            "data": {
+                "train": [
+                    {"path": COLOURS, "weight": 3, "task": "colour"},
+                    {"path": COUNTS, "task": "count"},
+                ],
+                "eval": [
+                    {"path": COUNTS | {"split": "heldout"}, "task": "count"},
+                    COLOURS | {"split": "heldout"},
+                ],
+                "chat_template_kwargs": {
+                    "enable_thinking": False
+                },  # the tiny model's template has no such name
+            },
+            "rewards": [{"name": "exact_match", "when": {"task": "count"}}],
+        }
+    )
+    made = smoke_config(config, tmp_path / "work", str(tmp_path / "run"), beside=tmp_path)
+    assert made.data.train == [
+        {"path": COLOURS | {"size": 16}, "weight": 3, "task": "colour"},
+        {"path": COUNTS | {"size": 16}, "task": "count"},
+    ]
+    assert made.data.chat_template_kwargs == {} and made.rewards == config.rewards
+    train, evaluations = smoke_sets(made)
+    assert list(train.weights) == [3, 1] and [len(part) for part in train.parts] == [8, 8]
+    assert [len(part) for part in evaluations["eval"].parts] == [1, 1]
+    Scorer(made.rewards).check(train.columns, train.columns_of_rows)

@@ -1,0 +1,280 @@
+"""Every family through processor, embedded engine and learner, against transformers' own processor and forward.
+
+`helpers/families.py` has the table of families; tests/engines/test_vllm_families.py runs it with vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.families import (
+    KINDS,
+    LENGTHS,
+    TABLE,
+    answers_of,
+    groups_of,
+    plain_inputs,
+    plain_logprobs,
+    prompts_of,
+)
+from helpers.steps import config_for, load
+from torch import Tensor
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.pack import Item, layout, plan
+from mm_grpo.processors.base import Layout, load_processor
+from mm_grpo.rollout.engine import Sampling, requests_for
+from mm_grpo.rollout.transformers_engine import TransformersEngine
+
+ROUNDING_ONLY = re.compile(r"vision_(tower|model)\.")
+"""A bias of keys without rotary positions moves all scores of a query alike, so its gradient is rounding."""
+SLOWER = (("text", False), ("one image", False), ("three images", False), ("mixed", True))
+"""What the mixed batch holds, one by one, and gradient checkpointing."""
+UNSHARED = ("gemma3", "qwen3_5")
+"""Families in which attention is more than one mask; the others' unshared layout is a longer test."""
+SIZES = ((84, 84), (56, 140), (230, 97))
+
+
+def test_every_family_is_in_the_table() -> None:
+    from mm_grpo.processors import base
+
+    assert set(TABLE) == set(tiny.ALL) == set(base._FAMILIES)
+
+
+@pytest.mark.parametrize("family", TABLE)
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_prompt_equals_transformers_own(family: str, kind: str, models: dict[str, Path]) -> None:
+    processor: Any = load_processor(str(models[family]))
+    (prompt,) = prompts_of(kind, processor)
+    theirs = plain_inputs(processor, prompt)
+    assert list(prompt.token_ids) == theirs["input_ids"][0].tolist()
+    pixels = theirs.get("pixel_values", torch.zeros(0))
+    if pixels.ndim == 5:  # tiles of each image, padded with zeros to one number
+        pixels = pixels.flatten(0, 1)
+        pixels = pixels[pixels.flatten(1).any(1)]
+    assert torch.equal(prompt.vision.get("pixel_values", torch.zeros(0)), pixels)
+    assert len(prompt.token_ids) <= processor.max_prompt_tokens(
+        prompt.sample.messages, len(prompt.sample.images), row="r"
+    )
+    collapsed = prompt.engine_prompt.token_ids
+    assert collapsed.count(processor.image_token_id) == len(prompt.sample.images)
+    outside = [t for t in prompt.token_ids if t not in processor.media_token_ids]
+    assert set(outside) >= {t for t in collapsed if t not in processor.media_token_ids}
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_the_engine_samples_what_the_learner_scores(family: str, models: dict[str, Path]) -> None:
+    """Prefill and decoding of a mixed batch, the learner's packs, and transformers' forward: one distribution."""
+    path = models[family]
+    processor, model = load_processor(str(path)), load(path)
+    config = config_for(path)
+    learner, engine = Learner(model, processor, config, 10), TransformersEngine(model, processor)
+    prompts = prompts_of("mixed", processor)
+    sampling = Sampling(10, temperature=config.rollout.temperature)
+    done = engine.generate(requests_for(prompts, [range(10 * i, 10 * i + 4) for i in range(3)], sampling))
+    assert len({c.token_ids for c in done}) == len(done)
+    for number, prompt in enumerate(prompts):
+        answered = done[4 * number : 4 * number + 4]
+        ids = [c.token_ids for c in answered]
+        sampled = learner.score(prompt, ids, as_sampled=True)
+        for c, ours, whole in zip(answered, sampled, learner.score(prompt, ids), strict=True):
+            assert c.logprobs == pytest.approx(ours, abs=1e-5)
+            assert engine.score(prompt, c.token_ids) == pytest.approx(whole, abs=1e-5)
+            with torch.no_grad():
+                plain, _ = plain_logprobs(model, processor, prompt, c.token_ids, config.rollout.temperature)
+            assert ours == pytest.approx(plain.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_in_bfloat16_engine_and_learner_agree_but_for_rounding(family: str, models: dict[str, Path]) -> None:
+    processor, model = load_processor(str(models[family])), load(models[family]).to(torch.bfloat16)
+    config = config_for(models[family], model={"dtype": "bfloat16"})
+    learner, engine = Learner(model, processor, config, 10), TransformersEngine(model, processor)
+    gaps = []
+    for number, prompt in enumerate(prompts_of("mixed", processor)):
+        answers = answers_of(processor, number)
+        for answer, ours in zip(answers, learner.score(prompt, answers), strict=True):
+            gaps += [abs(a - b) for a, b in zip(ours, engine.score(prompt, answer), strict=True)]
+    assert 0 < max(gaps) < 0.1
+    assert learner.update(groups_of(processor)).metrics["learner/update_norm"] > 0
+
+
+@pytest.mark.parametrize("shape", get_args(Layout))
+@pytest.mark.parametrize("family", ["gemma3", "internvl"])
+def test_eager_attention_is_the_same(family: str, shape: str, models: dict[str, Path]) -> None:
+    processor: Any = load_processor(str(models[family]))
+    processor.layout = shape
+    config = config_for(models[family], model={"attn": "eager"})
+    learner = Learner(load(models[family], attn_implementation="eager"), processor, config, 10)
+    plain = load(models[family])
+    for number, prompt in enumerate(prompts_of("mixed", processor)):
+        answers = answers_of(processor, number)
+        for answer, ours in zip(answers, learner.score(prompt, answers, as_sampled=True), strict=True):
+            with torch.no_grad():
+                want, _ = plain_logprobs(plain, processor, prompt, answer, config.rollout.temperature)
+            assert ours == pytest.approx(want.tolist(), abs=1e-5)
+
+
+def test_flex_attention_is_refused_where_masks_are_more_than_segments(models: dict[str, Path]) -> None:
+    processor: Any = load_processor(str(models["gemma3"]))
+    config = config_for(models["gemma3"], model={"attn": "flex_attention"})
+    with pytest.raises(ConfigError, match=r"model\.attn = 'flex_attention' does not work for a gemma3_text"):
+        Learner(load(models["gemma3"]), processor, config, 10)
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_log_probs_depend_on_every_image(family: str, models: dict[str, Path]) -> None:
+    """Else none of the other tests would see a wrong image."""
+    processor, model = load_processor(str(models[family])), load(models[family])
+    engine = TransformersEngine(model, processor)
+    answer = answers_of(processor, 5)[3]
+
+    def scored(*numbers: int) -> Tensor:
+        images = tuple(tiny.picture(n, *SIZES[place]) for place, n in enumerate(numbers))
+        return torch.tensor(engine.score(processor.prompt(tiny.sample("r", "what", images)), answer))
+
+    first = scored(1, 2, 3)
+    for others in ((7, 2, 3), (1, 8, 3), (1, 2, 9), (1, 3, 2)):
+        assert float((scored(*others) - first).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_blanked_images_are_images_too(family: str, models: dict[str, Path]) -> None:
+    """Tensors of zeros in place of pixels, as the guard against unread images gives them."""
+    processor, model = load_processor(str(models[family])), load(models[family])
+    (prompt,) = prompts_of("three images", processor)
+    vision = {k: v * 0 if v.is_floating_point() else v for k, v in prompt.vision.items()}
+    engine, answer = TransformersEngine(model, processor), answers_of(processor, 5)[3]
+    seen, blank = (torch.tensor(engine.score(p, answer)) for p in (prompt, replace(prompt, vision=vision)))
+    assert bool(blank.isfinite().all()) and float((seen - blank).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [("mixed", False), *(pytest.param(*case, marks=pytest.mark.long) for case in SLOWER)],
+)
+@pytest.mark.parametrize("family", TABLE)
+def test_packs_equal_the_plain_forward(
+    family: str, kind: str, checkpointing: bool, models: dict[str, Path]
+) -> None:
+    """Log-probs, entropies and gradients, in several packs, with images as pixels."""
+    model, reference = load(models[family]), load(models[family])
+    processor = load_processor(str(models[family]))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    items, expected = [], []
+    for g, prompt in enumerate(prompts_of(kind, processor)):
+        for answer in answers_of(processor, g):
+            items.append(Item(len(items), g, prompt, answer))
+            expected.append(plain_logprobs(reference, processor, prompt, answer))
+    weight = [torch.linspace(-1, 2, len(i.token_ids)) * (1 + i.index % 3) for i in items]
+    loss = sum((w * logp).sum() + 0.3 * (w * h).sum() for w, (logp, h) in zip(weight, expected, strict=True))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+
+    module = PackForward(
+        model,
+        media_token_ids=processor.media_token_ids,
+        family=processor.family,
+        temperature=1.0,
+        chunk_bytes=5000,
+    )
+    longest = max(len(i.prompt.token_ids) for i in items) + max(LENGTHS)
+    packs = plan(items, max_tokens=longest + 8)
+    assert len(packs) > 1  # the budget makes several packs, so their sums are tested too
+    for rows in packs:
+        pack = layout(rows, processor.media_token_ids)
+        logp, entropy = module(pack)
+        want = torch.cat([expected[i.index][0] for row in rows for i in row])
+        assert float((logp - want).detach().abs().max()) <= 1e-5
+        want = torch.cat([expected[i.index][1] for row in rows for i in row])
+        assert float((entropy - want).detach().abs().max()) <= 1e-5
+        w = torch.cat([weight[i.index] for row in rows for i in row])
+        ((w * logp).sum() + 0.3 * (w * entropy).sum()).backward()
+    assert_gradients(model, reference)
+
+
+def assert_gradients(model: Any, reference: Any) -> None:
+    """Equal to 1e-5 of their norm; where transformers' forward gives none (a text), ours are none or 0."""
+    theirs = dict(reference.named_parameters())
+    largest = max(float(p.grad.norm()) for p in theirs.values() if p.grad is not None)
+    for name, parameter in model.named_parameters():
+        want = theirs[name].grad
+        if want is None or not want.any():
+            assert parameter.grad is None or not parameter.grad.any(), name
+            continue
+        assert parameter.grad is not None, name
+        assert_close(name, parameter.grad, want, largest)
+
+
+def assert_close(name: str, ours: Tensor, theirs: Tensor, largest: float) -> None:
+    """Equal to 1e-5 of their norm; `largest` is that of the largest tensor's."""
+    if name.endswith("k_proj.bias") and ROUNDING_ONLY.search(name):
+        assert float(ours.norm()) <= 1e-6 * largest, name
+        return
+    assert float((ours - theirs).norm()) <= 1e-5 * float(theirs.norm()), name
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        pytest.param(
+            family, shape, marks=[pytest.mark.long] * (shape == "unshared" and family not in UNSHARED)
+        )
+        for family in TABLE
+        for shape in get_args(Layout)
+    ],
+)
+def test_the_update_equals_that_of_a_plain_loop(
+    family: str, shape: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step of a learner, many packs, images shared between them, against every completion on its own.
+
+    By SGD: AdamW's first step divides each gradient by itself, and makes as much of a small one's rounding.
+    """
+    from mm_grpo.learner import optimizer
+
+    monkeypatch.setattr(optimizer, "adamw", lambda params, *_, **__: torch.optim.SGD(params, lr=1.0))
+    path = models[family]
+    processor: Any = load_processor(str(path))
+    processor.layout = shape
+    ours, theirs = load(path), load(path)
+    groups = groups_of(processor)
+    longest = max(len(g.prompt.token_ids) for g in groups) + max(LENGTHS)
+    optim = {"learning_rate": 1000.0, "max_tokens_per_pack": longest, "max_grad_norm": 1e9}
+    rollout = {"prompts_per_step": 3, "num_generations": 4, "max_completion_length": 12}
+    config = config_for(path, optim=optim, rollout=rollout)
+    report = Learner(ours, processor, config, 10).update(groups)
+    assert report.metrics["learner/packs"] >= 3
+    prompts = sum(len(g.prompt.token_ids) for g in groups)
+    answers = sum(len(c.token_ids) for g in groups for c in g.completions)
+    if shape == "unshared":
+        assert report.metrics["learner/tokens"] == 4 * prompts + answers
+    else:
+        assert report.metrics["learner/tokens"] < 3 * prompts + answers
+    assert report.metrics["learner/images_encoded"] <= 2 * 4  # a group in several packs takes two runs
+
+    pairs = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
+    tokens = sum(len(c.token_ids) for _, c, _ in pairs)
+    for group, completion, advantage in pairs:  # dapo at the sampling policy: the ratio is 1
+        logp, _ = plain_logprobs(
+            theirs, processor, group.prompt, completion.token_ids, config.rollout.temperature
+        )
+        (-(logp - logp.detach()).exp() * advantage).sum().div(tokens).backward()
+    before = dict(load(path).named_parameters())
+    want = {n: -1000.0 * p.grad for n, p in theirs.named_parameters() if p.grad is not None and p.grad.any()}
+    after, largest = dict(ours.named_parameters()), max(float(t.norm()) for t in want.values())
+    for name, start in before.items():
+        moved = after[name].detach() - start.detach()
+        if name not in want:
+            assert not moved.any(), name
+            continue
+        assert_close(name, moved, want[name], largest)
