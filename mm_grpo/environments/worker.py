@@ -23,6 +23,7 @@ from mm_grpo.environments.observation import LONGEST_TEXT, Limits, Observation, 
 from mm_grpo.environments.session import Answer, Session
 from mm_grpo.errors import ToolError
 from mm_grpo.import_path import digest_of, load_file, load_module
+from mm_grpo.rewards.user_code import own_copy
 from mm_grpo.worker_processes import detach
 
 LENGTH = struct.Struct("!Q")
@@ -54,11 +55,12 @@ def serve(connection: socket.socket, load: Load, environment: Mapping[str, str])
         _end()
     _send(connection, b"")
     sessions: dict[int, Session] = {}
+    rows: dict[int, Any] = {}
     while True:
         body = _received(connection)
         try:
-            number, what, name, packed = pickle.loads(body)
-            arguments = pickle.loads(packed)
+            number, what, name, row, packed = pickle.loads(body)
+            arguments = _row(rows, row, packed) if row is not None else pickle.loads(packed)
         except Exception as error:
             answer = Answer(raised=f"cannot be made in a worker process: {described(error)}")
         else:
@@ -68,6 +70,16 @@ def serve(connection: socket.socket, load: Load, environment: Mapping[str, str])
             if what == "close":
                 del sessions[number]
         _send(connection, packed_answer(answer, load.limits))
+
+
+def _row(rows: dict[int, Any], row: tuple[int, bool], packed: bytes) -> Any:
+    """A copy of a row that several conversations may begin with; its images share their pixels until one is changed."""
+    number, first = row
+    if first:
+        rows.clear()
+    if number not in rows:
+        rows[number] = pickle.loads(packed)
+    return own_copy(rows[number])
 
 
 def packed_answer(answer: Answer, limits: Limits) -> bytes:

@@ -42,7 +42,9 @@ def address_of(what: Any) -> str | None:
 
 class _Slot:
     """A place for one worker process after the other, with the conversations that are its. `queue` are the calls that
-    wait, `task` is the one that is being made, `since` when it or the start of the process began."""
+    wait, `task` is the one that is being made, `since` when it or the start of the process began. `rows` are those
+    that the process was sent.
+    """
 
     def __init__(self) -> None:
         self.process: WorkerProcess | None = None
@@ -51,6 +53,7 @@ class _Slot:
         self.ready = False
         self.conversations = 0
         self.environments: set[Episode] = set()
+        self.rows: set[int] = set()
         self.queue: deque[Task] = deque()
         self.task: Task | None = None
         self.since = 0.0
@@ -68,6 +71,7 @@ class _Slot:
         ours.setblocking(False)
         self.connection, self.ready, self.since = ours, False, time.monotonic()
         self.out, self.read = memoryview(b""), bytearray()
+        self.rows.clear()
 
     def stop(self) -> str:
         """Kill the process with what it started; how it ended, if it did so by itself."""
@@ -109,7 +113,7 @@ class WorkerHost(Host):
         weakref.finalize(self, _stop_all, self.slots, self.guards, os.getpid())
 
     def run(self, tasks: Sequence[Task]) -> None:
-        packed: dict[int, bytes] = {}
+        packed: dict[int, tuple[int, bytes]] = {}
         for task in tasks:
             self._slot_of(task.episode).queue.append(task)
         try:
@@ -153,7 +157,7 @@ class WorkerHost(Host):
             self.guards.append(Guard())
         return self.guards[0]
 
-    def _give(self, slot: _Slot, packed: dict[int, bytes]) -> None:
+    def _give(self, slot: _Slot, packed: dict[int, tuple[int, bytes]]) -> None:
         """Hand a worker without a call the next one that is to be made."""
         if (
             slot.task is None
@@ -172,14 +176,22 @@ class WorkerHost(Host):
         if slot.task is not None and slot.ready and not slot.since:
             self._send(slot, slot.task, packed)
 
-    def _send(self, slot: _Slot, task: Task, packed: dict[int, bytes]) -> None:
+    def _send(self, slot: _Slot, task: Task, packed: dict[int, tuple[int, bytes]]) -> None:
         key = id(task.arguments)
         if key not in packed:  # the conversations of a group begin with one row
-            packed[key] = _packed(task)
-        body = pickle.dumps((self._numbers[task.episode], task.what, task.name, packed[key]))
+            packed[key] = next(self._next), _packed(task)
+        row: tuple[int, bool] | None = None
+        number, body = packed[key]
         if task.what == "reset":
+            row = number, not slot.environments  # where none is held, the worker forgets the rows of others
+            if not slot.environments:
+                slot.rows.clear()
+            if number in slot.rows:
+                body = b""
+            slot.rows.add(number)
             slot.environments.add(task.episode)
-        slot.out = memoryview(LENGTH.pack(len(body)) + body)
+        call = pickle.dumps((self._numbers[task.episode], task.what, task.name, row, body))
+        slot.out = memoryview(LENGTH.pack(len(call)) + call)
         slot.since = time.monotonic()
 
     def _wait(self) -> None:

@@ -18,7 +18,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol, cast
 
 from mm_grpo.environments.observation import Observation, failed
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.tool_calls import ToolCall, tool_calls
 from mm_grpo.rollout.conversation import Conversation
 from mm_grpo.rollout.engine import Request, require_answers
@@ -163,7 +163,11 @@ class TurnLoop:
             if one.images > most:
                 one.images -= len(seen.images)
                 seen = failed("too_many_images", f"no more than {most} images are shown in a conversation")
-            shown = [self._picture(one, image, pictures) for image in seen.images]
+            try:
+                shown = [self._picture(one, image, pictures) for image in seen.images]
+            except DataError as error:  # a strip of pixels, say, that no resizing makes legal
+                one.images -= len(seen.images)
+                seen, shown = failed("bad_result", str(error)), []
             images = tuple(picture.image for picture in shown)
             turn = Turn("tool", seen.text, 0, None, call.name, dict(call.arguments), images, seen.fault)
             made.append((turn, shown, seen))

@@ -136,6 +136,20 @@ def test_what_a_tool_does_to_its_row_stays_with_it() -> None:
     assert row.columns["box"] == [0] and row.images[0].tobytes() == picture(1).tobytes()
 
 
+def test_conversations_about_one_row_share_it_and_change_their_own(make: Make) -> None:
+    box = make((), World, environment_workers=1)
+    for start in (5, 6):  # the second time the worker has forgotten the first row
+        episodes = begun(box, 3, start=start)
+        row: dict[str, Any] = {"start": start, "images": [picture(2)]}
+        episodes += box.host.open([(sample("b"), row)] * 2)
+        episodes[3].call("paint", {})
+        seen = box.host.call_all([(e, "act", {}) for e in episodes])
+        same = [picture(2).rotate(start + 1).tobytes() == one.images[0].tobytes() for one in seen]
+        assert same == [False, False, False, False, True]
+        assert [one.parts[1] for one in seen] == [f"total {start + 1}"] * 5
+        box.host.close_episodes()
+
+
 # failures ------------------------------------------------------------------------------------
 
 DEATHS = {
@@ -551,3 +565,13 @@ def test_a_call_that_hangs_in_the_trainers_process_stops_the_run() -> None:
     assert one.call("nap", {"seconds": 0}).fault == "died"  # what it held is not ours any more
     box.close()
     assert time.monotonic() - start < 1.5
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("exit", "SystemExit: os._exit(3)"), ("sys.exit", "SystemExit: 0"), ("raise", "KeyError: ")],
+)
+def test_a_tool_does_not_end_the_trainers_process(how: str, told: str) -> None:
+    box = Toolbox(small_config("m", rollout={"environment_workers": 0}), [misbehave], None)
+    assert begun(box)[0].call("misbehave", {"how": how}).text.startswith(f"error: {told}")
+    box.close()

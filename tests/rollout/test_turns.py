@@ -291,6 +291,25 @@ def test_positions_that_change_are_caught(begun: Any, monkeypatch: pytest.Monkey
         conversation.answered(answer_of([50]))
 
 
+def test_an_image_that_cannot_be_resized_is_told_to_the_model(models: dict[str, Path]) -> None:
+    def strip(height: int) -> Any:
+        """Cut a strip.
+
+        Args:
+            height: Pixels.
+        """
+        return Image.new("RGB", (1, height))
+
+    one = Loop(
+        models["qwen2_5_vl"],
+        lambda seed, turn: "x" if turn == 2 else call("strip", height=(900, 20)[turn]),
+        tools=(strip,),
+    )
+    turns = [t for t in one.run(900)[0].turns if t.role == "tool"]
+    assert [t.fault for t in turns] == ["bad_result", None] and [len(t.images) for t in turns] == [0, 1]
+    assert "1x900: absolute aspect ratio must be smaller than 200" in turns[0].text
+
+
 # seeds ---------------------------------------------------------------------------------------
 
 
