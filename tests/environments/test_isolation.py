@@ -33,6 +33,7 @@ from mm_grpo.worker_processes import default_size
 
 Make = Callable[..., Toolbox]
 TIMEOUT = 0.6
+"""Seconds of a call in the tests of calls that hang; in the others a busy machine has 20."""
 HERE = Path(__file__).parent
 
 
@@ -47,7 +48,7 @@ def make() -> Iterator[Make]:
     made: list[Toolbox] = []
 
     def toolbox(tools: Any = (), factory: Any = None, **rollout: Any) -> Toolbox:
-        values = {"environment_workers": 2, "tool_timeout": TIMEOUT, **rollout}
+        values = {"environment_workers": 2, "tool_timeout": 20, **rollout}
         made.append(
             Toolbox(small_config("m", data={"max_image_pixels": 50_000}, rollout=values), tools, factory)
         )
@@ -166,7 +167,7 @@ HANGS = ("hang", "hang in C", "stop", "writes half an answer")
 
 @pytest.mark.parametrize("how", [*DEATHS, *HANGS])
 def test_a_call_without_an_answer_takes_its_conversations_with_it(make: Make, how: str) -> None:
-    box = make((), World)
+    box = make((), World, tool_timeout=TIMEOUT if how in HANGS else 20)
     episodes = begun(box, 4)
     places = [one.call("where", {}).text for one in episodes]
     assert places == [places[0], places[1]] * 2 and places[0] != places[1]
@@ -192,7 +193,8 @@ def test_a_call_without_an_answer_takes_its_conversations_with_it(make: Make, ho
 
 @pytest.mark.parametrize(("how", "policy"), [("hang", "on_tool_timeout"), ("exit", "on_tool_error")])
 def test_the_policies_of_a_call_without_an_answer(make: Make, how: str, policy: str) -> None:
-    box = make([misbehave, nap], None, **{policy: "reply"})
+    limit = TIMEOUT if how == "hang" else 20
+    box = make([misbehave, nap], None, tool_timeout=limit, **{policy: "reply"})
     one, other = begun(box, 2)
     seen = box.host.call_all(
         [(one, "misbehave", {"how": how}), (one, "nap", {"seconds": 0}), (other, "nap", {"seconds": 0})]
@@ -200,18 +202,18 @@ def test_the_policies_of_a_call_without_an_answer(make: Make, how: str, policy: 
     assert [s.fault for s in seen] == ["timed_out" if how == "hang" else "died", None, None]
     assert one.masked is None  # functions hold nothing that could be lost
 
-    box = make([misbehave], None, **{policy: "mask"})
+    box = make([misbehave], None, tool_timeout=limit, **{policy: "mask"})
     (one,) = begun(box)
     assert one.call("misbehave", {"how": how}).fault and str(one.masked).startswith(
         "misbehave: error: misbehave "
     )
 
-    box = make((), World, **{policy: "reply"})
+    box = make((), World, tool_timeout=limit, **{policy: "reply"})
     (one,) = begun(box)
     one.call("act", {"how": how})
     assert one.masked is not None  # nothing is left to reply with
 
-    box = make((), World, **{policy: "stop"})
+    box = make((), World, tool_timeout=limit, **{policy: "stop"})
     with pytest.raises(
         ToolError, match=r"train:0: act (had not answered after 0.6 s|ended its worker process)"
     ):
@@ -219,7 +221,7 @@ def test_the_policies_of_a_call_without_an_answer(make: Make, how: str, policy: 
 
 
 def test_conversations_that_lost_their_environment_stop_the_run_where_an_error_does(make: Make) -> None:
-    box = make((), World, environment_workers=1, on_tool_error="stop", on_tool_timeout="mask")
+    box = make((), World, environment_workers=1, on_tool_error="stop", tool_timeout=TIMEOUT)
     one, other = begun(box, 2)
     one.call("act", {"how": "hang"})
     assert one.masked and other.masked is None
@@ -251,7 +253,7 @@ def test_a_fork_that_comes_back_is_ended(make: Make) -> None:
 
 @pytest.mark.parametrize("how", ["hang", "exit"])
 def test_a_reset_without_an_answer(make: Make, how: str) -> None:
-    box = make((), World)
+    box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 20)
     with pytest.raises(ToolError, match=r"train:0: reset of the environment: its worker process"):
         box.prepare(sample("train:0", begins=how))
     (one,) = begun(box, begins=how)  # one that had begun before: only this conversation is lost
@@ -262,7 +264,7 @@ def test_a_reset_without_an_answer(make: Make, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["hang", "kill", "raise", "words"])
 def test_a_reward_without_an_answer(make: Make, how: str) -> None:
-    box = make((), World)
+    box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 20)
     one, other = begun(box, scores=how)[0], begun(box)[0]
     if how in ("raise", "words"):
         match = "get_reward of the environment (raised KeyError|answered 'words'; it must be a number)"
@@ -280,7 +282,7 @@ def test_environments_are_closed_whatever_one_of_them_does(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends = tmp_path / "ends"
-    box = make((), World)
+    box = make((), World, tool_timeout=TIMEOUT)
     (
         begun(box, start=1, ends=str(ends)),
         begun(box, start=2, ends="raise"),
