@@ -14,7 +14,7 @@ The way through the package, in the order in which the data flows::
     environments tools and worlds of several turns           files      atomic writes
     timing       seconds by phase                            terminal   text of data made safe to print
     import_path  files and modules that a config names       watchdog   an end for calls that hang in C
-    version      the version
+    version      the version                                 worker_processes  processes for user code
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so
 `import mm_grpo` brings in neither torch nor vLLM. To add a name: the list, the branch that loads

@@ -94,6 +94,23 @@ def digest_of(address: str) -> str | None:
     return _LOADED.get(Path(address.rsplit(":", 1)[0]), (None, None))[0]
 
 
+def address_in_module(what: Any) -> str | None:
+    """The address at which exactly this function or class is found; None when it has none."""
+    module, attribute = getattr(what, "__module__", None), getattr(what, "__qualname__", "<")
+    found: Any = sys.modules.get(module or "")
+    place = getattr(found, "__file__", None) if str(module).startswith(FILE_MODULE) else module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    return f"{place}:{attribute}" if place and found is what else None
+
+
+def in_this_process_alone(address: str) -> bool:
+    """Whether an address is one of a notebook or of the script that runs, which another process would run again."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    place = address.rpartition(":")[0]
+    return place == "__main__" or bool(script and os.path.realpath(place) == os.path.realpath(script))
+
+
 def import_failed(what: str, cause: BaseException) -> str:
     """The message for an import that raised: what was imported, the cause and its line."""
     if isinstance(cause, UserError):

@@ -89,10 +89,12 @@ class GRPOTrainer:
         check_callbacks(callbacks)
         self.callbacks = tuple(callbacks) if self.ranks.first else ()
         config.require_eval(given=eval is not None)
-        toolbox = toolbox_of(config, tools, environment_factory)
+        self.toolbox = toolbox = toolbox_of(config, tools, environment_factory)
         self.scorer = Scorer(_reward_entries(config, rewards, toolbox))
         self.train_set = load_train(config, train, needs=self.scorer.check)
         self.eval_sets = load_eval(config, eval, needs=self.scorer.check)
+        if toolbox is not None:
+            toolbox.place(self.scorer.asking_for(("environment", "environments"), self.train_set.columns))
         self.plan = plan_run(config, self.train_set, several_turns=toolbox is not None)
         self.scorer.conversational = self.train_set.conversational
         self.scorer.max_steps = self.plan.max_steps
@@ -191,9 +193,11 @@ class GRPOTrainer:
         self.learner.save_adapter(path)
 
     def close(self) -> None:
-        """Free what the rollout engine holds and end the rewards' processes; the model stays."""
+        """Free what the rollout engine holds and end the processes of rewards and tools; the model stays."""
         self.prompt_builder.close()
         self.scorer.close()
+        if self.toolbox is not None:
+            self.toolbox.close()
         self.engine.close()
 
     # one step --------------------------------------------------------------------------------
@@ -339,6 +343,8 @@ class GRPOTrainer:
             finally:
                 self.prompt_builder.close()
                 self.scorer.close()
+                if self.toolbox is not None:
+                    self.toolbox.close()
                 if first and self.config.run.report:
                     run.write_report()
         self._call("on_train_end")

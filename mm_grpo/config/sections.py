@@ -244,6 +244,15 @@ class RolloutConfig(Section):
     on_tool_error: Literal["reply", "mask", "stop"] = "reply"
     """What an exception out of a tool does; reply tells the model, mask keeps the conversation out of the loss, stop
     ends the run. Default: reply."""
+    tool_timeout: Number = Field(default=30.0, gt=0)
+    """Seconds that one call of a tool, reset, get_reward or close may take, > 0. Default: 30.0."""
+    on_tool_timeout: Literal["reply", "mask", "stop"] = "mask"
+    """What a call that is late does; mask keeps the conversation out of the loss, stop ends the run, reply tells the
+    model, where no environment was lost with it. In the trainer's process it always ends the run. Default: mask."""
+    environment_workers: int | None = Field(default=None, ge=0)
+    """Processes that tools and environments run in, >= 0; 0 is the trainer's own, where nothing can end a call that
+    hangs; null is the cores that a process may use, and 0 where only the trainer's process has the tools (lambdas,
+    notebooks) or a reward asks for the environment itself. Default: null."""
     vllm: VLLMConfig = VLLMConfig()
     """The vLLM engine."""
     eval: EvalSampling = EvalSampling()

@@ -8,7 +8,7 @@ which the model is told in place of an answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,9 +18,28 @@ from mm_grpo.data.images import open_image
 from mm_grpo.errors import DataError
 
 Part = str | Image.Image
-Fault = Literal["unknown_tool", "bad_arguments", "raised", "bad_result", "too_many_images", "malformed_call"]
+Fault = Literal[
+    "unknown_tool", "bad_arguments", "raised", "bad_result", "too_many_images", "malformed_call", "timed_out", "died"
+]  # fmt: skip
 LONGEST_FAULT = 500
 """Characters of an exception's message that the model is told."""
+LONGEST_TEXT = 2**24
+"""Characters of text that one answer may have; in UTF-8 they are 64 MiB at most."""
+MOST_BYTES = 2**28
+"""Bytes that the images of one answer may have as RGB, unless a single one that is legal has more."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an image of an answer may have: pixels once it is open, bytes while it is encoded."""
+
+    max_pixels: int
+    max_bytes: int
+
+    @property
+    def all_bytes(self) -> int:
+        """Most bytes of all images of an answer, as RGB."""
+        return max(MOST_BYTES, 3 * self.max_pixels)
 
 
 @dataclass(frozen=True)
@@ -41,34 +60,63 @@ class Observation:
 
 def failed(fault: Fault, why: str) -> Observation:
     """The observation that tells the model what went wrong."""
-    return Observation((f"error: {why[:LONGEST_FAULT]}",), fault)
+    return Observation((f"error: {_encodable(why)[:LONGEST_FAULT]}",), fault)
 
 
-def observation_of(result: Any, *, max_pixels: int, max_bytes: int) -> Observation:
-    """What a tool returned; a fault where it holds an image that cannot be opened within the limits."""
+def text_of(make: Callable[[], str], limit: int = 2000) -> str:
+    """A text that an object of the user makes, cut at `limit` characters; what it raises is not let through."""
     try:
-        return Observation(tuple(_parts(result, max_pixels, max_bytes)))
+        return _encodable(make()[:limit])
+    except Exception as error:
+        return f"(cannot be shown: {type(error).__name__})"
+
+
+def described(error: BaseException) -> str:
+    """The type and message of an exception, whose message may itself raise."""
+    return f"{type(error).__name__}: {text_of(lambda: str(error))}"
+
+
+def observation_of(result: Any, limits: Limits) -> Observation:
+    """What a tool returned; a fault where it cannot be shown, or holds an image that cannot be opened within limits."""
+    try:
+        parts = tuple(_parts(result, limits))
     except DataError as error:
         return failed("bad_result", str(error))
+    except Exception as error:  # out of the user's object: __str__, __iter__, get
+        return failed("bad_result", f"the answer cannot be shown ({described(error)})")
+    return checked(Observation(parts), limits)
 
 
-def _parts(result: Any, max_pixels: int, max_bytes: int) -> list[Part]:
+def checked(seen: Observation, limits: Limits) -> Observation:
+    """The observation, or the fault that it is too large."""
+    text = sum(len(part) for part in seen.parts if isinstance(part, str))
+    if text > LONGEST_TEXT:
+        return failed("bad_result", f"the answer has {text} characters; at most {LONGEST_TEXT} are shown")
+    pixels = sum(3 * image.width * image.height for image in seen.images)
+    if pixels > limits.all_bytes:
+        return failed(
+            "bad_result", f"the answer's images have {pixels} bytes; at most {limits.all_bytes} are shown"
+        )
+    return seen
+
+
+def _parts(result: Any, limits: Limits) -> list[Part]:
     if result is None:
         return []
     if isinstance(result, str):
-        return [result]
+        return [_encodable(result)]
     if isinstance(result, Image.Image):
-        return [_opened(result, max_pixels, max_bytes)]
+        return [_opened(result, limits)]
     if isinstance(result, list | tuple) and any(_is_part(item) for item in result):
-        return [part for item in result for part in _parts(item, max_pixels, max_bytes)]
+        return [part for item in result for part in _parts(item, limits)]
     if isinstance(result, Mapping) and result.get("type") == "text":
-        return [str(result.get("text"))]
+        return [_encodable(str(result.get("text")))]
     if isinstance(result, Mapping) and result.get("type") == "image":
-        return [_opened(result.get("image"), max_pixels, max_bytes)]
+        return [_opened(result.get("image"), limits)]
     try:
-        return [json.dumps(result, ensure_ascii=False)]
+        return [_encodable(json.dumps(result, ensure_ascii=False))]
     except (TypeError, ValueError, RecursionError):
-        return [str(result)]
+        return [_encodable(str(result))]
 
 
 def _is_part(item: Any) -> bool:
@@ -77,5 +125,11 @@ def _is_part(item: Any) -> bool:
     return isinstance(item, Image.Image)
 
 
-def _opened(source: Any, max_pixels: int, max_bytes: int) -> Image.Image:
-    return open_image(source, row="the tool's answer", max_bytes=max_bytes, max_pixels=max_pixels)
+def _encodable(text: str) -> str:
+    """A text as UTF-8 has it: half a character, which no tokenizer takes, becomes a question mark."""
+    return str.encode(text, "utf-8", "replace").decode()
+
+
+def _opened(source: Any, limits: Limits) -> Image.Image:
+    row = "the tool's answer"
+    return open_image(source, row=row, max_bytes=limits.max_bytes, max_pixels=limits.max_pixels)

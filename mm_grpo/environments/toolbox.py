@@ -1,4 +1,4 @@
-"""The tools of a run: where they come from, what the model is told of them, and one `Episode` for each conversation.
+"""The tools of a run: where they come from, what the model is told of them, and the host that calls them.
 
 The rules for an environment's class are TRL's `environment_factory`: no arguments to make one, `reset` takes the row's
 columns and may return an observation that is put at the end of the prompt, every other public method is a tool, and
@@ -9,7 +9,6 @@ environment's attribute `done` is true.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,9 +16,12 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.environments.observation import Observation, failed, observation_of
+from mm_grpo.environments.host import Episode, Host, LocalHost
+from mm_grpo.environments.session import methods
+from mm_grpo.environments.workers import WorkerHost, address_of
 from mm_grpo.errors import ConfigError, ToolError, did_you_mean
 from mm_grpo.import_path import load_named
+from mm_grpo.worker_processes import default_size
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -27,13 +29,13 @@ if TYPE_CHECKING:
 
 BUILTINS = {"zoom": "Zoom", "rotate": "Rotate", "grid_world": "GridWorld"}
 """Environments of this package by the name that `rollout.environment` gives them."""
-NOT_TOOLS = ("reset", "get_reward", "close")
 
 
 class Toolbox:
     """The plain functions and the environment of a run, and the schemas of all their tools for the chat template.
 
-    ConfigError for a tool that the model cannot be told of: it needs type hints, and a docstring with its arguments.
+    `host` calls them; `place` chooses where. ConfigError for a tool that the model cannot be told of: it needs type
+    hints, and a docstring with its arguments.
     """
 
     def __init__(
@@ -41,15 +43,16 @@ class Toolbox:
     ):
         self.config, self.factory = config, factory
         self.functions = {function.__name__: function for function in tools}
-        self._first = factory() if factory is not None else None
-        methods = _methods(self._first) if factory is not None else {}
-        twice = [tool.__name__ for tool in tools if tool.__name__ in methods]
+        self._host: Host | None = None
+        self._first: Any = factory() if factory is not None else None
+        found = _methods(self._first) if factory is not None else {}
+        twice = [tool.__name__ for tool in tools if tool.__name__ in found]
         if len(self.functions) < len(tools) or twice:
             raise ConfigError(
                 f"rollout.tools: two tools have one name ({', '.join([*twice, *(t.__name__ for t in tools)])}); rename "
                 "one, for the model calls them by it"
             )
-        self.schemas = tuple(_schema(tool) for tool in (*self.functions.values(), *methods.values()))
+        self.schemas = tuple(_schema(tool) for tool in (*self.functions.values(), *found.values()))
         if not self.schemas:
             raise ConfigError(
                 "rollout.environment: its class has no public method besides reset, get_reward and close, so there is "
@@ -68,6 +71,38 @@ class Toolbox:
         own.__name__ = own.__qualname__ = type(self._first).__name__
         return [own]
 
+    @property
+    def host(self) -> Host:
+        """What calls the tools; chosen by the config alone where `place` was not called."""
+        return self._host or self.place()
+
+    def place(self, rewards: Sequence[str] = ()) -> Host:
+        """Choose where tools are called: in worker processes, if other processes can import them, and if no reward
+        looks at the environment itself, as those named `rewards` do.
+
+        ConfigError where `rollout.environment_workers` asks for processes that cannot be.
+        """
+        given = self.config.rollout.environment_workers
+        what = [*self.functions.values(), *([] if self.factory is None else [self.factory])]
+        count = given
+        if given is None:
+            count = 0 if rewards or any(address_of(one) is None for one in what) else default_size()
+        elif given > 0 and rewards:
+            raise ConfigError(
+                f"rollout.environment_workers = {given}: reward {rewards[0]!r} asks for the environment itself, which "
+                "is then in another process; set rollout.environment_workers=0, or give the environment a method "
+                "get_reward"
+            )
+        self.close()
+        host = (self.config, self.functions, self.factory, hasattr(type(self._first), "get_reward"))
+        self._host = WorkerHost(*host, count) if count else LocalHost(*host)
+        return self._host
+
+    def close(self) -> None:
+        """Close the environments that are open, and end what calls them; a later call starts anew."""
+        if self._host is not None:
+            self._host.close()
+
     def prepare(self, sample: Sample) -> Sample:
         """A row as it is asked about: with the tools, and with what its environment shows first at its end.
 
@@ -76,7 +111,9 @@ class Toolbox:
         sample = replace(sample, tools=self.schemas)
         if self.factory is None:
             return sample
-        episode = Episode(self, sample)
+        (episode,) = self.host.open([(sample, self._row(sample))])
+        if episode.lost is not None:
+            raise ToolError(f"{sample.uid}: reset of the environment: {episode.lost}")
         episode.close()
         shown = episode.opening
         if shown is None or not shown.parts:
@@ -96,85 +133,36 @@ class Toolbox:
 
     def episode(self, sample: Sample) -> Episode:
         """A new conversation about a row that was prepared. ToolError where it begins in another way than that."""
-        before = sample.row or sample
-        episode = Episode(self, before)
-        shown = episode.opening.images if episode.opening is not None else ()
-        promised = sample.images[len(before.images) :]
-        text = episode.opening.text if episode.opening is not None else ""
-        same = len(shown) == len(promised) and all(
-            a.size == b.size and a.tobytes() == b.tobytes() for a, b in zip(shown, promised, strict=True)
-        )
-        if not same or (text and text not in _text_of(sample.messages[-1])):
-            raise ToolError(
-                f"{sample.uid}: reset of the environment showed another beginning than before for the same row; the "
-                "completions of a group answer one prompt, so reset must depend on the row alone (seed its random "
-                "numbers from a column)"
-            )
-        return episode
+        return self.episodes([sample])[0]
+
+    def episodes(self, samples: Sequence[Sample]) -> list[Episode]:
+        """A new conversation about each of these rows, as `episode`, begun together."""
+        before = [sample.row or sample for sample in samples]
+        rows = {id(sample): self._row(sample) for sample in before}
+        episodes = self.host.open([(sample, rows[id(sample)]) for sample in before])
+        for episode, sample in zip(episodes, samples, strict=True):
+            if episode.lost is None:
+                _check_opening(episode, sample)
+        return episodes
+
+    def _row(self, sample: Sample) -> dict[str, Any]:
+        return {} if self.factory is None else _row(self._first.reset, sample)
 
 
-class Episode:
-    """One conversation's tools; `opening` is what its environment showed at the reset, None where it showed nothing."""
-
-    def __init__(self, toolbox: Toolbox, sample: Sample) -> None:
-        self.uid, self._config = sample.uid, toolbox.config
-        self.environment = toolbox.factory() if toolbox.factory is not None else None
-        self.tools = {
-            **toolbox.functions,
-            **(_methods(self.environment) if self.environment is not None else {}),
-        }
-        self.opening: Observation | None = None
-        if self.environment is not None:
-            shown = self._user("reset", self.environment.reset, _row(self.environment.reset, sample))
-            self.opening = None if shown is None else self._observation(shown)
-            if self.opening is not None and self.opening.fault:
-                raise ToolError(f"{self.uid}: reset of the environment: {self.opening.text}")
-
-    @property
-    def done(self) -> bool:
-        return bool(getattr(self.environment, "done", False))
-
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
-        """The tool's answer, or a fault that the model is told; an exception stops the run where the config says so."""
-        tool = self.tools.get(name)
-        if tool is None:
-            return failed("unknown_tool", f"there is no tool {name!r}; there are {', '.join(self.tools)}")
-        try:
-            inspect.signature(tool).bind(**arguments)
-        except TypeError as error:
-            return failed("bad_arguments", f"{name}: {error}")
-        try:
-            result = _called(tool, arguments)
-        except Exception as error:
-            if self._config.rollout.on_tool_error == "stop":
-                raise self._error(name, error) from error
-            return failed("raised", f"{type(error).__name__}: {error}")
-        return self._observation(result)
-
-    def reward(self) -> float | None:
-        """What `get_reward` of the environment says; None where there is none."""
-        method = getattr(self.environment, "get_reward", None)
-        return None if method is None else self._user("get_reward", method, {})
-
-    def close(self) -> None:
-        method = getattr(self.environment, "close", None)
-        if method is not None:
-            self._user("close", method, {})
-
-    def _observation(self, result: Any) -> Observation:
-        data = self._config.data
-        return observation_of(result, max_pixels=data.max_image_pixels, max_bytes=data.max_image_bytes)
-
-    def _user(self, what: str, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        try:
-            return _called(method, arguments)
-        except Exception as error:
-            raise self._error(what, error) from error
-
-    def _error(self, what: str, error: Exception) -> ToolError:
-        return ToolError(
-            f"{self.uid}: {what} of the environment raised {type(error).__name__}: {error}; mend it, or for a tool set "
-            "rollout.on_tool_error to reply or mask"
+def _check_opening(episode: Episode, sample: Sample) -> None:
+    """ToolError where an environment showed something else than when its row was prepared."""
+    before = sample.row or sample
+    shown = episode.opening.images if episode.opening is not None else ()
+    promised = sample.images[len(before.images) :]
+    text = episode.opening.text if episode.opening is not None else ""
+    same = len(shown) == len(promised) and all(
+        a.size == b.size and a.tobytes() == b.tobytes() for a, b in zip(shown, promised, strict=True)
+    )
+    if not same or (text and text not in _text_of(sample.messages[-1])):
+        raise ToolError(
+            f"{sample.uid}: reset of the environment showed another beginning than before for the same row; the "
+            "completions of a group answer one prompt, so reset must depend on the row alone (seed its random "
+            "numbers from a column)"
         )
 
 
@@ -212,14 +200,12 @@ def _class_named(name: str) -> Callable[[], Any]:
 
 
 def _methods(environment: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods that are tools, by name. On the class: asking the object would evaluate properties."""
+    """The tools of an environment. ConfigError where it cannot be begun."""
     if not callable(getattr(environment, "reset", None)):
         raise ConfigError(
             f"rollout.environment: {type(environment).__name__} has no method `reset`, which begins each conversation"
         )
-    found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
-    names = (name for name, _ in found if not name.startswith("_") and name not in NOT_TOOLS)
-    return {name: getattr(environment, name) for name in names}
+    return methods(environment)
 
 
 def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
@@ -248,8 +234,3 @@ def _row(reset: Callable[..., Any], sample: Sample) -> dict[str, Any]:
     if any(p.kind is p.VAR_KEYWORD for p in taken):
         return columns
     return {p.name: columns[p.name] for p in taken if p.name in columns}
-
-
-def _called(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    result = tool(**arguments)
-    return asyncio.run(result) if inspect.iscoroutine(result) else result

@@ -7,8 +7,7 @@ deadline however many of them hang:
   are made again one by one, so that only the call that is to blame fails;
 - when every worker is at one call for long, further workers start for the calls that wait.
 
-Workers are forked from Python's fork server, a process without torch and without threads. The user's script is
-not imported into them, and a worker is killed with the processes that it started. What they do: `worker.py`.
+The processes are worker_processes.py, what runs in them is `worker.py`.
 """
 
 from __future__ import annotations
@@ -16,17 +15,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
-from multiprocessing import forkserver, popen_forkserver, spawn
-from multiprocessing.context import ForkServerContext, ForkServerProcess
-from types import FunctionType, SimpleNamespace
+from multiprocessing.context import ForkServerContext
+from types import SimpleNamespace
 from typing import Any
 
 import pebble.pool.process
@@ -38,12 +34,11 @@ from mm_grpo.rewards import worker
 from mm_grpo.rewards.call import Call, Fault, RewardCalls, WorkerTrace
 from mm_grpo.rewards.resolve import address_of
 from mm_grpo.rewards.spec import RewardSpec
+from mm_grpo.worker_processes import START_LIMIT, WorkerProcess, default_size, ended, preload
 
 # pebble measures by the wall clock, and would end every call when that is set forward
 pebble.pool.process.time = SimpleNamespace(time=time.monotonic, sleep=time.sleep)  # type: ignore[attr-defined,assignment]
 
-START_LIMIT = 120.0
-"""Seconds that a worker may take to start and to import its function; not on a step's clock."""
 GRACE = 5.0
 """Seconds after the deadline in which pebble must have killed what hangs."""
 FURTHER = 16
@@ -56,6 +51,8 @@ CHUNK_SECONDS = 0.02
 TICK = 0.05
 EXITED_WITH_0 = 256
 """What pebble is given as the exit code of a worker that exited with 0, which it would not report."""
+
+preload(__name__)
 
 Answer = Mapping[str, Any]
 """What became of a call: an answer of `Worker.answer`, or how its process `died`, or whether a `late` one began."""
@@ -75,49 +72,17 @@ def check_isolation(spec: RewardSpec) -> None:
             ) from error
 
 
-def default_size() -> int:
-    """The processor cores that this process may use, shared with the other ranks of this machine."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdigit() else 1))
-
-
 # the processes -----------------------------------------------------------------------------------
 
 
-def _preparation_data(name: str) -> dict[str, Any]:
-    data = spawn.get_preparation_data(name)
-    return {key: value for key, value in data.items() if not key.startswith("init_main")}
+class PebbleProcess(WorkerProcess):
+    """A worker as pebble handles it: its death is always seen."""
 
-
-_SERVER = forkserver.ForkServer()  # of our own: what Python's has imported is the user's affair
-_SERVER.set_forkserver_preload([__name__])
-_NAMES = {
-    "forkserver": SimpleNamespace(
-        connect_to_new_process=_SERVER.connect_to_new_process, read_signed=forkserver.read_signed
-    ),
-    "spawn": SimpleNamespace(get_preparation_data=_preparation_data),
-}
-
-
-class _Popen(popen_forkserver.Popen):
-    """Python's own, but with our server, and without importing the trainer's script into the worker."""
-
-    _launch = FunctionType(
-        vars(popen_forkserver.Popen)["_launch"].__code__, {**vars(popen_forkserver), **_NAMES}
-    )
-
-
-class WorkerProcess(ForkServerProcess):
-    """A worker as pebble handles it: it is killed at once and with its children, and its death is always seen."""
-
-    _Popen = _Popen
     _seen_dead = False
 
     def terminate(self) -> None:
-        if os.getpid() == getattr(self, "_parent_pid", None):  # not in a fork of the trainer
-            self._seen_dead = True
-            self._kill(os.kill)  # it may not have a session of its own yet
-            self._kill(os.killpg)
+        self._seen_dead = self._seen_dead or os.getpid() == getattr(self, "_parent_pid", None)
+        super().terminate()
 
     def is_alive(self) -> bool:
         if super().is_alive():
@@ -132,20 +97,15 @@ class WorkerProcess(ForkServerProcess):
         code = super().exitcode
         return EXITED_WITH_0 if code == 0 else code
 
-    def _kill(self, kill: Callable[[int, int], None]) -> None:
-        if self.pid is not None:
-            with suppress(OSError):
-                kill(self.pid, signal.SIGKILL)
-
 
 class _Context(ForkServerContext):
     """The multiprocessing context of one pool; `processes` are the workers that it has started."""
 
     def __init__(self) -> None:
-        self.processes: list[WorkerProcess] = []
+        self.processes: list[PebbleProcess] = []
 
-    def Process(self, *args: Any, **kwargs: Any) -> WorkerProcess:  # type: ignore[override]
-        self.processes.append(WorkerProcess(*args, **kwargs))
+    def Process(self, *args: Any, **kwargs: Any) -> PebbleProcess:  # type: ignore[override]
+        self.processes.append(PebbleProcess(*args, **kwargs))
         return self.processes[-1]
 
     def last_exit(self) -> int:
@@ -155,10 +115,7 @@ class _Context(ForkServerContext):
 
 def _ended(code: int) -> str:
     """How a worker ended, for a message."""
-    if code >= 0:
-        return f"exited with code {code % EXITED_WITH_0}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    return f"was ended by {name} (out of memory?)" if -code == signal.SIGKILL else f"was ended by {name}"
+    return ended(code % EXITED_WITH_0 if code >= 0 else code)
 
 
 class Workers:

@@ -24,7 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import RewardError, did_you_mean
-from mm_grpo.import_path import FILE_MODULE, import_failed, load_file, load_module
+from mm_grpo.import_path import (
+    FILE_MODULE,
+    address_in_module,
+    import_failed,
+    in_this_process_alone,
+    load_file,
+    load_module,
+)
 from mm_grpo.rewards import registry
 from mm_grpo.rewards.options import KEYS, check_options, read_options
 from mm_grpo.rewards.spec import RewardSpec, RewardSum, check_name, check_weight, innermost, make_spec
@@ -165,7 +172,7 @@ def _of_function(
     made_with: dict[str, Any] = {}
     constructor: tuple[str, ...] = ()
     if held is None and inspect.isclass(fn):
-        address = address or _importable(fn)
+        address = address or address_in_module(fn)
         constructor = _constructor(fn)
         fn, made_with = _made(fn, source, settings or {})
     spec = held or make_spec(fn, name=alias, source=source)
@@ -304,14 +311,8 @@ def address_of(spec: RewardSpec) -> str:
     RewardError for what lives in this process alone: lambdas, closures, functions of a notebook, and those
     of the script that runs, which would have to run again.
     """
-    address = spec.address or _importable(spec.fn)
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    place = address.rpartition(":")[0] if address else "__main__"
-    if (
-        address is None
-        or place == "__main__"
-        or (script and os.path.realpath(place) == os.path.realpath(script))
-    ):
+    address = spec.address or address_in_module(spec.fn)
+    if address is None or in_this_process_alone(address):
         raise RewardError(
             f"reward {spec.name!r} cannot be isolated: a worker process imports its function, and a lambda, a "
             f"closure, a function of a notebook or of the script that runs exists in this process alone. Put "
@@ -319,13 +320,3 @@ def address_of(spec: RewardSpec) -> str:
             f"or leave out isolated (then a time-out stops the run)"
         )
     return address
-
-
-def _importable(what: Any) -> str | None:
-    """The address at which exactly this function or class is found; None when it has none."""
-    module, attribute = getattr(what, "__module__", None), getattr(what, "__qualname__", "<")
-    found: Any = sys.modules.get(module or "")
-    place = getattr(found, "__file__", None) if str(module).startswith(FILE_MODULE) else module
-    for part in attribute.split("."):
-        found = getattr(found, part, None)
-    return f"{place}:{attribute}" if place and found is what else None

@@ -141,6 +141,11 @@ class Scorer:
             raise RewardError("\n".join(faults))
         self._checked.append(columns)
 
+    def asking_for(self, arguments: Sequence[str], columns: Sequence[str]) -> list[str]:
+        """The names of the rewards that take one of these arguments, and neither from a column nor from the config."""
+        given = set(arguments) - set(columns)
+        return [s.name for s in self.specs if given & {*s.required, *s.optional} - s.bound.keys()]
+
     def start(self) -> None:
         """Start the worker processes of the isolated rewards, and return while they import them. `score` waits
         for them, outside any deadline, and starts those that are missing."""

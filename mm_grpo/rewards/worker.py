@@ -8,16 +8,12 @@ reaches pickle. What a function prints goes to the trainer's standard error.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import inspect
 import json
 import os
 import pickle
-import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from typing import Any, Literal
 
 from mm_grpo.errors import RewardError
@@ -26,10 +22,10 @@ from mm_grpo.rewards.call import fault_of, scores_of
 from mm_grpo.rewards.resolve import resolve_entry
 from mm_grpo.rewards.spec import is_async
 from mm_grpo.rewards.user_code import end_fork
+from mm_grpo.worker_processes import detach
 
 LONGEST_TRACE = 20_000
 """Characters kept of an exception's traceback."""
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -114,25 +110,9 @@ _worker: Worker | None = None
 
 
 def start(load: Load, environment: Mapping[str, str]) -> None:
-    """Make this process a worker: in a session of its own, so that it can be killed with what it starts. The
-    kernel kills it with the fork server, and that ends with the trainer."""
+    """Make this process a worker."""
     global _worker
-    parent = os.getppid()
-    os.setsid()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    server: Any = forkserver._forkserver
-    os.close(server._forkserver_alive_fd)  # the server ends when nobody holds this: with the trainer alone
-    server.__init__()
-    for number in (signal.SIGINT, signal.SIGTERM):  # pebble's handlers are not for the user's functions
-        signal.signal(number, signal.SIG_DFL)
-    os.dup2(2, 1)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)
-    os.environ.clear()
-    os.environ.update(environment)
+    detach(environment)
     _worker = Worker(load)
 
 

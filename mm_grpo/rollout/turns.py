@@ -11,15 +11,15 @@ In the last two cases it is flagged as a completion that was cut off (`finish_re
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol, cast
 
 from mm_grpo.environments.observation import Observation, failed
-from mm_grpo.errors import ConfigError, ToolError
-from mm_grpo.processors.tool_calls import tool_calls
+from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.processors.tool_calls import ToolCall, tool_calls
 from mm_grpo.rollout.conversation import Conversation
 from mm_grpo.rollout.engine import Request, require_answers
 from mm_grpo.types import Completion, FinishReason, Picture, Turn
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.environments.toolbox import Episode, Toolbox
+    from mm_grpo.environments.host import Episode
+    from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.processors.base import ConversationProcessor, Processor
     from mm_grpo.rollout.engine import RolloutEngine
     from mm_grpo.rollout.seeds import SeedPlan
+
+log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
@@ -50,7 +53,6 @@ class _Running:
     turns: list[Turn] = field(default_factory=list)
     images: int = 0
     finished: FinishReason | None = None
-    masked: str | None = None
 
 
 class TurnLoop:
@@ -67,7 +69,6 @@ class TurnLoop:
     ) -> None:
         self.config, self.processor, self.engine = config, processor, engine
         self.toolbox, self.seeds, self.version = toolbox, seeds, version
-        self._opened = ExitStack()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One conversation per request, in order. Environments stay open until the next call, for rewards.
@@ -76,11 +77,11 @@ class TurnLoop:
         changed tokens of the turn before.
         """
         self.close()
-        running = []
-        for request in requests:
-            episode = self.toolbox.episode(request.prompt.sample)
-            self._opened.callback(episode.close)
-            running.append(_Running(request, Conversation(request.prompt, self.processor), episode))
+        episodes = self.toolbox.episodes([request.prompt.sample for request in requests])
+        running = [
+            _Running(request, Conversation(request.prompt, self.processor), episode)
+            for request, episode in zip(requests, episodes, strict=True)
+        ]
         pictures: dict[bytes, Picture] = {}
         for turn in range(self.config.rollout.max_turns):
             active = [one for one in running if one.finished is None]
@@ -89,13 +90,27 @@ class TurnLoop:
             asked = [self._request(one, turn) for one in active]
             answers = self.engine.generate(asked)
             require_answers(asked, answers, self.version())
-            for one, answer in zip(active, answers, strict=True):
-                self._answered(one, answer, turn, pictures)
-        return [self._completion(one) for one in running]
+            called = [
+                (one, calls)
+                for one, answer in zip(active, answers, strict=True)
+                if (calls := self._answered(one, answer, turn))
+            ]
+            for one, answered in zip((one for one, _ in called), self._call_all(called), strict=True):
+                self._observe(one, answered, pictures)
+        rewards = self.toolbox.host.rewards(episodes)
+        if masked := [episode for episode in episodes if episode.masked is not None]:
+            log.warning(
+                "%d of %d conversations are masked: %s: %s",
+                len(masked),
+                len(episodes),
+                masked[0].uid,
+                masked[0].masked,
+            )
+        return [self._completion(one, reward) for one, reward in zip(running, rewards, strict=True)]
 
     def close(self) -> None:
         """Close the environments of the last call, which rewards could still look at."""
-        self._opened.close()
+        self.toolbox.host.close_episodes()
 
     def _request(self, one: _Running, turn: int) -> Request:
         sampling, conversation = one.request.sampling, one.conversation
@@ -104,7 +119,8 @@ class TurnLoop:
         left = replace(sampling, max_tokens=sampling.max_tokens - conversation.run_length)
         return Request(conversation.prompt, self.seeds.of_turn(one.request.seed, turn), left)
 
-    def _answered(self, one: _Running, answer: Completion, turn: int, pictures: dict[bytes, Picture]) -> None:
+    def _answered(self, one: _Running, answer: Completion, turn: int) -> list[ToolCall]:
+        """Take the model's turn; the calls to be made, none where the conversation has ended."""
         one.conversation.answered(answer)
         one.turns.append(Turn("assistant", answer.text, len(answer.token_ids), seed=answer.seed))
         calls = tool_calls(answer.text)
@@ -112,27 +128,46 @@ class TurnLoop:
             one.finished = answer.finish_reason
         elif turn + 1 == self.config.rollout.max_turns:
             one.finished = "length"
-        else:
-            self._observe(one, answer, pictures)
+        return [] if one.finished is not None else calls
 
-    def _observe(self, one: _Running, answer: Completion, pictures: dict[bytes, Picture]) -> None:
-        """Make the calls of a turn, and append what they answered where it fits."""
+    def _call_all(
+        self, called: Sequence[tuple[_Running, Sequence[ToolCall]]]
+    ) -> list[list[tuple[ToolCall, Observation]]]:
+        """Make all calls of a turn together; each conversation's calls with their answers, in order."""
+        made = [
+            (one.episode, call.name, call.arguments)
+            for one, calls in called
+            for call in calls
+            if call.problem is None
+        ]
+        answers = iter(self.toolbox.host.call_all(made))
+        return [
+            [(c, next(answers) if c.problem is None else failed("malformed_call", c.problem)) for c in calls]
+            for _, calls in called
+        ]
+
+    def _observe(
+        self,
+        one: _Running,
+        answered: Sequence[tuple[ToolCall, Observation]],
+        pictures: dict[bytes, Picture],
+    ) -> None:
+        """Append what the calls of a turn answered, where it fits."""
+        if one.episode.masked is not None:
+            one.finished = "stop"
+            return
         made: list[tuple[Turn, list[Picture], Observation]] = []
-        for call in tool_calls(answer.text):
-            seen = (
-                failed("malformed_call", call.problem)
-                if call.problem is not None
-                else one.episode.call(call.name, call.arguments)
-            )
-            if seen.fault == "raised" and self.config.rollout.on_tool_error == "mask":
-                one.masked, one.finished = f"{call.name}: {seen.text}", "stop"
-                return
+        for call, seen in answered:
             most = self.config.rollout.max_images_per_episode
             one.images += len(seen.images)
             if one.images > most:
                 one.images -= len(seen.images)
                 seen = failed("too_many_images", f"no more than {most} images are shown in a conversation")
-            shown = [self._picture(one, image, pictures) for image in seen.images]
+            try:
+                shown = [self._picture(one, image, pictures) for image in seen.images]
+            except DataError as error:  # a strip of pixels, say, that no resizing makes legal
+                one.images -= len(seen.images)
+                seen, shown = failed("bad_result", str(error)), []
             images = tuple(picture.image for picture in shown)
             turn = Turn("tool", seen.text, 0, None, call.name, dict(call.arguments), images, seen.fault)
             made.append((turn, shown, seen))
@@ -156,7 +191,7 @@ class TurnLoop:
             pictures[key] = self.processor.picture(image, row=one.conversation.start.uid)
         return pictures[key]
 
-    def _completion(self, one: _Running) -> Completion:
+    def _completion(self, one: _Running, reward: float | None) -> Completion:
         """What the model sampled in a conversation, as one completion."""
         answers, starts = one.conversation.answers, [0]
         for answer in answers:
@@ -166,11 +201,6 @@ class TurnLoop:
             for start, answer in zip(starts, answers, strict=False)
             for at, version in answer.weight_versions
         )
-        reward = None if one.masked else one.episode.reward()
-        if reward is not None and not isinstance(reward, int | float):
-            raise ToolError(
-                f"{one.conversation.start.uid}: get_reward of the environment answered {reward!r}; it must be a number"
-            )
         return Completion(
             token_ids=tuple(token for answer in answers for token in answer.token_ids),
             logprobs=tuple(logp for answer in answers for logp in answer.logprobs),
@@ -182,7 +212,7 @@ class TurnLoop:
             turns=tuple(one.turns),
             environment=one.episode.environment,
             environment_reward=reward,
-            masked=one.masked,
+            masked=one.episode.masked,
         )
 
 

@@ -68,7 +68,7 @@ class Counter:
 
 
 def config(**rollout: Any) -> GRPOConfig:
-    return small_config("model", rollout=rollout)
+    return small_config("model", rollout={"environment_workers": 0, **rollout})
 
 
 def test_the_model_is_told_of_every_tool() -> None:
@@ -111,7 +111,7 @@ def test_what_goes_wrong_is_told_to_the_model(name: str, arguments: Any, fault: 
 
 def test_an_exception_stops_the_run_where_the_config_says_so() -> None:
     episode = Toolbox(config(on_tool_error="stop"), [broken], None).episode(sample("train:3"))
-    with pytest.raises(ToolError, match="train:3: broken of the environment raised KeyError"):
+    with pytest.raises(ToolError, match="train:3: broken raised KeyError"):
         episode.call("broken", {"a": 1})
 
 

@@ -26,7 +26,18 @@ ROOT = Path(mm_grpo.__file__).parent
 # From the bottom up; a part is the first name under mm_grpo, module or package.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
-        {"version", "types", "errors", "files", "import_path", "terminal", "timing", "watchdog", "config"}
+        {
+            "version",
+            "types",
+            "errors",
+            "files",
+            "import_path",
+            "terminal",
+            "timing",
+            "watchdog",
+            "worker_processes",
+            "config",
+        }
     ),
     frozenset({"data", "processors", "rewards", "algorithm", "distributed"}),
     frozenset({"health", "environments"}),

@@ -1,38 +1,13 @@
 """The worker processes of a scorer, and whether processes have ended."""
 
-import os
-import time
-from collections.abc import Iterable
-from pathlib import Path
+from helpers.sessions import died, session, stat
 
 from mm_grpo.rewards import Scorer
+
+__all__ = ["died", "pids", "session", "stat"]
 
 
 def pids(scorer: Scorer) -> list[int]:
     """The workers that a scorer holds and has not seen die."""
     groups = scorer._pool.workers.values()
     return [p.pid for group in groups for p in group.context.processes if p.exitcode is None]
-
-
-def stat(pid: int) -> list[str]:
-    """State, parent, group, session, ... of a process, as in /proc/PID/stat; Z alone for one that has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["Z"]
-
-
-def session(of: int) -> list[int]:
-    """The living processes of a session."""
-    found = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-    return [pid for pid in found if (fields := stat(pid))[0] != "Z" and int(fields[3]) == of]
-
-
-def died(processes: Iterable[int], seconds: float = 5.0) -> bool:
-    """Whether none of these processes, nor of their sessions, is left after so many seconds at most."""
-    end = time.monotonic() + seconds
-    while left := [pid for pid in processes if stat(pid)[0] != "Z" or session(pid)]:
-        if time.monotonic() > end or os.getpid() in left:
-            return False
-        time.sleep(0.02)
-    return True

@@ -202,7 +202,11 @@ def test_an_exception_is_told_or_masks(models: dict[str, Path], policy: str, tur
 def test_an_environment_begins_answers_and_ends(models: dict[str, Path]) -> None:
     Dice.closed = 0
     one = Loop(
-        models["qwen2_5_vl"], lambda seed, turn: call("peek") if turn < 3 else "x", tools=(), factory=Dice
+        models["qwen2_5_vl"],
+        lambda seed, turn: call("peek") if turn < 3 else "x",
+        tools=(),
+        factory=Dice,
+        environment_workers=0,  # which counts its ends in this process
     )
     answers = one.run(answer="blue")
     text = one.processor.tokenizer.decode(one.engine.seen[0][0].prompt.token_ids)
@@ -285,6 +289,25 @@ def test_positions_that_change_are_caught(begun: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(processor, "extended", moved)
     with pytest.raises(GuardStop, match="changed positions of tokens that were there before it"):
         conversation.answered(answer_of([50]))
+
+
+def test_an_image_that_cannot_be_resized_is_told_to_the_model(models: dict[str, Path]) -> None:
+    def strip(height: int) -> Any:
+        """Cut a strip.
+
+        Args:
+            height: Pixels.
+        """
+        return Image.new("RGB", (1, height))
+
+    one = Loop(
+        models["qwen2_5_vl"],
+        lambda seed, turn: "x" if turn == 2 else call("strip", height=(900, 20)[turn]),
+        tools=(strip,),
+    )
+    turns = [t for t in one.run(900)[0].turns if t.role == "tool"]
+    assert [t.fault for t in turns] == ["bad_result", None] and [len(t.images) for t in turns] == [0, 1]
+    assert "1x900: absolute aspect ratio must be smaller than 200" in turns[0].text
 
 
 # seeds ---------------------------------------------------------------------------------------

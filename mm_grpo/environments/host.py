@@ -1,0 +1,295 @@
+"""Where the tools and environments of a run are called: many conversations, a deadline for each call.
+
+`Host` says what becomes of a conversation whose call failed, by the policies of the config, and keeps the environments
+that are open. Where calls are made is its subclasses' affair: `LocalHost` makes them in the trainer's process, one
+after the other; `WorkerHost` (workers.py) in processes that can be killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.environments.observation import Limits, Observation, failed
+from mm_grpo.environments.session import Answer, Session, What
+from mm_grpo.errors import ToolError
+from mm_grpo.rewards.user_code import kept_alive, own_copy
+from mm_grpo.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.types import Sample
+
+log = logging.getLogger(__name__)
+
+WITHOUT_LOCK = 5.0
+"""Seconds after a time-out in which this process must have noticed it, or be ended."""
+Functions = Mapping[str, Callable[..., Any]]
+Factory = Callable[[], Any]
+
+
+@dataclass(eq=False)
+class Episode:
+    """One conversation's tools. `opening` is what its environment showed at the reset, None where it showed nothing,
+    `done` whether the environment says that the conversation is over. `masked` is why the conversation is kept out of
+    the loss, `lost` why its environment is gone. `environment` is None where it is in another process.
+    """
+
+    uid: str
+    host: Host
+    opening: Observation | None = None
+    done: bool = False
+    masked: str | None = None
+    lost: str | None = None
+    environment: Any = None
+    place: Any = None
+    """Where its host has it."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
+        """The tool's answer, or a fault that the model is told; ToolError where the config says stop."""
+        return self.host.call_all([(self, name, arguments)])[0]
+
+    def reward(self) -> float | None:
+        """What `get_reward` of the environment says; None where there is none, and for a conversation that is masked,
+        as this one is where the answer is late or the environment is gone."""
+        return self.host.rewards([self])[0]
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.host.close_episodes([self])
+
+
+@dataclass(eq=False)
+class Task:
+    """One call of the user's code, and what came of it; None where it was not made, for nothing hangs on it."""
+
+    episode: Episode
+    what: What
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    seen: Observation | None = None
+    reward: float | None = None
+    raised: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.what == "call" else f"{self.what} of the environment"
+
+
+class Host(ABC):
+    """Opens conversations and makes their calls. `scores` says whether the environment has `get_reward`. It is used by
+    one thread."""
+
+    def __init__(
+        self, config: GRPOConfig, functions: Functions, factory: Factory | None, scores: bool
+    ) -> None:
+        self.config, self.functions, self.factory, self.scores = config, functions, factory, scores
+        self.limits = Limits(config.data.max_image_pixels, config.data.max_image_bytes)
+        self.timeout = config.rollout.tool_timeout
+        self.opened: list[Episode] = []
+
+    def open(self, rows: Sequence[tuple[Sample, Mapping[str, Any]]]) -> list[Episode]:
+        """A conversation for each row, with the arguments of `reset`. ToolError for a reset that raised; where it is
+        late or its process died the environment is lost."""
+        episodes = [Episode(sample.uid, self) for sample, _ in rows]
+        self.opened += episodes
+        tasks = [Task(e, "reset", "", row) for e, (_, row) in zip(episodes, rows, strict=True)]
+        if self.factory is not None:
+            self.run(tasks)
+        for episode, task in zip(episodes, tasks, strict=True):
+            episode.opening = task.seen
+        return episodes
+
+    def call_all(self, calls: Sequence[tuple[Episode, str, Mapping[str, Any]]]) -> list[Observation]:
+        """The answers to calls of many conversations, in order; calls of one conversation are made in their order.
+
+        A conversation that is masked by one of its calls has a fault for its later ones, which are not made. Raises
+        ToolError where the config says that a failure stops the run.
+        """
+        tasks = [Task(episode, "call", name, arguments) for episode, name, arguments in calls]
+        self.run(tasks)
+        return [task.seen or failed("died", task.episode.masked or "") for task in tasks]
+
+    def rewards(self, episodes: Sequence[Episode]) -> list[float | None]:
+        """What `get_reward` says of each conversation; None where it is masked."""
+        tasks = [Task(episode, "get_reward") for episode in episodes]
+        if self.scores:
+            self.run(tasks)
+        return [None if task.episode.masked else task.reward for task in tasks]
+
+    def close_episodes(self, episodes: Iterable[Episode] | None = None) -> None:
+        """Close the environments of some conversations, by default of all."""
+        closing = list(self.opened if episodes is None else episodes)
+        self.opened = [episode for episode in self.opened if episode not in closing]
+        tasks = [Task(episode, "close") for episode in closing if episode.lost is None]
+        try:
+            if self.factory is not None and tasks:
+                self.run(tasks)
+        finally:
+            for episode in closing:
+                episode.lost, episode.environment = episode.lost or "the conversation was closed", None
+                self.forget(episode)
+        if faults := [task for task in tasks if task.raised]:
+            raise self._stop(faults[0], f"{faults[0]} {faults[0].raised}")
+
+    @abstractmethod
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Make the calls, those that `due` allows, and `settle` each."""
+
+    @abstractmethod
+    def forget(self, episode: Episode) -> None:
+        """Let go of a conversation that was closed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what runs. Another call starts anew."""
+
+    def due(self, task: Task) -> bool:
+        """Whether a call is to be made; where its environment is gone, the conversation is masked, or the run stops."""
+        episode = task.episode
+        if episode.masked is None and episode.lost is not None and task.what in ("call", "get_reward"):
+            why = f"{task}: the conversation's environment is gone: {episode.lost}"
+            if self.config.rollout.on_tool_error == "stop":
+                raise self._stop(task, why)
+            episode.masked = why
+        return episode.lost is None and (episode.masked is None or task.what == "close")
+
+    def settle(self, task: Task, answer: Answer) -> None:
+        """Note what came of a call. Raises ToolError where a failure stops the run."""
+        episode, rollout = task.episode, self.config.rollout
+        task.seen, task.reward = answer.observation, answer.reward
+        episode.done = episode.done or answer.done
+        if answer.raised is not None and task.what == "close":
+            task.raised = answer.raised  # the others are closed first
+        elif answer.raised is not None:
+            if task.what != "call" or rollout.on_tool_error == "stop":
+                raise self._stop(task, f"{task} {answer.raised}")
+            self._fail(task, failed("raised", answer.raised.removeprefix("raised ")), rollout.on_tool_error)
+        elif answer.late:
+            why = f"{task} had not answered after {self.timeout:g} s (rollout.tool_timeout)"
+            if rollout.on_tool_timeout == "stop" and task.what != "close":
+                raise self._stop(task, why)
+            self._fail(task, failed("timed_out", why), rollout.on_tool_timeout)
+        elif answer.died is not None:
+            why = f"{task} ended its worker process, which {answer.died}"
+            if rollout.on_tool_error == "stop" and task.what != "close":
+                raise self._stop(task, why)
+            self._fail(task, failed("died", why), rollout.on_tool_error)
+        elif task.what == "reset" and answer.observation is not None and answer.observation.fault:
+            raise self._stop(task, f"{task}: {answer.observation.text}")
+
+    def _fail(self, task: Task, seen: Observation, policy: str) -> None:
+        """Tell the model, or mask the conversation; it is masked too where its environment is gone."""
+        episode, why = task.episode, f"{task}: {seen.text}"
+        task.seen = seen if task.what == "call" else None
+        if task.what == "close":
+            log.warning("%s: %s", episode.uid, seen.text)
+        elif task.what != "reset" and (policy == "mask" or task.what == "get_reward" or episode.lost):
+            episode.masked = why
+
+    def _stop(self, task: Task, why: str) -> ToolError:
+        return ToolError(
+            f"{task.episode.uid}: {why}; mend it, or for a tool set rollout.on_tool_error or rollout.on_tool_timeout "
+            "to reply or mask"
+        )
+
+
+class LocalHost(Host):
+    """Calls tools and environments in this process, one after the other, in a thread of their own.
+
+    A thread cannot be ended, so a call that is late stops the run; where it lets nothing else run, a watchdog ends the
+    process.
+    """
+
+    def __init__(
+        self, config: GRPOConfig, functions: Functions, factory: Factory | None, scores: bool
+    ) -> None:
+        super().__init__(config, functions, factory, scores)
+        self._thread: _Thread | None = None
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        remedy = "It runs in the trainer's process, where nothing can end it"
+        hangs = (
+            f"error: a tool had not answered after rollout.tool_timeout = {self.timeout:g} s, and lets nothing else of "
+            "this process run (a regular expression or C code that holds the interpreter's lock), so the process is "
+            "ended; where it stands follows. rollout.environment_workers > 0 runs it in a process that can be killed"
+        )
+        with Watchdog(self.timeout + WITHOUT_LOCK, hangs) as watchdog:
+            for task in tasks:
+                if not self.due(task):
+                    continue
+                watchdog.restart()
+                try:
+                    answer = self._answer(task)
+                except TimeoutError:
+                    raise ToolError(
+                        f"{task.episode.uid}: {task} had not answered after rollout.tool_timeout = {self.timeout:g} s. "
+                        f"{remedy}, so the run stops; with rollout.environment_workers > 0 it runs in one that can be "
+                        "killed, and rollout.on_tool_timeout goes on"
+                    ) from None
+                self.settle(task, answer)
+
+    def forget(self, episode: Episode) -> None:
+        episode.place = None
+
+    def close(self) -> None:
+        try:
+            self.close_episodes()
+        except ToolError as error:
+            log.warning("%s", error)
+        finally:
+            if self._thread is not None:
+                self._thread.calls.put(None)
+                self._thread = None
+
+    def _answer(self, task: Task) -> Answer:
+        episode = task.episode
+        if episode.place is None:
+            episode.place = Session(self.functions, self.factory, self.limits)
+        if self._thread is None:
+            self._thread = _Thread()
+        arguments = own_copy(task.arguments)
+        try:
+            answer = self._thread.result(
+                lambda: episode.place.answer(task.what, task.name, arguments), self.timeout
+            )
+        except (
+            BaseException
+        ) as error:  # late, or Ctrl-C: the thread is not ours any more, nor is what it holds
+            self._thread = None
+            for one in self.opened:
+                one.lost = one.lost or f"a call was given up ({type(error).__name__})"
+            raise
+        episode.environment = episode.place.environment
+        return answer
+
+
+class _Thread:
+    """A thread that makes one call after the other."""
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[tuple[Callable[[], Answer], Future[Answer]] | None] = (
+            queue.SimpleQueue()
+        )
+        # Python does not wait at its end for a daemon. By its name os._exit of a tool is refused (kept_alive).
+        threading.Thread(target=self._run, name="reward: tools", daemon=True).start()
+
+    def result(self, call: Callable[[], Answer], seconds: float) -> Answer:
+        """The answer of a call. TimeoutError where it takes longer."""
+        future: Future[Answer] = Future()
+        self.calls.put((call, future))
+        with kept_alive():
+            return future.result(seconds)
+
+    def _run(self) -> None:
+        while (given := self.calls.get()) is not None:
+            call, future = given
+            try:
+                future.set_result(call())
+            except BaseException as error:  # KeyboardInterrupt of a tool
+                future.set_exception(error)

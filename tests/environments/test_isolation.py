@@ -1,0 +1,579 @@
+"""Tools and environments in worker processes: equal answers, deadlines, failures by policy, and no process left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tools_to_isolate
+from helpers.configs import small_config
+from helpers.scripted import ScriptedEngine, call
+from helpers.sessions import died, session
+from helpers.small_runs import config_for, rollouts_of, rows_of
+from helpers.tiny import picture, sample
+from tools_to_isolate import World, misbehave, modules, nap
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.environments.builtins import GridWorld, Zoom
+from mm_grpo.environments.host import Episode, LocalHost
+from mm_grpo.environments.toolbox import Toolbox, toolbox_of
+from mm_grpo.environments.workers import WorkerHost, _Slot
+from mm_grpo.errors import ConfigError, ToolError
+from mm_grpo.worker_processes import default_size
+
+Make = Callable[..., Toolbox]
+TIMEOUT = 0.6
+"""Seconds of a call in the tests of calls that hang; in the others a busy machine has 20."""
+HERE = Path(__file__).parent
+
+
+def pids(box: Toolbox) -> list[int]:
+    host = box.host
+    return [slot.process.pid for slot in host.slots if slot.process] if isinstance(host, WorkerHost) else []  # type: ignore[misc]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Toolboxes whose tools are called in two processes; none is left at the end."""
+    made: list[Toolbox] = []
+
+    def toolbox(tools: Any = (), factory: Any = None, **rollout: Any) -> Toolbox:
+        values = {"environment_workers": 2, "tool_timeout": 20, **rollout}
+        made.append(
+            Toolbox(small_config("m", data={"max_image_pixels": 50_000}, rollout=values), tools, factory)
+        )
+        return made[-1]
+
+    yield toolbox
+    for box in made:
+        started = [*pids(box), *(guard.process.pid for guard in getattr(box.host, "guards", ()))]
+        box.close()
+        assert died(started)
+
+
+def begun(box: Toolbox, count: int = 1, **columns: Any) -> list[Episode]:
+    """Conversations about one row, begun without a look at what they show first."""
+    row = sample("train:0", **columns)
+    return box.host.open([(row, box._row(row))] * count)
+
+
+# what comes back -----------------------------------------------------------------------------
+
+
+def story(box: Toolbox) -> list[Any]:
+    """Everything that three conversations show."""
+    rows = [sample(f"train:{n}", images=(picture(n, 90, 70),), start=n) for n in (3, 98, 7)]
+    prepared = [box.prepare(row) for row in rows]
+    episodes = box.episodes(prepared)
+    calls = [(e, "act", {}) for e in episodes for _ in range(2)]
+    calls += [
+        (episodes[0], "act", {"how": how}) for how in ("raise", "huge image", "half a character", "sys.exit")
+    ]
+    calls += [
+        (episodes[1], "unknown", {}),
+        (episodes[2], "act", {"what": 1}),
+        (episodes[2], "nap", {"seconds": 0}),
+    ]
+    calls += [(episodes[2], "act", {"how": how}) for how in ("unshowable", "huge text", "many images")]
+    seen = box.host.call_all(calls)
+    seen[-4] = seen[0]  # the process that napped
+    shown = [
+        ([p if isinstance(p, str) else (p.mode, p.size, p.tobytes()) for p in one.parts], one.fault)
+        for one in [*(e.opening for e in episodes), *seen]
+        if one is not None
+    ]
+    return [shown, [e.done for e in episodes], box.host.rewards(episodes), [p.messages for p in prepared]]
+
+
+def test_answers_are_equal_in_and_out_of_the_process(make: Make) -> None:
+    inside, outside = (
+        story(make([nap], World, environment_workers=n, tool_timeout=20, on_tool_error="reply"))
+        for n in (0, 2)
+    )
+    assert inside == outside
+    shown, done, rewards, _ = inside
+    assert done == [False, True, False] and rewards == [9 / 3, 100 / 3, 12 / 3]
+    assert [fault for _, fault in shown if fault] == [
+        "raised", "bad_result", "raised", "unknown_tool", "bad_arguments", "bad_result", "bad_result",
+    ]  # fmt: skip
+    texts = [text for parts, _ in shown for text in parts if isinstance(text, str)]
+    assert "total 4" in texts and "a?b" in texts and "error: SystemExit: 0" in texts
+    assert "error: the answer cannot be shown (RuntimeError: nor shown)" in texts
+    assert "error: the answer has 16777217 characters; at most 16777216 are shown" in texts
+    assert shown[0][0][1][:2] == ("RGB", (90, 70))
+
+
+def test_a_group_begins_with_the_same_picture(make: Make) -> None:
+    box = make((), Zoom)
+    image = picture(1, 120, 80)
+    row = box.prepare(sample("a", images=(image,)))
+    seen = box.host.call_all([(e, "zoom", {"bbox": [0, 0, 500, 500]}) for e in box.episodes([row] * 4)])
+    assert [one.images[0].tobytes() for one in seen] == [image.crop((0, 0, 60, 40)).tobytes()] * 4
+
+
+def test_what_a_tool_does_to_its_row_stays_with_it() -> None:
+    class Painter:
+        def reset(self, images: Any, box: Any) -> None:
+            images[0].paste("red", (0, 0, 84, 84))
+            box.append(1)
+
+        def look(self) -> None:
+            """Look."""
+
+    row = sample("a", images=(picture(1),), box=[0])
+    box = Toolbox(small_config("m"), (), Painter)
+    assert isinstance(box.host, LocalHost)
+    box.prepare(row)
+    assert row.columns["box"] == [0] and row.images[0].tobytes() == picture(1).tobytes()
+
+
+def test_conversations_about_one_row_share_it_and_change_their_own(make: Make) -> None:
+    box = make((), World, environment_workers=1)
+    for start in (5, 6):  # the second time the worker has forgotten the first row
+        episodes = begun(box, 3, start=start)
+        row: dict[str, Any] = {"start": start, "images": [picture(2)]}
+        episodes += box.host.open([(sample("b"), row)] * 2)
+        episodes[3].call("paint", {})
+        seen = box.host.call_all([(e, "act", {}) for e in episodes])
+        same = [picture(2).rotate(start + 1).tobytes() == one.images[0].tobytes() for one in seen]
+        assert same == [False, False, False, False, True]
+        assert [one.parts[1] for one in seen] == [f"total {start + 1}"] * 5
+        box.host.close_episodes()
+
+
+# failures ------------------------------------------------------------------------------------
+
+DEATHS = {
+    "exit": "exited with code 3",
+    "kill": r"was ended by SIGKILL \(out of memory\?\)",
+    "segfault": "was ended by SIGSEGV",
+    "fork holds on": "exited with code 4",
+    "closes": "closed its connection",
+    "writes a huge answer": "sent 18446744073709551615 bytes, which is no answer",
+    "writes another answer": "sent what is no answer",
+}
+HANGS = ("hang", "hang in C", "stop", "writes half an answer")
+
+
+@pytest.mark.parametrize("how", [*DEATHS, *HANGS])
+def test_a_call_without_an_answer_takes_its_conversations_with_it(make: Make, how: str) -> None:
+    box = make((), World, tool_timeout=TIMEOUT if how in HANGS else 20)
+    episodes = begun(box, 4)
+    places = [one.call("where", {}).text for one in episodes]
+    assert places == [places[0], places[1]] * 2 and places[0] != places[1]
+    start = time.monotonic()
+    calls: list[Any] = [(episodes[0], "act", {"how": how}), (episodes[0], "act", {})]
+    seen = box.host.call_all([*calls, *((e, "act", {}) for e in episodes[1:])])
+    assert time.monotonic() - start < TIMEOUT + 3
+    if how in HANGS:
+        assert seen[0].fault == "timed_out"
+        assert seen[0].text == "error: act had not answered after 0.6 s (rollout.tool_timeout)"
+    else:
+        assert seen[0].fault == "died"
+        assert re.match(f"error: act ended its worker process, which {DEATHS[how]}", seen[0].text)
+    assert episodes[0].masked == f"act: {seen[0].text}" and seen[1].fault == "died"
+    assert [e.masked is None for e in episodes] == [False, True, False, True]
+    assert "the conversation's environment is gone: its worker process" in str(episodes[2].masked)
+    assert [e.masked is None for e in episodes[1::2]] == [True, True]
+    assert [one.text for one in (seen[2], seen[4])] == ["total 1" + '{"a": 1}'] * 2
+    assert box.host.rewards(episodes) == [None, 1 / 3, None, 1 / 3]
+    after = begun(box, 2, start=5)  # in processes that were started anew
+    assert box.host.rewards(after) == [5 / 3, 5 / 3] and died([int(places[0])])
+
+
+@pytest.mark.parametrize(("how", "policy"), [("hang", "on_tool_timeout"), ("exit", "on_tool_error")])
+def test_the_policies_of_a_call_without_an_answer(make: Make, how: str, policy: str) -> None:
+    limit = TIMEOUT if how == "hang" else 20
+    box = make([misbehave, nap], None, tool_timeout=limit, **{policy: "reply"})
+    one, other = begun(box, 2)
+    seen = box.host.call_all(
+        [(one, "misbehave", {"how": how}), (one, "nap", {"seconds": 0}), (other, "nap", {"seconds": 0})]
+    )
+    assert [s.fault for s in seen] == ["timed_out" if how == "hang" else "died", None, None]
+    assert one.masked is None  # functions hold nothing that could be lost
+
+    box = make([misbehave], None, tool_timeout=limit, **{policy: "mask"})
+    (one,) = begun(box)
+    assert one.call("misbehave", {"how": how}).fault and str(one.masked).startswith(
+        "misbehave: error: misbehave "
+    )
+
+    box = make((), World, tool_timeout=limit, **{policy: "reply"})
+    (one,) = begun(box)
+    one.call("act", {"how": how})
+    assert one.masked is not None  # nothing is left to reply with
+
+    box = make((), World, tool_timeout=limit, **{policy: "stop"})
+    with pytest.raises(
+        ToolError, match=r"train:0: act (had not answered after 0.6 s|ended its worker process)"
+    ):
+        begun(box)[0].call("act", {"how": how})
+
+
+def test_conversations_that_lost_their_environment_stop_the_run_where_an_error_does(make: Make) -> None:
+    box = make((), World, environment_workers=1, on_tool_error="stop", tool_timeout=TIMEOUT)
+    one, other = begun(box, 2)
+    one.call("act", {"how": "hang"})
+    assert one.masked and other.masked is None
+    with pytest.raises(
+        ToolError, match="train:0: act: the conversation's environment is gone: its worker process was"
+    ):
+        other.call("act", {})
+
+
+@pytest.mark.parametrize("policy", ["reply", "mask", "stop"])
+def test_an_exception_by_policy(make: Make, policy: str) -> None:
+    box = make((), World, on_tool_error=policy)
+    one, other = begun(box, 2)
+    if policy == "stop":
+        with pytest.raises(ToolError, match="train:0: act raised KeyError: 'the shelf is empty'"):
+            one.call("act", {"how": "raise"})
+        return
+    assert one.call("act", {"how": "raise"}).text == "error: KeyError: 'the shelf is empty'"
+    assert (one.masked is None) == (policy == "reply")
+    assert box.host.rewards([one, other]) == ([1 / 3, 0.0] if policy == "reply" else [None, 0.0])
+
+
+def test_a_fork_that_comes_back_is_ended(make: Make) -> None:
+    box = make([misbehave])
+    (one,) = begun(box)
+    seen = [one.call("misbehave", {"how": "fork comes back"}).text for _ in range(2)]
+    assert seen == [f"in {pids(box)[0]}"] * 2
+
+
+@pytest.mark.parametrize("how", ["hang", "exit"])
+def test_a_reset_without_an_answer(make: Make, how: str) -> None:
+    box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 20)
+    with pytest.raises(ToolError, match=r"train:0: reset of the environment: its worker process"):
+        box.prepare(sample("train:0", begins=how))
+    (one,) = begun(box, begins=how)  # one that had begun before: only this conversation is lost
+    assert one.lost and one.masked is None and one.call("act", {}).fault == "died" and one.masked
+    (fine,) = begun(box)
+    assert fine.call("act", {}).fault is None
+
+
+@pytest.mark.parametrize("how", ["hang", "kill", "raise", "words"])
+def test_a_reward_without_an_answer(make: Make, how: str) -> None:
+    box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 20)
+    one, other = begun(box, scores=how)[0], begun(box)[0]
+    if how in ("raise", "words"):
+        match = "get_reward of the environment (raised KeyError|answered 'words'; it must be a number)"
+        with pytest.raises(ToolError, match=match):
+            one.reward()
+    else:
+        assert box.host.rewards([one, other]) == [None, 0.0]
+        assert str(one.masked).startswith(
+            "get_reward of the environment: error: get_reward of the environment "
+        )
+    assert begun(box, scores="number of numpy")[0].reward() == 0.1
+
+
+def test_environments_are_closed_whatever_one_of_them_does(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = tmp_path / "ends"
+    box = make((), World, tool_timeout=TIMEOUT)
+    (
+        begun(box, start=1, ends=str(ends)),
+        begun(box, start=2, ends="raise"),
+        begun(box, start=3, ends=str(ends)),
+    )
+    with pytest.raises(ToolError, match="train:0: close of the environment raised KeyError"):
+        box.host.close_episodes()
+    assert sorted(ends.read_text().split()) == ["1", "3"]
+    begun(box, ends="hang")
+    with caplog.at_level(logging.WARNING):
+        box.close()
+    assert "train:0: error: close of the environment had not answered after 0.6 s" in caplog.text
+
+
+def test_an_environment_without_a_reward_leaves_a_finished_conversation_as_it_is(make: Make) -> None:
+    box = make((), tools_to_isolate.Silent, environment_workers=1)
+    one, other = begun(box, 2)
+    one.call("act", {"how": "exit"})
+    assert box.host.rewards([one, other]) == [None, None] and one.masked and other.masked is None
+
+
+# processes -----------------------------------------------------------------------------------
+
+
+def test_calls_run_side_by_side(make: Make) -> None:
+    box = make([nap], environment_workers=4, tool_timeout=10)
+    episodes = begun(box, 8)
+    box.host.call_all([(e, "nap", {"seconds": 0}) for e in episodes])  # the workers start
+    start = time.monotonic()
+    seen = box.host.call_all([(e, "nap", {"seconds": 0.3}) for e in episodes])
+    assert time.monotonic() - start < 1.5  # 2.4 one after the other
+    assert len({one.text for one in seen}) == 4
+
+
+def test_workers_do_not_import_torch(make: Make) -> None:
+    box = make([modules])
+    loaded = begun(box)[0].call("modules", {}).text
+    assert '"PIL"' in loaded and not re.search('"(torch|transformers|numpy|datasets)"', loaded)
+
+
+def test_what_a_tool_started_ends_with_its_worker(make: Make) -> None:
+    box = make([misbehave])
+    worker, child = map(int, begun(box)[0].call("misbehave", {"how": "starts a child"}).text.split())
+    assert set(session(worker)) == {worker, child}
+    box.close()
+    assert died([worker, child])
+    assert begun(box)[0].call("misbehave", {"how": "fine"}).text == "fine"  # it starts anew
+
+
+def test_an_interrupt_leaves_no_call_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = make([nap], tool_timeout=20)
+    one, other = begun(box, 2)
+    host: Any = box.host
+    waits = iter([None] * 20)
+
+    def wait() -> None:
+        next(waits, None)
+        if all(slot.ready and slot.since for slot in host.slots):
+            raise KeyboardInterrupt
+        WorkerHost._wait(host)
+
+    monkeypatch.setattr(host, "_wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        host.call_all([(e, "nap", {"seconds": 5}) for e in (one, other)])
+    monkeypatch.undo()
+    assert pids(box) == []
+    start = time.monotonic()
+    assert [s.fault for s in host.call_all([(e, "nap", {"seconds": 0}) for e in (one, other)])] == [
+        None,
+        None,
+    ]
+    assert time.monotonic() - start < 4
+
+
+def test_a_worker_that_died_between_calls_is_noticed(make: Make) -> None:
+    box = make((), World, environment_workers=1)
+    (one,) = begun(box)
+    os.kill(pids(box)[0], signal.SIGKILL)
+    assert died(pids(box))
+    assert one.call("act", {}).fault == "died"
+    assert "was ended by SIGKILL (out of memory?) while it waited for calls" in str(one.masked)
+
+
+TRAINER = f"""
+import os, signal, sys, threading
+sys.path.insert(0, {str(HERE)!r})
+from helpers.configs import small_config
+from helpers.tiny import sample
+from mm_grpo.environments.toolbox import Toolbox
+from tools_to_isolate import misbehave
+box = Toolbox(small_config("m", rollout={{"environment_workers": 2, "tool_timeout": 60}}), [misbehave], None)
+episodes = box.episodes([sample("a"), sample("b")])
+seen = box.host.call_all([(e, "misbehave", {{"how": "starts a child"}}) for e in episodes])
+print(*(s.text for s in seen), flush=True)
+"""
+ENDS = {
+    "ends": "",
+    "raises": "1 / 0",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "killed in a call": (
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "box.host.call_all([(e, 'misbehave', {'how': 'hang'}) for e in episodes])"
+    ),
+    "interrupted": (
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "box.host.call_all([(e, 'misbehave', {'how': 'hang'}) for e in episodes])"
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ENDS)
+def test_workers_end_with_the_trainer(how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER + ENDS[how]],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        start_new_session=True,
+    )
+    ended = {"ends": 0, "raises": 1, "interrupted": -signal.SIGINT}.get(how, -signal.SIGKILL)
+    assert done.returncode == ended, done.stderr
+    assert len(done.stdout.split()) == 4 and died(map(int, done.stdout.split()))
+
+
+# whole runs ----------------------------------------------------------------------------------
+
+ROWS = [
+    {**row, "start": n} for n, row in enumerate(shapes_rows(split="train", size=6, seed=1, image_size=56))
+]
+
+
+def ids(completion: str, completion_ids: list[int]) -> float:
+    return float(sum(completion_ids) % 7)
+
+
+def run(path: Path, folder: Path, how: str, rewards: Any = (ids,), **rollout: Any) -> tuple[Any, list[int]]:
+    """A run of two steps whose model counts in an environment, and in one of three conversations does `how`. The
+    trainer, and the processes that its tools ran in."""
+    values = {"max_completion_length": 200, "max_turns": 3, "environment_workers": 2, **rollout}
+    config = config_for(path, folder, rollout=values, run={"max_steps": 2})
+    trainer: Any = GRPOTrainer(config, train=ROWS, rewards=list(rewards), environment_factory=World)
+    acts = ("count", how, "count")
+    trainer.sampler.engine = ScriptedEngine(
+        trainer.sampler.engine, lambda seed, turn: "done" if turn == 2 else call("act", how=acts[seed % 3])
+    )
+    seen: set[int] = set()
+    for slot in getattr(trainer.toolbox.host, "slots", ()):
+        slot.start = lambda *args, slot=slot: (_Slot.start(slot, *args), seen.add(slot.process.pid))
+    try:
+        trainer.train()
+    except ToolError as error:
+        assert died(seen)
+        raise error
+    return trainer, sorted(seen)
+
+
+@pytest.mark.long
+def test_a_run_is_the_same_in_and_out_of_the_process(models: dict[str, Path], tmp_path: Path) -> None:
+    runs = []
+    for count in (0, 2):
+        folder = tmp_path / str(count)
+        _, workers = run(models["qwen2_5_vl"], folder, "raise", environment_workers=count, tool_timeout=30)
+        assert len(workers) == count and died(workers)
+        metrics = [
+            {k: v for k, v in row.items() if not k.startswith("time") and k != "step_time"}
+            for row in rows_of(folder)
+        ]
+        runs.append((metrics, [rollouts_of(folder, step) for step in (1, 2)]))
+    (inside, logged), (outside, logged_outside) = runs
+    assert inside == outside and logged == logged_outside
+    assert [row["tools/failures/raised"] for row in inside] == [8, 8] and inside[0]["tools/masked"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "policy"), [("hang", "on_tool_timeout"), ("segfault", "on_tool_error")])
+def test_a_run_goes_on_without_the_conversations_that_a_call_took(
+    models: dict[str, Path], tmp_path: Path, how: str, policy: str
+) -> None:
+    rollout = {"tool_timeout": 1.0, policy: "mask", "environment_workers": 3}
+    trainer, workers = run(models["qwen2_5_vl"], tmp_path / "run", how, **rollout)
+    assert len(workers) == 3 + 1 and died(workers)  # one took the place of the one that was killed first
+    rows = rows_of(tmp_path / "run")
+    for row, step in zip(rows, (1, 2), strict=True):
+        logged = rollouts_of(tmp_path / "run", step)
+        masked = [line for line in logged if line.get("masked")]
+        assert len(masked) == row["tools/masked"] and len(masked) == 4 and len(logged) == 12
+        assert all(line["reward"] is None and line["advantage"] == 0 for line in masked)
+        assert all(line["reward"] is not None for line in logged if not line.get("masked"))
+        own = [line for line in masked if line["masked"].startswith("act: error: act ")]
+        others = [line for line in masked if "the conversation's environment is gone" in line["masked"]]
+        assert (len(own), len(others)) == (1, 3)  # every third conversation was in that worker
+    trainer.close()
+    with pytest.raises(ToolError, match=r"train:\d+: act (had not answered|ended its worker process)"):
+        run(models["qwen2_5_vl"], tmp_path / "stops", how, **{**rollout, policy: "stop"})
+
+
+@pytest.mark.long
+def test_a_run_whose_reward_looks_at_the_environment(models: dict[str, Path], tmp_path: Path) -> None:
+    def total(completion_ids: list[int], completion: str, environment: Any) -> float:
+        return float(environment.total + sum(completion_ids) % 7)
+
+    with pytest.raises(ConfigError, match="reward 'total' asks for the environment itself"):
+        run(models["qwen2_5_vl"], tmp_path / "refused", "count", rewards=[total])
+    trainer, workers = run(
+        models["qwen2_5_vl"], tmp_path / "run", "count", rewards=[total], environment_workers=None
+    )
+    assert isinstance(trainer.toolbox.host, LocalHost) and workers == []
+    assert rows_of(tmp_path / "run")[0]["rewards/total/mean"] > 0
+
+
+# where tools run -----------------------------------------------------------------------------
+
+
+def test_tools_run_in_processes_where_others_can_import_them(make: Make) -> None:
+    def closure(a: int) -> int:
+        """Add.
+
+        Args:
+            a: What.
+        """
+        return a
+
+    for tools, factory in (([nap], None), ((), World), ((), GridWorld)):
+        box = make(tools, factory, environment_workers=None)
+        assert isinstance(box.host, WorkerHost) and len(box.host.slots) == default_size()
+    for tools, factory in (([closure], None), ([nap, closure], None), ((), lambda: World())):
+        assert isinstance(make(tools, factory, environment_workers=None).host, LocalHost)
+    with pytest.raises(
+        ConfigError, match=r"environment_workers > 0: .*closure cannot be imported by a worker"
+    ):
+        WorkerHost(small_config("m"), {"closure": closure}, None, False, 1)
+
+
+def test_a_reward_that_asks_for_the_environment_keeps_it_in_the_process(make: Make) -> None:
+    box = make((), World, environment_workers=None)
+    assert isinstance(box.place(["mine"]), LocalHost)
+    (one,) = begun(box)
+    assert isinstance(one.environment, World)
+    with pytest.raises(
+        ConfigError, match=r"rollout.environment_workers = 2: reward 'mine' asks for the environment"
+    ):
+        make((), World).place(["mine"])
+
+
+def test_a_tool_that_a_worker_cannot_import(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        'def twice(a: int) -> int:\n    """Double.\n\n    Args:\n        a: What.\n    """\n    return 2 * a\n'
+    )
+    values = {"tools": [f"{file}:twice"], "environment_workers": 1}
+    box = toolbox_of(small_config("m", rollout=values), None, None)
+    assert box is not None and begun(box)[0].call("twice", {"a": 4}).text == "8"
+    box.close()
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(
+        ToolError, match=r"cannot import the tools of the run: .*mine.py has changed since the trainer"
+    ):
+        begun(box)[0].call("twice", {"a": 4})
+    box.close()
+
+
+def test_a_row_that_cannot_be_sent(make: Make) -> None:
+    box = make((), World)
+    with pytest.raises(
+        ToolError, match=r"train:0: the column 'key' cannot be sent to a worker process .*lambda"
+    ):
+        begun(box, key=lambda: 1)
+
+
+# in the trainer's process --------------------------------------------------------------------
+
+
+def test_a_call_that_hangs_in_the_trainers_process_stops_the_run() -> None:
+    box = Toolbox(small_config("m", rollout={"environment_workers": 0, "tool_timeout": 0.3}), [nap], None)
+    (one,) = begun(box)
+    start = time.monotonic()
+    with pytest.raises(
+        ToolError, match=r"train:0: nap had not answered after rollout.tool_timeout = 0.3 s. It"
+    ):
+        one.call("nap", {"seconds": 3})
+    assert one.call("nap", {"seconds": 0}).fault == "died"  # what it held is not ours any more
+    box.close()
+    assert time.monotonic() - start < 1.5
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("exit", "SystemExit: os._exit(3)"), ("sys.exit", "SystemExit: 0"), ("raise", "KeyError: ")],
+)
+def test_a_tool_does_not_end_the_trainers_process(how: str, told: str) -> None:
+    box = Toolbox(small_config("m", rollout={"environment_workers": 0}), [misbehave], None)
+    assert begun(box)[0].call("misbehave", {"how": how}).text.startswith(f"error: {told}")
+    box.close()

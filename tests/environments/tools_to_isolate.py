@@ -1,0 +1,166 @@
+"""Tools and an environment that a worker process imports, and the ways in which they misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+
+class Unshowable:
+    """What cannot be pickled, written as JSON or shown."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+    def __str__(self) -> str:
+        raise RuntimeError("nor shown")
+
+
+def sockets() -> list[int]:
+    """The sockets of this process: its connection with the trainer."""
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found += [fd] if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") else []
+    return found
+
+
+def misbehave(how: str) -> Any:
+    """Do something that no tool should.
+
+    Args:
+        how: What.
+    """
+    if how == "hang":
+        time.sleep(1000)
+    elif how == "hang in C":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    elif how == "exit":
+        os._exit(3)
+    elif how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "segfault":
+        ctypes.string_at(0)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "sys.exit":
+        sys.exit(0)
+    elif how == "raise":
+        raise KeyError("the shelf is empty")
+    elif how == "fork comes back":
+        os.fork()
+        return f"in {os.getpid()}"
+    elif how == "fork holds on":  # a child that has the connection too, and the worker ends
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(4)
+    elif how == "unshowable":
+        return Unshowable()
+    elif how == "huge image":
+        return Image.new("RGB", (300, 300))
+    elif how == "huge text":
+        return "x" * (2**24 + 1)
+    elif how == "many images":
+        return [Image.new("RGB", (1, 1))] * 3
+    elif how == "half a character":
+        return "a\ud800b"
+    elif how == "closes":
+        for fd in sockets():
+            os.close(fd)
+        time.sleep(1000)
+    elif how == "writes half an answer":
+        os.write(sockets()[0], b"\0\0\0\0\0\0\0\x09{")
+        time.sleep(1000)
+    elif how == "writes a huge answer":
+        os.write(sockets()[0], b"\xff" * 9)
+    elif how == "writes another answer":
+        os.write(sockets()[0], b"\0\0\0\0\0\0\0\x09123456789")
+        time.sleep(1000)
+    elif how == "starts a child":
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(1000)"])
+        return f"{os.getpid()} {child.pid}"
+    return how
+
+
+def nap(seconds: float) -> str:
+    """Sleep.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return str(os.getpid())
+
+
+async def modules() -> list[str]:
+    """Which modules are loaded."""
+    return sorted({name.partition(".")[0] for name in sys.modules})
+
+
+class World:
+    """An environment that counts, draws and may misbehave at every step of its life."""
+
+    def reset(self, start: int = 0, begins: str = "", ends: str = "", scores: str = "", **row: Any) -> Any:
+        self.total, self.ends, self.scores = start, ends, scores
+        self.picture = row["images"][0] if row.get("images") else Image.new("L", (8, 6), start)
+        misbehave(begins)
+        return [{"type": "text", "text": f"begin at {start}"}, self.picture]
+
+    def act(self, how: str = "count") -> Any:
+        """Count on, or misbehave.
+
+        Args:
+            how: What to do.
+        """
+        self.total += 1
+        self.done = self.total >= 100
+        if how != "count":
+            return misbehave(how)
+        return [self.picture.rotate(self.total), f"total {self.total}", {"a": 1}]
+
+    def paint(self) -> None:
+        """Paint over the picture."""
+        self.picture.paste("red", (0, 0, 40, 40))
+
+    def where(self) -> str:
+        """The process."""
+        return str(os.getpid())
+
+    def get_reward(self) -> Any:
+        if self.scores == "number of numpy":
+            import numpy as np
+
+            return np.float64(0.1)
+        return misbehave(self.scores) if self.scores else self.total / 3
+
+    def close(self) -> None:
+        if self.ends.startswith("/"):
+            with Path(self.ends).open("a") as file:
+                file.write(json.dumps(self.total) + "\n")
+        elif self.ends:
+            misbehave(self.ends)
+
+
+class Silent:
+    """One that says nothing of the conversation."""
+
+    def reset(self) -> None: ...
+
+    def act(self, how: str) -> Any:
+        """Misbehave.
+
+        Args:
+            how: What to do.
+        """
+        return misbehave(how)
