@@ -43,6 +43,7 @@ from mm_grpo.run.metrics import read_metrics
 from mm_grpo.run.progress import Progress
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of
 from mm_grpo.run.stop_signals import StopSignals, interrupted
+from mm_grpo.run.summary import summary_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.timing import timed
 
@@ -335,7 +336,7 @@ class GRPOTrainer:
                         run.replace_folder("model", self.save)
                         if self.config.model.lora is not None:
                             run.replace_folder("adapter", self.save_adapter)
-                summary = _summary(
+                summary = summary_of(
                     self.headline, before, after, best, time.perf_counter() - started, max_steps
                 )
                 if first:
@@ -435,34 +436,3 @@ def _reward_entries(
     if not given and not own:
         raise ConfigError("rewards=[] has no reward; give at least one name, mapping or function")
     return [*given, *own]
-
-
-def _summary(
-    headline: Headline,
-    before: Mapping[str, Evaluation],
-    after: Mapping[str, Evaluation],
-    best: Best | None,
-    seconds: float,
-    steps: int,
-) -> dict[str, Any]:
-    """What `summary.json` holds: scores of the first set and of each set before and after, seconds, steps.
-
-    A score is what `headline` says; `accuracy_*` are the same where it is an accuracy, else None. A set whose score
-    could not be measured is left out of `eval`.
-    """
-    first = next(iter(before), None)
-    ends = [sets[first].score if first else None for sets in (before, after)]
-    scores = dict(zip(("before", "after", "best"), [*ends, best.score if best else None], strict=True))
-    return {
-        "headline": str(headline),
-        **{f"score_{when}": score for when, score in scores.items()},
-        **{f"accuracy_{when}": score if headline.name else None for when, score in scores.items()},
-        "best_step": best.step if best else None,
-        "seconds": round(seconds, 3),
-        "steps": steps,
-        "eval": {
-            n: {"before": before[n].score, "after": after[n].score, "rows": before[n].rows}
-            for n in before
-            if before[n].score is not None and after[n].score is not None
-        },
-    }

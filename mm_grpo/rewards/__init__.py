@@ -7,6 +7,7 @@
 - `needs.py`      what rewards ask of a dataset's columns, also those that are for some rows only
 - `scorer.py`     `Scorer`: all rewards over one step's completions; totals, raw parts, metrics
 - `call.py`       one call of one function: its arguments by name, the checks of its answer
+- `scores.py`     what is a score, and how what is none is described
 - `thinking.py`   completions without their thinking
 - `user_code.py`  copies of rows for rewards, and the process's state put back after them
 - `async_calls.py` async rewards, on an event loop in a thread

@@ -3,23 +3,21 @@
 `Batch` holds the step's rows as rewards see them, `Call` is one call of one function, `RewardCalls` one reward's
 calls in a step and what came of them. Trainer and workers check answers by the same functions, so an isolated
 reward scores as it would without. A score is a finite number or None ("does not apply"); what is no score is
-described in a text, never replaced by a number. Not here: weights, totals, metrics and the order of calls
+described in a text (`scores.py`), never replaced by a number. Not here: weights, totals, metrics and the order of calls
 (`scorer.py`) and processes (`isolation.py`). Axis letters: n = P·G rows, flat.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
-import numbers
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.options import Action
+from mm_grpo.rewards.scores import LEGAL, Checked, score_of, scores_of, shown
 from mm_grpo.rewards.spec import TURN_ARGUMENTS, RewardSpec, code_of
 from mm_grpo.rewards.thinking import without_thinking
 from mm_grpo.rewards.user_code import end_fork, own_copy
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 LONGEST = 2000
 """Characters kept of an exception's message."""
-LEGAL = "legal is a finite number, or None where the reward does not apply"
 
 MADE_FOR_A_CALL = frozenset(
     {
@@ -38,10 +35,6 @@ MADE_FOR_A_CALL = frozenset(
     }
 )  # fmt: skip
 """Arguments that no other call sees, so that they need no copy."""
-
-
-Checked = float | None | str
-"""A score, None, or why an answer is no score."""
 
 
 @dataclass(frozen=True)
@@ -381,38 +374,6 @@ def _message(turn: Turn) -> dict[str, Any]:
     return {"role": "tool", "name": turn.name, "content": content}
 
 
-def score_of(value: Any) -> float | None:
-    """A score as float or None; the message of the ValueError is what is wrong with it."""
-    if value is None:
-        return None
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy and torch scalars
-        value = value.item()
-    if inspect.iscoroutine(value):
-        value.close()
-        raise ValueError("a coroutine that nobody awaits; write the function with `async def`")
-    if not isinstance(value, numbers.Real):  # bool counts as 0 or 1
-        raise ValueError(f"a {type(value).__name__}")
-    try:
-        score = float(value)
-    except OverflowError:
-        raise ValueError("which no float can hold") from None
-    if not math.isfinite(score):
-        raise ValueError("which is not finite")
-    return score
-
-
-def scores_of(answer: Any, kind: Literal["completion", "batch"], n: int) -> list[Checked]:
-    """A function's answer as n checked scores; ValueError when a batch's is no list of n."""
-    values = [answer] if kind == "completion" else _list(answer, n)
-    checked: list[Checked] = []
-    for value in values:
-        try:
-            checked.append(score_of(value))
-        except ValueError as error:
-            checked.append(f"returned {shown(value)}, {error}; {LEGAL}")
-    return checked
-
-
 def fault_of(error: BaseException, fn: Callable[..., Any], *own_files: str) -> Fault:
     """An exception out of `fn` in plain text, with the innermost frame in the function's own file, else the
     innermost one outside `own_files`. An exception that cannot be shown is named by its type."""
@@ -433,30 +394,6 @@ def fault_of(error: BaseException, fn: Callable[..., Any], *own_files: str) -> F
         trace = ""
     what = f"{name}: {message}" if message else name
     return Fault(what, frame.filename if frame else None, frame.lineno if frame else None, trace)
-
-
-def shown(value: Any, limit: int = 80) -> str:
-    """A value's repr on one line, cut at `limit`; a text that was cut has its full length behind it."""
-    if isinstance(value, str):
-        return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value)} characters)"
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= limit else f"{text[:limit]}..."
-
-
-def _list(answer: Any, n: int) -> list[Any]:
-    if getattr(answer, "ndim", None) == 1 and hasattr(answer, "tolist"):  # a numpy array, a torch tensor
-        answer = answer.tolist()
-    if not isinstance(answer, list | tuple):
-        raise ValueError(f"returned {shown(answer)}; legal is a list of {n} numbers or None")
-    if len(answer) != n:
-        raise ValueError(
-            f"returned {len(answer)} scores; legal is a list of {n}, one number or None for each completion, "
-            f"in their order"
-        )
-    return list(answer)
 
 
 def _text(content: Any) -> str:

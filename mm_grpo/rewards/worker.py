@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 from mm_grpo.errors import RewardError
 from mm_grpo.import_path import digest_of
-from mm_grpo.rewards.call import fault_of, scores_of
+from mm_grpo.rewards.call import fault_of
 from mm_grpo.rewards.resolve import resolve_entry
+from mm_grpo.rewards.scores import scores_of
 from mm_grpo.rewards.spec import is_async
 from mm_grpo.rewards.user_code import end_fork
 from mm_grpo.worker_processes import detach

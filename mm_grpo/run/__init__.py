@@ -3,7 +3,8 @@
     folder       RunFolder: a new run's folder, or one that is there already
     paths        RunPaths: where each file is
     environment  environment.json: the versions and the machine
-    metrics      metrics.jsonl, one object a step, and summary.json, the run in a few numbers
+    metrics      metrics.jsonl, one object a step
+    summary      summary.json, the run in a few numbers
     rollout_log  rollouts/step-000001.jsonl and rollouts/images/
     checkpoint   checkpoints/step-000010: what a killed run needs to resume
     report       report.html, made from the folder alone; charts draws its curves

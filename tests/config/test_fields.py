@@ -105,7 +105,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
             {"duplicate_completion": "off"},
             "run.guards.duplicate_completion: unknown name; the nearest is duplicate_completions;"
             " must be one of duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward, zero_kl,"
-            " masked_share, entropy_collapse, clipped_lengths, unread_images",
+            " masked_share, entropy_collapse, clipped_lengths, unread_images, tools_failing, tools_unused",
         ),
         ("rewards", "iou", "rewards = 'iou': must be a list of names or mappings with a name, such as [iou]"),
         (

@@ -9,27 +9,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tools_to_isolate
 from helpers.configs import small_config
-from helpers.scripted import ScriptedEngine, call
 from helpers.sessions import died, session
-from helpers.small_runs import config_for, rollouts_of, rows_of
 from helpers.tiny import picture, sample
 from tools_to_isolate import World, misbehave, modules, nap
 
-from mm_grpo import GRPOTrainer
-from mm_grpo.data.shapes import shapes_rows
-from mm_grpo.environments.builtins import GridWorld, Zoom
+from mm_grpo.environments.builtins import Zoom
 from mm_grpo.environments.host import Episode, LocalHost
-from mm_grpo.environments.toolbox import Toolbox, toolbox_of
-from mm_grpo.environments.workers import WorkerHost, _Slot
-from mm_grpo.errors import ConfigError, ToolError
-from mm_grpo.worker_processes import default_size
+from mm_grpo.environments.toolbox import Toolbox
+from mm_grpo.environments.workers import WorkerHost
+from mm_grpo.errors import ToolError
 
 Make = Callable[..., Toolbox]
 TIMEOUT = 0.6
@@ -40,25 +35,6 @@ HERE = Path(__file__).parent
 def pids(box: Toolbox) -> list[int]:
     host = box.host
     return [slot.process.pid for slot in host.slots if slot.process] if isinstance(host, WorkerHost) else []  # type: ignore[misc]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Toolboxes whose tools are called in two processes; none is left at the end."""
-    made: list[Toolbox] = []
-
-    def toolbox(tools: Any = (), factory: Any = None, **rollout: Any) -> Toolbox:
-        values = {"environment_workers": 2, "tool_timeout": 20, **rollout}
-        made.append(
-            Toolbox(small_config("m", data={"max_image_pixels": 50_000}, rollout=values), tools, factory)
-        )
-        return made[-1]
-
-    yield toolbox
-    for box in made:
-        started = [*pids(box), *(guard.process.pid for guard in getattr(box.host, "guards", ()))]
-        box.close()
-        assert died(started)
 
 
 def begun(box: Toolbox, count: int = 1, **columns: Any) -> list[Episode]:
@@ -368,7 +344,7 @@ def test_a_worker_that_died_between_calls_is_noticed(make: Make) -> None:
 
 TRAINER = f"""
 import os, signal, sys, threading
-sys.path.insert(0, {str(HERE)!r})
+sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
 from helpers.configs import small_config
 from helpers.tiny import sample
 from mm_grpo.environments.toolbox import Toolbox
@@ -406,174 +382,3 @@ def test_workers_end_with_the_trainer(how: str) -> None:
     ended = {"ends": 0, "raises": 1, "interrupted": -signal.SIGINT}.get(how, -signal.SIGKILL)
     assert done.returncode == ended, done.stderr
     assert len(done.stdout.split()) == 4 and died(map(int, done.stdout.split()))
-
-
-# whole runs ----------------------------------------------------------------------------------
-
-ROWS = [
-    {**row, "start": n} for n, row in enumerate(shapes_rows(split="train", size=6, seed=1, image_size=56))
-]
-
-
-def ids(completion: str, completion_ids: list[int]) -> float:
-    return float(sum(completion_ids) % 7)
-
-
-def run(path: Path, folder: Path, how: str, rewards: Any = (ids,), **rollout: Any) -> tuple[Any, list[int]]:
-    """A run of two steps whose model counts in an environment, and in one of three conversations does `how`. The
-    trainer, and the processes that its tools ran in."""
-    values = {"max_completion_length": 200, "max_turns": 3, "environment_workers": 2, **rollout}
-    config = config_for(path, folder, rollout=values, run={"max_steps": 2})
-    trainer: Any = GRPOTrainer(config, train=ROWS, rewards=list(rewards), environment_factory=World)
-    acts = ("count", how, "count")
-    trainer.sampler.engine = ScriptedEngine(
-        trainer.sampler.engine, lambda seed, turn: "done" if turn == 2 else call("act", how=acts[seed % 3])
-    )
-    seen: set[int] = set()
-    for slot in getattr(trainer.toolbox.host, "slots", ()):
-        slot.start = lambda *args, slot=slot: (_Slot.start(slot, *args), seen.add(slot.process.pid))
-    try:
-        trainer.train()
-    except ToolError as error:
-        assert died(seen)
-        raise error
-    return trainer, sorted(seen)
-
-
-@pytest.mark.long
-def test_a_run_is_the_same_in_and_out_of_the_process(models: dict[str, Path], tmp_path: Path) -> None:
-    runs = []
-    for count in (0, 2):
-        folder = tmp_path / str(count)
-        _, workers = run(models["qwen2_5_vl"], folder, "raise", environment_workers=count, tool_timeout=30)
-        assert len(workers) == count and died(workers)
-        metrics = [
-            {k: v for k, v in row.items() if not k.startswith("time") and k != "step_time"}
-            for row in rows_of(folder)
-        ]
-        runs.append((metrics, [rollouts_of(folder, step) for step in (1, 2)]))
-    (inside, logged), (outside, logged_outside) = runs
-    assert inside == outside and logged == logged_outside
-    assert [row["tools/failures/raised"] for row in inside] == [8, 8] and inside[0]["tools/masked"] == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("how", "policy"), [("hang", "on_tool_timeout"), ("segfault", "on_tool_error")])
-def test_a_run_goes_on_without_the_conversations_that_a_call_took(
-    models: dict[str, Path], tmp_path: Path, how: str, policy: str
-) -> None:
-    rollout = {"tool_timeout": 1.0, policy: "mask", "environment_workers": 3}
-    trainer, workers = run(models["qwen2_5_vl"], tmp_path / "run", how, **rollout)
-    assert len(workers) == 3 + 1 and died(workers)  # one took the place of the one that was killed first
-    rows = rows_of(tmp_path / "run")
-    for row, step in zip(rows, (1, 2), strict=True):
-        logged = rollouts_of(tmp_path / "run", step)
-        masked = [line for line in logged if line.get("masked")]
-        assert len(masked) == row["tools/masked"] and len(masked) == 4 and len(logged) == 12
-        assert all(line["reward"] is None and line["advantage"] == 0 for line in masked)
-        assert all(line["reward"] is not None for line in logged if not line.get("masked"))
-        own = [line for line in masked if line["masked"].startswith("act: error: act ")]
-        others = [line for line in masked if "the conversation's environment is gone" in line["masked"]]
-        assert (len(own), len(others)) == (1, 3)  # every third conversation was in that worker
-    trainer.close()
-    with pytest.raises(ToolError, match=r"train:\d+: act (had not answered|ended its worker process)"):
-        run(models["qwen2_5_vl"], tmp_path / "stops", how, **{**rollout, policy: "stop"})
-
-
-@pytest.mark.long
-def test_a_run_whose_reward_looks_at_the_environment(models: dict[str, Path], tmp_path: Path) -> None:
-    def total(completion_ids: list[int], completion: str, environment: Any) -> float:
-        return float(environment.total + sum(completion_ids) % 7)
-
-    with pytest.raises(ConfigError, match="reward 'total' asks for the environment itself"):
-        run(models["qwen2_5_vl"], tmp_path / "refused", "count", rewards=[total])
-    trainer, workers = run(
-        models["qwen2_5_vl"], tmp_path / "run", "count", rewards=[total], environment_workers=None
-    )
-    assert isinstance(trainer.toolbox.host, LocalHost) and workers == []
-    assert rows_of(tmp_path / "run")[0]["rewards/total/mean"] > 0
-
-
-# where tools run -----------------------------------------------------------------------------
-
-
-def test_tools_run_in_processes_where_others_can_import_them(make: Make) -> None:
-    def closure(a: int) -> int:
-        """Add.
-
-        Args:
-            a: What.
-        """
-        return a
-
-    for tools, factory in (([nap], None), ((), World), ((), GridWorld)):
-        box = make(tools, factory, environment_workers=None)
-        assert isinstance(box.host, WorkerHost) and len(box.host.slots) == default_size()
-    for tools, factory in (([closure], None), ([nap, closure], None), ((), lambda: World())):
-        assert isinstance(make(tools, factory, environment_workers=None).host, LocalHost)
-    with pytest.raises(
-        ConfigError, match=r"environment_workers > 0: .*closure cannot be imported by a worker"
-    ):
-        WorkerHost(small_config("m"), {"closure": closure}, None, False, 1)
-
-
-def test_a_reward_that_asks_for_the_environment_keeps_it_in_the_process(make: Make) -> None:
-    box = make((), World, environment_workers=None)
-    assert isinstance(box.place(["mine"]), LocalHost)
-    (one,) = begun(box)
-    assert isinstance(one.environment, World)
-    with pytest.raises(
-        ConfigError, match=r"rollout.environment_workers = 2: reward 'mine' asks for the environment"
-    ):
-        make((), World).place(["mine"])
-
-
-def test_a_tool_that_a_worker_cannot_import(make: Make, tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        'def twice(a: int) -> int:\n    """Double.\n\n    Args:\n        a: What.\n    """\n    return 2 * a\n'
-    )
-    values = {"tools": [f"{file}:twice"], "environment_workers": 1}
-    box = toolbox_of(small_config("m", rollout=values), None, None)
-    assert box is not None and begun(box)[0].call("twice", {"a": 4}).text == "8"
-    box.close()
-    file.write_text(file.read_text() + "\n")
-    with pytest.raises(
-        ToolError, match=r"cannot import the tools of the run: .*mine.py has changed since the trainer"
-    ):
-        begun(box)[0].call("twice", {"a": 4})
-    box.close()
-
-
-def test_a_row_that_cannot_be_sent(make: Make) -> None:
-    box = make((), World)
-    with pytest.raises(
-        ToolError, match=r"train:0: the column 'key' cannot be sent to a worker process .*lambda"
-    ):
-        begun(box, key=lambda: 1)
-
-
-# in the trainer's process --------------------------------------------------------------------
-
-
-def test_a_call_that_hangs_in_the_trainers_process_stops_the_run() -> None:
-    box = Toolbox(small_config("m", rollout={"environment_workers": 0, "tool_timeout": 0.3}), [nap], None)
-    (one,) = begun(box)
-    start = time.monotonic()
-    with pytest.raises(
-        ToolError, match=r"train:0: nap had not answered after rollout.tool_timeout = 0.3 s. It"
-    ):
-        one.call("nap", {"seconds": 3})
-    assert one.call("nap", {"seconds": 0}).fault == "died"  # what it held is not ours any more
-    box.close()
-    assert time.monotonic() - start < 1.5
-
-
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [("exit", "SystemExit: os._exit(3)"), ("sys.exit", "SystemExit: 0"), ("raise", "KeyError: ")],
-)
-def test_a_tool_does_not_end_the_trainers_process(how: str, told: str) -> None:
-    box = Toolbox(small_config("m", rollout={"environment_workers": 0}), [misbehave], None)
-    assert begun(box)[0].call("misbehave", {"how": how}).text.startswith(f"error: {told}")
-    box.close()

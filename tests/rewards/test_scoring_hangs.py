@@ -158,7 +158,7 @@ def test_slow_calls_are_no_hangs(rows, scorer):
 def test_a_slow_call_among_quick_ones_is_made_alone(rows, scorer):
     made = scorer(timeout=4)
     made.score(*rows(["a"] * 300), step=1)
-    assert made._pool.chunks["r"] > 4  # the next calls are handed out several at a time
+    assert made._pool.chunks["r"] > 1  # the next calls are handed out several at a time
     scores, seconds = timed(made, rows(["a"] * 40 + ["wait 1"] + ["a"] * 40), step=2)
     assert scores.totals == [4.0] * 81 and 1 < seconds < 4
 

@@ -121,7 +121,7 @@ TRAINER = f"""
 import os, signal, sys, threading
 from mm_grpo.rewards import Scorer
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from worker_processes import pids
 
 def trained(name, text, close=False):

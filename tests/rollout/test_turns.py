@@ -76,7 +76,7 @@ class Loop:
 
         self.processor: Any = load_processor(str(path))
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-        config = small_config("model", rollout={"max_turns": 4, **rollout})
+        config = small_config("model", rollout={"max_turns": 4, "environment_workers": 0, **rollout})
         self.toolbox = Toolbox(config, tools, factory)
         self.engine = ScriptedEngine(TransformersEngine(model, self.processor), script)
         self.loop = TurnLoop(config, self.processor, self.engine, self.toolbox, PLAN, lambda: 0)
@@ -354,7 +354,10 @@ def run(
     return trainer
 
 
-SMALL = {"rollout": {"max_completion_length": 200, "max_turns": 3}, "run": {"max_steps": 2}}
+SMALL = {
+    "rollout": {"max_completion_length": 200, "max_turns": 3, "environment_workers": 0},
+    "run": {"max_steps": 2},
+}
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
