@@ -63,6 +63,7 @@ CURVES = (
     Curve("KL to the reference", "nats", r"kl", limits=(0, None)),
     Curve("Entropy", "nats per token", r"entropy", limits=(0, None)),
     Curve("Completion length", "tokens", r"completions/(mean|min|max)_length", limits=(0, None)),
+    Curve("Calls of tools", "calls per conversation", r"tools/call_frequency", limits=(0, None)),
     Curve("Gradient norm", "norm", r"grad_norm", limits=(0, None)),
     Curve("Step time", "seconds", r"step_time", limits=(0, None)),
 )

@@ -138,6 +138,8 @@ def test_a_conversation_shows_its_calls_and_images(tmp_path: Path) -> None:
     talked = replace(one.completions[0], turns=turns, masked=f"zoom: {EVIL}")
     folder.write_rollouts(1, [replace(one, completions=(talked, one.completions[1]))])
 
+    folder.metrics.append(1, {"reward": 0.5, "tools/call_frequency": 1.5})
+
     first, second = gather(folder.paths)["rollouts"][0]["groups"][0]["completions"]
     assert [turn["head"] for turn in first["turns"]] == [
         "assistant",
@@ -151,6 +153,7 @@ def test_a_conversation_shows_its_calls_and_images(tmp_path: Path) -> None:
     assert first["turns"][2]["fault"] == "unknown_tool" and second["turns"] == []
 
     page = folder.write_report().read_text()
+    assert "<figcaption>Calls of tools" in page
     tags = Tags(page)
     assert tags.open == [] and len([1 for tag, _ in tags.tags if tag == "img"]) == 2
     assert {tag for tag, _ in tags.tags} & {"script", "iframe", "object"} == set()
