@@ -49,14 +49,14 @@ def test_the_config_gives_the_model_a_third_of_the_picture() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_short_run_learns_where_to_look(tmp_path: Path) -> None:
-    steps = 60
+    steps = 80
     summary, folder = run(tmp_path, f"run.max_steps={steps}", "optim.lr_scheduler_type=constant")
     print(summary)
     first, last = (looks(rollouts(folder, step)) for step in (1, steps))
     assert 0.3 <= first[0] <= 0.7 and first[1] <= 0.25
     assert last[0] >= first[0] + 0.1 and last[1] >= 0.4
     assert (
-        summary["accuracy_before"] <= 0.45 and summary["accuracy_after"] >= summary["accuracy_before"] + 0.15
+        summary["accuracy_before"] <= 0.45 and summary["accuracy_after"] >= summary["accuracy_before"] + 0.2
     )
     shown = [row for row in rollouts(folder, steps) if len(row["turns"]) == 3]
     assert all(
