@@ -16,6 +16,7 @@
     mixture_order   which rows of which source fill the slots of a step
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
     shapes    a task whose images are drawn, without any download
+    patterns  another, whose patterns are too fine to be seen without a tool
 
 Not here: what a sample becomes for a model (processors/). Importing this loads neither torch nor the
 datasets library.

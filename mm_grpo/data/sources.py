@@ -45,7 +45,7 @@ Source = Any
 Needs = Callable[[Sequence[str], Callable[[], Iterator[Mapping[str, Any]]], bool], None]
 """Given the names of a dataset's columns, what goes through the columns of its rows, and whether it is trained on;
 raises for what is missing (`Scorer.check`)."""
-TASKS = {"shapes": "mm_grpo.data.shapes:shapes_rows"}
+TASKS = {"shapes": "mm_grpo.data.shapes:shapes_rows", "patterns": "mm_grpo.data.patterns:pattern_rows"}
 
 
 def load(

@@ -63,6 +63,7 @@ CURVES = (
     Curve("KL to the reference", "nats", r"kl", limits=(0, None)),
     Curve("Entropy", "nats per token", r"entropy", limits=(0, None)),
     Curve("Completion length", "tokens", r"completions/(mean|min|max)_length", limits=(0, None)),
+    Curve("Calls of tools", "calls per conversation", r"tools/call_frequency", limits=(0, None)),
     Curve("Gradient norm", "norm", r"grad_norm", limits=(0, None)),
     Curve("Step time", "seconds", r"step_time", limits=(0, None)),
 )
@@ -182,12 +183,28 @@ def describe_group(paths: RunPaths, rows: Sequence[Mapping[str, Any]]) -> dict[s
         "completions": [
             {
                 **row,
+                "turns": [describe_turn(paths, turn) for turn in row.get("turns", [])],
+                "masked": row.get("masked"),
                 "tone": "up" if row["advantage"] > 0 else "down" if row["advantage"] < 0 else "flat",
                 "strength": round(abs(row["advantage"]) / largest, 2) if largest else 0,
                 "signed": f"{row['advantage']:+.2f}" if row["advantage"] else "0",
             }
             for row in rows[:COMPLETIONS_PER_GROUP]
         ],
+    }
+
+
+def describe_turn(paths: RunPaths, turn: Mapping[str, Any]) -> dict[str, Any]:
+    """One turn of a conversation: what the model wrote, or the call of a tool with its answer and its images."""
+    head = turn["role"]
+    if turn["role"] == "tool":
+        arguments = ", ".join(f"{name}={_plain_text(value)}" for name, value in turn["arguments"].items())
+        head = f"{turn['name']}({arguments})"
+    return {
+        "head": head,
+        "text": turn["text"],
+        "fault": turn.get("fault"),
+        "images": [uri for name in turn.get("images", []) if (uri := picture(paths, name))],
     }
 
 

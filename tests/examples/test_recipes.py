@@ -20,7 +20,7 @@ from mm_grpo.data import load
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PREPARED = ("clevr_count", "geometry3k", "refcoco_grounding")
-RECIPES = ("shapes", *PREPARED)
+RECIPES = ("shapes", "zoom", *PREPARED)
 
 
 def prepare(recipe: str) -> ModuleType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,18 @@ from PIL import Image
 
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.report import CURVES, draw, duration, gather, message_text, pick_groups, tiles, write_report
-from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample
+from mm_grpo.run.report import (
+    CURVES,
+    describe_turn,
+    draw,
+    duration,
+    gather,
+    message_text,
+    pick_groups,
+    tiles,
+    write_report,
+)
+from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample, Turn
 
 EVIL = "</td><script>alert(1)</script><img src=x onerror=alert(2)>\"'"
 
@@ -112,6 +123,54 @@ def test_what_a_run_wrote_is_inert(tmp_path: Path) -> None:
     assert len([1 for tag, _ in tags.tags if tag == "img"]) == 6
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "default-src 'none'" in page
+
+
+def test_a_conversation_shows_its_calls_and_images(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x: 1\n")
+    one = group(0, (1.0, 0.0), "red")
+    cut = Image.new("RGB", (6, 4), (9, 9, 9))
+    turns = (
+        Turn("assistant", f"call {EVIL}", 3, seed=1),
+        Turn("tool", "", 5, None, "zoom", {"bbox": [0, 1, 2, 3], "why": EVIL}, (cut,)),
+        Turn("tool", f"error: {EVIL}", 0, None, EVIL, {}, (), "unknown_tool"),
+        Turn("assistant", "red", 1, seed=2),
+    )
+    talked = replace(one.completions[0], turns=turns, masked=f"zoom: {EVIL}")
+    folder.write_rollouts(1, [replace(one, completions=(talked, one.completions[1]))])
+
+    folder.metrics.append(1, {"reward": 0.5, "tools/call_frequency": 1.5})
+
+    first, second = gather(folder.paths)["rollouts"][0]["groups"][0]["completions"]
+    assert [turn["head"] for turn in first["turns"]] == [
+        "assistant",
+        f"zoom(bbox=[0, 1, 2, 3], why={EVIL})",
+        f"{EVIL}()",
+        "assistant",
+    ]
+    (uri,) = first["turns"][1]["images"]
+    with Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))) as image:
+        assert image.size == (6, 4) and image.getpixel((0, 0)) == (9, 9, 9)
+    assert first["turns"][2]["fault"] == "unknown_tool" and second["turns"] == []
+
+    page = folder.write_report().read_text()
+    assert "<figcaption>Calls of tools" in page
+    tags = Tags(page)
+    assert tags.open == [] and len([1 for tag, _ in tags.tags if tag == "img"]) == 2
+    assert {tag for tag, _ in tags.tags} & {"script", "iframe", "object"} == set()
+    assert [a for _, a in tags.tags if any(name.startswith("on") for name in a)] == []
+    assert (
+        page.count("zoom(bbox=[0, 1, 2, 3], why=&lt;/td&gt;&lt;script&gt;") == 2
+    )  # above the text, and of the image
+    assert (
+        "not learned from: zoom: &lt;/td&gt;" in page and "(), unknown_tool</span>error: &lt;/td&gt;" in page
+    )
+
+
+def test_pictures_of_turns_are_the_run_s_own(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "x: 1\n")
+    Image.new("RGB", (2, 2)).save(tmp_path / "secret.png")
+    turn = {"role": "tool", "text": "", "name": "zoom", "arguments": {}, "images": ["../../../secret.png"]}
+    assert describe_turn(folder.paths, turn)["images"] == []
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:

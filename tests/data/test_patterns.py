@@ -1,0 +1,183 @@
+"""The patterns task: fine enough to vanish, balanced, pure, and never the same scene in both splits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mm_grpo.config.sections import DataConfig
+from mm_grpo.data import load
+from mm_grpo.data.patterns import (
+    FRAME,
+    HELDOUT_SHARE,
+    INKED,
+    PAPER,
+    PATTERNS,
+    QUESTION,
+    Cell,
+    Scene,
+    bbox,
+    box,
+    pattern_rows,
+    place,
+    render,
+    scene,
+)
+from mm_grpo.environments.builtins import Zoom
+from mm_grpo.errors import DataError
+from mm_grpo.processors.qwen_vl import resize_once
+
+
+def pixels(image: Any) -> Any:
+    return np.asarray(image).astype(int)
+
+
+def shrunk(shown: Scene) -> Any:
+    return pixels(resize_once(render(shown), factor=28, min_pixels=28 * 28, max_pixels=84 * 84))
+
+
+def with_cell(shown: Scene, number: int, cell: Cell) -> Scene:
+    cells = list(shown.cells)
+    cells[number] = cell
+    return Scene(tuple(cells), shown.framed)
+
+
+def test_patterns_vanish_in_the_shrunk_picture() -> None:
+    shown = scene(split="train", index=0, framed=4)
+    for number in (4, 5):  # the framed cell, and one beside it
+        shifts = ((0, 0), (1, 0), (2, 1))
+        small = [
+            shrunk(with_cell(shown, number, Cell(pattern, shift, "blue")))
+            for pattern in PATTERNS
+            for shift in shifts
+        ]
+        assert max(np.abs(one - small[0]).max() for one in small) <= 1  # of 255 levels
+    moved = [shrunk(Scene(shown.cells, framed)) for framed in (4, 5)]
+    assert np.abs(moved[0] - moved[1]).max() > 100  # the frame is seen
+
+
+def test_a_cut_at_full_size_shows_the_pattern() -> None:
+    zoom, patterns = Zoom(), ("horizontal", "vertical", "rising", "falling", "dotted")
+    for number, pattern in enumerate(patterns):
+        shown = scene(split="train", index=1, answer=pattern, framed=number)
+        picture = render(shown)
+        zoom.reset([picture])
+        cut = zoom.zoom(bbox(number))
+        assert cut.size == (84, 84) and cut.tobytes() == picture.crop(box(number, 84)).tobytes()
+        assert resize_once(cut, factor=28, min_pixels=28 * 28, max_pixels=84 * 84) is cut
+        grey = pixels(cut)[33:51, 33:51].sum(-1)
+        lines = {
+            "horizontal": grey[:, 1:] == grey[:, :-1],
+            "vertical": grey[1:] == grey[:-1],
+            "rising": grey[1:, :-1] == grey[:-1, 1:],
+            "falling": grey[1:, 1:] == grey[:-1, :-1],
+        }
+        assert {name for name, same in lines.items() if same.all()} == {pattern} - {"dotted"}
+        assert Counter(tuple(p) for p in pixels(cut)[33:51, 33:51].reshape(-1, 3))[PAPER] == 18 * 18 * 2 // 3
+
+
+def test_all_patterns_have_the_same_ink() -> None:
+    assert {len(set(inked)) for inked in INKED.values()} == {3}
+
+
+def test_the_frame_is_around_the_cell_that_is_asked_for() -> None:
+    picture = render(scene(split="train", index=0, framed=5))
+    x0, y0, x1, y1 = box(5, 84)
+    assert (x0, y0, x1, y1) == (168, 84, 252, 168) and picture.size == (252, 252)
+    for at in ((x0, y0), (x1 - 1, y1 - 1), (x0 + 8, y0 + 40)):
+        assert picture.getpixel(at) == FRAME
+    assert picture.getpixel((x0 + 9, y0 + 40)) != FRAME and picture.getpixel((x0 - 1, y0)) != FRAME
+    black = (pixels(picture) == FRAME).all(-1).sum()
+    assert black == 84 * 84 - 66 * 66
+
+
+def test_words_and_boxes_of_cells() -> None:
+    assert [place(n) for n in (0, 4, 8)] == ["top left", "middle middle", "bottom right"]
+    assert [bbox(n) for n in (0, 4, 8)] == [[0, 0, 333, 333], [334, 334, 667, 667], [667, 667, 1000, 1000]]
+
+
+def test_one_row_in_full() -> None:
+    row = pattern_rows(split="heldout", size=2, seed=3, cell_size=27)[1]
+    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    assert row["prompt"] == [{"role": "user", "content": content}]
+    assert (row["answer"], row["place"], row["box"]) == ("vertical", "top middle", (27, 0, 54, 27))
+    assert row["images"][0].size == (81, 81) and set(row) == {"prompt", "images", "answer", "place", "box"}
+
+
+def test_answers_and_places_are_balanced() -> None:
+    rows = pattern_rows(split="train", size=90, cell_size=27)
+    pairs = Counter((row["answer"], row["place"]) for row in rows)
+    assert len(pairs) == 45 and set(pairs.values()) == {2}
+
+
+def test_rows_are_a_pure_function_of_their_options() -> None:
+    first = pattern_rows(split="train", size=4, seed=3, cell_size=27)
+    longer = pattern_rows(split="train", size=8, seed=3, cell_size=27)[:4]
+    for a, b in zip(first, longer, strict=True):
+        assert a["images"][0].tobytes() == b["images"][0].tobytes()
+        assert {**a, "images": None} == {**b, "images": None}
+    other = pattern_rows(split="train", size=4, seed=4, cell_size=27)
+    assert all(
+        a["images"][0].tobytes() != b["images"][0].tobytes() for a, b in zip(first, other, strict=True)
+    )
+
+
+def test_the_split_is_a_property_of_the_scene_alone() -> None:
+    drawn = {
+        split: {scene(split=split, index=n, seed=seed) for n in range(200) for seed in (0, 1)}
+        for split in ("train", "heldout")
+    }
+    assert all(one.split == split for split, scenes in drawn.items() for one in scenes)
+    assert not drawn["train"] & drawn["heldout"]
+    first = scene(split="train", index=0)
+    scenes = [
+        with_cell(with_cell(first, 0, Cell(p, (x, y), i)), 1, Cell(q, (x, 0), j))
+        for p in PATTERNS
+        for q in PATTERNS
+        for x in range(3)
+        for y in range(3)
+        for i in ("red", "green", "blue")
+        for j in ("red", "green", "blue")
+    ]
+    share = Counter(one.split for one in scenes)["heldout"] / len(scenes)
+    assert abs(share - HELDOUT_SHARE) < 0.03  # 2,025 draws: three standard deviations
+
+
+def test_a_scene_is_known_for_good() -> None:
+    # A change here would silently give everyone's shipped base model and figures another data set.
+    shown = scene(split="train", index=0)
+    assert (shown.framed, shown.cells[0]) == (6, Cell("rising", (0, 0), "purple"))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"split": "test"}, r"split is 'test'; legal are \('train', 'heldout'\)"),
+        ({"size": 0}, "size is 0; it counts rows and must be at least 1"),
+        ({"cell_size": 85}, r"cell_size is 85; .* must be a multiple of 3 in 27..270"),
+        ({"cell_size": 24}, "cell_size is 24; .* 27..270"),
+        ({"cell_size": 273}, "cell_size is 273; .* 27..270"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        pattern_rows(**{"split": "train", "size": 1, **options})
+
+
+def test_scenes_with_options_out_of_range() -> None:
+    with pytest.raises(DataError, match="answer is 'waves'; legal are"):
+        scene(split="train", index=0, answer="waves")
+    with pytest.raises(DataError, match=r"framed is 9; .* 0\.\.8"):
+        scene(split="train", index=0, framed=9)
+
+
+def test_a_config_names_the_task() -> None:
+    source = {"task": "patterns", "split": "train", "size": 3, "cell_size": 27}
+    dataset = load(source, DataConfig())
+    assert len(dataset) == 3 and list(dataset.check()) == []
+    sample = dataset.sample(2)
+    assert sample.columns["answer"] == "rising" and sample.images[0].size == (81, 81)
+    assert dataset.row_name(2) == "train (patterns) row 2"

@@ -1,0 +1,77 @@
+"""The zoom recipe learns when and where to look, and its run without the tool learns nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import processes
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.patterns import bbox, place
+
+RECIPE = Path(__file__).parents[2] / "examples" / "zoom"
+BOXES = {place(cell): bbox(cell) for cell in range(9)}
+
+
+def run(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path / "run"
+    program = ["-m", "mm_grpo.cli", "train", str(RECIPE / "config.yaml"), f"run.dir={folder}"]
+    program += ["run.eval_every=0", "run.save_every=0", *overrides]
+    code, said = processes.finished(program, tmp_path / "said.txt", deadline=390)
+    assert code == 0, said
+    return json.loads((folder / "summary.json").read_text()), folder
+
+
+def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
+    file = folder / f"rollouts/step-{step:06d}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def looks(rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """Of conversations the share that look at a cut, and of these the share that look into the frame."""
+    calls = [(row, row["turns"][1]) for row in rows if len(row["turns"]) == 3]
+    framed = [call["arguments"]["bbox"] == BOXES[row["columns"]["place"]] for row, call in calls]
+    return len(calls) / len(rows), sum(framed) / len(framed)
+
+
+def test_the_config_gives_the_model_a_third_of_the_picture() -> None:
+    config = GRPOConfig.from_yaml(RECIPE / "config.yaml")
+    assert config.data.max_pixels == 84 * 84 and config.rollout.environment == "zoom"
+    train, heldout = config.data.train, config.data.eval_sets()["patterns"]
+    assert isinstance(train, dict) and isinstance(heldout, dict)
+    assert (train["split"], heldout["split"]) == ("train", "heldout")
+    assert heldout["size"] % 45 == 0  # each pair of answer and place equally often
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_short_run_learns_where_to_look(tmp_path: Path) -> None:
+    steps = 80
+    summary, folder = run(tmp_path, f"run.max_steps={steps}", "optim.lr_scheduler_type=constant")
+    print(summary)
+    first, last = (looks(rollouts(folder, step)) for step in (1, steps))
+    assert 0.3 <= first[0] <= 0.7 and first[1] <= 0.25
+    assert last[0] >= first[0] + 0.1 and last[1] >= 0.4
+    assert (
+        summary["accuracy_before"] <= 0.45 and summary["accuracy_after"] >= summary["accuracy_before"] + 0.2
+    )
+    shown = [row for row in rollouts(folder, steps) if len(row["turns"]) == 3]
+    assert all(
+        (folder / "rollouts" / "images" / name).is_file()
+        for row in shown
+        for name in row["turns"][1]["images"]
+    )
+    assert all(len(row["turns"][1]["images"]) == 1 and row["turns"][1]["fault"] is None for row in shown)
+    assert "zoom(bbox=[" in (folder / "report.html").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_without_the_tool_it_stays_near_chance(tmp_path: Path) -> None:
+    summary, folder = run(tmp_path, "run.max_steps=60", "rollout.environment=null")
+    print(summary)
+    assert abs(summary["accuracy_before"] - 0.2) <= 0.1 and abs(summary["accuracy_after"] - 0.2) <= 0.1
+    assert all("turns" not in row for row in rollouts(folder, 1))
