@@ -51,7 +51,8 @@ from mm_grpo.data.patterns import (
     scene,
 )
 from mm_grpo.environments.builtins import Zoom
-from mm_grpo.processors.qwen_vl import resize_once
+from mm_grpo.processors.image_size import resize_to
+from mm_grpo.processors.qwen_vl import fixed_size
 
 SHAPES = runpy.run_path(str(Path(__file__).parents[1] / "shapes" / "make_base.py"))
 SPECIAL, PATCH, MERGE = SHAPES["SPECIAL"], SHAPES["PATCH"], SHAPES["MERGE"]
@@ -116,7 +117,8 @@ def numbers(cell: int) -> str:
 
 def small(image: Image, max_pixels: int) -> Image:
     """An image as the model gets it."""
-    return resize_once(image, factor=PATCH * MERGE, min_pixels=MIN_PIXELS, max_pixels=max_pixels)
+    limits = {"factor": PATCH * MERGE, "min_pixels": MIN_PIXELS, "max_pixels": max_pixels}
+    return resize_to(image, fixed_size(image.height, image.width, **limits))
 
 
 def asked(question: str = QUESTION) -> dict[str, Any]:

@@ -28,15 +28,22 @@ from mm_grpo.data.patterns import (
 )
 from mm_grpo.environments.builtins import Zoom
 from mm_grpo.errors import DataError
-from mm_grpo.processors.qwen_vl import resize_once
+from mm_grpo.processors.image_size import resize_to
+from mm_grpo.processors.qwen_vl import fixed_size
 
 
 def pixels(image: Any) -> Any:
     return np.asarray(image).astype(int)
 
 
+def seen(image: Any) -> Any:
+    """An image at the size that the recipe's model gets."""
+    limits = {"factor": 28, "min_pixels": 28 * 28, "max_pixels": 84 * 84}
+    return resize_to(image, fixed_size(image.height, image.width, **limits))
+
+
 def shrunk(shown: Scene) -> Any:
-    return pixels(resize_once(render(shown), factor=28, min_pixels=28 * 28, max_pixels=84 * 84))
+    return pixels(seen(render(shown)))
 
 
 def with_cell(shown: Scene, number: int, cell: Cell) -> Scene:
@@ -67,7 +74,7 @@ def test_a_cut_at_full_size_shows_the_pattern() -> None:
         zoom.reset([picture])
         cut = zoom.zoom(bbox(number))
         assert cut.size == (84, 84) and cut.tobytes() == picture.crop(box(number, 84)).tobytes()
-        assert resize_once(cut, factor=28, min_pixels=28 * 28, max_pixels=84 * 84) is cut
+        assert seen(cut) is cut
         grey = pixels(cut)[33:51, 33:51].sum(-1)
         lines = {
             "horizontal": grey[:, 1:] == grey[:, :-1],
