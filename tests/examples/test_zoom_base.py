@@ -61,7 +61,7 @@ def test_a_lesson_of_two_turns_is_the_conversation_that_a_run_makes(
     make_base.SHAPES["make_model"](processor.tokenizer, 0, make_base.SIZE).config.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     loaded: Any = load_processor(str(tmp_path), max_pixels=MAX_PIXELS)
-    assert knows_tools(loaded._template)
+    assert knows_tools(loaded.template)
     shown = scene(split="train", index=3)
     messages, tool, images = make_base.looked(shown, 7, MAX_PIXELS)
     assert tool and [image.size for image in images] == [(84, 84)] * 2
