@@ -72,15 +72,17 @@ def test_a_lesson_of_two_turns_is_the_conversation_that_a_run_makes(
     sample = toolbox.prepare(Sample("a", messages[:1], (make_base.render(shown),), columns={}))
     prompt = loaded.prompt(sample)
     cut = toolbox.episode(sample).call("zoom", {"bbox": bbox(7)}).images[0]
+    toolbox.close()
     assert cut.tobytes() == images[1].tobytes()
     assert prompt.engine_prompt.images[0].tobytes() == images[0].tobytes()
     encode = loaded.tokenizer.encode
-    ids = [
-        *prompt.token_ids,
-        *encode(make_base.call(7) + "<|im_end|>"),
-        *loaded._expanded(loaded.observation([[cut]], row="a"), loaded._pixels([cut])),
-        *encode(shown.cells[7].pattern + "<|im_end|>"),
-    ]
+    for said, pictures in (
+        (encode(make_base.call(7) + "<|im_end|>"), ()),
+        (loaded.observation([[cut]], row="a"), [loaded.picture(cut, row="a")]),
+        (encode(shown.cells[7].pattern + "<|im_end|>"), ()),
+    ):
+        prompt = loaded.extended(prompt, said, pictures)
+    ids = prompt.token_ids
     batch = make_base.encode(processor, [(messages, tool, images)])
     assert batch["input_ids"][0].tolist() == [*ids, *encode("\n")]
     learned = batch["labels"][0]
