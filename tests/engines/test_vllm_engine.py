@@ -174,8 +174,8 @@ def test_nothing_asked_nothing_answered(one: Rig) -> None:
 
 
 def test_a_seed_that_would_hang_the_worker_is_refused(one: Rig) -> None:
-    with pytest.raises(ValueError, match=r"one: seed 2147483648 is outside"):
-        one.engine.generate([Request(one.prompts()[0], 1 << 31, TWELVE)])
+    with pytest.raises(ValueError, match=r"one: seed 4294967296 is outside"):
+        one.engine.generate([Request(one.prompts()[0], 1 << 32, TWELVE)])
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
