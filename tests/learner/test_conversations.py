@@ -114,3 +114,28 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
         processor.family.count(one.vision) for one in {id(o): o for p in pictured for o in p}.values()
     )
     assert shared.encoded <= 2 * images and sightings > len(distinct)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_packs_round_no_more_than_the_plain_forward(family: str, models: dict[str, Any]) -> None:
+    """Both against the plain forward in fp32, over weights that bfloat16 holds."""
+    model = AutoModelForImageTextToText.from_pretrained(models[family], dtype=torch.bfloat16).train()
+    processor = load_processor(str(models[family]))
+    exact = copy.deepcopy(model).float()
+    plainly = copy.deepcopy(model)
+    conversations, groups = cases(processor, seed=4)
+    module = PackForward(
+        model, media_token_ids=processor.media_token_ids, family=processor.family, temperature=1.0
+    )
+    items, worst = items_of(conversations, groups), {"packs": 0.0, "plain": 0.0}
+    with torch.no_grad():
+        truth = [plain(exact, processor, c) for c in conversations]
+        for c, want in zip(conversations, truth, strict=True):
+            worst["plain"] = max(
+                worst["plain"], float((plain(plainly, processor, c).float() - want).abs().max())
+            )
+        for rows in plan(items, max_tokens=220):
+            logp, _ = module(layout(rows, processor.media_token_ids))
+            want = torch.cat([truth[i.index] for row in rows for i in row])
+            worst["packs"] = max(worst["packs"], float((logp.float() - want).abs().max()))
+    assert 0 < worst["packs"] <= 1.5 * worst["plain"]
