@@ -150,12 +150,7 @@ class HFProcessor(ABC):
 
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
         """`prompt` with further collapsed ids, which hold one placeholder for each of `pictures`."""
-        remaining = iter(pictures)
-        added = [
-            t
-            for token in token_ids
-            for t in (next(remaining).token_ids if token == self.image_token_id else (token,))
-        ]
+        added = self._spliced(token_ids, [picture.token_ids for picture in pictures])
         whole, sent = [*prompt.token_ids, *added], prompt.engine_prompt
         vision = self.family.vision([prompt, *pictures])
         images = (*sent.images, *(picture.image for picture in pictures))
@@ -226,10 +221,7 @@ class HFProcessor(ABC):
 
     def expand(self, sample: Sample, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
         """The ids of a prompt whose placeholders have become the ids of `images`."""
-        remaining = iter(images)
-        return [
-            t for token in collapsed for t in (next(remaining) if token == self.image_token_id else (token,))
-        ]
+        return self._spliced(collapsed, images)
 
     def positions(self, token_ids: Sequence[int], vision: Mapping[str, Tensor]) -> Tensor:
         """The model's positions [*A, L] of a prompt's ids: here they count tokens."""
@@ -282,6 +274,12 @@ class HFProcessor(ABC):
                 f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
                 "the template in model.path"
             ) from error
+
+    def _spliced(self, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
+        remaining = iter(images)
+        return [
+            t for token in collapsed for t in (next(remaining) if token == self.image_token_id else (token,))
+        ]
 
     def _resize(self, uid: str, index: int, image: Image) -> Image:
         try:

@@ -157,7 +157,7 @@ class Collector:
 
     def begin(self, step: int) -> None:
         """Make the prompts of a step in the background."""
-        self.prompt_builder.prompts(self.dataset, {}, self.own_rows(step).values())
+        self.prompt_builder.prefetcher.ahead(self.dataset, self.own_rows(step).values())
 
     def completions(self, rollout: Rollout, asked: StepPrompts) -> list[Group]:
         """G completions of each prompt, each from its own seed.

@@ -34,23 +34,30 @@ class Conversation:
     def answered(self, completion: Completion) -> None:
         """Append what the model sampled to `prompt`."""
         self.answers.append(completion)
-        self._append(completion.token_ids, (), sampled=True)
+        after = self.processor.extended(self.prompt, completion.token_ids, ())
+        self._go_on(after, (), sampled=completion.token_ids)
 
-    def would_add(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> int:
-        """How many tokens an observation adds, with its images expanded."""
-        after = self.processor.extended(self.prompt, token_ids, pictures)
-        return len(after.token_ids) - len(self.prompt.token_ids)
+    def observed(
+        self, token_ids: Sequence[int], pictures: Sequence[Picture], below: int | None = None
+    ) -> int | None:
+        """Append an observation: collapsed ids, with one image token for each picture. Returns the count of new tokens.
 
-    def observed(self, token_ids: Sequence[int], pictures: Sequence[Picture]) -> None:
-        """Append an observation: collapsed ids, with one image token for each picture."""
-        self._append(token_ids, pictures, sampled=False)
+        None, with nothing appended, where `run_length` would not stay below `below`.
+        """
+        after, length = self.processor.extended(self.prompt, token_ids, pictures), len(self.prompt.token_ids)
+        if below is not None and len(after.token_ids) - len(self.start.token_ids) >= below:
+            return None
+        self._go_on(after, pictures)
+        return len(after.token_ids) - length
 
-    def _append(self, token_ids: Sequence[int], pictures: Sequence[Picture], *, sampled: bool) -> None:
+    def _go_on(
+        self, after: Prompt, pictures: Sequence[Picture], sampled: tuple[int, ...] | None = None
+    ) -> None:
+        """Take `after` for the prompt, which adds what was `sampled`, or where that is None an observation."""
         before = self.prompt
-        after = self.processor.extended(before, token_ids, pictures)
         length = len(before.token_ids)
         kept = after.token_ids[:length] == before.token_ids
-        if not kept or (sampled and after.token_ids[length:] != tuple(token_ids)):
+        if not kept or (sampled is not None and after.token_ids[length:] != sampled):
             raise GuardStop(
                 f"{self.start.uid}: turn {len(self.answers)} changed tokens that were there before it; the model would "
                 "be trained on others than it sampled. Check `extended` of the processor"
@@ -61,7 +68,7 @@ class Conversation:
                 "the prompt could not be shared. Check `extended` of the processor"
             )
         self.prompt = after
-        self._sampled += [sampled] * (len(after.token_ids) - length)
+        self._sampled += [sampled is not None] * (len(after.token_ids) - length)
         self._pictures += pictures
 
     def tail(self) -> Tail | None:

@@ -173,12 +173,11 @@ class TurnLoop:
             made.append((turn, shown, seen))
         answers = [_resized(seen, shown) for _, shown, seen in made]
         ids = self.processor.observation(answers, row=one.conversation.start.uid)
-        before = one.conversation.run_length
-        added = one.conversation.would_add(ids, [p for _, shown, _ in made for p in shown])
-        if before + added >= one.request.sampling.max_tokens:  # not a token of the next turn would be left
+        shown = [picture for _, of_call, _ in made for picture in of_call]
+        added = one.conversation.observed(ids, shown, below=one.request.sampling.max_tokens)
+        if added is None:  # not a token of the next turn would be left
             one.finished = "length"
             return
-        one.conversation.observed(ids, [p for _, shown, _ in made for p in shown])
         first, *others = (turn for turn, _, _ in made)
         one.turns += [replace(first, tokens=added), *others]
         if one.episode.done:
