@@ -95,7 +95,8 @@ class GRPOTrainer:
         self.train_set = load_train(config, train, needs=self.scorer.check)
         self.eval_sets = load_eval(config, eval, needs=self.scorer.check)
         if toolbox is not None:
-            toolbox.place(self.scorer.asking_for(("environment", "environments"), self.train_set.columns))
+            asking = self.scorer.asking_for(("environment", "environments"), self.train_set.columns)
+            toolbox.place(asking, processes=self.ranks.world)
         self.plan = plan_run(config, self.train_set, several_turns=toolbox is not None)
         self.scorer.conversational = self.train_set.conversational
         self.scorer.max_steps = self.plan.max_steps
@@ -370,7 +371,12 @@ class GRPOTrainer:
             return 0, {}, None
         allowed = self.config.run.allow_changed_rewards
         refuse_another_run(
-            found, self._rows, self._rewards, self.plan.max_steps, allow_changed_rewards=allowed
+            found,
+            self._rows,
+            self._rewards,
+            self.plan.max_steps,
+            tools=self._tools,
+            allow_changed_rewards=allowed,
         )
         self.checkpoints.load(found)
         self.tokens_seen = found.extra["tokens_seen"]
@@ -381,6 +387,10 @@ class GRPOTrainer:
     @cached_property
     def _rewards(self) -> list[dict[str, Any]]:
         return rewards_of(self.scorer.specs)
+
+    @property
+    def _tools(self) -> list[dict[str, Any]]:
+        return [] if self.toolbox is None else list(self.toolbox.schemas)
 
     @cached_property
     def _rows(self) -> dict[str, Any]:
@@ -395,6 +405,7 @@ class GRPOTrainer:
             "tokens_seen": self.tokens_seen,
             "rows": self._rows,
             "rewards": self._rewards,
+            "tools": self._tools,
             "best": asdict(best) if best else None,
             **{key: {n: asdict(e) for n, e in sets.items()} for key, sets in found.items()},
         }

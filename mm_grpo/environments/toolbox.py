@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.environments.host import Episode, Host, LocalHost
+from mm_grpo.environments.observation import described
 from mm_grpo.environments.session import methods
 from mm_grpo.environments.workers import WorkerHost, address_of
 from mm_grpo.errors import ConfigError, ToolError, did_you_mean
@@ -41,10 +42,16 @@ class Toolbox:
     def __init__(
         self, config: GRPOConfig, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None
     ):
+        for tool in tools:
+            if not callable(tool) or not hasattr(tool, "__name__"):
+                raise ConfigError(
+                    f"rollout.tools: {tool!r} is no function with a name, by which the model could call it; give a "
+                    "plain function (def)"
+                )
         self.config, self.factory = config, factory
         self.functions = {function.__name__: function for function in tools}
         self._host: Host | None = None
-        self._first: Any = factory() if factory is not None else None
+        self._first: Any = _made(factory) if factory is not None else None
         found = _methods(self._first) if factory is not None else {}
         twice = [tool.__name__ for tool in tools if tool.__name__ in found]
         if len(self.functions) < len(tools) or twice:
@@ -76,12 +83,18 @@ class Toolbox:
         """What calls the tools; chosen by the config alone where `place` was not called."""
         return self._host or self.place()
 
-    def place(self, rewards: Sequence[str] = ()) -> Host:
+    def place(self, rewards: Sequence[str] = (), processes: int = 1) -> Host:
         """Choose where tools are called: in worker processes, if other processes can import them, and if no reward
         looks at the environment itself, as those named `rewards` do.
 
-        ConfigError where `rollout.environment_workers` asks for processes that cannot be.
+        ConfigError where `rollout.environment_workers` asks for processes that cannot be, and where several
+        `processes` train: rewards run in the first, and the environments of the others stay where they are.
         """
+        if rewards and processes > 1:
+            raise ConfigError(
+                f"rewards: reward {rewards[0]!r} asks for the environment itself, and of several processes only the "
+                "first one's would be there; give the environment a method get_reward, or train in one process"
+            )
         given = self.config.rollout.environment_workers
         what = [*self.functions.values(), *([] if self.factory is None else [self.factory])]
         count = given
@@ -197,6 +210,21 @@ def _class_named(name: str) -> Callable[[], Any]:
         )
     at: Callable[[], Any] = load_named(name, "rollout.environment", ConfigError)
     return at
+
+
+def _made(factory: Callable[[], Any]) -> Any:
+    if not callable(factory):
+        raise ConfigError(
+            f"rollout.environment: {factory!r} cannot be called without arguments to make an environment; name a class"
+        )
+    try:
+        return factory()
+    except Exception as error:
+        name = getattr(factory, "__qualname__", repr(factory))
+        raise ConfigError(
+            f"rollout.environment: {name} raised {described(error)} when an environment was made; it is called without "
+            "arguments, and gets the row in reset"
+        ) from error
 
 
 def _methods(environment: Any) -> dict[str, Callable[..., Any]]:

@@ -20,7 +20,7 @@ from mm_grpo.rewards.spec import RewardSpec, innermost
 from mm_grpo.run.checkpoint import Checkpoint
 
 EXTRA = ("tokens_seen", "rows", "rewards", "best", "before", "after")
-"""What the trainer keeps in a checkpoint, all of it required."""
+"""What the trainer keeps in a checkpoint, all of it required; and `tools`, which earlier checkpoints lack."""
 logger = logging.getLogger("mm_grpo")
 
 
@@ -51,11 +51,13 @@ def refuse_another_run(
     rewards: Sequence[Mapping[str, Any]],
     max_steps: int,
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     allow_changed_rewards: bool = False,
 ) -> None:
     """ConfigError when the checkpoint `found` is not of a run over these `rows` and of at most `max_steps` steps.
 
-    Or when the source of a reward changed, unless that is allowed: then a warning.
+    Or when the model was told of other `tools` (their JSON schemas), or the source of a reward changed, unless that is
+    allowed: then a warning.
 
     Also when the evaluation sets are others, or in another order: the first is the headline, and before and after
     are compared set by set.
@@ -63,6 +65,17 @@ def refuse_another_run(
     if missing := [key for key in EXTRA if key not in found.extra]:
         raise ConfigError(f"the checkpoint '{found.path}' lacks {', '.join(missing)}; start a new run")
     _compare_rewards(found, rewards, allow_changed_rewards)
+    told = list(found.extra.get("tools", tools))
+    if told != list(tools):
+        then, now = (", ".join(tool["function"]["name"] for tool in each) for each in (told, tools))
+        changed = (
+            "what the model is told of them has changed" if then == now else f"now there are {now or 'none'}"
+        )
+        raise ConfigError(
+            f"tools: the checkpoint '{found.path}' was made with {then or 'none'}, and {changed}; put them back "
+            "(rollout.tools, rollout.environment, or tools= and environment_factory= of GRPOTrainer), or start a new "
+            "run"
+        )
     sets, known = [n.removeprefix("eval.") for n in rows if n != "train"], list(found.extra["before"])
     if sets != known:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,36 @@ def test_grid_world_is_walked_to_its_goal() -> None:
     assert world.done and world.get_reward() == 0.0
     with pytest.raises(ValueError, match="direction is 'north'; legal are up"):
         world.move("north")
+
+
+NUMBER = 3
+
+
+class Broken:
+    def __init__(self) -> None:
+        raise OSError("no route to the server")
+
+
+@pytest.mark.parametrize(
+    ("tools", "factory", "told"),
+    [
+        ([NUMBER], None, "rollout.tools: 3 is no function with a name"),
+        ([partial(add, b=2)], None, "rollout.tools: .* is no function with a name"),
+        ([], NUMBER, "rollout.environment: 3 cannot be called without arguments to make an environment"),
+        ([], Broken, "rollout.environment: .*Broken.* raised OSError: no route to the server"),
+    ],
+)
+def test_what_is_no_tool_or_makes_no_environment(tools: Any, factory: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Toolbox(config(), tools, factory)
+
+
+def test_several_processes_do_not_share_an_environment() -> None:
+    box = Toolbox(config(), [], Counter)
+    with pytest.raises(
+        ConfigError, match=r"reward 'seen' asks for the environment itself, .* several processes"
+    ):
+        box.place(["seen"], processes=2)
+    box.place(["seen"], processes=1)
+    box.place([], processes=2)
+    box.close()

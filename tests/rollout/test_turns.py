@@ -422,3 +422,14 @@ def test_the_environment_may_own_the_reward(models: dict[str, Path], tmp_path: P
     asked = [sum(turn["role"] == "tool" for turn in line["turns"]) / 3 for line in logged]
     assert [line["parts"]["Dice"] for line in logged] == asked and set(asked) == {0, 1 / 3, 2 / 3}
     assert row["reward"] == row["rewards/Dice/mean"] == pytest.approx(sum(asked) / len(asked))
+
+
+def test_a_run_is_not_resumed_without_its_tools(models: dict[str, Path], tmp_path: Path) -> None:
+    """Tools that were passed in from Python are in no config file."""
+    run(models["qwen2_5_vl"], tmp_path / "run", **{**SMALL, "run": {"max_steps": 2, "save_every": 1}})
+    changes = {**SMALL, "run": {"max_steps": 3, "save_every": 1}}
+    config = config_for(models["qwen2_5_vl"], tmp_path / "run", **changes)
+    with pytest.raises(
+        ConfigError, match=r"tools: the checkpoint .* was made with look, and now there are none"
+    ):
+        GRPOTrainer(config, train=ROWS, rewards=[length], resume=True).train()
