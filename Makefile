@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-long test-all test-lowest lint bench requirements
+.PHONY: help setup demo test test-long test-all test-lowest lint bench gpu-proof docs requirements
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
@@ -22,23 +22,31 @@ setup: .venv/.ready  ## make .venv with the pinned packages and this one
 demo: setup  ## train a small VLM on rendered shapes, on the CPU; ends in runs/demo/report.html
 	OMP_NUM_THREADS=1 $(BIN)/mm-grpo train examples/shapes/config.yaml run.dir=runs/demo run.overwrite=true
 
-PYTEST := -m pytest --durations=25
+# Two processes run the tests, for two cores; each needs some 6 GB. tests/helpers/workers.py says what they keep together.
+WORKERS ?= 2
+PYTEST := -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=25
 test: setup  ## run the tests that take seconds
 	$(BIN)/python $(PYTEST) -m "not long"
 
 test-long: setup  ## run the tests that take minutes
 	$(BIN)/python $(PYTEST) -m long
 
-# One run imports torch and vLLM once, builds the tiny models once and starts one fork server.
+# Each process imports torch and vLLM once, builds the tiny models once and starts one fork server.
 test-all: setup  ## run both
 	$(BIN)/python $(PYTEST)
 
 # pyproject.toml says from which versions on its packages serve; nothing else would notice where that is wrong.
 # Run is what touches those packages: pydantic, typer and rich (config, cli), datasets and pillow (data),
 # transformers and peft (processors, learner, rollout, trainer), deepspeed and accelerate (distributed), math-verify,
-# rapidfuzz, jsonschema, pycocotools, openai and pebble (rewards), jinja2 and tensorboard (run). Arithmetic of our own
-# is the same with every version; vLLM and TRL are tested with the pins of requirements/cpu.txt alone.
-LOWEST := cli config data distributed environments preflight processors rollout run trainer \
+# rapidfuzz, jsonschema, pycocotools, openai and pebble (rewards), httpx (rollout, environments), jinja2 and tensorboard
+# (run). Arithmetic and threads of our own are the same with every version; vLLM and TRL are tested with the pins of
+# requirements/cpu.txt alone.
+LOWEST := cli config data distributed export preflight processors run \
+	environments/test_openenv.py environments/test_toolbox.py environments/test_verifiers.py \
+	rollout/test_collect.py rollout/test_evaluate.py rollout/test_prefetch.py rollout/test_served_client.py \
+	rollout/test_served_transfer.py rollout/test_streams.py rollout/test_transformers_engine.py rollout/test_turns.py \
+	trainer/test_learning_rate.py trainer/test_reference.py trainer/test_trainer.py trainer/test_trainer_again.py \
+	trainer/test_trainer_best.py trainer/test_trainer_hybrid.py \
 	learner/test_learner.py learner/test_lora.py learner/test_transformers_patches.py learner/test_vision_attention.py \
 	rewards/test_builtin_answers.py rewards/test_builtin_documents.py rewards/test_builtin_judge.py \
 	rewards/test_builtin_masks.py rewards/test_builtin_numbers.py rewards/test_builtin_text.py \
@@ -53,24 +61,42 @@ lint: setup  ## ruff and mypy
 
 # The figures of the last run stand in benchmarks/README.md, next to what they mean.
 bench: export OMP_NUM_THREADS := 2
-bench: setup  ## measure against TRL on the CPU, in about ten minutes; ends in benchmarks/README.md
+bench: setup  ## measure against TRL on the CPU, in about twenty minutes; ends in benchmarks/README.md
 	$(BIN)/python benchmarks/learner.py --rounds 5 --json benchmarks/results/cpu/learner.json
+	$(BIN)/python benchmarks/learner.py --rounds 5 --json benchmarks/results/cpu/learner.json --allocator keep
 	$(BIN)/python benchmarks/hybrid.py --json benchmarks/results/cpu/hybrid.json
 	$(BIN)/python benchmarks/memory.py --json benchmarks/results/cpu/memory.json
 	$(BIN)/python benchmarks/step.py --rounds 5 --warm 1 --json benchmarks/results/cpu/step.json
+	$(BIN)/python benchmarks/generation.py --json benchmarks/results/cpu/generation.json
 	$(BIN)/python benchmarks/overhead.py --steps 30 --json benchmarks/results/cpu/overhead.json
 	$(BIN)/python benchmarks/scaling.py --rounds 5 --json benchmarks/results/cpu/scaling.json
 	$(BIN)/python benchmarks/images.py --json benchmarks/results/cpu/images.json
+	$(BIN)/python benchmarks/spread.py --json benchmarks/results/cpu/spread.json
+	$(BIN)/python benchmarks/turns.py --json benchmarks/results/cpu/turns.json
 	$(BIN)/python benchmarks/plot.py
 	$(BIN)/python benchmarks/readme.py
 
-EXTRAS := $(addprefix --extra ,math text json judge masks tensorboard dev)
-requirements: setup  ## compile requirements/cpu.txt from requirements/cpu.in, and lowest.txt from pyproject.toml
+# A GPU machine has its own torch, which the pins of requirements/cpu.txt would replace: PYTHON runs with what it has.
+gpu-proof: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-proof: $(if $(DRY),setup)  ## measure on a GPU with the packages of PYTHON, in 40 minutes; DRY=1 tries it on a CPU
+ifdef DRY
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_proof.py --dry
+else
+	$(PYTHON) benchmarks/gpu_proof.py; status=$$?; $(PYTHON) benchmarks/readme.py && exit $$status
+endif
+
+# The reference is read out of the source without importing it, so none of our own dependencies are installed.
+docs: .venv-docs/.ready  ## build the site of docs/ in build/docs, links checked
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+EXTRAS := $(addprefix --extra ,math text json judge masks openenv tensorboard dev)
+requirements: setup  ## compile cpu.txt and docs.txt from their .in, and lowest.txt from pyproject.toml
 	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url \
 		--override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.txt
 	rm -f requirements/lowest.txt  # its pins would be kept where they still fit
 	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url --resolution lowest-direct \
 		$(EXTRAS) --constraint requirements/lowest.in pyproject.toml -o requirements/lowest.txt
+	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url requirements/docs.in -o requirements/docs.txt
 
 # $(call install,PINS): makes the environment of the target's folder from the pins.
 #
@@ -97,3 +123,8 @@ endef
 .venv-lowest/.ready: requirements/lowest.txt pyproject.toml | setup
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-lowest
 	$(call install,requirements/lowest.txt)
+
+.venv-docs/.ready: requirements/docs.txt
+	$(PYTHON) -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.txt
+	@touch $@
