@@ -15,7 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm_grpo.errors import ConfigError, GuardStop, UserError
+from mm_grpo.timing import span
 
 DEADLINE = 1800.0
 """Seconds that a process waits for the others; a rollout may take one of them so much longer."""
@@ -54,6 +55,17 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
+
+    def second(self) -> Ranks:
+        """The same processes over a gloo group of their own, for a second thread. Collective.
+
+        A group belongs to one thread: calls of two would meet in any order. Only objects go over this one, not
+        `all_reduce` and `broadcast_tensors`.
+        """
+        if self.world == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline))
+        return replace(self, group=group)
 
     def shard(self, items: Sequence[T]) -> list[T]:
         """The items of this rank: every `world`-th one, starting at `rank`."""
@@ -155,7 +167,8 @@ class Ranks:
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
         try:
-            yield
+            with span("processes"):
+                yield
         except RuntimeError as error:
             raise RankLost(
                 f"process {self.rank} of {self.world} {lost_text(what, error)} {self.deadline:g} s "
@@ -199,7 +212,7 @@ def start(device: str = "auto", deadline: float = DEADLINE) -> Ranks:
     try:
         state = PartialState(cpu=not gpu, backend="nccl" if gpu else "gloo", timeout=timeout)
     except (NotImplementedError, ValueError) as error:  # what accelerate knows of GPUs and hosts that cannot
-        raise ConfigError(f"the {world} processes cannot be joined: {error}") from error
+        raise ConfigError(f"the {world} processes cannot be joined: {error}") from None
     if state.num_processes != world:
         raise ConfigError(
             f"WORLD_SIZE={world}, and accelerate's PartialState was made before, for {state.num_processes} process(es) "

@@ -6,11 +6,16 @@ One step
 - `balance.py`: groups moved between processes before an update.
 - `loss.py`: the loss of a pack, from the pure functions of `algorithm`.
 - `step_report.py`: the metrics of a step.
+- `perception.py`: packs with the masked images of PAPO's term.
+- `sight.py`: how much completions depend on their images: log-probs with their own and with another row's.
+- `score.py`: log-probs of given completions, without an optimizer.
 - `memory.py`: what a run will hold of a device's memory, estimated.
 
 Forward
 - `pack.py`: groups laid out as shared-prefix rows, and the plan that fills packs.
 - `forward.py`: the one module whose forward takes a pack.
+- `pass_of_packs.py`: one pass over the packs of a plan, with what these share.
+- `prompt_states.py`: prompts that are run once for several packs: what is kept of them, and their backward.
 - `image_features.py`: image features that passes or packs share.
 - `completion_batch.py`: a pack's rows cut into prompts and a batch of completions.
 - `attention.py`, `flex.py`: attention that skips what the mask forbids, on a CPU and on a GPU.
@@ -26,4 +31,5 @@ Weights
 - `zero.py`: the same with its state sharded over the processes (DeepSpeed ZeRO-1 and ZeRO-2).
 - `reference.py`: a reference policy that moves during the run.
 - `state.py`: the optimizer's state on disk, by parameter name, for any number of processes.
+- `snapshot.py`: copies of it in the host's memory, to be written while updates go on.
 """

@@ -5,12 +5,13 @@ each other. Two ways around it, and `Masks` chooses:
 
     flex     FlexAttention with a block table (flex.py), on GPUs in bfloat16, where it was compared and is right
     blocks   prompts attend to themselves, causally, and each completion to [its prompt, itself], in plain
-             sdpa: L^2 / 2 + G * T * (L + T), where `prefix_layout` finds that cheaper
+             sdpa: L^2 / 2 + G * T * (L + T), where `prefix_layout` finds that cheaper; in batches of like length
 
 A model whose layers see more or less than all tokens before (sliding windows, images whose tokens see each other) gets
 one dense mask for each kind of layer. What `Masks` makes reaches every text layer as keyword arguments of the model's
 forward; without any `prefix_attention` is transformers' sdpa over the dense mask. Layers of linear attention look at
-no mask: they are given the pack's completions (linear_attention.py).
+no mask: they are given the pack's completions (linear_attention.py). Where prompts are run apart (prompt_states.py)
+their keys and values come before those of the pack, whichever way is taken.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.completion_batch import CompletionBatch, completion_batch
+from mm_grpo.learner.completion_batch import CompletionBatch, Sequences, completion_batch
 from mm_grpo.learner.flex import BLOCK, attend, block_mask, fault
 from mm_grpo.learner.linear_attention import SharedState, prepare_linear_layers
 from mm_grpo.learner.pack import PADDING, Pack, attention_mask
+from mm_grpo.learner.prompt_states import Prefixes, PromptState
 from mm_grpo.learner.transformers_patches import unread_mask, use_prefix_attention
 from mm_grpo.processors.family import Family
 
@@ -39,30 +41,40 @@ logger = logging.getLogger("mm_grpo")
 
 @dataclass(frozen=True)
 class PrefixLayout:
-    """The C completions of a pack, and what each of their T tokens may look at: its prompt and what is before it.
+    """The batches of a pack, and what each token of their completions may look at: its prompt and what is before it.
 
-    `mask` [C or 1, 1, T, P + T], with P the longest prompt, is True where a completion's query may look.
+    For each batch of c completions of up to T tokens, a mask [c or 1, 1, T, P + T], with P the longest of their
+    prompts, is True where a completion's query may look.
     """
 
     batch: CompletionBatch
-    mask: Tensor
+    masks: tuple[Tensor, ...]
 
 
-def prefix_layout(segments: Tensor, batch: CompletionBatch | None = None) -> PrefixLayout | None:
-    """The layout of a pack's segments [B, N], whose `batch` may be known; None when the dense mask is no dearer."""
+def prefix_layout(
+    segments: Tensor, batch: CompletionBatch | None = None, before: int = 0
+) -> PrefixLayout | None:
+    """The layout of a pack's segments [B, K + N], K = `before` of prompts that are run apart, whose `batch` may be
+    known; None when the dense mask is no dearer."""
     rows, width = segments.shape
-    batch = batch or completion_batch(segments)
-    longest, (count, tokens) = batch.prompt, batch.index.shape
-    if longest**2 / 2 * rows + count * tokens * (longest + tokens) >= rows * width**2:
+    batch = batch or completion_batch(segments, before)
+    pairs = sum(own.index.numel() * own.index.shape[1] / 2 for own in batch.prompts)
+    pairs += sum(
+        own.index.numel() * (own.prompt_index.shape[1] + own.index.shape[1]) for own in batch.completions
+    )
+    if pairs >= rows * (width - before) * width:
         return None
-    own = torch.ones(tokens, tokens, dtype=torch.bool, device=segments.device).tril()[None, None]
-    if batch.equal:  # one mask serves all
-        mask = torch.cat([own.new_ones(1, 1, tokens, longest), own], -1)
-    else:
-        seen = torch.arange(longest, device=segments.device) < batch.lengths[batch.rows, None]
-        parts = [seen[:, None, None].expand(-1, 1, tokens, -1), own.expand(count, -1, -1, -1)]
-        mask = torch.cat(parts, -1)
-    return PrefixLayout(batch, mask)
+    return PrefixLayout(batch, tuple(_mask(own) for own in batch.completions))
+
+
+def _mask(own: Sequences) -> Tensor:
+    (count, tokens), longest, device = own.index.shape, own.prompt_index.shape[1], own.index.device
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
+    seen = torch.arange(longest, device=device) < own.prompt_lengths[:, None]
+    if bool(seen.all()):  # one mask serves all
+        return torch.cat([causal.new_ones(1, 1, tokens, longest), causal], -1)
+    parts = [seen[:, None, None].expand(-1, 1, tokens, -1), causal.expand(count, -1, -1, -1)]
+    return torch.cat(parts, -1)
 
 
 def prefix_attention(
@@ -76,32 +88,53 @@ def prefix_attention(
     dropout: float = 0.0,
     prefix: PrefixLayout | None = None,
     flex: BlockMask | None = None,
+    keep_prompt: PromptState | None = None,
+    prefixes: Prefixes | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Queries [B, H, N, d] over keys and values [B, K, N, d]; returns [B, N, H, d], as transformers asks."""
+    layer: Any = getattr(module, "layer_idx", None)
+    if keep_prompt is not None:
+        length = keep_prompt.length
+        keep_prompt.keep(layer, lambda: (key[:, :, :length], value[:, :, :length]))
+    whole_key, whole_value = key, value
+    apart = [] if prefixes is None else prefixes.pairs(layer)
+    # one prompt alone is looked at where it is, block by block
+    alone = prefix is not None and not prefix.batch.prompts and len(apart) == 1
+    if prefixes is not None and not alone:
+        whole_key = prefixes.before(layer, 0, key)
+        whole_value = prefixes.before(layer, 1, value)
     if flex is not None:
-        return attend(query, key, value, flex, scaling).transpose(1, 2), None
+        before = whole_key.shape[2] - key.shape[2]
+        padded = pad(query, (0, 0, before, 0)) if before else query
+        out = attend(padded, whole_key, whole_value, flex, scaling)
+        return out[:, :, before:].transpose(1, 2), None
     if prefix is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            module, query, whole_key, whole_value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
-    width = query.shape[2]
+    batch, shape = prefix.batch, (query.shape[0], query.shape[2])
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
 
-    def split(x: Tensor) -> tuple[Tensor, Tensor]:  # [B, h, N, d] -> [B, h, P, d], [C, h, T, d]
-        prompts, own = prefix.batch.split(x.transpose(1, 2))
-        return prompts.transpose(1, 2), own.transpose(1, 2)
+    # [B, N, h, d] -> [r, P, h, d] and [c, T, h, d], batch by batch
+    (q, own_q), (k, own_k), (v, own_v) = (batch.split(x.transpose(1, 2)) for x in (query, key, value))
+    of_prompts = [_sdpa(*each, is_causal=True, **options) for each in zip(q, k, v, strict=True)]
+    k, v = ([*x, *(pair[side].transpose(1, 2) for pair in apart)] for side, x in enumerate((k, v)))
+    of_completions = []
+    for number, (own, mask) in enumerate(zip(batch.completions, prefix.masks, strict=True)):
+        k_all, v_all = (
+            torch.cat([batch.of_prompts(whole.transpose(1, 2), prompts, own), mine[number]], 1)
+            for whole, prompts, mine in ((whole_key, k, own_k), (whole_value, v, own_v))
+        )
+        of_completions.append(_sdpa(own_q[number], k_all, v_all, attn_mask=mask, **options))
+    return batch.merge(of_prompts, of_completions, shape), None
 
-    def after_prompt(prompts: Tensor, own: Tensor) -> Tensor:  # -> [C, h, P + T, d]
-        return torch.cat([prefix.batch.of_prompt(prompts), own], 2)
 
-    (q, own_q), (k, own_k), (v, own_v) = split(query), split(key), split(value)
-    of_prompts = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
-    of_completions = scaled_dot_product_attention(
-        own_q, after_prompt(k, own_k), after_prompt(v, own_v), attn_mask=prefix.mask, **options
-    )
-    return prefix.batch.merge(of_prompts.transpose(1, 2), of_completions.transpose(1, 2), width), None
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Attention of [n, T, h, d] over [n, S, h, d]."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
 
 
 class Masks:
@@ -126,50 +159,71 @@ class Masks:
         self.dense = self.looks_ahead or self.window is not None
         self.kinds = sorted(kinds)
         plain = shared and not self.dense
+        hooked = use_prefix_attention(text, prefix_attention)
+        # whether prompts can be run apart from their completions: where the layers' attention is ours
+        self.apart = shared and hooked
         if attn == "flex_attention" and not plain:
             raise ConfigError(
                 f"model.attn = 'flex_attention' does not work for a {text.model_type}: its masks are those of sliding "
                 "windows or of images that look ahead, or its completions are laid out unshared; write auto or sdpa"
             )
-        self.blocks = use_prefix_attention(text, prefix_attention) and plain
+        self.blocks = hooked and plain
         self.flex = self.blocks and _flex_works(model, attn)
         self.rule = prepare_linear_layers(model) if shared else None
+
+    @property
+    def one_row(self) -> bool:
+        """Whether a pack is best one row: where what is masked costs nothing."""
+        return self.blocks
 
     @property
     def multiple(self) -> int:
         """What the width of a pack is rounded up to: few different widths, and whole blocks, for the kernel."""
         return BLOCK if self.flex else 1
 
-    def of_pack(self, pack: Pack) -> dict[str, Any]:
-        """Keyword arguments of the model's forward for a pack."""
+    def of_pack(
+        self, pack: Pack, keep_prompt: PromptState | None = None, prefixes: Prefixes | None = None
+    ) -> dict[str, Any]:
+        """Keyword arguments of the model's forward for a pack.
+
+        Of a prompt alone `keep_prompt` takes what its completions need; `prefixes` are what was kept of a pack's.
+        """
         if not self.shared:
             return {"attention_mask": (pack.segments != PADDING).long()}
+        states = {"keep_prompt": keep_prompt, "prefixes": prefixes}
+        given = {name: value for name, value in states.items() if value is not None}
         if not self.dense:
-            return self.of(pack.segments)
+            return self.of(pack.whole_segments, keep_prompt, prefixes) | given
+        before = 0 if prefixes is None else prefixes.width
         blocks = None
         if self.family is not None and self.looks_ahead:
             blocks = self.family.image_blocks(self.model, pack.input_ids)
+            blocks = pad(blocks, (before, 0), value=-1)
         windows = {kind: self.window if kind == SLIDING else None for kind in self.kinds or (SLIDING,)}
         made = {
-            kind: self._as_layers_take_it(attention_mask(pack.segments, blocks, window))
+            kind: self._as_layers_take_it(attention_mask(pack.whole_segments, blocks, window)[:, :, before:])
             for kind, window in windows.items()
         }
-        return {"attention_mask": made if self.kinds else made[SLIDING]}
+        return {"attention_mask": made if self.kinds else made[SLIDING]} | given
 
-    def of(self, segments: Tensor) -> dict[str, Any]:
-        """Keyword arguments of the model's forward for a pack's segments [B, N], where these say all."""
+    def of(
+        self, segments: Tensor, keep_prompt: PromptState | None = None, prefixes: Prefixes | None = None
+    ) -> dict[str, Any]:
+        """Keyword arguments of the model's forward for a pack's segments [B, K + N], where these say all."""
+        before = 0 if prefixes is None else prefixes.width
         if self.rule is None:
-            return self._of_attention(segments, None)
-        batch = completion_batch(segments)
-        return self._of_attention(segments, batch) | {"shared_state": SharedState(batch, self.rule)}
+            return self._of_attention(segments, None, before)
+        batch = completion_batch(segments, before)
+        shared = SharedState(batch, self.rule, keep_prompt, prefixes)
+        return self._of_attention(segments, batch, before) | {"shared_state": shared}
 
-    def _of_attention(self, segments: Tensor, batch: CompletionBatch | None) -> dict[str, Any]:
+    def _of_attention(self, segments: Tensor, batch: CompletionBatch | None, before: int) -> dict[str, Any]:
         if self.flex:
-            return {"flex": block_mask(segments), "attention_mask": unread_mask(segments.device)}
-        prefix = prefix_layout(segments, batch) if self.blocks else None
+            return {"flex": block_mask(segments, before), "attention_mask": unread_mask(segments.device)}
+        prefix = prefix_layout(segments, batch, before) if self.blocks else None
         if prefix is not None:
             return {"prefix": prefix, "attention_mask": unread_mask(segments.device)}
-        return {"attention_mask": self._as_layers_take_it(attention_mask(segments))}
+        return {"attention_mask": self._as_layers_take_it(attention_mask(segments)[:, :, before:])}
 
     def _as_layers_take_it(self, mask: Tensor) -> Tensor:
         """Eager adds its mask, sdpa selects by it."""

@@ -21,8 +21,11 @@ Cost = tuple[int, int]
 """Of a group: which update it belongs to, and how many tokens it has to run (0 when it is left out)."""
 
 
-def balanced(groups: Sequence[Group], cost: Callable[[Group], Cost], ranks: Ranks) -> list[Group]:
-    """This process's groups after the exchange, in the order of their slots. Collective."""
+def balanced(
+    groups: Sequence[Group], cost: Callable[[Group], Cost], ranks: Ranks, *, images: bool = False
+) -> list[Group]:
+    """This process's groups after the exchange, in the order of their slots; what moves keeps its `images` where asked
+    to. Collective."""
     if ranks.world == 1:
         return list(groups)
     shares = ranks.all_gather({g.slot: cost(g) for g in groups}, "loads")
@@ -35,7 +38,8 @@ def balanced(groups: Sequence[Group], cost: Callable[[Group], Cost], ranks: Rank
     parcels: list[list[Group]] = [[] for _ in range(ranks.world)]
     for group in groups:
         if group.slot in moves:
-            parcels[moves[group.slot]].append(replace(group, prompt=_bare(group.prompt), parts={}, extra={}))
+            prompt = _with_images_alone(group.prompt) if images else _bare(group.prompt)
+            parcels[moves[group.slot]].append(replace(group, prompt=prompt, parts={}, extra={}))
     received = [group for parcel in ranks.all_to_all(parcels, "groups") for group in parcel]
     kept = [g for g in groups if g.slot not in moves]
     return sorted([*kept, *received], key=lambda g: g.slot)
@@ -70,3 +74,9 @@ def plan_moves(loads: Sequence[Mapping[int, int]]) -> dict[int, int]:
 def _bare(prompt: Prompt) -> Prompt:
     """A prompt without what only engines and rewards look at."""
     return replace(prompt, sample=Sample(prompt.uid, ()), engine_prompt=EnginePrompt((), ()))
+
+
+def _with_images_alone(prompt: Prompt) -> Prompt:
+    """A prompt that can be laid out anew, without what only rewards look at."""
+    sample = replace(prompt.sample, images=prompt.engine_prompt.images, columns={}, row=None)
+    return replace(prompt, sample=sample)

@@ -1,87 +1,215 @@
-"""A pack's completions as a batch: rows of tokens cut into prompts and completions, and put together again.
+"""A pack's sequences as batches: its prompts and its completions, cut out of the rows and put together again.
 
 Layers that run a prompt once need both: attention (attention.py) to let each completion look at its prompt, layers
-with a recurrent state (linear_attention.py) to start each completion from it. Tensors here are [B, N, ...], one entry
-for each place of the pack's rows, as a model's layers have them.
+with a recurrent state (linear_attention.py) to start each completion from it. Sequences of like length share a batch,
+so that little of it is padding however ragged they are. Tensors here are [B, N, ...], one entry for each place of the
+pack's rows, as a model's layers have them; with prompts that are run apart (`Pack.prefixes`) they are [B, K + N, ...]
+where these are read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mm_grpo.learner.pack import PROMPT
+from mm_grpo.learner.pack import GROUP
+
+WASTE = 0.2
+"""Most of a batch's attention that may be spent on padding."""
+SMALL = 1 << 14
+"""Pairs of query and key that cost less than a batch of their own."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A batch of n sequences of a pack, the longest of S tokens; r prompts belong to them, the longest of P tokens.
+
+    `index` [n, S] are flat places in the pack's B * N tokens, 0 past the end of a shorter sequence; `kept` [M] the flat
+    places in [n, S] of those that are there and `places` [M] theirs in the pack. `lengths` [n] are the sequences' own,
+    `equal` says that they are alike. `prompts` [n] number the prompt of each in the pack, `rows` [n] among the r, of
+    which `prompt_index` [r, P] are the places, with those of prompts that are run apart; `prompt_lengths` [n] are the
+    tokens of each one's.
+    """
+
+    index: Tensor
+    kept: Tensor
+    places: Tensor
+    lengths: Tensor
+    equal: bool
+    prompts: Tensor
+    rows: Tensor
+    prompt_index: Tensor
+    prompt_lengths: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """[B, N, ...] to [n, S, ...]; past the end of a shorter sequence lies another token."""
+        return _gather(x, self.index)
 
 
 @dataclass(frozen=True)
 class CompletionBatch:
-    """Where the C completions of a pack's B rows lie, the longest of T tokens.
+    """The prompts and the completions of a pack, in batches; prompts are numbered in the order of theirs, those that
+    are run apart after those of the rows, in the order of `Pack.prefixes`.
 
-    `prompt` is the longest prompt, P tokens, and `lengths` [B] are those of all; `equal` says that they are alike.
-    `rows` [C] name each completion's row; `index` [C, T] are flat places in the B * N tokens (0 where a completion is
-    shorter than T), `kept` [M] the flat places in [C, T] of those that are there. `even` says that there is one row of
-    completions of one length without padding, where all of this is a matter of views.
+    `even` says that there is one row of one prompt, or none, and completions of one length, or none, without padding,
+    where all of this is a matter of views.
     """
 
-    prompt: int
-    lengths: Tensor
-    equal: bool
-    rows: Tensor
-    index: Tensor
-    kept: Tensor
+    prompts: tuple[Sequences, ...]
+    completions: tuple[Sequences, ...]
     even: bool
 
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, N, ...] to prompts [B, P, ...] and completions [C, T, ...]; past a shorter one lie other tokens."""
+    def split(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """[B, N, ...] to prompts [r, P, ...] and completions [c, T, ...], batch by batch."""
         if self.even:  # split, for its backward is one cat, where that of two slices is two zeroed copies
-            prompts, rest = x.split((self.prompt, x.shape[1] - self.prompt), 1)
-            return prompts, rest.squeeze(0).unflatten(0, tuple(self.index.shape))
-        flat = x.flatten(0, 1).index_select(0, self.index.flatten())
-        return x[:, : self.prompt], flat.unflatten(0, tuple(self.index.shape))
+            if not self.completions:
+                return [x], []
+            (own,) = self.completions
+            rest = x
+            if self.prompts:
+                length = self.prompts[0].index.shape[1]
+                prompts, rest = x.split((length, x.shape[1] - length), 1)
+            made = [rest.squeeze(0).unflatten(0, tuple(own.index.shape))]
+            return ([prompts] if self.prompts else []), made
+        return [each.of(x) for each in self.prompts], [each.of(x) for each in self.completions]
 
-    def merge(self, prompts: Tensor, completions: Tensor, width: int) -> Tensor:
-        """Prompts [B, P, ...] and completions [C, T, ...] to [B, N, ...] with N = `width`; padding is unspecified."""
-        flat = completions.flatten(0, 1)
+    def merge(self, prompts: Sequence[Tensor], completions: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        """Prompts [r, P, ...] and completions [c, T, ...] to [B, N, ...], with `shape` (B, N); padding is 0."""
         if self.even:
-            return torch.cat([prompts, flat[None]], 1)
-        # prompts first; places past a short prompt hold nonsense until the completions are laid over them
-        rest = prompts.new_zeros(len(prompts), width - self.prompt, *prompts.shape[2:])
-        out = torch.cat([prompts, rest], 1)
-        places = self.index.flatten().index_select(0, self.kept)
-        out = out.flatten(0, 1).index_copy(0, places, flat.index_select(0, self.kept))
-        whole: Tensor = out.unflatten(0, (len(prompts), width))
+            pieces = [*prompts, *(c.flatten(0, 1)[None] for c in completions)]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        batches, values = (*self.prompts, *self.completions), (*prompts, *completions)
+        flat = [
+            v.flatten(0, 1) if len(b.kept) == b.index.numel() else v.flatten(0, 1).index_select(0, b.kept)
+            for b, v in zip(batches, values, strict=True)
+        ]
+        out = values[0].new_zeros(shape[0] * shape[1], *values[0].shape[2:])
+        out = out.index_copy(0, torch.cat([b.places for b in batches]), torch.cat(flat))
+        whole: Tensor = out.unflatten(0, tuple(shape))
         return whole
 
-    def of_prompt(self, x: Tensor) -> Tensor:
-        """Of each completion what its prompt has: [B, ...] to [C, ...]."""
-        if len(x) == 1:  # backward of the view is one sum
-            return x.expand(len(self.rows), *x.shape[1:])
-        return x.index_select(0, self.rows)
+    def of_prompts(self, x: Tensor, prompts: Sequence[Tensor], own: Sequences) -> Tensor:
+        """The prompts' tokens of each completion of a batch: of [B, K + N, ...], cut into `prompts`, to [c, P, ...]."""
+        found = prompts[0] if _is_alone(prompts) else _gather(x, own.prompt_index)
+        return _repeated(found, own.rows)
+
+    def after_prompt(self, x: Tensor, own: Sequences) -> Tensor:
+        """What a prompt ends with, for each completion of a batch: by number of the prompt [R, ...] to [c, ...]."""
+        return _repeated(x, own.prompts)
 
 
-def completion_batch(segments: Tensor) -> CompletionBatch:
-    """The completions of a pack's segments [B, N] (see `pack.Pack`), which holds one at least."""
+def _is_alone(prompts: Sequence[Tensor]) -> bool:
+    """Whether batches of prompts [r, P, ...] hold one prompt."""
+    return len(prompts) == 1 and len(prompts[0]) == 1
+
+
+def completion_batch(segments: Tensor, before: int = 0) -> CompletionBatch:
+    """The batches of a pack's segments [B, K + N] (see `pack.Pack`), where the first K = `before` are of prompts that
+    are run apart."""
     device = segments.device
     segments = segments.cpu()  # many small questions
     rows, width = segments.shape
-    lengths = (segments == PROMPT).sum(1)
-    longest = int(lengths.max())
-    pairs = [(b, k) for b in range(rows) for k in range(1, int(segments[b].max()) + 1)]
-    places = [(segments[b] == k).nonzero()[:, 0] + b * width for b, k in pairs]
-    tokens = max(len(p) for p in places)
-    index = torch.zeros(len(pairs), tokens, dtype=torch.long)
-    real = torch.zeros(len(pairs), tokens, dtype=torch.bool)
-    for i, place in enumerate(places):
-        index[i, : len(place)] = place
-        real[i, : len(place)] = True
-    return CompletionBatch(
-        prompt=longest,
-        lengths=lengths.to(device),
-        equal=bool((lengths == longest).all()),
-        rows=torch.tensor([b for b, _ in pairs]).to(device),
+    changes = torch.ones(rows, width, dtype=torch.bool)
+    changes[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    starts = changes.flatten().nonzero()[:, 0]
+    lengths = torch.cat([starts[1:], starts.new_tensor([rows * width])]) - starts
+    kinds = segments.flatten()[starts]
+    is_prompt, is_completion = kinds % GROUP == 0, (kinds > 0) & (kinds % GROUP > 0)
+    groups = starts // width * GROUP + kinds // GROUP
+    place_of = {group: place for place, group in enumerate(groups[is_prompt].tolist())}
+    prompt_of = [place_of[group] for group in groups[is_completion].tolist()]
+    starts_of, lengths_of = starts[is_prompt], lengths[is_prompt]
+
+    apart = starts_of % width < before
+    inside, outside = ((~apart).nonzero()[:, 0], apart.nonzero()[:, 0])
+    batches = _batches([0] * len(inside), lengths_of[inside].tolist())
+    order = [int(inside[i]) for batch in batches for i in batch] + outside.tolist()
+    number = {i: place for place, i in enumerate(order)}
+    starts_of, lengths_of = starts_of[order], lengths_of[order]
+
+    def sequences(first: Tensor, count: Tensor, numbers: Tensor) -> Sequences:
+        own = first - before * (first // width + 1)  # among the B * N
+        return _sequences(own, count, numbers, starts_of, lengths_of, device)
+
+    cuts = torch.arange(len(inside)).split([len(batch) for batch in batches]) if batches else ()
+    prompts = [sequences(starts_of[own], lengths_of[own], own) for own in cuts]
+    numbers = torch.tensor([number[p] for p in prompt_of], dtype=torch.long)
+    own_starts, own_lengths = starts[is_completion], lengths[is_completion]
+    completions = [
+        sequences(own_starts[own], own_lengths[own], numbers[own])
+        for own in map(torch.tensor, _batches(lengths_of[numbers].tolist(), own_lengths.tolist()))
+    ]
+    held = (*prompts, *completions)
+    even = rows == 1 and len(inside) <= 1 and len(order) == 1 and len(completions) <= 1
+    even = even and sum(each.index.numel() for each in held) == width - before
+    even = even and all(each.equal for each in held)
+    return CompletionBatch(tuple(prompts), tuple(completions), even)
+
+
+def _batches(prompts: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Which sequences share a batch, by the lengths of their prompts and their own; in each they keep their order.
+
+    From the longest to the shortest, each goes to the first batch whose padding stays within `WASTE` or `SMALL`.
+    """
+    found: list[
+        tuple[list[int], int, int, int]
+    ] = []  # members, longest, longest prompt, pairs without padding
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], -prompts[i])):
+        pairs = lengths[i] * (prompts[i] + lengths[i])
+        for place, (members, longest, prompt, real) in enumerate(found):
+            prompt, real = max(prompt, prompts[i]), real + pairs
+            padded = (len(members) + 1) * longest * (prompt + longest)
+            if padded - real <= max(WASTE * padded, SMALL):
+                found[place] = ([*members, i], longest, prompt, real)
+                break
+        else:
+            found.append(([i], lengths[i], prompts[i], pairs))
+    return [sorted(members) for members, *_ in found]
+
+
+def _sequences(
+    starts: Tensor,
+    lengths: Tensor,
+    prompts: Tensor,
+    prompt_starts: Tensor,
+    prompt_lengths: Tensor,
+    device: torch.device,
+) -> Sequences:
+    """Sequences by their flat starts and lengths [n] and the numbers [n] of their prompts, whose own are [R]."""
+    index, real = _index(starts, lengths)
+    each, rows = prompts.unique(return_inverse=True)
+    return Sequences(
         index=index.to(device),
         kept=real.flatten().nonzero()[:, 0].to(device),
-        even=rows == 1 and index.numel() + longest == width,
+        places=index[real].to(device),
+        lengths=lengths.to(device),
+        equal=bool(real.all()),
+        prompts=prompts.to(device),
+        rows=rows.to(device),
+        prompt_index=_index(prompt_starts[each], prompt_lengths[each])[0].to(device),
+        prompt_lengths=prompt_lengths[prompts].to(device),
     )
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """The places `index` [n, S] of [B, N, ...]: [n, S, ...]."""
+    gathered: Tensor = x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, tuple(index.shape))
+    return gathered
+
+
+def _repeated(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows [n] of x: [r, ...] to [n, ...]."""
+    if len(x) == 1:  # backward of the view is one sum
+        return x.expand(len(rows), *x.shape[1:])
+    return x.index_select(0, rows)
+
+
+def _index(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Flat places [n, S] of sequences, 0 past the end of one, and which are there."""
+    place = torch.arange(int(lengths.max()))
+    real = place < lengths[:, None]
+    index: Tensor = (starts[:, None] + place) * real
+    return index, real

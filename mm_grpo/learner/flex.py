@@ -2,9 +2,9 @@
 
 The kernel takes the mask in two forms. `mask_mod` decides each pair of places; the block table says which
 squares of 128 x 128 hold any legal pair, and which hold no other. The table is made from the smallest and largest
-segment of each block, without looking at pairs, so it costs (N / 128)^2 and not N^2; a square that it wrongly takes
-for mixed costs time, never correctness. Both go through checkpointed layers as arguments, so a recomputation has
-the mask of the first pass.
+segment of each block, of all its tokens and of those of prompts, without looking at pairs, so it costs (N / 128)^2 and
+not N^2; a square that it wrongly takes for mixed costs time, never correctness. Both go through checkpointed layers as
+arguments, so a recomputation has the mask of the first pass.
 
 The kernel is compiled four times for a model: for one row and for several, with gradients and without. All
 else is made alike before it is called (`attend`): whole blocks, two at least; all of query, key and value
@@ -27,31 +27,43 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from mm_grpo.learner.pack import PADDING, PROMPT, attention_mask
+from mm_grpo.learner.pack import GROUP, PADDING, attention_mask, prompt_of
 
 BLOCK = 128
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest distance from plain attention, as a share of the norm, that counts as rounding (TF32 included)."""
 
 
-def block_mask(segments: Tensor) -> BlockMask:
-    """The mask of a pack's segments [B, N] (see `pack.attention_mask`), padded to whole blocks and two at least."""
+def block_mask(segments: Tensor, before: int = 0) -> BlockMask:
+    """The mask of a pack's segments [B, N] (see `pack.attention_mask`), padded to whole blocks and two at least.
+
+    The first `before`, whole blocks, are keys of prompts that are run apart; what is asked there is not looked at, so
+    that each of these blocks sees itself alone.
+    """
     width = segments.shape[1]
     blocks = max(-(-width // BLOCK), 2)  # what is compiled for one block is compiled for no other number
     padded = torch.nn.functional.pad(segments, (0, blocks * BLOCK - width), value=PADDING)
     tiles = padded.unflatten(1, (blocks, BLOCK))
-    prompt = tiles == PROMPT
-    # completions of a block: the smallest and the largest number, which overlap where two blocks share one
-    low = tiles.masked_fill(tiles <= PROMPT, torch.iinfo(tiles.dtype).max).amin(-1)
-    high = tiles.amax(-1)
+    most = torch.iinfo(tiles.dtype).max
+    is_prompt, groups = tiles % GROUP == 0, prompt_of(tiles)
+    # smallest and largest of a block: its segments, the groups of its tokens, and the groups that its prompts are of;
+    # they never decrease along a row, so what two blocks share is where these overlap
+    low, high = tiles.masked_fill(tiles == PADDING, most).amin(-1), tiles.amax(-1)
+    first, last = prompt_of(low), prompt_of(high)
+    prompt_low = groups.masked_fill(~is_prompt, most).amin(-1)
+    prompt_high = groups.masked_fill(~is_prompt, PADDING).amax(-1)
     shared = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
+    sees = (first[:, :, None] <= prompt_high[:, None]) & (prompt_low[:, None] <= last[:, :, None])
     place = torch.arange(blocks, device=segments.device)
-    before, own = place[:, None] > place, place[:, None] == place
-    some = own | (before & (prompt.any(-1)[:, None] | shared))
-    # nothing to decide: a block of prompt alone, or one completion in both
-    one = (tiles == high[:, :, None]).all(-1) & (high > PROMPT)
-    same = (one[:, :, None] & one[:, None]) & (high[:, :, None] == high[:, None])
-    every = before & (prompt.all(-1)[:, None] | same)
+    earlier, own = place[:, None] > place, place[:, None] == place
+    asked = place[:, None] >= before // BLOCK
+    some = own | (earlier & (shared | sees) & asked)
+    # nothing to decide: keys of one prompt alone and queries of its group alone, or one completion in both
+    one = (tiles == high[:, :, None]).all(-1) & (high > PADDING)
+    of_group = (groups == last[:, :, None]).all(-1) & (high > PADDING)
+    same = high[:, :, None] == high[:, None]
+    from_prompt = is_prompt.all(-1)[:, None] & (last[:, :, None] == high[:, None])
+    every = earlier & asked & one[:, None] & ((one[:, :, None] & same) | (of_group[:, :, None] & from_prompt))
     return BlockMask.from_kv_blocks(
         *_table(some & ~every),
         *_table(some & every),
@@ -89,10 +101,13 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
     """
     width = 430
     segments = torch.full((2, width), PADDING)
-    # squares decided by the prompt, by two completions that meet in one, and by one completion over three blocks
-    for row, lengths in enumerate([(150, 40, 1, 70, 9), (100, 28, 300)]):
-        known = torch.tensor([k for k, n in enumerate(lengths) for _ in range(n)])
-        segments[row, : len(known)] = known
+    # squares decided by the prompt, by two completions that meet in one, by one completion over three blocks, and by
+    # two groups in a row
+    for row, groups in enumerate([((150, 40, 1), (20, 50, 9)), ((100, 28, 300),)]):
+        known = [
+            g * GROUP + k for g, lengths in enumerate(groups) for k, n in enumerate(lengths) for _ in range(n)
+        ]
+        segments[row, : len(known)] = torch.tensor(known)
     segments = segments.to(device)
     generator = torch.Generator().manual_seed(0)
     inputs = [
@@ -148,9 +163,11 @@ def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
 
 
 def _mask_mod(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    prompts = prompt_of(segments)
+
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         key = segments[b, k]
-        legal = (k <= q) & (key != PADDING) & ((key == PROMPT) | (key == segments[b, q]))
+        legal = (k <= q) & (key != PADDING) & ((key == prompts[b, q]) | (key == segments[b, q]))
         return legal | (k == q)  # padding attends to itself, for a softmax over nothing is NaN
 
     return allowed

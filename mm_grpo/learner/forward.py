@@ -4,7 +4,10 @@ Everything that carries gradients happens inside this forward, so that a data-pa
 module and gradients become ready in one order for every pack. A pack without images runs a blank image
 through the vision tower and adds 0 times its features: the tower's parameters then get zero
 gradients at the same moment at which others get theirs. So does a pack whose images another one completes
-(image_features.py).
+(image_features.py). Where no optimizer looks at the order (`blank_images` false) both are left out.
+
+A prompt that several packs go on from is run ahead of the first of them (prompt_states.py), and its end is given in
+the place of a pack.
 """
 
 from __future__ import annotations
@@ -13,15 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mm_grpo.learner.attention import Masks
 from mm_grpo.learner.image_features import KeptFeatures, SharedFeatures, zero_of_blank
 from mm_grpo.learner.logprobs import CHUNK_BYTES, token_logprobs
-from mm_grpo.learner.pack import Pack
+from mm_grpo.learner.pack import Pack, prompt_pack
+from mm_grpo.learner.prompt_states import Prefixes, PromptEnd, PromptState, PromptStates
 from mm_grpo.learner.transformers_patches import features_for_pixels
 from mm_grpo.learner.vision_attention import patch_vision_tower
 from mm_grpo.processors.family import Family
+from mm_grpo.types import Prompt
 
 
 class PackForward(nn.Module):
@@ -50,36 +56,68 @@ class PackForward(nn.Module):
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
         self.features: KeptFeatures | SharedFeatures | None = None  # set for passes that share them
+        self.prompts: PromptStates | None = None  # as well, where packs go on from prompts that are run apart
+        self.blank_images = True  # false where no optimizer looks at the order of gradients
         self.masks = Masks(model, attn, family=family, shared=shared)
         patch_vision_tower(family.tower(model))
 
-    def forward(self, pack: Pack) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [M] and entropies [M] of the pack's completion tokens, in the pack's order."""
+    def forward(self, pack: Pack | PromptEnd) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [M] and entropies [M] of the pack's completion tokens, in the pack's order.
+
+        Of a prompt's end both are the scalar 0 whose backward is that of the prompt.
+        """
+        head = self.family.head(self.model).weight
+        if isinstance(pack, PromptEnd):
+            assert self.prompts is not None
+            tied = head is self.model.get_input_embeddings().weight  # which the prompt reaches as it is
+            end = self.prompts.joined(pack.prompt, None if tied else head)
+            return end, end
         pack = pack.to(self.model.device)
-        with self._inputs(pack) as inputs:
-            hidden = self.family.hidden_states(
-                self.model,
-                **inputs,
-                **self.masks.of_pack(pack),
-                position_ids=pack.position_ids,
-                use_cache=False,
-            )
-        states = hidden.flatten(0, 1).index_select(0, pack.sources)
+        prefixes = self._prefixes(pack)
+        states = self._hidden_states(pack, prefixes=prefixes).flatten(0, 1)
+        if prefixes is not None:
+            states = torch.cat([states, *(state.last for state in prefixes.states)])
         return token_logprobs(
-            states,
-            self.family.head(self.model).weight,
+            states.index_select(0, pack.sources),
+            head,
             pack.targets,
             temperature=self.temperature,
             banned=self.media_token_ids,
             chunk_bytes=self.chunk_bytes,
         )
 
+    def _hidden_states(self, pack: Pack, **states: Any) -> Tensor:
+        """The last hidden states [B, N, D] of a pack."""
+        with self._inputs(pack) as inputs:
+            return self.family.hidden_states(
+                self.model,
+                **inputs,
+                **self.masks.of_pack(pack, **states),
+                position_ids=pack.position_ids,
+                use_cache=False,
+            )
+
+    def _prefixes(self, pack: Pack) -> Prefixes | None:
+        """What is kept of the prompts that the pack goes on from; None where there are none."""
+        if not pack.prefixes:
+            return None
+        assert self.prompts is not None and pack.prefix_segments is not None
+        states = self.prompts.of([p for row in pack.prefixes for p in row], self._run_prompt)
+        return Prefixes(states, [len(row) for row in pack.prefixes], pack.prefix_segments.shape[1])
+
+    def _run_prompt(self, prompt: Prompt) -> PromptState:
+        pack = prompt_pack(prompt, self.masks.multiple).to(self.model.device)
+        state = PromptState(len(prompt.token_ids))
+        states = self._hidden_states(pack, keep_prompt=state).flatten(0, 1)
+        state.last = states.index_select(0, pack.sources)
+        return state
+
     @contextmanager
     def _inputs(self, pack: Pack) -> Iterator[dict[str, Any]]:
         """The tokens with their images: as pixels, or as features that passes or packs share."""
         family, model = self.family, self.model
         inputs: dict[str, Any] = {"input_ids": pack.input_ids}
-        if not pack.pictured and not family.tower_is_frozen(model):
+        if not pack.pictured and self.blank_images and not family.tower_is_frozen(model):
             yield {"inputs_embeds": self._embeds_touched_by_blank(pack.input_ids)}
         elif pack.pictured and self.features is not None:
             features = self.features

@@ -52,14 +52,16 @@ class SharedFeatures:
     without gradients in the first of them, and the others take these features. Where the tower is trained, the packs
     before the last leave the gradients of its features here, and the last encodes it again, with gradients, to which
     it adds those. So each pack's backward goes through the tower once, at the same point of it: through images that
-    are complete, or through a blank one times 0. ZeRO-2 needs that (see forward.py). `encoded` counts images
-    that went through the tower, without blank ones.
+    are complete, or through a blank one times 0. ZeRO-2 needs that (see forward.py); without `blanks` none is
+    run. `encoded` counts images that went through the tower, without blank ones.
     """
 
-    def __init__(self, model: Any, family: Family, packs: Iterable[Sequence[Pictured]]) -> None:
+    def __init__(
+        self, model: Any, family: Family, packs: Iterable[Sequence[Pictured]], *, blanks: bool = True
+    ) -> None:
         self.model, self.family = model, family
         self.trained = not family.tower_is_frozen(model)
-        self.blank = family.blank(model) if self.trained else {}
+        self.blank = family.blank(model) if self.trained and blanks else {}
         self.encoded = 0
         self._left = Counter(number for prompts in packs for number in {id(p) for p in prompts})
         self._kept: dict[int, VisionFeatures] = {}
@@ -76,7 +78,7 @@ class SharedFeatures:
             waiting = [p for p in each.values() if id(p) not in found]
             self._keep(waiting)
             found |= {id(p): self._leaves(id(p)) for p in waiting}
-            if not complete:
+            if not complete and self.blank:
                 found[id(waiting[0])] = self._touched_by_blank(found[id(waiting[0])])
         else:
             self._keep(list(each.values()))

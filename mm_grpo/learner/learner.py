@@ -8,15 +8,15 @@ advantage when neither penalty nor bonus needs them.
 
 Each process is given the groups of its own slots, and hands some on where another has less to do
 (balance.py). What an update depends on is computed over all of them: denominators, whether there is anything
-to do, and the number of packs, for every process makes the same number of backward passes; one with fewer
-packs runs packs of weight 0. So the number of processes changes the time of an update and not the update.
+to do, and the number of backward passes, through packs and through prompts that several packs share, for every
+process makes as many; one with fewer runs packs of weight 0. So the number of processes changes the time of an
+update and not the update.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.balance import balanced
 from mm_grpo.learner.forward import PackForward
-from mm_grpo.learner.image_features import KeptFeatures, SharedFeatures
+from mm_grpo.learner.image_features import KeptFeatures
 from mm_grpo.learner.lora import has_adapters, merge_lost, merged_tensors, save_adapter, without_adapters
 from mm_grpo.learner.loss import LossInputs, pack_loss
 from mm_grpo.learner.memory import device_memory, largest_pack, memory_of_run, memory_sentence
@@ -41,20 +41,25 @@ from mm_grpo.learner.minibatch import (
     Minibatch,
     group_cost,
     make_minibatches,
-    split_by_completion,
 )
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
-from mm_grpo.learner.pack import Item, Pack, dummy_pack, layout, pictured_of, plan
+from mm_grpo.learner.pack import Item, Pack, dummy_pack, plan
+from mm_grpo.learner.pass_of_packs import PassOfPacks
+from mm_grpo.learner.perception import MaskedPrompts, own_tokens, with_masked
 from mm_grpo.learner.reference import MovingReference, load_reference_model
+from mm_grpo.learner.score import logprobs_and_entropies, score, wrap_model
 from mm_grpo.learner.step_report import (
     LearnerReport,
     LossStatistics,
     PackStatistics,
     gap_metrics,
+    gaps_by_version,
     update_metrics,
 )
+from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.processors.base import Layout, Processor
+from mm_grpo.timing import span
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
 
@@ -82,7 +87,7 @@ class Learner:
                 f"model.path = '{config.model.path}': every parameter is frozen, so no update can happen; unfreeze "
                 "some (model.freeze_vision, or requires_grad of the model that you passed in)"
             )
-        self.model, self.processor, self.config = model, processor, config
+        self.model, self.processor, self.config = model, processor, config.with_correction()
         self._shared = processor.layout == "shared_prefix"
         self.ranks = ranks or Ranks()
         # adapters, say, start from each process's random numbers
@@ -100,7 +105,12 @@ class Learner:
         self.moving = MovingReference(self.reference.model) if moves and self.reference is not None else None
         self.module = self._wrap(model)
         self.optimizer = _make_optimizer(self.module, config, total_updates, self.ranks)
+        tower = {id(p) for p in processor.family.tower(model).parameters()}
+        others = any(p.requires_grad and id(p) not in tower for p in model.parameters())
+        # where the tower alone is trained, the loss of a text has no gradient but through a blank image
+        self.module.blank_images = self.optimizer.reads_order or not others
         self._features: KeptFeatures | None = None
+        self._masked: MaskedPrompts | None = None
         self._work = PackStatistics()
 
     def update(self, groups: Sequence[Group]) -> LearnerReport:
@@ -108,7 +118,11 @@ class Learner:
 
         The report is that of the whole step, equal on every process.
         """
-        groups = balanced(groups, partial(group_cost, config=self.config, shared=self._shared), self.ranks)
+        cost = partial(group_cost, config=self.config, shared=self._shared)
+        perceives = self.config.algorithm.perception_coef > 0
+        groups = balanced(groups, cost, self.ranks, images=perceives)
+        ratio = self.config.algorithm.perception_mask_ratio
+        self._masked = MaskedPrompts(groups, self.processor, ratio) if perceives else None
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
         self._keep_features(len(minibatches))
         logprobs = LogProbs([c.logprobs for g in groups for c in g.completions])
@@ -123,17 +137,24 @@ class Learner:
             for minibatch in minibatches:
                 updates.append(self._update_on(minibatch, logprobs, statistics))
             logprobs.old = {**logprobs.first, **logprobs.old}
-        return self._report(statistics, updates, logprobs)
+        versions = [tuple({v for _, v in c.weight_versions}) for g in groups for c in g.completions]
+        return self._report(statistics, updates, logprobs, versions)
 
     def reference_logprobs(
         self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
     ) -> list[list[list[float]]]:
         """Log-probs [T] of each prompt's completions under the reference policy, as sampled (mask, temperature)."""
-        given = [(number, p, c) for number, (p, ours) in enumerate(answered) for c in ours]
-        items = [Item(i, number, p, c.token_ids, tail=c.tail) for i, (number, p, c) in enumerate(given)]
-        found = self._under_reference(items)
-        values = (found[i].tolist() for i in range(len(items)))
-        return [[next(values) for _ in ours] for _, ours in answered]
+        return self._answered(answered, self._under_reference)
+
+    def current_logprobs(
+        self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
+    ) -> list[list[list[float]]]:
+        """The same under the present weights. Collective. What it runs is not counted as work of the step."""
+        work, self._work = self._work, PackStatistics()
+        try:
+            return self._answered(answered, lambda items: self._run(items, self.module)[0])
+        finally:
+            self._work = work
 
     def refresh_reference(self) -> None:
         """Move the reference policy: `ref_model_mixup_alpha` of the present weights, the rest its own."""
@@ -149,19 +170,16 @@ class Learner:
         Over the whole vocabulary at temperature 1, as an engine's `score`; with `as_sampled`, over the
         distribution that training samples from (media tokens masked, at the training temperature).
         """
-        items = [Item(i, 0, prompt, tuple(ids)) for i, ids in enumerate(completions)]
-        module = self._wrap(self.model)
-        if not as_sampled:
-            module.media_token_ids, module.temperature = [], 1.0
-        packs = (self._layout(rows) for rows in self._plan(items))
-        found = _logprobs_and_entropies(module, packs)[0]
-        return [found[i].tolist() for i in range(len(items))]
+        return score(self.model, self.processor, self.config, prompt, completions, as_sampled=as_sampled)
 
     def memory_sentence(self) -> str:
         """What this process will hold of its device's memory, estimated from the sizes of the model; "" if unknown."""
         reference = self.reference.model if self.reference is not None else None
         second = reference if reference is not self.model else None
-        estimate = memory_of_run(self.model, self.config, self.ranks.world, self.checkpointing, second)
+        world, pixels = self.ranks.world, self.processor.max_pixels
+        estimate = memory_of_run(
+            self.model, self.config, world, self.checkpointing, second, image_pixels=pixels
+        )
         if estimate is None:
             return ""
         available, tokens = device_memory(self.model.device), largest_pack(self.config, self.ranks.world)
@@ -174,7 +192,7 @@ class Learner:
     def save(self, path: str | Path) -> None:
         """Write weights (adapters merged), config, processor and chat template: a folder that loads without us."""
         own = {"state_dict": dict(merged_tensors(self.model))} if has_adapters(self.model) else {}
-        self.model.save_pretrained(str(path), **own)
+        save_pretrained(self.model, path, **own)
         self.processor.save(path)
 
     def save_adapter(self, path: str | Path) -> None:
@@ -194,23 +212,39 @@ class Learner:
         statistics.count(sum(len(i.token_ids) for i in minibatch.items if i.counts))
         inputs, chosen = self._top_entropy(minibatch)
         with self.ranks.fail_together("planning packs"):
-            planned = self._plan(minibatch.live)
-        count = self.ranks.max(len(planned), "packs")
+            planned = run = self._plan(minibatch.live, copies=2 if self._masked is not None else 1)
+            if self._masked is not None:
+                run = [self._masked.with_twins(rows) for rows in planned]
+        whole = self._pass(self.module, run)
+        count = self.ranks.max(whole.backwards, "packs")
         if count == 0:
             return self.optimizer.skip()
-        before = statistics.live_tokens
-        with self._shared_features(self.module, planned):
-            for number, pack in enumerate(self._packs(planned), start=1):
-                logp, entropy = self.optimizer.forward(pack)
-                logprobs.add_first(pack, logp)
-                tokens = logprobs.pack_tokens(pack, logp, entropy, chosen)
+        before, number = statistics.live_tokens, 0
+        with whole:
+            for rows, pack in zip(planned, whole.packs(), strict=True):
+                with span("forward", device=True):
+                    logp, entropy = self.optimizer.forward(pack)
+                own = own_tokens(pack, rows)  # all of them, but with masked twins
+                own_logp, masked_logp = logp.tensor_split([len(own.completion_index)])
+                logprobs.add_first(own, own_logp)
+                own_entropy = entropy[: len(own_logp)]
+                tokens = logprobs.pack_tokens(own, own_logp, own_entropy, chosen, minibatch.advantages)
+                if self._masked is not None:
+                    tokens = with_masked(tokens, rows, masked_logp)
                 loss = pack_loss(self.config.algorithm, inputs, tokens, statistics)
-                self.optimizer.backward(loss, last=number == count)
-        for number in range(len(planned) + 1, count + 1):
+                with span("backward", device=True):
+                    number += 1
+                    self.optimizer.backward(loss, last=number == count)
+                    for end in whole.ended(pack):
+                        number += 1
+                        self.optimizer.backward(self.optimizer.forward(end)[0], last=number == count)
+        while number < count:
+            number += 1
             logp, entropy = self.optimizer.forward(self._dummy_pack())
             self.optimizer.backward((logp + entropy).sum() * 0.0, last=number == count)
         live = self.ranks.sum({"live": statistics.live_tokens - before}, "live tokens")
-        return self.optimizer.apply(int(live["live"]))
+        with span("optimizer", device=True):
+            return self.optimizer.apply(int(live["live"]))
 
     def _top_entropy(self, minibatch: Minibatch) -> tuple[LossInputs, ByCompletion | None]:
         """Which tokens the loss is restricted to, 1 or 0 by completion; None where it takes all.
@@ -232,29 +266,48 @@ class Learner:
         return replace(inputs, tokens=int(chosen.sum())), dict(zip(entropies, cuts, strict=True))
 
     def _report(
-        self, statistics: LossStatistics, updates: list[UpdateRecord], logprobs: LogProbs
+        self,
+        statistics: LossStatistics,
+        updates: list[UpdateRecord],
+        logprobs: LogProbs,
+        versions: Sequence[tuple[int, ...]],
     ) -> LearnerReport:
         """The step's metrics over all processes; forgets what was kept for the step. Collective."""
         statistics.sums = self.ranks.sum(statistics.sums, "loss")
         work, self._work = self._work, PackStatistics()
         work.images += self._features.encoded if self._features is not None else 0
         self._use_features(None)
+        self._masked = None
         metrics = {
             **statistics.metrics(len(updates)),
             **update_metrics(updates),
             **work.metrics(self.ranks, self.config.optim.max_tokens_per_pack),
             **gap_metrics(logprobs.engine, logprobs.old, self.ranks),
         }
-        return LearnerReport(metrics, updates)
+        gaps = gaps_by_version(logprobs.engine, logprobs.old, versions, self.ranks)
+        return LearnerReport(metrics, updates, gaps)
 
     # passes without gradients ----------------------------------------------------------------
 
+    def _answered(
+        self,
+        answered: Sequence[tuple[Prompt, Sequence[Completion]]],
+        logprobs: Callable[[Sequence[Item]], ByCompletion],
+    ) -> list[list[list[float]]]:
+        given = [(number, p, c) for number, (p, ours) in enumerate(answered) for c in ours]
+        items = [Item(i, number, p, c.token_ids, tail=c.tail) for i, (number, p, c) in enumerate(given)]
+        found = logprobs(items)
+        values = (found[i].tolist() for i in range(len(items)))
+        return [[next(values) for _ in ours] for _, ours in answered]
+
     def _run(self, items: Sequence[Item], module: PackForward) -> tuple[ByCompletion, ByCompletion]:
         """Log-probabilities [T] and entropies [T] of each completion under `module`, counted as work of the step."""
-        with self.ranks.fail_together("a pass without gradients"):
-            planned = self._plan(items)
-            with self._shared_features(module, planned):
-                return _logprobs_and_entropies(module, self._packs(planned))
+        with (
+            span("pass without gradients", device=True),
+            self.ranks.fail_together("a pass without gradients"),
+            self._pass(module, self._plan(items)) as whole,
+        ):
+            return logprobs_and_entropies(module, whole.packs())
 
     def _under_reference(self, items: Sequence[Item]) -> ByCompletion:
         """Log-probabilities [T] of each completion under the reference policy."""
@@ -279,62 +332,28 @@ class Learner:
         ):  # else its tower is another
             self.reference.features = features
 
-    @contextmanager
-    def _shared_features(
-        self, module: PackForward, planned: Sequence[Sequence[Sequence[Item]]]
-    ) -> Iterator[None]:
-        """Let the packs of one pass share image features, where those are not kept for the whole step."""
-        if module.features is not None:
-            yield
-            return
-        pictured = ([one for row in rows for one in pictured_of(row)] for rows in planned)
-        module.features = shared = SharedFeatures(module.model, self.processor.family, pictured)
-        try:
-            yield
-        finally:
-            module.features = None
-            self._work.images += shared.encoded
-
     # packs -----------------------------------------------------------------------------------
 
     def _wrap(self, model: Any) -> PackForward:
-        return PackForward(
-            model,
-            family=self.processor.family,
-            media_token_ids=self.processor.media_token_ids,
-            temperature=self.config.rollout.temperature,
-            attn=self.config.model.attn,
+        return wrap_model(model, self.processor, self.config)
+
+    def _plan(self, items: Sequence[Item], copies: int = 1) -> list[list[list[Item]]]:
+        masks = self.module.masks
+        return plan(
+            items,
+            self.config.optim.max_tokens_per_pack,
+            masks.multiple,
             shared=self._shared,
+            copies=copies,
+            one_row=masks.one_row,
+            apart=masks.apart,
         )
 
-    def _plan(self, items: Sequence[Item]) -> list[list[list[Item]]]:
-        tokens, multiple = self.config.optim.max_tokens_per_pack, self.module.masks.multiple
-        return plan(items, tokens, multiple, shared=self._shared)
-
-    def _layout(self, rows: Sequence[Sequence[Item]]) -> Pack:
-        return layout(rows, self.processor.media_token_ids, self.module.masks.multiple)
-
-    def _packs(self, planned: Sequence[Sequence[Sequence[Item]]]) -> Iterator[Pack]:
-        """The packs of a plan, laid out one at a time and counted as work of the step."""
-        for rows in planned:
-            pack = self._layout(rows)
-            self._work.add(pack, rows)
-            yield pack
+    def _pass(self, module: PackForward, planned: Sequence[Sequence[Sequence[Item]]]) -> PassOfPacks:
+        return PassOfPacks(module, planned, self.processor.media_token_ids, self._work)
 
     def _dummy_pack(self) -> Pack:
         return dummy_pack(min(self.processor.stop_token_ids), self.processor.family.position_axes)
-
-
-def _logprobs_and_entropies(module: PackForward, packs: Iterable[Pack]) -> tuple[ByCompletion, ByCompletion]:
-    """Log-probabilities [T] and entropies [T] of each completion of some packs, without gradients."""
-    logps: ByCompletion = {}
-    entropies: ByCompletion = {}
-    with torch.no_grad():
-        for pack in packs:
-            order = pack.completion_index.tolist()
-            for found, values in zip((logps, entropies), module(pack), strict=True):
-                found |= split_by_completion(values, order)
-    return logps, entropies
 
 
 def _with_checkpointing(model: Any, config: GRPOConfig) -> bool:

@@ -1,9 +1,9 @@
 """Linear attention over shared-prefix rows: a prompt is run once, and each completion goes on from its state.
 
 A layer of gated delta rule (Yang et al. 2024, arXiv:2412.06464), as Qwen3.5 has it, hands two things from token to
-token: the last inputs of a short causal convolution, and a matrix [keys, values] for each head. Here prompts are one
-batch and completions another, which starts from what its prompts end with. So the result is that of prompt +
-completion in one sequence, for outputs and gradients. All else in the layer looks at one token at a time.
+token: the last inputs of a short causal convolution, and a matrix [keys, values] for each head. Here prompts run in
+batches of their own and completions in others, which start from what their prompts end with. So the result is that of
+prompt + completion in one sequence, for outputs and gradients. All else in the layer looks at one token at a time.
 
 What the layers are, and how they come to call `shared_state_forward`, is in transformers_patches.py. The rule itself is
 transformers' own in torch; on a GPU in bfloat16 the kernel of flash-linear-attention is taken where it is installed,
@@ -26,8 +26,9 @@ from torch.nn.functional import conv1d, pad, softplus
 from transformers.activations import ACT2FN
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.completion_batch import CompletionBatch
+from mm_grpo.learner.completion_batch import CompletionBatch, Sequences
 from mm_grpo.learner.flex import LIMITS
+from mm_grpo.learner.prompt_states import Prefixes, PromptState
 from mm_grpo.learner.transformers_patches import Rule, fla_rule, torch_rule, use_shared_state
 
 logger = logging.getLogger("mm_grpo")
@@ -35,10 +36,15 @@ logger = logging.getLogger("mm_grpo")
 
 @dataclass(frozen=True)
 class SharedState:
-    """What a layer needs to know of a pack: where its completions lie, and which function runs the rule."""
+    """What a layer needs to know of a pack: where its completions lie, and which function runs the rule.
+
+    Of a prompt alone `keep_prompt` takes the states after it; `prefixes` hold those of prompts that are run apart.
+    """
 
     batch: CompletionBatch
     rule: Rule
+    keep_prompt: PromptState | None = None
+    prefixes: Prefixes | None = None
 
 
 def shared_state_forward(layer: Any, hidden: Tensor, shared: SharedState) -> Tensor:
@@ -50,22 +56,44 @@ def shared_state_forward(layer: Any, hidden: Tensor, shared: SharedState) -> Ten
     (mixed, own_mixed), (beta, own_beta), (decay, own_decay) = (
         batch.split(x) for x in (layer.in_proj_qkv(hidden), beta, decay)
     )
-    context = layer.conv_kernel_size - 1
-    mixed = pad(mixed, (0, 0, context, 0))
-    if batch.equal:
-        tail = mixed[:, batch.prompt :]
-    else:
-        # what stands behind a shorter prompt leaves the state as it is: it decays nothing and writes nothing
-        behind = torch.arange(batch.prompt, device=hidden.device) >= batch.lengths[:, None]
-        beta, decay = (x.masked_fill(behind[:, :, None], 0.0) for x in (beta, decay))
-        places = batch.lengths[:, None] + torch.arange(context, device=hidden.device)
-        tail = mixed.take_along_dim(places[:, :, None], 1)
-    out, state = _apply(layer, mixed, decay, beta, None, shared.rule)
-    own_mixed = torch.cat([batch.of_prompt(tail), own_mixed], 1)
-    own, _ = _apply(layer, own_mixed, own_decay, own_beta, batch.of_prompt(state), shared.rule)
-    heads = batch.merge(out, own, hidden.shape[1]).reshape(-1, layer.head_v_dim)
+    ran = [
+        _run_prompts(layer, prompts, values, forgets, writes, shared.rule)
+        for prompts, values, forgets, writes in zip(batch.prompts, mixed, decay, beta, strict=True)
+    ]
+    outs = [out for out, _, _ in ran]
+    ends = [(state, tail) for _, state, tail in ran]
+    if shared.keep_prompt is not None:
+        shared.keep_prompt.keep(layer.layer_idx, lambda: ends[0])
+    if shared.prefixes is not None:
+        ends += shared.prefixes.pairs(layer.layer_idx)
+    state, tail = (torch.cat([each[part] for each in ends]) for part in (0, 1))
+    own_outs = []
+    for own, values, forgets, writes in zip(batch.completions, own_mixed, own_decay, own_beta, strict=True):
+        values = torch.cat([batch.after_prompt(tail, own), values], 1)
+        own_outs.append(
+            _apply(layer, values, forgets, writes, batch.after_prompt(state, own), shared.rule)[0]
+        )
+    heads = batch.merge(outs, own_outs, hidden.shape[:2]).reshape(-1, layer.head_v_dim)
     result: Tensor = layer.out_proj(layer.norm(heads, gate).reshape(*hidden.shape[:2], -1))
     return result
+
+
+def _run_prompts(
+    layer: Any, prompts: Sequences, mixed: Tensor, decay: Tensor, beta: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch of prompts: values [r, P, H, dv], the states after them, and the convolution's last inputs [r, K - 1]."""
+    context = layer.conv_kernel_size - 1
+    mixed = pad(mixed, (0, 0, context, 0))
+    if prompts.equal:
+        tail = mixed[:, prompts.index.shape[1] :]
+    else:
+        # what stands behind a shorter prompt leaves the state as it is: it decays nothing and writes nothing
+        behind = torch.arange(prompts.index.shape[1], device=mixed.device) >= prompts.lengths[:, None]
+        beta, decay = (x.masked_fill(behind[:, :, None], 0.0) for x in (beta, decay))
+        places = prompts.lengths[:, None] + torch.arange(context, device=mixed.device)
+        tail = mixed.take_along_dim(places[:, :, None], 1)
+    out, state = _apply(layer, mixed, decay, beta, None, rule)
+    return out, state, tail
 
 
 def _apply(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,34 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
+def checked_merge(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The `tensors` of a merged model; ValueError at one that is not the base with peft's own delta, rounded once.
+
+    Half a unit in the last place is 2^-9 of a bfloat16 number and 2^-24 of a float32 one, whose sums differ besides.
+    """
+    layers = {f"{name}.weight": layer for name, layer in _layers(model)}
+    own = {n: p for n, p in model.named_parameters(remove_duplicate=False) if ".lora_" not in n}
+    for name, tensor in tensors:
+        if name in layers:
+            layer = layers[name]
+            delta = layer.get_delta_weight(ADAPTER).detach().float()
+            wanted = layer.base_layer.weight.detach().float() + delta
+            step = 2.0**-8 if tensor.dtype == torch.bfloat16 else 1e-5
+            allowed = step * wanted.abs() + 1e-6 * (1 + delta.abs().max())
+            right = bool(((tensor.float() - wanted).abs() <= allowed).all())
+        else:
+            kept = own.get(name, own.get(_in_base(name)))
+            right = kept is not None and torch.equal(kept.detach(), tensor)
+        if not right:
+            raise ValueError(f"{name} is not what its base weight and its adapter make")
+        yield name, tensor
+
+
+def _in_base(name: str) -> str:
+    owner, _, leaf = name.rpartition(".")
+    return f"{owner}.base_layer.{leaf}"
+
+
 def merge_lost(model: nn.Module, layers: int = MEASURED) -> float | None:
     """The share of the adapters' movement that rounding takes away where they are merged, over some of the layers.
 
@@ -122,17 +150,21 @@ def merge_lost(model: nn.Module, layers: int = MEASURED) -> float | None:
     return (lost / moved) ** 0.5 if moved else None
 
 
+def adapter_factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The factors in fp32, by the names that they have in peft's adapter_model.safetensors."""
+    for name, layer in _layers(model):
+        for part in ("lora_A", "lora_B"):
+            weight: Tensor = getattr(layer, part)[ADAPTER].weight
+            yield f"base_model.model.{name}.{part}.weight", weight.detach().float()
+
+
 def save_adapter(model: nn.Module, path: str | Path, base: str) -> None:
     """Write the factors, in fp32, as peft does: `peft.PeftModel.from_pretrained(base model, path)` reads them.
 
     `base` is the folder or name of the base model that is written beside them.
     """
     Path(path).mkdir(parents=True, exist_ok=True)
-    factors = {}
-    for name, layer in _layers(model):
-        for part in ("lora_A", "lora_B"):
-            weight: Tensor = getattr(layer, part)[ADAPTER].weight
-            factors[f"base_model.model.{name}.{part}.weight"] = weight.detach().float().cpu().contiguous()
+    factors = {name: factor.cpu().contiguous() for name, factor in adapter_factors(model)}
     save_file(factors, Path(path) / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_configs: Any = model.peft_config
     written = copy.copy(peft_configs[ADAPTER])

@@ -1,11 +1,13 @@
 """The loss of one pack, put together from the pure functions of `algorithm`.
 
     loss = sum over tokens of  w[c] * (m_t * loss_t + beta * kl_t) - entropy_coef * entropy_t / tokens
+                               [ - w[c] * perception_coef * KL_prcp_t - its entropies / tokens ]
 
 with w[c] the weight of completion c's tokens and loss_t that of the loss type (both `algorithm/losses.py`), and
 m_t the corrections for a policy that is not the one that sampled, 0 for tokens outside the top entropies. The
 entropy is averaged over all other tokens whatever the loss type, as in TRL. Denominators count the whole
-update. A pack's loss is a partial sum, so packs, accumulation and processes add up to one update.
+update. A pack's loss is a partial sum, so packs, accumulation and processes add up to one
+update. The perception term (`algorithm/perception.py`) is that of tokens whose row has images.
 
 Axes: [M], the completion tokens of the pack; [R], the completions of this process's step.
 """
@@ -20,6 +22,7 @@ from torch import Tensor
 from mm_grpo.algorithm.correction import mismatch_weights, off_policy_keep
 from mm_grpo.algorithm.kl import ESTIMATORS
 from mm_grpo.algorithm.losses import LOSSES, Tokens
+from mm_grpo.algorithm.perception import perception_kl
 from mm_grpo.config import AlgorithmConfig
 from mm_grpo.learner.step_report import LossStatistics
 
@@ -41,7 +44,9 @@ class PackTokens:
     """The M tokens of a pack: their completions, and their values under each policy that the loss compares.
 
     `logp` and `entropy` carry gradients; `sampling_logp` is the engine's, `ref_logp` None without a KL term.
-    `chosen` is 1 for tokens of the top entropies and 0 for others, None where all are taken.
+    `chosen` is 1 for tokens of the top entropies and 0 for others, None where all are taken. `advantages` are those of
+    the tokens' turns, None where a completion has one. `masked_logp`, with gradients, are those after the masked
+    images, of the tokens that are `pictured` [M]; None without a perception term.
     """
 
     completion_index: Tensor
@@ -51,6 +56,9 @@ class PackTokens:
     sampling_logp: Tensor
     ref_logp: Tensor | None
     chosen: Tensor | None = None
+    advantages: Tensor | None = None
+    masked_logp: Tensor | None = None
+    pictured: Tensor | None = None
 
 
 def pack_loss(
@@ -61,7 +69,8 @@ def pack_loss(
     Tokens of weight 0 (masked completions) enter neither.
     """
     logp = pack.logp
-    advantages = inputs.advantages[pack.completion_index].to(logp)
+    advantages = inputs.advantages[pack.completion_index] if pack.advantages is None else pack.advantages
+    advantages = advantages.to(logp)
     weights = inputs.weights[pack.completion_index].to(logp)
     active = weights > 0
     correction = _correction(config, pack)
@@ -87,6 +96,12 @@ def pack_loss(
     if config.entropy_coef:
         bonus = pack.entropy * active if pack.chosen is None else pack.entropy * active * pack.chosen
         loss = loss - config.entropy_coef * bonus.sum() / max(inputs.tokens, 1)
+    if pack.masked_logp is not None and pack.pictured is not None:
+        seen = pack.pictured
+        chosen = None if pack.chosen is None else pack.chosen[seen]
+        loss = loss + _perception(
+            config, inputs, logp[seen], pack.masked_logp, weights[seen], chosen, statistics
+        )
     statistics.add(
         loss=loss,
         tokens=active,
@@ -98,15 +113,41 @@ def pack_loss(
     return loss
 
 
+def _perception(
+    config: AlgorithmConfig,
+    inputs: LossInputs,
+    logp: Tensor,
+    masked_logp: Tensor,
+    weights: Tensor,
+    chosen: Tensor | None,
+    statistics: LossStatistics,
+) -> Tensor:
+    """The perception term of tokens of rows with images, a scalar.
+
+    KL_prcp is weighed as the KL is, and the entropies are those of the tokens that the entropy bonus takes.
+    """
+    active, kl = weights > 0, perception_kl(logp, masked_logp)
+    statistics.add(perception_kl=kl[active], pictured=active)
+    loss = -config.perception_coef * (weights * kl).sum()
+    if config.perception_entropy_coef:
+        kept = active if chosen is None else active * chosen
+        both = ((logp + masked_logp) * kept).sum()
+        loss = loss - config.perception_entropy_coef * both / max(inputs.tokens, 1)
+    return loss
+
+
 def _correction(config: AlgorithmConfig, pack: PackTokens) -> Tensor | None:
     """Mismatch weights [M], None when the config asks for none."""
-    if config.importance_sampling_mode == "none":
+    mode = config.importance_sampling_mode
+    if (
+        mode == "none" or mode == "auto"
+    ):  # `GRPOConfig.with_correction` has put something else where auto is more
         return None
     return mismatch_weights(
         pack.old_logp,
         pack.sampling_logp,
         pack.completion_index,
-        config.importance_sampling_mode,
+        mode,
         config.importance_sampling_clip_min,
         config.importance_sampling_clip_max,
     )

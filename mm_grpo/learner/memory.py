@@ -3,7 +3,7 @@
 Bytes of one process while the learner works, with b bytes to a number of the weights, N weights of which n are trained,
 and w processes:
 
-    weights         N b, and as much again for a reference policy that is a model of its own
+    weights         N b (adapters 4 bytes each), and as much again for a reference policy that is a model of its own
     gradients       4 n as fp32 sums; stage 2 shards them, 4 n / w, beside a bucket of up to 200 million (times 2 where
                     it overlaps: on a GPU). Stage 1 in bfloat16 holds 2 n besides, until they are added to the sums
     optimizer       8 n for AdamW's two means, and 4 n for fp32 masters where weights are bfloat16 or DeepSpeed
@@ -21,19 +21,31 @@ and w processes:
                     each layer keeps its input, b D, and one layer at a time has all of it
     log-probs       T (4 + b) D for states and their fp32 gradients, V b D for the gradient of the head where it
                     is trained, and a tile (learner/logprobs.py)
+    masks           where layers have sliding windows or images look ahead (Gemma 3), one dense mask of T^2 bytes for
+                    each kind of layer, and b T^2 that attention makes of it for a layer: for every layer, or with
+                    checkpointing for one
+    vision          the pixels and the tower's activations over the patches of the images in one pack, each of
+                    `data.max_pixels`, one (or `rollout.vllm.max_images`) to a prompt: as those of the text, with the
+                    tower's own axes; of a frozen tower those of one layer
+    kept prompt     where a group is larger than a pack, of its prompt of P tokens 2 (b + 4) K P in each layer that is
+                    not linear: keys and values, each K wide, and the fp32 sums of their gradients. Checkpointing does
+                    not make that less (learner/prompt_states.py). Its activations and its images' are counted above:
+                    a pack's tokens are the prompt's and those of its completions
     vLLM            the share of the device that `rollout.vllm.gpu_memory_utilization` gives it, where it runs in
                     this process and does not sleep
 
-Left out: the vision tower's activations (those of images in one pack; smaller than the text's, larger for very large
-images), buffers of attention kernels, the allocator's own losses, CUDA's context (about 0.5 GB) and the embedded
-engine's cache. Layers are taken for those of a Llama: dense, gated, with RMS norms. Against what autograd keeps on a
-CPU the activations are 2 to 10 % too small, and a quarter with checkpointing; those of one Qwen3.5, whose attention has
-norms and a gate besides, were an eighth too small.
+Left out: what a tower's projector keeps, the states after a kept prompt in layers of linear attention, buffers of
+attention kernels, the allocator's own losses, CUDA's context (about 0.5 GB), the embedded engine's cache
+(preflight/estimate.py has it), and the copy of the state that checkpoints are written from (`run.async_save`), which
+lies in the host's memory. Layers are taken for those of a Llama: dense, gated, with RMS norms. Against what autograd
+keeps on a CPU the activations are 2 to 10 % too small, and a quarter with checkpointing; those of one Qwen3.5, whose
+attention has norms and a gate besides, were an eighth too small.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,6 +59,38 @@ CHUNK = 64
 """Tokens that a layer of linear attention takes at once."""
 PROMPT = 1024
 """Tokens of a prompt whose length nothing bounds."""
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """The axes of a vision tower; `patch` is the side of a patch in pixels, `depth` how many numbers stand for one."""
+
+    layers: int
+    hidden: int
+    inner: int
+    patch: int
+    depth: int = 3
+    trained: bool = True
+
+    @classmethod
+    def of(cls, model: Any) -> VisionSizes | None:
+        """Those of a transformers model; None where its vision config names an axis otherwise."""
+        vision = getattr(model.config, "vision_config", None)
+        layers = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
+        hidden = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
+        inner = getattr(vision, "intermediate_size", None) or (hidden or 0) * getattr(vision, "mlp_ratio", 0)
+        patch = getattr(vision, "patch_size", None)
+        side = patch[0] if isinstance(patch, list | tuple) else patch
+        if not (layers and hidden and inner and side):
+            return None
+        channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
+        depth = channels * getattr(vision, "temporal_patch_size", 1)
+        tower = [p for n, p in model.named_parameters() if re.search(r"\bvi(sual|sion)", n)]
+        return cls(layers, hidden, int(inner), int(side), depth, any(p.requires_grad for p in tower))
+
+    def patches(self, pixels: int) -> int:
+        """How many patches images of so many pixels are cut into."""
+        return -(-pixels // self.patch**2)
 
 
 @dataclass(frozen=True)
@@ -68,6 +112,15 @@ class ModelSizes:
     """How many of `layers` are of linear attention."""
     linear_token: int = 0
     """Bytes that each of these keeps of a token for its convolution and its rule."""
+    mask_kinds: int = 0
+    """Kinds of layers that are given a dense mask, 0 where attention needs none."""
+    keys: int = 0
+    """Width of the keys of all heads, which is that of the values too."""
+    vision: VisionSizes | None = None
+    trained_numbers: int = 0
+    """Bytes of a number of the trained weights, where these are adapters in fp32; 0 is `numbers`."""
+    adapters: int = 0
+    """How many of the weights are adapters, which an engine gets merged."""
 
     @classmethod
     def of(cls, model: Any, reference: Any = None) -> ModelSizes:
@@ -89,6 +142,11 @@ class ModelSizes:
             reference=0 if reference is None else sum(p.numel() for p in reference.parameters()),
             linear_layers=linear,
             linear_token=_linear_token(text, head.element_size()) if linear else 0,
+            mask_kinds=_mask_kinds(text),
+            keys=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * width,
+            vision=VisionSizes.of(model),
+            trained_numbers=max((p.element_size() for p in params if p.requires_grad), default=0),
+            adapters=sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n),
         )
 
 
@@ -103,6 +161,9 @@ class MemoryEstimate:
     activations: int
     log_probs: int
     vllm: int
+    vision: int = 0
+    masks: int = 0
+    kept_prompt: int = 0
 
     @property
     def total(self) -> int:
@@ -119,25 +180,30 @@ def memory_estimate(
     processes: int = 1,
     gpu: bool = True,
     vllm: int = 0,
+    pixels: int = 0,
+    kept: int = 0,
 ) -> MemoryEstimate:
-    """What one of `processes` holds for packs of `tokens` tokens; `vllm` bytes are the engine's. See the module's text.
+    """What one of `processes` holds for packs of `tokens` tokens and `pixels` of images. See the module's text.
+
+    `vllm` bytes are the engine's, `kept` the tokens of prompts that are kept for several packs.
 
     `zero_stage` 0 is the whole state in each process, which one process without offload has at any stage.
     """
     b, n = model.numbers, model.trained
+    own = model.trained_numbers or b
     parts = processes if zero_stage else 1
-    gradients = 4 * n // (parts if zero_stage == 2 else 1) + (2 * n if zero_stage == 1 and b == 2 else 0)
+    gradients = 4 * n // (parts if zero_stage == 2 else 1) + (2 * n if zero_stage == 1 and own == 2 else 0)
     if zero_stage == 2:
         gradients = (0 if offload else gradients) + 4 * min(BUCKET, n) * (2 if gpu else 1)
-    masters = 4 * n if b == 2 or zero_stage else 0
+    masters = 4 * n if own == 2 or zero_stage else 0
     around = 2 * (4 + 2 * b) * model.hidden + 4 * b * model.inner
-    layer, linear = (tokens * (around + own) for own in (5 * b * model.heads, model.linear_token))
+    layer, linear = (tokens * (around + more) for more in (5 * b * model.heads, model.linear_token))
     full = model.layers - model.linear_layers
     largest = max(layer if full else 0, linear if model.linear_layers else 0)
     inputs = tokens * b * model.hidden
     head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
     return MemoryEstimate(
-        weights=b * model.weights,
+        weights=b * (model.weights - n) + own * n,
         reference=b * model.reference,
         gradients=gradients,
         optimizer=0 if offload else (8 * n + masters) // parts,
@@ -146,13 +212,22 @@ def memory_estimate(
         else full * layer + model.linear_layers * linear,
         log_probs=tokens * (4 + b) * model.hidden + head + CHUNK_BYTES,
         vllm=vllm,
+        vision=_vision(model.vision, b, pixels, checkpointing) if model.vision is not None else 0,
+        masks=tokens**2 * (model.mask_kinds + b * (1 if checkpointing else full)) if model.mask_kinds else 0,
+        kept_prompt=2 * (b + 4) * model.keys * full * kept,
     )
 
 
 def memory_of_run(
-    model: Any, config: GRPOConfig, processes: int, checkpointing: bool, reference: Any = None
+    model: Any,
+    config: GRPOConfig,
+    processes: int,
+    checkpointing: bool,
+    reference: Any = None,
+    *,
+    image_pixels: int = 0,
 ) -> MemoryEstimate | None:
-    """The estimate of a run, whose `reference` policy may be a model of its own.
+    """The estimate of a run, whose `reference` policy may be a model of its own; images have at most `image_pixels`.
 
     None for a model whose config does not name the axes as Llama's does."""
     optim, engine = config.optim, config.rollout
@@ -172,6 +247,8 @@ def memory_of_run(
         processes=processes,
         gpu=gpu,
         vllm=round(device_memory(model.device) * engine.vllm.gpu_memory_utilization) if inside else 0,
+        pixels=image_pixels * images_in_pack(config, processes),
+        kept=kept_tokens(config),
     )
 
 
@@ -182,10 +259,29 @@ def largest_pack(config: GRPOConfig, processes: int) -> int:
     """
     rollout, optim = config.rollout, config.optim
     prompts = -(-rollout.prompts_per_step // (optim.updates_per_step * processes))
-    of_group = (
-        config.data.max_prompt_length or PROMPT
-    ) + rollout.num_generations * rollout.max_completion_length
-    return min(optim.max_tokens_per_pack, prompts * of_group)
+    return min(optim.max_tokens_per_pack, prompts * _group_tokens(config))
+
+
+def images_in_pack(config: GRPOConfig, processes: int) -> int:
+    """Images of the largest pack, where completions are as long as they may be; `rollout.vllm.max_images` to a prompt,
+    one where it is null.
+    """
+    of_pack = -(-largest_pack(config, processes) // _group_tokens(config))
+    return of_pack * (config.rollout.vllm.max_images or 1)
+
+
+def kept_tokens(config: GRPOConfig) -> int:
+    """Tokens of prompts that are kept for several packs: one prompt where the largest group is larger than a pack, with
+    the masked one of the perception term; 0 where it fits."""
+    copies = 2 if config.algorithm.perception_coef > 0 else 1
+    spread = copies * _group_tokens(config) > config.optim.max_tokens_per_pack
+    return copies * (config.data.max_prompt_length or PROMPT) if spread else 0
+
+
+def _group_tokens(config: GRPOConfig) -> int:
+    """Tokens of the largest group; its prompt counts for 1,024 where `data.max_prompt_length` is null."""
+    completions = config.rollout.num_generations * config.rollout.max_completion_length
+    return (config.data.max_prompt_length or PROMPT) + completions
 
 
 def device_memory(device: torch.device) -> int:
@@ -207,6 +303,9 @@ def memory_sentence(estimate: MemoryEstimate, available: int, *, tokens: int, ch
         "activations": f"activations of a pack of {tokens} tokens {how} gradient checkpointing",
         "log_probs": "log-probs",
         "vllm": "vLLM",
+        "vision": "vision tower",
+        "masks": "attention masks",
+        "kept_prompt": "kept prompt",
     }
     sizes = {f.name: getattr(estimate, f.name) for f in fields(estimate)}
     parts = [f"{names.get(name, name)} {_size(size)}" for name, size in sizes.items() if size]
@@ -230,6 +329,24 @@ def _linear_token(text: Any, numbers: int) -> int:
     channels = 2 * text.linear_num_key_heads * keys + heads * values
     chunks: int = 4 * numbers * channels + 4 * heads * (8 * keys + 5 * values + 5 * CHUNK)
     return chunks
+
+
+def _mask_kinds(text: Any) -> int:
+    """Kinds of layers that get a dense mask each: all kinds, where any has a window (see attention.Masks)."""
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windowed = "sliding_attention" in kinds or (not kinds and getattr(text, "sliding_window", None))
+    return max(1, len(kinds)) if windowed else 0
+
+
+def _vision(tower: VisionSizes, b: int, pixels: int, checkpointing: bool) -> int:
+    patches = tower.patches(pixels)
+    layer = patches * (2 * (4 + 2 * b) * tower.hidden + 5 * b * tower.hidden + 4 * b * tower.inner)
+    if not tower.trained:
+        return layer
+    inputs = patches * b * tower.depth * tower.patch**2
+    if checkpointing:
+        return inputs + tower.layers * patches * b * tower.hidden + layer
+    return inputs + tower.layers * layer
 
 
 def _size(count: int) -> str:

@@ -21,7 +21,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner.balance import Cost
 from mm_grpo.learner.loss import LossInputs, PackTokens
 from mm_grpo.learner.pack import Item, Pack
-from mm_grpo.types import Completion, Group
+from mm_grpo.types import Completion, Group, Prompt
 
 ByCompletion = dict[int, Tensor]
 """Values [T] of completions, by `Item.index`."""
@@ -32,12 +32,14 @@ class Minibatch:
     """The completions of one update that this process runs.
 
     `items` are all of them, `live` those that can change the update: they carry weight and, where only advantages
-    act, belong to a group that has some.
+    act, belong to a group that has some. `advantages` [T] are those of each completion's tokens where its turns have
+    their own (`algorithm.turn_gamma`), else None.
     """
 
     items: Sequence[Item]
     live: Sequence[Item]
     inputs: LossInputs
+    advantages: ByCompletion | None = None
 
 
 @dataclass
@@ -59,7 +61,12 @@ class LogProbs:
             self.first.setdefault(index, values)
 
     def pack_tokens(
-        self, pack: Pack, logp: Tensor, entropy: Tensor, chosen: ByCompletion | None
+        self,
+        pack: Pack,
+        logp: Tensor,
+        entropy: Tensor,
+        chosen: ByCompletion | None,
+        advantages: ByCompletion | None = None,
     ) -> PackTokens:
         """The tokens of a pack from its pass (`logp` [M], `entropy` [M]), with what is kept of the other policies."""
         order, present = pack.completion_index.tolist(), logp.detach()
@@ -72,6 +79,7 @@ class LogProbs:
             sampling_logp=to_pack_order(engine, order, present),
             ref_logp=None if self.reference is None else to_pack_order(self.reference, order, present),
             chosen=None if chosen is None else to_pack_order(chosen, order, present),
+            advantages=None if advantages is None else to_pack_order(advantages, order, present),
         )
 
 
@@ -107,11 +115,12 @@ def group_cost(group: Group, config: GRPOConfig, *, shared: bool = True) -> Cost
     are not laid out `shared`."""
     live = [
         c.run_length
-        for c, a in zip(group.completions, group.advantages, strict=True)
-        if enters_loss(c, config.algorithm) and (has_dense_objective(config.algorithm) or a != 0)
+        for c, acts in zip(group.completions, group.has_advantage, strict=True)
+        if enters_loss(c, config.algorithm) and (has_dense_objective(config.algorithm, group.prompt) or acts)
     ]
     prompts = min(1, len(live)) if shared else len(live)
-    return update_of(group.slot, config), prompts * len(group.prompt.token_ids) + sum(live)
+    twins = 2 if config.algorithm.perception_coef > 0 and group.prompt.vision else 1
+    return update_of(group.slot, config), twins * (prompts * len(group.prompt.token_ids) + sum(live))
 
 
 def enters_loss(completion: Completion, algorithm: AlgorithmConfig) -> bool:
@@ -119,9 +128,11 @@ def enters_loss(completion: Completion, algorithm: AlgorithmConfig) -> bool:
     return not (algorithm.mask_truncated_completions and completion.finish_reason == "length")
 
 
-def has_dense_objective(algorithm: AlgorithmConfig) -> bool:
-    """Whether every token has a gradient, of any advantage: from a KL term in the loss or an entropy bonus."""
-    return (algorithm.beta > 0 and not algorithm.kl_in_reward) or algorithm.entropy_coef != 0
+def has_dense_objective(algorithm: AlgorithmConfig, prompt: Prompt | None = None) -> bool:
+    """Whether every token, or those after `prompt`, have a gradient at any advantage: from a KL term in the loss, an
+    entropy bonus, or the perception term where the prompt has images."""
+    everywhere = (algorithm.beta > 0 and not algorithm.kl_in_reward) or algorithm.entropy_coef != 0
+    return everywhere or (algorithm.perception_coef > 0 and prompt is not None and bool(prompt.vision))
 
 
 def split_by_completion(values: Tensor, completion_index: Sequence[int]) -> ByCompletion:
@@ -154,6 +165,24 @@ def _minibatch(
         if rank == ranks.rank:
             weights[index] = weight
     advantages = torch.tensor([a for g in groups for a in g.advantages], dtype=torch.float64)
-    dense = has_dense_objective(config.algorithm)
-    live = [i for i in items if float(weights[i.index]) > 0 and (dense or float(advantages[i.index]) != 0)]
-    return Minibatch(items, live, LossInputs(advantages.to(device), weights.to(device), int(lengths.sum())))
+    acts = [acts for g in groups for acts in g.has_advantage]
+    live = [
+        i
+        for i in items
+        if float(weights[i.index]) > 0 and (has_dense_objective(config.algorithm, i.prompt) or acts[i.index])
+    ]
+    inputs = LossInputs(advantages.to(device), weights.to(device), int(lengths.sum()))
+    return Minibatch(items, live, inputs, _of_tokens(groups, device))
+
+
+def _of_tokens(groups: Sequence[Group], device: torch.device) -> ByCompletion | None:
+    """Of each completion the advantages of its tokens [T], those of their turns; None where turns have none."""
+    if not any(g.turn_advantages for g in groups):
+        return None
+    pairs = [(c, turns) for g in groups for c, turns in zip(g.completions, g.turn_advantages, strict=True)]
+    return {
+        index: torch.tensor(turns, dtype=torch.float64, device=device).repeat_interleave(
+            torch.tensor(c.turn_lengths, device=device)
+        )
+        for index, (c, turns) in enumerate(pairs)
+    }

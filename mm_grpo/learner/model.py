@@ -22,6 +22,7 @@ from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
 from mm_grpo.learner.lora import add_adapters
+from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.model_folder import quantization_of, quoted, read_config, refuse_own_code
 
@@ -56,7 +57,7 @@ def load_model(config: ModelConfig, family: Family) -> Any:
         raise ConfigError(
             f"{where}: the weights cannot be loaded ({quoted(error)}); give a folder that save_pretrained wrote for a "
             "vision-language model, or a hub name that this machine can reach"
-        ) from error
+        ) from None
     model, info = loaded
     _refuse_incomplete(where, info)
     model.to(device)
@@ -104,7 +105,7 @@ def check_saveable(model: Any, processor: Any) -> None:
     _repair_generation_config(model)
     with temporary_folder("save") as folder:
         try:
-            model.save_pretrained(folder, state_dict={})
+            save_pretrained(model, folder, state_dict={})
             processor.save(folder)
         except Exception as error:  # whatever it is, it would come again after the last step and cost the run
             raise ConfigError(
@@ -122,7 +123,7 @@ def use_checkpointing(model: Any, wanted: bool) -> None:
     try:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
-        raise ConfigError(f"optim.gradient_checkpointing = true: {quoted(error)}; set it to false") from error
+        raise ConfigError(f"optim.gradient_checkpointing = true: {quoted(error)}; set it to false") from None
 
 
 def resolve_device(name: str) -> torch.device:
@@ -135,7 +136,7 @@ def resolve_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"model.device = '{name}' cannot be used here ({str(error).splitlines()[0]}); legal are auto, cpu, cuda"
-        ) from error
+        ) from None
     return device
 
 
@@ -273,7 +274,7 @@ def _repair_generation_config(model: Any) -> None:
         except ValueError:
             raise ConfigError(
                 f"the model's generation config cannot be saved ({quoted(error)}); mend generation_config.json"
-            ) from error
+            ) from None
         model.generation_config = repaired
         flags = sorted(repaired.to_diff_dict().keys() - {"do_sample", "transformers_version"})
         logger.warning(

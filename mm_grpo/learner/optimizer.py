@@ -56,6 +56,8 @@ class BaseOptimizer(ABC):
 
     forward: Any
     adamw: torch.optim.Optimizer
+    reads_order: bool = False
+    """Whether every backward has to make every gradient, in one order (see forward.py)."""
 
     def __init__(self, module: nn.Module, config: OptimConfig, total_updates: int, ranks: Ranks) -> None:
         self.config, self.total, self.ranks = config, total_updates, ranks

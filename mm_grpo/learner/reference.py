@@ -46,7 +46,7 @@ def load_reference_model(config: GRPOConfig, policy: Any, processor: Processor) 
         )
         model = load_model(section, processor.family)
     except ConfigError as error:  # of functions that know one model
-        raise ConfigError(str(error).replace("model.path", "algorithm.reference_path")) from error
+        raise ConfigError(str(error).replace("model.path", "algorithm.reference_path")) from None
     kinds = [m.config.model_type for m in (policy, model)]
     fault = None if kinds[0] == kinds[1] else f"it is a {kinds[1]}, and the policy a {kinds[0]}"
     fault = fault or _token_fault(processor, theirs, policy, model)

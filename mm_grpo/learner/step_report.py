@@ -10,18 +10,28 @@ import torch
 from torch import Tensor
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.pack import Item, Pack
-from mm_grpo.types import UpdateRecord
+from mm_grpo.learner.pack import Item, Pack, by_group
+from mm_grpo.types import Prompt, UpdateRecord
 
 GAP = "sampling/sampling_logp_difference"
 
 
 @dataclass
 class LearnerReport:
-    """What a step did: metrics under TRL's names, and one record per optimizer update."""
+    """What a step did: metrics under TRL's names, and one record per optimizer update.
+
+    `gaps` are the mean and the largest gap of the metrics' `GAP` by the weight version that completions were sampled
+    under, without those that have several.
+    """
 
     metrics: dict[str, float]
     updates: list[UpdateRecord] = field(default_factory=list)
+    gaps: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+    def gap_at(self, version: int) -> tuple[float, float]:
+        """Mean and largest gap of what was sampled under `version`; 0 where nothing was. Only at the learner's own
+        version has the engine to agree with it: an older one differs by the updates between."""
+        return self.gaps.get(version, (0.0, 0.0))
 
     @property
     def mean_gap(self) -> float:
@@ -76,6 +86,8 @@ class LossStatistics:
         metrics["entropy"] = self.sums["entropy"] / tokens
         if "kl" in self.sums:
             metrics["kl"] = self.sums["kl"] / tokens
+        if self.sums.get("pictured"):
+            metrics["perception/kl"] = self.sums["perception_kl"] / self.sums["pictured"]
         if "importance" in self.sums:
             metrics["sampling/importance_sampling_ratio/mean"] = self.sums["importance"] / tokens
             metrics["sampling/masked_ratio"] = self.sums["masked"] / tokens
@@ -86,7 +98,7 @@ class LossStatistics:
 
 @dataclass
 class PackStatistics:
-    """What the passes of a step ran: tokens, places in packs, images, packs.
+    """What the passes of a step ran: tokens, places in packs, images, prompts, packs.
 
     `places` count padding too. `plain` counts the tokens of the same completions without shared prefixes, the
     prompt once for each.
@@ -95,12 +107,20 @@ class PackStatistics:
     tokens: int = 0
     places: int = 0
     images: int = 0
+    prompts: int = 0
     packs: int = 0
     plain: int = 0
+
+    def add_prompt(self, prompt: Prompt, multiple: int) -> None:
+        """Count a prompt that was run apart, its width rounded up to a multiple."""
+        self.tokens += len(prompt.token_ids)
+        self.places += -(-len(prompt.token_ids) // multiple) * multiple
+        self.prompts += 1
 
     def add(self, pack: Pack, rows: Sequence[Sequence[Item]]) -> None:
         self.tokens += int((pack.segments >= 0).sum())
         self.places += pack.segments.numel()
+        self.prompts += sum(len(by_group(row)) for row in rows) - sum(map(len, pack.prefixes))
         self.packs += 1
         self.plain += sum(len(i.prompt.token_ids) + i.run_length for row in rows for i in row)
 
@@ -121,6 +141,7 @@ class PackStatistics:
             "learner/tokens": total["tokens"],
             "learner/tokens_saved": total["plain"] - total["tokens"],
             "learner/images_encoded": total["images"],
+            "learner/prompts_run": total["prompts"],
         }
 
 
@@ -134,6 +155,28 @@ def update_metrics(updates: Sequence[UpdateRecord]) -> dict[str, float]:
         "learner/update_norm": max(u.update_norm for u in updates),
         "learner/updates": sum(u.stepped for u in updates),
     }
+
+
+def gaps_by_version(
+    engine: Sequence[Sequence[float]],
+    learned: Mapping[int, Tensor],
+    versions: Sequence[tuple[int, ...]],
+    ranks: Ranks,
+) -> dict[int, tuple[float, float]]:
+    """Mean and largest distance of the engine's log-probs [R][T] from the learner's, by the version [R] that a
+    completion was sampled under; those with several are left out. Collective."""
+    own: dict[int, list[float]] = {}
+    for index, values in learned.items():
+        if len(versions[index]) == 1:
+            gap = (torch.tensor(engine[index], dtype=torch.float64) - values.double().cpu()).abs()
+            own.setdefault(versions[index][0], []).extend(gap.tolist())
+    parts = [(v, math.fsum(gaps), len(gaps), max(gaps)) for v, gaps in own.items() if gaps]
+    every = [part for of_rank in ranks.all_gather(parts, "log-prob gaps") for part in of_rank]
+    found: dict[int, tuple[float, float]] = {}
+    for version in sorted({part[0] for part in every}):
+        _, sums, counts, largest = zip(*(part for part in every if part[0] == version), strict=True)
+        found[version] = (math.fsum(sums) / sum(counts), max(largest))
+    return found
 
 
 def gap_metrics(

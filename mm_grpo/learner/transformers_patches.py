@@ -1,4 +1,4 @@
-"""Every place where something inside transformers' models is replaced or relied upon; nothing else does it.
+"""Every place where the learner replaces or relies upon something inside transformers' models.
 
 Each function says why it is needed and what would make it needless. tests/learner/test_transformers_patches.py fails
 where transformers no longer is as they assume.
@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.masking_utils import sdpa_mask
 
 PREFIX_ATTENTION = "mm_grpo_prefix"
@@ -142,6 +144,17 @@ def use_patch_product(tower: nn.Module) -> None:
     for part in tower.modules():
         if type(part) is nn.Conv3d and part.groups == 1 and part.padding == (0, 0, 0):
             part.__class__ = PatchProduct
+
+
+def save_pretrained(model: Any, path: str | Path, **options: Any) -> None:
+    """`model.save_pretrained` of a model that nothing wraps, without looking for what might.
+
+    Why: transformers has accelerate unwrap a model that it saves, and accelerate imports DeepSpeed, where it is
+    installed, to compare classes: half a second, in runs that have no use for it.
+    Needless when: accelerate looks for DeepSpeed's engine among the modules that are imported.
+    """
+    with patch.object(modeling_utils, "unwrap_model", lambda wrapped: wrapped):
+        model.save_pretrained(str(path), **options)
 
 
 @contextmanager

@@ -35,6 +35,8 @@ BUCKET = 200_000_000
 class ZeroOptimizer(BaseOptimizer):
     """AdamW over the trainable parameters of `module`, its state sharded over `ranks`."""
 
+    reads_order = True
+
     def __init__(self, module: nn.Module, config: OptimConfig, total_updates: int, ranks: Ranks) -> None:
         super().__init__(module, config, total_updates, ranks)
         self.boundaries = 0

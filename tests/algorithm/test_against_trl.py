@@ -46,7 +46,7 @@ def theirs(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, T
     from trl import GRPOTrainer
 
     logp, entropy = (given[k].clone().requires_grad_() for k in ("logp", "entropy"))
-    corrected = config.importance_sampling_mode != "none"
+    corrected = config.importance_sampling_mode not in ("none", "auto")
     batch = {
         "prompt_ids": torch.zeros(ROWS, 1, dtype=torch.long),
         "prompt_mask": torch.ones(ROWS, 1, dtype=torch.long),

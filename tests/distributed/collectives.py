@@ -51,8 +51,10 @@ def main(folder: str) -> None:
             ranks.all_gather(1, "lengths")
         except RankLost as error:
             results.append([str(error), time.monotonic() - started])
-    else:
-        time.sleep(8)
+    else:  # away until the other one has given up
+        end = time.monotonic() + 120
+        while not (Path(folder) / "results-0.txt").exists() and time.monotonic() < end:
+            time.sleep(0.05)
     (Path(folder) / f"results-{ranks.rank}.txt").write_text(repr(results))
 
 

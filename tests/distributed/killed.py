@@ -14,11 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from helpers import processes
+from helpers.forkserver import Forked
 from launches import NUMBERS, TRAIN
 from runs import rows_of
 
@@ -52,7 +53,7 @@ def kill_until_done(config: Path, world: int, kills: int, seed: int) -> list[dic
             if (ended := command.poll()) is None:
                 os.kill(victim, signal.SIGKILL)
             command.wait(PATIENCE)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while (left := [p for p in tree if _alive(p)]) and time.monotonic() < end:
             time.sleep(0.01)
         torn = sorted(p.name for p in (folder / "checkpoints").glob(".step-*.new"))
@@ -68,19 +69,45 @@ def kill_until_done(config: Path, world: int, kills: int, seed: int) -> list[dic
         )
         if ended is not None:
             break
-    with _started(config, world) as command:
-        assert command.wait(PATIENCE) == 0
+    _go_to_the_end(config, world)
     return log
 
 
-def _started(config: Path, world: int) -> subprocess.Popen[bytes]:
+def _go_to_the_end(config: Path, world: int) -> None:
+    """In forks, which need no imports; those that are killed are the command's own processes."""
+    program, output = ("-m", "mm_grpo.cli"), config.with_suffix(".ranks")
+    if world == 1:
+        code, said = processes.finished(
+            [*TRAIN, config, "--resume"], config.with_suffix(".log"), deadline=PATIENCE
+        )
+        assert code == 0, said
+    else:
+        codes = processes.launch(program, world, ["train", config, "--resume"], output, deadline=PATIENCE)
+        assert codes == [0] * world, processes.outputs(output, world)
+
+
+@contextmanager
+def _started(config: Path, world: int) -> Iterator[subprocess.Popen[bytes] | Forked]:
+    """The command; of one process in a fork, whose start takes no time."""
     known = {k: v for k, v in processes.environment(0, 1, 0).items() if k not in NUMBERS}
-    program = [sys.executable, *TRAIN, str(config), "--resume", "--processes", str(world)]
-    with config.with_suffix(".log").open("ab") as output:
-        return subprocess.Popen(program, cwd=processes.ROOT, env=known, stdout=output, stderr=output)
+    program = [*TRAIN, str(config), "--resume", "--processes", str(world)]
+    log = config.with_suffix(".log")
+    if world == 1:
+        process = processes.start(program, log, known)
+        try:
+            yield process
+        finally:
+            process.end()
+    else:
+        with log.open("ab") as output:
+            command = [sys.executable, *program]
+            with subprocess.Popen(
+                command, cwd=processes.ROOT, env=known, stdout=output, stderr=output
+            ) as started:
+                yield started
 
 
-def _wait(wanted: Callable[[], bool], command: subprocess.Popen[bytes]) -> None:
+def _wait(wanted: Callable[[], bool], command: subprocess.Popen[bytes] | Forked) -> None:
     end = time.monotonic() + PATIENCE
     while not wanted() and command.poll() is None:
         assert time.monotonic() < end, "the moment never came"

@@ -64,9 +64,9 @@ def test_a_disk_that_fills_up(world: int, models: dict[str, Path], tmp_path: Pat
     assert len(manifest["files"]) == world
     assert all(mark_of(good / mark["name"]).as_dict() == mark for mark in manifest["files"])
     assert min(mark["bytes"] for mark in manifest["files"]) > LIMIT
-    assert [row["step"] for row in metrics_of(stopped)] == [0, 1, 2, 3, 4] and not (
-        stopped / "model"
-    ).exists()
+    steps = [row["step"] for row in metrics_of(stopped)]
+    assert steps in ([*range(5)], [*range(6)], [*range(7)])  # a thread met the full disk after step 4
+    assert not (stopped / "model").exists()
 
     codes, said = train(configs["stopped"], stopped, "--resume", world=world)
     assert codes == [0] * world, said

@@ -74,4 +74,4 @@ def test_collectives_of_two_processes(tmp_path: Path) -> None:
     )
     message, waited = first[10]
     assert message.startswith("process 0 of 2 lost another one while exchanging 'lengths'")
-    assert "longer than 5 s (run.process_timeout)" in message and 4 < waited < 8
+    assert "longer than 5 s (run.process_timeout)" in message and 4 < waited < 60

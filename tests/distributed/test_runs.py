@@ -10,7 +10,7 @@ import pytest
 import runs
 import torch
 from helpers import processes
-from helpers.run_folders import metrics_of, rollouts_of, weights_of, write_config
+from helpers.run_folders import assert_the_same_sight, metrics_of, rollouts_of, weights_of, write_config
 from safetensors.torch import load_file
 
 SCRIPT = Path(runs.__file__)
@@ -22,6 +22,7 @@ def run(config: Path, world: int, output: Path, *arguments: object) -> None:
 
 
 REFILLED: dict[str, Any] = {
+    "rewards": [{"name": "length", "max_length": 4, "isolated": True}],  # which begins while others are sampled
     "rollout": {"num_generations": 2, "dynamic_sampling": True, "max_attempts": 3},
     "algorithm": {
         "beta": 0.1, "kl_in_reward": True, "kl_estimator": "k1", "top_entropy_quantile": 0.8,
@@ -53,6 +54,9 @@ def test_one_and_two_processes_make_the_same_run(
         for w in (1, 2)
     ]
     given = [[row.pop("advantage") for row in rows] for rows in lines]
+    assert sum("sight" in row for row in lines[0]) >= 8
+    for row, expected in zip(*lines, strict=True):
+        assert_the_same_sight(row, expected)
     assert lines[0] == lines[1] and given[0] == pytest.approx(given[1], abs=1e-5)
     replaced = len({(row["step"], row["slot"]) for row in lines[0] if row["attempt"]})
     assert len(lines[0]) == 100 if changes is not REFILLED else len(lines[0]) > 50 and replaced > 2
@@ -61,7 +65,7 @@ def test_one_and_two_processes_make_the_same_run(
         assert mine.keys() == theirs.keys()
         for key in ("reward", "reward_std", "num_tokens", "completions/mean_length", "eval/eval/reward"):
             assert mine.get(key) == theirs.get(key), key
-        for key in {"loss", "grad_norm", "entropy", "learner/update_norm", "kl"} & mine.keys():
+        for key in {"loss", "grad_norm", "entropy", "learner/update_norm", "kl", "sight/nats"} & mine.keys():
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), key
     base = load_file(models["qwen2_5_vl"] / "model.safetensors")
     weights = [weights_of(tmp_path / f"of-{world}") for world in (1, 2)]

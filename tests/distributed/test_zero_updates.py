@@ -25,6 +25,9 @@ from mm_grpo.health.update_happens import update_happens
 from mm_grpo.types import UpdateRecord
 
 LIMIT = 1e-5
+DECAYS = (".A_log", ".dt_bias")
+"""Whose gradients, sums of large parts that cancel, round more (learner/linear_attention.py): prompt and completions
+are added up one after the other where packs share a prompt."""
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 Case = dict[str, Any]
 Results = dict[str, list[dict[str, Any]]]
@@ -66,9 +69,13 @@ def matrix() -> list[Case]:
         )
         for stage in (0, 2)
     ]
+    perceived = {"perception_coef": 0.3, "perception_entropy_coef": 0.1}
+    cases.append(case("perception", set="apart", algorithm=perceived))
     cases.append(case("offloaded", optim={"offload_optimizer": True}))
     cases.append(case("offloaded-adamw", optimizer="adamw", optim={"offload_optimizer": True}))
     cases.append(case("frozen", freeze_vision=True))
+    cases.append(case("checkpointed", optim={"gradient_checkpointing": True}))
+    cases.append(case("turns", turns=True, algorithm={"turn_gamma": 0.9}))
     cases += [
         case(f"lora-{stage}", lora=4, optim={"zero_stage": stage}, algorithm={"beta": 0.1})
         for stage in (0, 2)
@@ -146,13 +153,16 @@ def alone(models: dict[str, Path]) -> Callable[[str, Case], dict[str, Any]]:
 
 
 def check(case: Case, results: list[dict[str, Any]], want: Mapping[str, Any]) -> None:
-    """Each process's update, norms and metrics are those of one process, and its gradients in one order."""
+    """Each process's update, norms and metrics are those of one process, and ZeRO's gradients in one order."""
+    optim, world_of_one = case["config"].get("optim", {}), len(results) == 1
     moved = {name: change for name, change in want["update"].items() if change.norm() > 0}
     still = want["update"].keys() - moved.keys()
     moved = {name: change for name, change in moved.items() if not is_rounding(name)}
     for got in results:
-        distance, name = updates.far(got["update"], moved)
-        assert distance <= LIMIT, (case["name"], name, distance)
+        decays = {n: t for n, t in moved.items() if n.endswith(DECAYS)}
+        for limit, part in ((LIMIT, moved.keys() - decays.keys()), (3 * LIMIT, decays.keys())):
+            distance, name = updates.far(got["update"], {n: moved[n] for n in part}) if part else (0.0, "")
+            assert distance <= limit, (case["name"], name, distance)
         assert not any(bool(got["update"][n].any()) for n in still)
         assert got["metrics"]["loss"] == pytest.approx(want["metrics"]["loss"], rel=1e-4, abs=1e-4)
         assert got["metrics"]["entropy"] == pytest.approx(want["metrics"]["entropy"], rel=1e-4)
@@ -161,9 +171,11 @@ def check(case: Case, results: list[dict[str, Any]], want: Mapping[str, Any]) ->
             assert mine["update_norm"] == pytest.approx(theirs["update_norm"], rel=1e-4)
             assert mine["live_tokens"] == theirs["live_tokens"] > 0
             assert update_happens(UpdateRecord(**mine)) is None
-        # as many backward passes everywhere, and in each of them the gradients in one order
+        # as many backward passes everywhere, and in each of them the gradients in one order where ZeRO reads them
         assert len(got["order"]) == len(results[0]["order"]) > 0
-        assert {tuple(names) for names in got["order"]} == {tuple(results[0]["order"][0])}
+        assert got["reads_order"] or optim.get("zero_stage", 2) == 0 or world_of_one
+        if got["reads_order"]:
+            assert {tuple(names) for names in got["order"]} == {tuple(results[0]["order"][0])}
 
 
 def check_all(cases: list[Case], world: int, launched: Any, alone: Any) -> Results:
@@ -193,22 +205,42 @@ def test_two_processes_of_zero_2_make_the_update_of_one(launched: Any, alone: An
         "loss-grpo",
         "clipped-2",
         "lora-2",
+        "perception",
+        "turns",
+        "frozen",
+        "checkpointed",
         "unset-2",
         "never-2",
     ]
     every = {c["name"]: c for c in matrix() + FAULTS}
     cases = [every[name] for name in names] + [c for c in trouble() if c["name"].endswith("-2")]
     results = check_all(cases, 2, launched, alone)
-    packs = [results[name][0]["metrics"]["learner/packs"] for name in ("sgd-2-one", "sgd-2-many")]
-    assert packs == [2, 32]
+    for name, packs in (("sgd-2-one", 2), ("sgd-2-many", 32)):
+        metrics = results[name][0]["metrics"]
+        assert [metrics[f"learner/{what}"] for what in ("packs", "prompts_run", "images_encoded")] == [
+            packs,
+            4,
+            4,
+        ]
     # both groups with advantages were dealt to one process, and each of the two ran one
     assert results["odd-2"][0]["metrics"]["learner/balance"] > 0.6
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2])
 def test_the_update_does_not_depend_on_the_processes(world: int, launched: Any, alone: Any) -> None:
     check_all(matrix() + (trouble() + FAULTS if world > 1 else []), world, launched, alone)
+
+
+@pytest.mark.long
+def test_four_processes_make_the_update_of_one(launched: Any, alone: Any) -> None:
+    """What the number of processes touches: how rows, packs and states are dealt, and what makes processes differ."""
+    dealt = [
+        c
+        for c in matrix()
+        if c["name"].startswith(("sgd", "adamw-2", "clipped-2", "iterated", "lora", "turns"))
+    ]
+    check_all(dealt + trouble() + FAULTS, 4, launched, alone)
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,14 @@ from helpers import tiny
 from helpers.configs import merged, small_config
 from transformers import AutoModelForImageTextToText
 
-from mm_grpo.config import GRPOConfig
-from mm_grpo.config.sections import LoRAConfig
+from mm_grpo.config import GRPOConfig, LoRAConfig
 from mm_grpo.distributed import ranks as distributed
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner import optimizer, zero
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.lora import add_adapters
 from mm_grpo.processors.base import Processor, load_processor
-from mm_grpo.types import Completion, Group
+from mm_grpo.types import Completion, Group, Turn
 
 # What the rows of a set look at, by slot: t is text alone, i an image, m two images.
 SETS: dict[str, str] = {
@@ -76,6 +76,18 @@ def make_groups(processor: Processor, rows: str, advantages: str, scale: float) 
     return groups
 
 
+def in_turns(group: Group) -> Group:
+    """The group with completions of two turns, where they have tokens for it, of advantages that differ in sign."""
+    done, advantages = [], []
+    for completion, advantage in zip(group.completions, group.advantages, strict=True):
+        first = len(completion.token_ids) // 2
+        lengths = [first, len(completion.token_ids) - first] if first else [len(completion.token_ids)]
+        turns = tuple(Turn("assistant", "", n, seed=i) for i, n in enumerate(lengths))
+        done.append(replace(completion, turns=turns))
+        advantages.append(tuple(advantage * (-2) ** t for t in range(len(turns))))
+    return replace(group, completions=tuple(done), turn_advantages=tuple(advantages))
+
+
 def config_of(path: Path, case: Mapping[str, Any]) -> GRPOConfig:
     """`optimizer` is sgd (at rate 1) or adamw; `config` are sections laid over what is here."""
     values = {
@@ -111,9 +123,14 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
         add_adapters(model, LoRAConfig(rank=case["lora"]), processor.family)
     scale = 500.0 if case.get("optimizer") == "sgd" else 1.0
     groups = make_groups(processor, SETS[case.get("set", "even")], case.get("advantages", "all"), scale)
+    if case.get("turns"):
+        groups = [in_turns(group) for group in groups]
     config = config_of(path, case)
     if case.get("packs") == "many":  # as small as they can be
         tokens = max(len(g.prompt.token_ids) for g in groups) + 8
+        tokens *= (
+            2 if config.algorithm.perception_coef else 1
+        )  # a pack holds each row with the masked images too
         config = config.with_values({"optim.max_tokens_per_pack": tokens})
     adamw = optimizer.adamw
     if case.get("optimizer") == "sgd":
@@ -127,7 +144,8 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
 
 
 def run(path: Path, case: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """The step of a case: `update` by parameter, `metrics`, `records`, `order` of gradients by backward."""
+    """The step of a case: `update` by parameter, `metrics`, `records`, `order` of gradients by backward, and whether
+    the optimizer `reads_order`."""
     learner, groups = build(path, case, ranks)
     before = weights_of(learner)
     order: list[list[str]] = []
@@ -138,8 +156,13 @@ def run(path: Path, case: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     report = learner.update(groups)
     update = {name: weight - before[name] for name, weight in weights_of(learner).items()}
     close(learner)
-    records = [r.__dict__ for r in report.updates]
-    return {"update": update, "metrics": report.metrics, "records": records, "order": order}
+    return {
+        "update": update,
+        "metrics": report.metrics,
+        "records": [r.__dict__ for r in report.updates],
+        "order": order,
+        "reads_order": learner.optimizer.reads_order,
+    }
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.steps import segments_of
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mm_grpo.learner.attention import prefix_attention, prefix_layout
-from mm_grpo.learner.pack import PADDING, attention_mask
+from mm_grpo.learner.pack import GROUP, PADDING, attention_mask
+from mm_grpo.learner.prompt_states import Prefixes, PromptState
 
 ROWS = {
     "even": [[40, 9, 9, 9, 9]],
     "uneven": [[40, 9, 3, 12, 1]],
     "rows": [[40, 9, 9, 9, 9], [31, 20, 2, 8]],
     "rows-alike": [[40, 9, 9, 9], [40, 9, 9, 9]],
+    "groups": [[[40, 9, 9, 9, 9], [31, 20, 2, 8], [1, 1]]],
+    "groups-and-rows": [[[40, 9, 3], [12, 20, 2]], [[50, 8, 8]]],
+    "ragged": [[[300, 5, 200, 7, 6], [10, 90, 3, 120], [280, 4, 4], [9, 1, 2]]],  # several batches
 }
 
 
@@ -23,6 +30,7 @@ def test_blocks_equal_the_dense_mask(name: str) -> None:
     segments = segments_of(ROWS[name])
     layout = prefix_layout(segments)
     assert layout is not None and layout.batch.even == (name == "even")
+    assert (len(layout.batch.prompts) > 1) == (len(layout.batch.completions) > 1) == (name == "ragged")
     torch.manual_seed(0)
     shapes = [(len(segments), heads, segments.shape[1], 8) for heads in (4, 2, 2)]
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
@@ -42,6 +50,86 @@ def test_blocks_equal_the_dense_mask(name: str) -> None:
     for ours, dense in zip(*found, strict=True):
         assert dense.abs().max() > 0.01
         torch.testing.assert_close(ours, dense, rtol=1e-10, atol=1e-12)
+
+
+APART = {
+    "alone": ([[40, 9, 9, 9]], {0}),
+    "alone and uneven": ([[40, 9, 3, 12]], {0}),
+    "before another": ([[[40, 9, 9, 9], [31, 20, 2, 8]]], {0}),
+    "after another": ([[[40, 9, 9, 9], [31, 20, 2, 8]]], {1}),
+    "several": ([[[40, 9, 9], [31, 20, 2], [12, 3, 8]]], {0, 2}),
+    "rows": ([[[40, 9, 9], [31, 20, 2]], [[10, 9, 9]]], {0}),
+    "one row of two": ([[[40, 9, 9]], [[10, 2, 3], [31, 20, 2]]], {1}),
+    "ragged": ([[[300, 5, 200, 7, 6], [10, 90, 3, 120], [280, 4, 4], [9, 1, 2]]], {0, 1}),
+}
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["blocks", "mask"])
+@pytest.mark.parametrize("name", APART)
+def test_prompts_that_are_run_apart_are_seen_as_in_their_row(name: str, dense: bool) -> None:
+    """Outputs and gradients of all else in the row, and those of the prompts' keys and values."""
+    rows, numbers = APART[name]
+    segments = segments_of(rows)
+    chosen = torch.tensor([n * GROUP for n in numbers])
+    apart = torch.isin(segments, chosen)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(len(segments), h, segments.shape[1], 8, dtype=torch.float64) for h in (4, 2, 2))
+    weight = torch.randn(q.shape, dtype=torch.float64)
+    weight *= (~apart & (segments != PADDING))[:, None, :, None]
+
+    own, before = (_left(mask) for mask in (~apart, apart))
+    own_segments, kept_segments = _taken(segments, own), _taken(segments, before)
+    width = kept_segments.shape[1]
+    whole = torch.cat([kept_segments, own_segments], 1)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        module: Any = torch.nn.Module()
+        module.layer_idx, module.num_key_value_groups = 7, 2
+        places = [(b, s) for b, row in enumerate(segments) for s in chosen if bool((row == s).any())]
+        states = [PromptState(int((segments[b] == s).sum())) for b, s in places]
+        for state, (b, s) in zip(states, places, strict=True):
+            state.keep(
+                7, lambda b=b, s=s: (k[b : b + 1, :, segments[b] == s], v[b : b + 1, :, segments[b] == s])
+            )
+        counts = [sum(b == number for b, _ in places) for number in range(len(segments))]
+        layout = None if dense else prefix_layout(whole, before=width)
+        assert dense or name == "alone and uneven" or layout is not None  # that is no dearer as a mask
+        assert layout is None or layout.batch.even == (name == "alone")
+        mask = attention_mask(whole)[:, :, width:]
+        q, k, v = (_taken(x.transpose(1, 2), own).transpose(1, 2) for x in (q, k, v))
+        prefixes = Prefixes(states, counts, width)
+        return prefix_attention(module, q, k, v, mask, scaling=0.3, prefix=layout, prefixes=prefixes)[0]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = attention_mask(segments)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
+        return _taken(out.transpose(1, 2), own)
+
+    found = []
+    weight = _taken(weight.transpose(1, 2), own)
+    for run in (ours, plain):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = run(*leaves) * (weight != 0)
+        found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)])
+    for mine, want in zip(*found, strict=True):
+        assert want.abs().max() > 0.01
+        torch.testing.assert_close(mine, want, rtol=1e-10, atol=1e-12)
+
+
+def _left(mask: Tensor) -> Tensor:
+    """The columns of each row where `mask` is True, in order, and -1 behind."""
+    found = [row.nonzero()[:, 0].tolist() for row in mask]
+    width = max(map(len, found))
+    return torch.tensor([row + [-1] * (width - len(row)) for row in found])
+
+
+def _taken(x: Tensor, columns: Tensor) -> Tensor:
+    """[B, N, ...] at the columns of each row; PADDING where there is none, of other than segments 0."""
+    index = columns.clamp(0).view(*columns.shape, *[1] * (x.ndim - 2)).expand(*columns.shape, *x.shape[2:])
+    found = x.gather(1, index)
+    return found.masked_fill(
+        (columns < 0).view(*columns.shape, *[1] * (x.ndim - 2)), PADDING if x.ndim == 2 else 0
+    )
 
 
 def test_one_mask_is_taken_where_it_is_no_dearer() -> None:

@@ -3,81 +3,32 @@
 from __future__ import annotations
 
 import copy
-import random
 from typing import Any
 
 import pytest
 import torch
 from helpers import tiny
+from helpers.conversations import cases, items_of, plain
+from helpers.families import is_rounding
+from helpers.passes import backward_of
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.learner.forward import PackForward
-from mm_grpo.learner.image_features import SharedFeatures
-from mm_grpo.learner.pack import Item, layout, pictured_of, plan
-from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.learner.pack import Item, Pack, layout, pictured_of, plan
+from mm_grpo.processors.base import load_processor
+from mm_grpo.processors.tool_calls import answer_messages, knows_tools
 from mm_grpo.rollout.conversation import Conversation
-from mm_grpo.types import Completion, Picture, Prompt
-
-FAMILIES = [*tiny.FAMILIES, tiny.HYBRID]
+from mm_grpo.types import Completion, Sample
 
 
-def legal_ids(processor: Processor) -> list[int]:
-    return [token for token in range(270) if token not in processor.media_token_ids]
-
-
-def conversation(
-    start: Prompt, processor: Processor, rng: random.Random, shown: list[Picture], turns: int
-) -> Conversation:
-    """Turns of random tokens, with observations of text and of 0 to 2 of the pictures `shown` between them."""
-    made, legal = Conversation(start, processor), legal_ids(processor)
-    config = processor.config  # type: ignore[attr-defined]
-    image = (config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
-    for turn in range(turns):
-        ids = tuple(rng.choices(legal, k=rng.randint(1, 6)))
-        made.answered(Completion(ids, (0.0,) * len(ids), "", "stop", turn))
-        if turn < turns - 1:
-            pictures = rng.choices(shown, k=rng.choice([0, 1, 1, 2]))
-            made.observed([*rng.choices(legal, k=3), *image * len(pictures), rng.choice(legal)], pictures)
-    return made
-
-
-def items_of(conversations: list[Conversation], groups: list[int]) -> list[Item]:
-    return [
-        Item(i, group, c.start, tuple(t for a in c.answers for t in a.token_ids), tail=c.tail())
-        for i, (c, group) in enumerate(zip(conversations, groups, strict=True))
-    ]
-
-
-def plain(model: Any, processor: Processor, c: Conversation) -> Tensor:
-    """Log-probs [T] of what was sampled, by transformers' own forward of the whole conversation."""
-    whole = c.prompt
-    ids = torch.tensor([whole.token_ids])
-    kinds = (ids == model.config.image_token_id).int()
-    logits = model(input_ids=ids, mm_token_type_ids=kinds, **whole.vision, use_cache=False).logits[0]
-    logits[:, sorted(processor.media_token_ids)] = -1e9
-    logp = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
-    tail = c.tail()
-    sampled = [True] * c.run_length if tail is None else list(tail.sampled)
-    return logp[len(c.start.token_ids) - 1 :][torch.tensor(sampled)]
-
-
-def cases(
-    processor: Processor, seed: int, groups: int = 3, each: int = 4
-) -> tuple[list[Conversation], list[int]]:
-    """Conversations of 1 to 4 turns after prompts with two images, one and none; they share some pictures."""
-    rng = random.Random(seed)
-    sizes = [(84, 84), (56, 140), (112, 84)]
-    shown = [processor.picture(tiny.picture(50 + i, *size), row="a") for i, size in enumerate(sizes)]
-    images = [(tiny.picture(1, 84, 84), tiny.picture(2, 56, 140)), (tiny.picture(3, 112, 84),), ()]
-    starts = [processor.prompt(tiny.sample(str(g), "what is it", images[g % 3])) for g in range(groups)]
-    pairs = [(start, g) for g, start in enumerate(starts) for _ in range(each)]
-    made = [conversation(start, processor, rng, shown, rng.randint(1, 4)) for start, _ in pairs]
-    return made, [g for _, g in pairs]
+def some(items: list[Item]) -> int:
+    """Tokens of packs in which the longest conversation fits, and a group of them does not."""
+    return max(len(item.prompt.token_ids) + item.run_length for item in items) * 4 // 3
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiny.ALL)
 def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models: dict[str, Any]) -> None:
     model = AutoModelForImageTextToText.from_pretrained(models[family], dtype=torch.float32).train()
     processor = load_processor(str(models[family]))
@@ -94,29 +45,36 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
     module = PackForward(
         model, media_token_ids=processor.media_token_ids, family=processor.family, temperature=1.0
     )
-    packs = plan(items, max_tokens=220)
-    assert len(packs) > 1
-    pictured = [[one for row in rows for one in pictured_of(row)] for rows in packs]
-    module.features = shared = SharedFeatures(model, processor.family, pictured)
-    for rows in packs:
-        logp, _ = module(layout(rows, processor.media_token_ids))
-        want = torch.cat([expected[i.index] for row in rows for i in row])
-        assert (logp - want).abs().max() <= 1e-5
-        (torch.cat([weights[i.index] for row in rows for i in row]) * logp).sum().backward()
+    packs = plan(items, max_tokens=some(items), apart=True)
+    assert len(packs) > 3
+
+    def loss(pack: Pack, logp: Tensor, _: Tensor) -> Tensor:
+        own = list(dict.fromkeys(pack.completion_index.tolist()))
+        assert (logp - torch.cat([expected[i] for i in own])).abs().max() <= 1e-5
+        return (torch.cat([weights[i] for i in own]) * logp).sum()
+
+    work = backward_of(module, packs, processor.media_token_ids, loss)
+    assert work.prompts == 3
     for (name, got), want in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert got.grad is not None and want.grad is not None
+        if want.grad is None:  # behind the layer whose features the model takes
+            assert got.grad is None and family == "llava_onevision", name
+            continue
+        if is_rounding(name):
+            continue
+        assert got.grad is not None, name
         gap = (got.grad - want.grad).norm() / want.grad.norm().clamp(min=1e-8)
         assert gap <= 1e-5, (name, gap)
-    # with a trained tower an image is encoded once with gradients, and once without where packs share it
-    distinct = {id(one) for pack in pictured for one in pack}
-    sightings = sum(len({id(one) for one in pack}) for pack in pictured)
-    images = sum(
-        processor.family.count(one.vision) for one in {id(o): o for p in pictured for o in p}.values()
-    )
-    assert shared.encoded <= 2 * images and sightings > len(distinct)
+    # an image of a prompt is encoded once, and one of an observation that several packs share once more
+    pictured = [{id(one): one for row in rows for one in pictured_of(row)} for rows in packs]
+    prompts = {id(i.prompt) for i in items}
+    distinct = {number: one for pack in pictured for number, one in pack.items()}
+    shared = [n for n in distinct if n not in prompts and sum(n in pack for pack in pictured) > 1]
+    assert shared
+    want_images = sum(processor.family.count(distinct[n].vision) for n in [*distinct, *shared])
+    assert work.images == want_images
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiny.ALL)
 def test_in_bfloat16_packs_round_no_more_than_the_plain_forward(family: str, models: dict[str, Any]) -> None:
     """Both against the plain forward in fp32, over weights that bfloat16 holds."""
     model = AutoModelForImageTextToText.from_pretrained(models[family], dtype=torch.bfloat16).train()
@@ -134,8 +92,34 @@ def test_in_bfloat16_packs_round_no_more_than_the_plain_forward(family: str, mod
             worst["plain"] = max(
                 worst["plain"], float((plain(plainly, processor, c).float() - want).abs().max())
             )
-        for rows in plan(items, max_tokens=220):
+        for rows in plan(items, max_tokens=some(items)):
             logp, _ = module(layout(rows, processor.media_token_ids))
             want = torch.cat([truth[i.index] for row in rows for i in row])
             worst["packs"] = max(worst["packs"], float((logp.float() - want).abs().max()))
     assert 0 < worst["packs"] <= 1.5 * worst["plain"]
+
+
+@pytest.mark.parametrize("family", tiny.ALL)
+def test_an_observation_is_written_as_in_a_prompt_of_the_whole_conversation(
+    family: str, models: dict[str, Any]
+) -> None:
+    """Where the model's turn is what a tokenizer would make of its text."""
+    processor: Any = load_processor(str(models[family]))
+    pictures = [processor.picture(tiny.picture(5 + i, 84, 84), row="a") for i in range(3)]
+    asked = tiny.sample("a", "what", (tiny.picture(1, 84, 84),))
+    parts = [[pictures[0].image, "one", pictures[1].image, pictures[2].image], ["two"]]
+    answered = answer_messages(parts, as_tool=knows_tools(processor.template))
+    messages = [*asked.messages, {"role": "assistant", "content": "ab"}, *answered]
+    images = (*asked.images, *(picture.image for picture in pictures))
+    whole, start = processor.prompt(Sample("a", messages, images)), processor.prompt(asked)
+    after = whole.token_ids[len(start.token_ids) :]
+    said = after[
+        : after.index(processor.tokenizer.eos_token_id) + 1
+    ]  # in some templates with a space before it
+    made = Conversation(start, processor)
+    made.answered(Completion(said, (0.0,) * len(said), "ab", "stop", 0))
+    made.observed(processor.observation(parts, row="a"), pictures)
+    assert made.prompt.token_ids == whole.token_ids
+    assert torch.equal(made.prompt.position_ids, whole.position_ids)
+    assert made.prompt.vision.keys() == whole.vision.keys()
+    assert all(torch.equal(tensor, whole.vision[key]) for key, tensor in made.prompt.vision.items())

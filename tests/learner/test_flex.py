@@ -28,7 +28,7 @@ from mm_grpo.learner import flex
 from mm_grpo.learner.attention import Masks, is_tried
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
-from mm_grpo.learner.pack import PADDING, attention_mask
+from mm_grpo.learner.pack import GROUP, PADDING, attention_mask
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
 
@@ -57,14 +57,46 @@ def pairs(mask: BlockMask) -> Tensor:
     return spread(full_count, full_order) | (spread(mask.kv_num_blocks, mask.kv_indices) & decided)
 
 
-ROWS = st.lists(st.lists(st.integers(1, 180), min_size=2, max_size=6), min_size=1, max_size=3)
+GROUP_LENGTHS = st.lists(st.integers(1, 180), min_size=2, max_size=6)
+ROWS = st.lists(st.lists(GROUP_LENGTHS, min_size=1, max_size=3), min_size=1, max_size=3)
 
 
 @settings(max_examples=40)
 @given(ROWS)
-def test_table_and_mask_let_through_what_the_dense_mask_does(rows: list[list[int]]) -> None:
+def test_table_and_mask_let_through_what_the_dense_mask_does(rows: list[list[list[int]]]) -> None:
     segments = segments_of(rows)
     assert torch.equal(pairs(flex.block_mask(segments)), attention_mask(padded(segments)))
+
+
+@settings(max_examples=30)
+@given(ROWS, st.integers(1, 7))
+def test_prompts_that_are_run_apart_are_seen_as_in_their_row(
+    rows: list[list[list[int]]], chosen: int
+) -> None:
+    """The bits of `chosen` say which groups of a row have their prompt before it."""
+    before, own = [], []
+    for row in rows:
+        kept = [n for n in range(len(row)) if chosen >> n & 1]
+        before.append([n * GROUP for n in kept for _ in range(row[n][0])])
+        whole = [
+            n * GROUP + k
+            for n, group in enumerate(row)
+            for k, count in enumerate(group)
+            for _ in range(count)
+        ]
+        own.append([s for s in whole if s % GROUP or s // GROUP not in kept])
+    width = -(-max(map(len, before)) // flex.BLOCK) * flex.BLOCK
+    rest = max(map(len, own))
+    segments = torch.tensor(
+        [
+            [*b, *[PADDING] * (width - len(b)), *o, *[PADDING] * (rest - len(o))]
+            for b, o in zip(before, own, strict=True)
+        ]
+    )
+    found = pairs(flex.block_mask(segments, width))
+    assert torch.equal(found[:, :, width:], attention_mask(padded(segments))[:, :, width:])
+    blocks = flex.block_mask(segments, width).kv_num_blocks[:, 0, : width // flex.BLOCK]
+    assert (blocks == 1).all()  # nobody looks at what is asked there
 
 
 def test_blocks_that_nobody_sees_are_skipped() -> None:
@@ -74,6 +106,14 @@ def test_blocks_that_nobody_sees_are_skipped() -> None:
     assert run.tolist() == [1, 2] + 4 * [3, 4]  # of up to 10
     assert mask.kv_num_blocks[0, 0].tolist() == [1] * 10  # the diagonal alone has pairs to decide
     assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1] + 4 * [2, 3]
+
+
+def test_blocks_of_other_groups_are_skipped() -> None:
+    # as above with one completion, then a group of a prompt of 1 block and completions of 1 and 2
+    mask = flex.block_mask(segments_of([[[256, 256], [128, 128, 256]]]))
+    run = mask.kv_num_blocks[0, 0] + mask.full_kv_num_blocks[0, 0]
+    assert run.tolist() == [1, 2, 3, 4, 1, 2, 2, 3]
+    assert mask.kv_num_blocks[0, 0].tolist() == [1] * 8
 
 
 def emulated(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -98,28 +138,36 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     flex.fault.cache_clear()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    ("checkpointing", "many"),
+    [(False, False), (True, False), (True, True)],
+    ids=["plain", "checkpointed", "checkpointed, many packs"],
+)
 def test_updates_are_those_of_blocks_and_dense_masks(
-    checkpointing: bool, models: dict[str, Any], emulation: list[int]
+    checkpointing: bool, many: bool, models: dict[str, Any], emulation: list[int]
 ) -> None:
-    """Recomputed layers see the same segments: a lost mask would change every gradient."""
+    """Recomputed layers see the same segments: a lost mask would change every gradient.
+
+    Of many packs those of `eager` run the prompts again, the others go on from them."""
     path = models["qwen3_vl"]  # the text layers of all families call the same kernel
     processor = load_processor(str(path))
     groups = make_groups(processor)
+    tokens = max(len(g.prompt.token_ids) for g in groups) + 8 if many else 16384
     updates = {}
     for attn in ("flex_attention", "sdpa", "eager"):
         config = config_for(
             path,
             model={"path": str(path), "attn": attn},
             algorithm={"entropy_coef": 0.1},
-            optim={"gradient_checkpointing": checkpointing},
+            optim={"gradient_checkpointing": checkpointing, "max_tokens_per_pack": tokens},
         )
         emulation.clear()
         model = load_model(config.model, processor.family)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         learner = Learner(model, processor, config, 10)
         assert learner.module.masks.multiple == (128 if attn == "flex_attention" else 1)
-        learner.update(groups)
+        metrics = learner.update(groups).metrics
+        assert (metrics["learner/prompts_run"] == 4) == (not many or attn != "eager")
         updates[attn] = {n: p.detach() - before[n] for n, p in model.named_parameters()}
         assert bool(emulation) == (attn == "flex_attention")
     for name, want in updates["eager"].items():
@@ -178,6 +226,7 @@ PACKS = [
     [[300, 200], [100, 9], [90, 30, 40], [200, 7]],
     [[600, 9]] * 2,
     [[140, 9]] * 4,
+    [[[140, 9], [60, 30, 200], [3, 1]]],
 ]
 NEEDS = [(True, True, True), (True, False, True), (True, False, False), (False, False, True), (False,) * 3]
 
@@ -219,9 +268,13 @@ def test_attention_that_holds_all_scores_never_stands_in(compiled: CompileCounte
             check(segments, (True, True, True), False, None)
 
 
-def test_a_step_compiles_nothing_more(models: dict[str, Any], compiled: CompileCounter) -> None:
-    """With adapters, whose first layer has no gradient of the keys, recomputed layers and a reference."""
+@pytest.mark.parametrize("many", [False, True])
+def test_a_step_compiles_nothing_more(many: bool, models: dict[str, Any], compiled: CompileCounter) -> None:
+    """With adapters, whose first layer has no gradient of the keys, recomputed layers and a reference; in one pack or
+    with prompts that are run apart."""
     path = models["qwen2_5_vl"]
+    processor = load_processor(str(path))
+    tokens = max(len(g.prompt.token_ids) for g in make_groups(processor)) + 8 if many else 1024
     config = config_for(
         path,
         model={
@@ -230,9 +283,8 @@ def test_a_step_compiles_nothing_more(models: dict[str, Any], compiled: CompileC
             "lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]},
         },
         algorithm={"beta": 0.1},
-        optim={"gradient_checkpointing": True, "max_tokens_per_pack": 1024},
+        optim={"gradient_checkpointing": True, "max_tokens_per_pack": tokens},
     )
-    processor = load_processor(str(path))
     learner = Learner(load_model(config.model, processor.family), processor, config, 10)
     assert compiled.frame_count == 4
     for groups in (make_groups(processor), make_groups(processor)[:1]):

@@ -25,17 +25,18 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.linear_attention import SharedState, fault, prepare_linear_layers, shared_state_forward
 from mm_grpo.learner.lora import add_adapters
 from mm_grpo.learner.minibatch import make_items
-from mm_grpo.learner.pack import layout, plan
+from mm_grpo.learner.pack import GROUP, by_group, layout, plan
 from mm_grpo.learner.transformers_patches import DELTA_NETS, torch_rule
 from mm_grpo.processors.base import load_processor
 
-ROWS = {
+ROWS: dict[str, Any] = {
     "even": [[20, 9, 9, 9]],
     "uneven": [[20, 9, 3, 12, 1]],
     "rows": [[20, 9, 9, 9], [11, 20, 2], [20, 5]],
     "shorter than the convolution": [[1, 4, 70], [2, 1], [3, 2, 2]],
     "longer than a chunk": [[130, 66, 70], [70, 65, 130]],
     "two tokens": [[1, 1]],
+    "groups": [[[20, 9, 3], [2, 70, 1], [130, 4, 66]], [[5, 2, 2]]],  # several batches
 }
 
 
@@ -87,15 +88,19 @@ def test_a_layer_over_a_pack_is_the_layer_over_each_sequence(
 
     batch = completion_batch(segments)
     assert batch.even == (rows in ("even", "two tokens"))
+    assert (len(batch.prompts) > 1) == (rows == "groups")
     leaf = hidden.clone().requires_grad_()
     ours = shared_state_forward(layer, leaf, SharedState(batch, one_by_one)) * (segments >= 0)[:, :, None]
     found = torch.autograd.grad((ours * weight).sum(), [leaf, *layer.parameters()])
 
     theirs = torch.zeros_like(hidden)
     other = hidden.clone().requires_grad_()
-    for b, lengths in enumerate(ROWS[rows]):
+    several = [row if isinstance(row[0], list) else [row] for row in ROWS[rows]]
+    for b, group, lengths in (
+        (b, g * GROUP, own) for b, row in enumerate(several) for g, own in enumerate(row)
+    ):
         for k in range(1, len(lengths)):
-            places = ((segments[b] == 0) | (segments[b] == k)).nonzero()[:, 0]
+            places = ((segments[b] == group) | (segments[b] == group + k)).nonzero()[:, 0]
             out = layer(other[b, places][None])[0]
             own = slice(0 if k == 1 else lengths[0], None)  # the prompt's own outputs once
             theirs = theirs.index_put((torch.tensor(b), places[own]), out[own])
@@ -144,7 +149,7 @@ def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float,
         attn="eager" if model.config.get_text_config()._attn_implementation == "eager" else "auto",
     )
     packs = plan(items, max_tokens=170)
-    assert len(packs) > 1 and any(len(rows) > 1 for rows in packs)
+    assert len(packs) > 1 and any(len(by_group(row)) > 1 for rows in packs for row in rows)
     most = 0.0
     for rows in packs:
         logp, _ = module(layout(rows, processor.media_token_ids))

@@ -17,6 +17,7 @@ from mm_grpo.learner.memory import (
     MemoryEstimate,
     ModelSizes,
     device_memory,
+    kept_tokens,
     largest_pack,
     memory_estimate,
     memory_of_run,
@@ -103,6 +104,22 @@ def test_the_sentence_names_parts_sum_and_remedies() -> None:
 )
 def test_a_pack_holds_no_more_than_an_update(processes: int, optim: dict[str, int], tokens: int) -> None:
     assert largest_pack(config_for("x", optim=optim), processes) == tokens
+
+
+@pytest.mark.parametrize(
+    ("most", "perception", "kept"),
+    [(1048, 0.0, 0), (1047, 0.0, 1024), (2096, 0.1, 0), (2095, 0.1, 2048)],
+)
+def test_the_prompt_of_a_group_that_is_larger_than_a_pack_is_counted(
+    most: int, perception: float, kept: int
+) -> None:
+    """1,024 tokens of prompt and three completions of 8; with the perception term all of it twice."""
+    config = config_for("x", algorithm={"perception_coef": perception}, optim={"max_tokens_per_pack": most})
+    assert kept_tokens(config) == kept
+    found = memory_estimate(replace(LARGE, keys=256), tokens=1, checkpointing=True, kept=kept)
+    # keys and values of 256 numbers in 36 layers: 2 bytes each, and 4 for the sums of their gradients
+    assert found.kept_prompt == 2 * 6 * 256 * 36 * kept == 110_592 * kept
+    assert found.total - memory_estimate(LARGE, tokens=1, checkpointing=True).total == found.kept_prompt
 
 
 def test_layers_of_linear_attention_keep_what_their_rule_does(models: dict[str, Path]) -> None:

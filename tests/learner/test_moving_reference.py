@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.reference import MovingReference
-from mm_grpo.learner.state import load_reference, save_reference
+from mm_grpo.learner.state import load_reference, reference_file
 from mm_grpo.processors.base import load_processor
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -56,7 +56,7 @@ def test_moves_of_a_learner_are_those_of_fp32_and_outlive_a_checkpoint(
     assert all(torch.equal(found[name], master.to(dtype)) for name, master in want.items())
     assert any(not torch.equal(found[name], weight) for name, weight in start.items())
 
-    save_reference(learner.moving, tmp_path / "reference.safetensors")
+    reference_file(learner.moving).write(tmp_path / "reference.safetensors")
     other = Learner(load(path).to(dtype), processor, config, 10)
     assert other.reference is not None and other.moving is not None
     load_reference(other.moving, tmp_path / "reference.safetensors")

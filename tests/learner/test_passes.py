@@ -18,6 +18,7 @@ from mm_grpo.learner import optimizer
 from mm_grpo.learner.image_features import KeptFeatures
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.minibatch import LogProbs, Minibatch, make_items
+from mm_grpo.learner.pack import layout
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group
 
@@ -57,7 +58,7 @@ def test_old_reference_and_new_log_probs_agree_where_the_policies_are_one(
     media = sorted(processor.media_token_ids)
     rows = [(g, c) for g in groups for c in g.completions]
     for item, (group, completion) in zip(items, rows, strict=True):
-        pack = next(learner._packs([[[item]]]))
+        pack = layout([[item]], processor.media_token_ids)
         new = learner.module(pack)[0].detach()  # with gradients, alone
         plain = plain_logp(learner.model, config, media, group, completion)[0].detach()
         for values in (old[item.index], reference[item.index], plain):

@@ -11,7 +11,14 @@ from helpers import tiny
 from helpers.families import TABLE
 from helpers.steps import load
 from torch import nn
-from transformers import AttentionMaskInterface, CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaModel
+from transformers import (
+    AttentionMaskInterface,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaConfig,
+    LlamaModel,
+    modeling_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mm_grpo.learner import transformers_patches as patches
@@ -187,3 +194,18 @@ def test_a_model_takes_features_for_whatever_pixels_it_is_given(family: str, mod
     torch.testing.assert_close(given, other)
     assert float((other - one).abs().max()) > 1e-3
     assert torch.equal(after, one) and "get_image_features" not in vars(backbone)
+
+
+def test_a_model_is_saved_without_asking_accelerate_what_wraps_it(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(models["qwen2_vl"])
+    asked: list[Any] = []
+    # fails where save_pretrained no longer asks: then the patch is needless
+    monkeypatch.setattr(modeling_utils, "unwrap_model", lambda model: asked.append(model) or model)
+    model.save_pretrained(tmp_path / "plain", state_dict={})
+    assert asked == [model]
+    patches.save_pretrained(model, tmp_path / "patched", max_shard_size="5GB")
+    assert asked == [model]
+    again = type(model).from_pretrained(tmp_path / "patched")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

@@ -1,0 +1,244 @@
+"""Which model is meant: a run's best or last checkpoint or that of a step, a checkpoint's own folder, a model folder
+or a name on the Hub.
+
+Without a word for it the last checkpoint is meant, whatever the evaluations said: every run that saves has one. A
+checkpoint has the trained weights and no others, so it comes with its run's config, which says what they belong to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.config.yaml_file import apply_overrides, read_yaml
+from mm_grpo.errors import ConfigError
+from mm_grpo.run.deciding_fields import deciding_fields, differing_field
+from mm_grpo.run.manifest import MANIFEST, Checkpoint, checkpoints_in, read_checkpoint
+from mm_grpo.run.paths import STEP_NAME, RunPaths
+
+CHANGEABLE = ("model.path", "model.device", "model.dtype")
+"""Fields that may be other than the run's: where the base model is, and how it is held here."""
+DEFAULT = "last"
+"""The checkpoint that is meant where none is named."""
+STEP = re.compile(r"step-0*(\d{1,18})")
+
+
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """A checkpoint whose files are as they were written. `config` is its run's, in the number format of the run, and
+    `name` what results call it."""
+
+    paths: RunPaths
+    config: GRPOConfig
+    checkpoint: Checkpoint
+    name: str
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model folder, an adapter's or a name on the Hub (`path`), which needs no checkpoint.
+
+    Where a run's name led to it `config` is the run's, changed so that it loads `path`, and `note` says why that is
+    meant; None where no run is known of it.
+    """
+
+    path: str
+    config: GRPOConfig | None = None
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}, {self.note}" if self.note else self.path
+
+    @property
+    def is_adapter(self) -> bool:
+        return (Path(self.path) / "adapter_config.json").is_file()
+
+
+def find_model(
+    given: str, which: str | None = None, overrides: Sequence[str] = (), *, elsewhere: str | None = None
+) -> RunCheckpoint | WholeModel:
+    """What `given` names, and in a run's folder `which` says: best, last (also None) or step-N.
+
+    `best` of a run that no step made better is its base model; `last` of one without checkpoints the model that it
+    saved at its end. `overrides` change fields of CHANGEABLE of a run's config, and `elsewhere` is its base model where
+    that which it names is not there. Reads every file of a checkpoint once. Raises ConfigError for what is no model,
+    for a checkpoint that is not there, damaged or of another config, and for `which` without a run.
+    """
+    _check_word(which)
+    path = Path(given)
+    if is_run(path):
+        return _of_run(path, which, overrides, elsewhere)
+    if which is not None:
+        raise ConfigError(
+            f"--checkpoint {which}: says which checkpoint of a run folder, and '{given}' is no run folder; leave it out"
+        )
+    found = WholeModel(given)
+    if path.is_dir() and not (path / "config.json").is_file() and not found.is_adapter:
+        raise ConfigError(
+            f"'{given}' is neither a model folder (config.json), nor a run folder (config.yaml), nor a checkpoint "
+            f"({MANIFEST})"
+        )
+    return found
+
+
+def find_checkpoint(path: Path, which: str | None = None, overrides: Sequence[str] = ()) -> RunCheckpoint:
+    """As `find_model`, but a checkpoint it must be. Raises ConfigError for any other model too."""
+    _check_word(which)
+    if not is_run(path):
+        raise ConfigError(
+            f"'{path}' is neither a run folder (config.yaml) nor a checkpoint in one's folder checkpoints/ ({MANIFEST})"
+        )
+    found = _of_run(path, which, overrides, None)
+    if isinstance(found, WholeModel):
+        raise ConfigError(
+            f"--checkpoint {which or DEFAULT}: this is no checkpoint, but '{found.path}', {found.note}"
+        )
+    return found
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is a run's folder or that of a checkpoint."""
+    return _is_checkpoint(path) or _has(path, "config.yaml")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return _has(path, MANIFEST)
+
+
+def _has(path: Path, name: str) -> bool:
+    return (path / name).is_file() and not (path / "config.json").is_file()  # which a model folder has
+
+
+def _check_word(which: str | None) -> None:
+    if which not in (None, "best", "last") and STEP.fullmatch(which or "") is None:
+        raise ConfigError(f"--checkpoint {which}: must be best, last or step-N")
+
+
+def _of_run(
+    path: Path, which: str | None, overrides: Sequence[str], elsewhere: str | None
+) -> RunCheckpoint | WholeModel:
+    own = _is_checkpoint(path)
+    if own and which is not None:
+        raise ConfigError(
+            f"--checkpoint {which}: '{path}' is one checkpoint; name its run, or leave this out"
+        )
+    if own and STEP_NAME.fullmatch(path.resolve().name) is None:
+        raise ConfigError(
+            f"'{path}': a checkpoint is named as step-000010, by its step; give it its name back, in its run's folder "
+            "checkpoints/"
+        )
+    paths = RunPaths(path.resolve().parents[1] if own else path)
+    if not paths.config.is_file():
+        raise ConfigError(
+            f"'{paths.root}' has no config.yaml, which says what the checkpoint is of; leave checkpoints in their run "
+            "folder"
+        )
+    config, changed = _config_of(paths, overrides, elsewhere)
+    chosen = path.resolve() if own else _chosen(paths, which or DEFAULT, config)
+    if isinstance(chosen, WholeModel):
+        return chosen
+    checkpoint = read_checkpoint(chosen)
+    now = {name: value for name, value in deciding_fields(config).items() if name not in changed}
+    then = {name: value for name, value in checkpoint.manifest["config"].items() if name not in changed}
+    if differing := differing_field(config, now, then):
+        field, value, known = differing
+        raise ConfigError(
+            f"'{paths.config}': {field} = {json.dumps(value)}, and '{checkpoint.path}' was made with "
+            f"{json.dumps(known)}; put it back"
+        )
+    name = str(path) if own else f"{paths.root}, {which or DEFAULT} checkpoint (step {checkpoint.step})"
+    return RunCheckpoint(paths, config, checkpoint, name)
+
+
+def _config_of(
+    paths: RunPaths, overrides: Sequence[str], elsewhere: str | None
+) -> tuple[GRPOConfig, frozenset[str]]:
+    """The run's config with `overrides` and its number format, and the fields that are not as the run had them."""
+    for override in overrides:
+        if override.partition("=")[0] not in CHANGEABLE:
+            raise ConfigError(
+                f"'{override}': the run's own config decides; only {', '.join(CHANGEABLE)} can be changed here"
+            )
+    values = read_yaml(paths.config)
+    # not from_yaml: a relative path of the run's own copy starts at the working folder, not at the copy
+    run = GRPOConfig.from_dict(values)
+    config = GRPOConfig.from_dict(apply_overrides(values, overrides))
+    changed = {override.partition("=")[0] for override in overrides}
+    update: dict[str, Any] = {}
+    if elsewhere is not None and os.path.exists(elsewhere) and not os.path.exists(config.model.path):
+        update["path"] = elsewhere  # the run was started on another machine, or from another folder
+    if config.model.dtype == "auto":
+        update["dtype"] = _dtype_of(paths, run.model.device)
+    changed |= {f"model.{name}" for name in update}
+    return _with_model(config, **update), frozenset(changed)
+
+
+def _dtype_of(paths: RunPaths, device: str) -> str:
+    """The number format in which a run trained whose config says auto: bfloat16 where it had a GPU."""
+    if device == "cpu":
+        return "float32"
+    try:
+        known = json.loads(paths.environment.read_text(encoding="utf-8"))
+        gpus = known.get("gpus")
+    except FileNotFoundError:
+        gpus = None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"'{paths.environment}' cannot be read ({error}); put it back, or remove it: then model.dtype = auto goes "
+            "by this machine"
+        ) from None
+    return "bfloat16" if (torch.cuda.is_available() if gpus is None else gpus) else "float32"
+
+
+def _chosen(paths: RunPaths, which: str, config: GRPOConfig) -> Path | WholeModel:
+    found, root = checkpoints_in(paths.checkpoints), paths.root
+    if not found:
+        saved = (paths.model / "config.json").is_file()
+        if saved and which == "last":
+            whole = _with_model(config, path=str(paths.model), lora=None)
+            note = f"the model of its last step: '{root}' has no checkpoints (run.save_every)"
+            return WholeModel(str(paths.model), whole, note)
+        raise ConfigError(
+            f"--checkpoint {which}: '{root}' has no checkpoints (run.save_every)"
+            + (f"; '{paths.model}' is the model of its last step" if saved else ", and no model/")
+        )
+    known = ", ".join(path.name for path in found.values())
+    newest = list(found.values())[-1]
+    if which == "last":
+        return newest
+    if which == "best":
+        best = read_checkpoint(newest, files=False).extra["best"]
+        if best is None:
+            raise ConfigError(f"'{root}' was not evaluated, so none is best; take --checkpoint last")
+        score, step = float(best["score"]), int(best["step"])
+        if step == 0:
+            whole = _with_model(config, lora=None)
+            note = f"the base model: the best evaluation of '{root}' was before its first step ({score:.3g})"
+            return WholeModel(config.model.path, whole, f"{note}; its checkpoints are {known}")
+        if step not in found:
+            raise ConfigError(
+                f"the best evaluation of '{root}' was after step {step} ({score:.3g}), which has no checkpoint any "
+                f"more; there are {known}"
+            )
+        return found[step]
+    match = STEP.fullmatch(which)
+    if match is None or int(match[1]) not in found:
+        raise ConfigError(f"--checkpoint {which}: must be best, last or one of {known}")
+    return found[int(match[1])]
+
+
+def _with_model(config: GRPOConfig, **update: Any) -> GRPOConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update=update)})

@@ -1,0 +1,62 @@
+"""Steps that are sampled ahead in two processes: the same run as in one, also after both were killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ahead_runs
+import pytest
+from helpers import processes
+from helpers.run_folders import assert_the_same_run, rollouts_of, write_config
+
+from mm_grpo.rollout.seeds import SeedPlan
+
+SCRIPT = Path(ahead_runs.__file__)
+RUN = {"save_every": 1, "keep_checkpoints": 9, "sight_every": 0, "parity_check": False}
+
+
+def run(config: Path, world: int, output: Path, *arguments: object, ends: int = 0) -> None:
+    codes = processes.launch(SCRIPT, world, [config, *arguments], output, deadline=120)
+    assert codes == [ends] * world, processes.outputs(output, world)
+
+
+@pytest.mark.long
+def test_in_lockstep_two_processes_make_the_run_of_one_and_one_goes_on_with_it(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = {"max_staleness": 2, "dynamic_sampling": True, "max_attempts": 2, "num_generations": 2}
+    changes: dict[str, Any] = {"rollout": rollout, "run": RUN}
+    one = write_config(models["qwen2_5_vl"], tmp_path / "one", **changes)
+    two = write_config(models["qwen2_5_vl"], tmp_path / "two", **changes)
+    run(one, 1, tmp_path / "of-one")
+    run(two, 2, tmp_path / "killed", 3, ends=9)
+    run(two, 1, tmp_path / "again", 4, ends=9)
+    run(two, 2, tmp_path / "to-the-end")
+    assert_the_same_run(tmp_path / "two", tmp_path / "one", 5)
+    rows = [json.loads(x) for x in "".join(rollouts_of(tmp_path / "two").values()).splitlines()]
+    versions = {row["step"]: row["weight_versions"] for row in rows}
+    assert versions == {1: [[0, 0]], 2: [[0, 0]], 3: [[0, 0]], 4: [[0, 1]], 5: [[0, 2]]}
+    assert any(row["attempt"] for row in rows)
+
+
+@pytest.mark.long
+def test_eagerly_two_processes_learn_from_every_place_once_also_when_three_go_on(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    rollout = {"max_staleness": 1, "staleness_order": "eager"}
+    config = write_config(models["qwen2_5_vl"], tmp_path / "r", rollout=rollout, run=RUN)
+    run(config, 2, tmp_path / "killed", 3, ends=9)
+    run(config, 3, tmp_path / "to-the-end")
+    plan = SeedPlan(run_seed=42, prompts=5, generations=4, attempts=1, max_steps=5)
+    learned = []
+    for step in range(1, 6):
+        file = (tmp_path / f"r/rollouts/step-{step:06d}.jsonl").read_text()
+        rows = [json.loads(line) for line in file.splitlines()]
+        assert sorted({row["slot"] for row in rows}) == [0, 1, 2, 3, 4]
+        for row in rows:
+            assert row["seed"] == plan.group(*row["place"])[row["generation"]]
+            assert all(step - 2 <= version < step for _, version in row["weight_versions"])
+        learned += [tuple(row["place"]) for row in rows if row["generation"] == 0]
+    assert sorted(learned) == [(step, slot) for step in range(1, 6) for slot in range(5)]

@@ -1,0 +1,204 @@
+"""The perception term against plain autograd, its masks, and what it is refused for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny
+from helpers.families import is_rounding
+from helpers.steps import config_for, load, make_groups, plain_logp
+from PIL import Image
+from torch import Tensor
+
+from mm_grpo.algorithm.losses import token_weights
+from mm_grpo.algorithm.perception import masked_image, perception_kl
+from mm_grpo.config import DataConfig, GRPOConfig
+from mm_grpo.data.dataset import Dataset
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.minibatch import group_cost
+from mm_grpo.learner.perception import masked_prompt, require_images
+from mm_grpo.processors.base import load_processor
+from mm_grpo.types import Group, Prompt
+
+TERM = {"perception_coef": 0.3, "perception_entropy_coef": 0.1, "perception_mask_ratio": 0.5}
+
+
+def gradients_of(path: Any, groups: list[Group], dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """The gradient of the first update, before it is clipped, and the step's metrics."""
+    learner = Learner(load(path).to(dtype), load_processor(str(path)), config_for(path, **changes), 10)
+    found: dict[str, Tensor] = {}
+    apply = learner.optimizer.apply
+
+    def noted(live: int) -> Any:
+        if not found:
+            names = {id(p): n for n, p in learner.model.named_parameters()}
+            optimizer: Any = learner.optimizer
+            both = zip(optimizer.params, optimizer.masters, strict=True)
+            found.update((names[id(p)], master.grad.clone()) for p, master in both)
+        return apply(live)
+
+    learner.optimizer.apply = noted  # type: ignore[method-assign]
+    return found, learner.update(groups).metrics
+
+
+def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str, Tensor], float, float]:
+    """The same by a forward of each whole completion with either image: gradient, loss, mean KL of rows with images."""
+    model, processor = load(path), load_processor(str(path))
+    algorithm, media = config.algorithm, sorted(processor.media_token_ids)
+    pairs = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
+    lengths = torch.tensor([len(c.token_ids) for _, c, _ in pairs])
+    weights = token_weights(algorithm.loss_type, lengths, config.rollout.max_completion_length).tolist()
+    tokens, total, kls = int(lengths.sum()), torch.zeros(()), list[float]()
+    for (group, c, advantage), weight in zip(pairs, weights, strict=True):
+        logp = plain_logp(model, config, media, group, c)[0]
+        loss = -weight * advantage * torch.exp(logp - logp.detach()).sum()  # on policy nothing is clipped
+        if group.prompt.vision:
+            ratio, seed = algorithm.perception_mask_ratio, group.completions[0].seed
+            prompt = masked_prompt(processor, group.prompt, ratio, seed)
+            other = Group(group.slot, prompt, group.completions)
+            masked = plain_logp(model, config, media, other, c)[0]
+            ratio_of = torch.exp(masked - logp)  # far from the bounds here
+            kl = ratio_of - torch.log(ratio_of) - 1
+            loss = loss - algorithm.perception_coef * weight * kl.sum()
+            loss = loss - algorithm.perception_entropy_coef / tokens * (logp + masked).sum()
+            kls += kl.tolist()
+        total = total + loss
+    total.backward()
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return grads, float(total.detach()), sum(kls) / len(kls)
+
+
+@pytest.mark.parametrize(
+    ("family", "packs", "loss_type"),
+    [("qwen2_5_vl", 4096, "dapo"), ("qwen2_5_vl", 200, "grpo"), ("qwen3_vl", 200, "dapo")],
+)
+def test_the_gradient_is_that_of_plain_autograd(
+    family: str, packs: int, loss_type: str, models: dict[str, Any]
+) -> None:
+    path = models[family]
+    changes: Any = {"algorithm": {**TERM, "loss_type": loss_type}, "optim": {"max_tokens_per_pack": packs}}
+    groups = make_groups(load_processor(str(path)))
+    ours, metrics = gradients_of(path, groups, **changes)
+    theirs, loss, kl = oracle(path, groups, config_for(path, **changes))
+    plain, _ = gradients_of(path, groups, optim=changes["optim"], algorithm={"loss_type": loss_type})
+    whole = torch.stack([t.norm() for t in theirs.values()]).norm()
+    for name, want in theirs.items():
+        assert float((ours[name] - want).norm()) <= 1e-5 * float(want.norm()) or is_rounding(name), name
+    difference = torch.stack([(plain[n] - t).norm() for n, t in theirs.items()]).norm()
+    assert float(difference) > 1e-3 * float(whole)  # the term is a visible part of it
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["perception/kl"] == pytest.approx(kl, rel=1e-3) and kl > 1e-6
+    # three rows with images, each image and its masked one encoded once
+    assert metrics["learner/images_encoded"] == 10
+
+
+def test_bfloat16_is_near_and_moves_the_same_way(models: dict[str, Any]) -> None:
+    path = models["qwen2_5_vl"]
+    groups = make_groups(load_processor(str(path)))
+    exact, one = gradients_of(path, groups, algorithm=TERM)
+    rounded, two = gradients_of(path, groups, torch.bfloat16, algorithm=TERM)
+    flat = [torch.cat([t.flatten() for t in grads.values()]) for grads in (exact, rounded)]
+    assert float(torch.cosine_similarity(*flat, dim=0)) > 0.99
+    assert one["loss"] == pytest.approx(two["loss"], abs=0.02)
+
+
+def test_groups_without_advantage_are_run_where_they_have_images(models: dict[str, Any]) -> None:
+    """Slot 1 has no image, and slot 1 alone has no advantages: with the others at 0 it stays out and they stay in."""
+    path = models["qwen2_5_vl"]
+    groups = make_groups(load_processor(str(path)))
+    level = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0,) * 3) for g in groups]
+    grads, metrics = gradients_of(path, level, algorithm=TERM)
+    rows = [g for g in groups if g.prompt.vision]
+    tokens = sum(2 * (len(g.prompt.token_ids) + sum(c.run_length for c in g.completions)) for g in rows)
+    assert metrics["learner/tokens"] == tokens
+    assert sum(group_cost(g, config_for(path, algorithm=TERM))[1] for g in level) == tokens
+    assert any(bool(g.any()) for g in grads.values())
+
+
+def test_two_iterations_keep_one_mask_and_the_moved_policy(models: dict[str, Any]) -> None:
+    path = models["qwen2_5_vl"]
+    groups = make_groups(load_processor(str(path)))
+    term = {**TERM, "perception_entropy_coef": 0.0, "perception_coef": 5.0, "num_iterations": 6}
+    level = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0,) * 3) for g in groups]
+    _, once = gradients_of(
+        path, level, algorithm={**term, "num_iterations": 1}, optim={"learning_rate": 1e-2}
+    )
+    _, more = gradients_of(path, level, algorithm=term, optim={"learning_rate": 1e-2})
+    assert more["perception/kl"] > 2 * once["perception/kl"]  # what is maximised grows
+
+
+def test_kl_by_hand_and_at_its_bounds() -> None:
+    logp = torch.tensor([-1.0, -1.0, -1.0, -30.0], requires_grad=True)
+    masked = torch.tensor([-1.0, -3.0, -60.0, -1.0], requires_grad=True)
+    kl = perception_kl(logp, masked)
+    # e^-2 + 2 - 1; a difference of -59 counts as -20, and is then past the bound of 10
+    assert kl.tolist() == pytest.approx([0.0, 1.1353353, 10.0, 10.0])
+    kl.sum().backward()
+    assert logp.grad is not None and masked.grad is not None
+    assert logp.grad.tolist() == pytest.approx([0.0, 1 - 0.1353353, 0.0, 0.0])
+    assert masked.grad.tolist() == pytest.approx([0.0, 0.1353353 - 1, 0.0, 0.0])
+
+
+def test_squares_of_14_pixels_become_black_with_the_chance_that_was_asked_for() -> None:
+    white = Image.new("RGB", (14 * 40, 14 * 40 + 5), "white")
+    found = np.array(masked_image(white, 0.6, torch.Generator().manual_seed(1)))
+    assert found.shape == (565, 560, 3) and set(np.unique(found)) == {0, 255}
+    squares = found[:560].reshape(40, 14, 40, 14, 3)
+    assert (squares == squares[:, :1, :, :1]).all()  # a square is all black or all white
+    assert (squares[:, 0, :, 0, 0] == 0).mean() == pytest.approx(0.6, abs=0.04)
+    again, other = (masked_image(white, 0.6, torch.Generator().manual_seed(s)) for s in (1, 2))
+    assert np.array_equal(found, again) and not np.array_equal(found, other)
+    assert not np.array(masked_image(white, 1.0, torch.Generator().manual_seed(1))).any()
+    assert np.array(white).all()
+
+
+def test_a_masked_prompt_has_the_tokens_and_positions_of_the_first(models: dict[str, Any]) -> None:
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    prompt: Prompt = make_groups(processor)[0].prompt
+    masked = masked_prompt(processor, prompt, 0.6, seed=3)
+    assert masked.token_ids == prompt.token_ids and torch.equal(masked.position_ids, prompt.position_ids)
+    assert masked.vision["pixel_values"].shape == prompt.vision["pixel_values"].shape
+    assert not torch.equal(masked.vision["pixel_values"], prompt.vision["pixel_values"])
+
+
+def test_a_pack_has_to_hold_a_completion_twice(models: dict[str, Any]) -> None:
+    path = models["qwen2_5_vl"]
+    groups = make_groups(load_processor(str(path)))
+    largest = max(len(g.prompt.token_ids) + c.run_length for g in groups for c in g.completions)
+    optim = {"max_tokens_per_pack": 2 * largest - 1}
+    with pytest.raises(
+        ConfigError, match=rf"= {2 * largest - 1} is smaller than .* tokens, twice with algorithm.perc"
+    ):
+        gradients_of(path, groups, algorithm=TERM, optim=optim)
+    gradients_of(path, groups, algorithm=TERM, optim={"max_tokens_per_pack": 2 * largest})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"perception_entropy_coef": 0.1},
+            "perception_entropy_coef = 0.1: needs algorithm.perception_coef > 0",
+        ),
+        ({"perception_mask_ratio": 0.5}, "perception_mask_ratio = 0.5: needs algorithm.perception_coef > 0"),
+    ],
+)
+def test_options_without_the_term_are_refused(section: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_for("x", algorithm=section).check()
+
+
+def test_conversations_and_text_alone_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"perception_coef = 0.3: must be 0 with"):
+        config_for("x", algorithm=TERM, rollout={"environment": "zoom"}).check()
+    rows = [{"prompt": f"say {i}", "answer": "a"} for i in range(5)]
+    with pytest.raises(ConfigError, match="none of 5 rows of the training set has an image"):
+        require_images(Dataset(rows, DataConfig()), several_turns=False)
+    pictured = [*rows, {"prompt": "what is it", "images": [tiny.picture(1)], "answer": "a"}]
+    require_images(Dataset(pictured, DataConfig()), several_turns=False)
+    with pytest.raises(ConfigError, match="must be 0 in conversations of several turns"):
+        require_images(Dataset(pictured, DataConfig()), several_turns=True)

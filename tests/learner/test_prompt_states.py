@@ -1,0 +1,295 @@
+"""Groups over several packs: a prompt is run once a pass and its images encoded once, and nothing changes by it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.families import TABLE, answers_of, groups_of, is_rounding, plain_logprobs, prompts_of
+from helpers.passes import backward_of, counted
+from helpers.steps import config_for, load, make_groups
+from torch import Tensor
+
+from mm_grpo.config import LoRAConfig
+from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.lora import add_adapters
+from mm_grpo.learner.pack import Item, Pack, layout, plan, spread_prompts
+from mm_grpo.learner.pass_of_packs import PassOfPacks
+from mm_grpo.learner.score import logprobs_and_entropies
+from mm_grpo.learner.step_report import PackStatistics
+from mm_grpo.processors.base import Processor, load_processor
+
+Plan = list[list[list[Item]]]
+LENGTHS = (5, 2, 9, 4, 7, 3, 8, 6)
+
+
+def items_of(processor: Processor) -> list[Item]:
+    """Eight completions each after three images, a text and one image."""
+    prompts = prompts_of("mixed", processor)
+    pairs = [(g, p, ids) for g, p in enumerate(prompts) for ids in answers_of(processor, g, LENGTHS)]
+    return [Item(i, g, prompt, ids) for i, (g, prompt, ids) in enumerate(pairs)]
+
+
+def over(items: list[Item], packs: int) -> Plan:
+    """Each group over so many packs; the last of one holds the first of the next, where there are several."""
+    groups = [items[start : start + len(LENGTHS)] for start in range(0, len(items), len(LENGTHS))]
+    size = len(LENGTHS) // packs
+    parts = [[[group[i : i + size]] for i in range(0, len(group), size)] for group in groups]
+    planned: Plan = []
+    for own in parts:
+        if packs > 1 and planned:
+            planned[-1][0] += own.pop(0)[0]
+        planned += own
+    return planned
+
+
+def scattered(items: list[Item]) -> Plan:
+    """Two parts of a group in one row, others in two rows of a pack, a group that is begun again after another."""
+    one, two, three = (items[i : i + 8] for i in range(0, len(items), 8))
+    return [
+        [[*one[:2], *two[:3], *one[2:3]], [*three[:1]]],
+        [[*three[1:4], *one[3:]], [*three[4:6]], [*two[3:]]],
+        [[*three[6:]]],
+    ]
+
+
+def module_of(model: Any, processor: Processor, attn: str = "auto") -> PackForward:
+    media = processor.media_token_ids
+    return PackForward(model, family=processor.family, media_token_ids=media, temperature=1.0, attn=attn)
+
+
+def weighted(pack: Pack, logp: Tensor, entropy: Tensor) -> Tensor:
+    """Weights that differ between completions, so that none can stand in for another."""
+    weights = (pack.completion_index % 7 - 2.5).to(logp)
+    return (weights * (logp + 0.3 * entropy)).sum()
+
+
+def plainly(model: Any, processor: Processor, items: list[Item]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Log-probs and entropies by transformers' forward, after the backward of the same loss."""
+    found = {i.index: plain_logprobs(model, processor, i.prompt, i.token_ids) for i in items}
+    loss = torch.stack([(i % 7 - 2.5) * (lp + 0.3 * h).sum() for i, (lp, h) in found.items()]).sum()
+    loss.backward()
+    return {i: (logp.detach(), entropy.detach()) for i, (logp, entropy) in found.items()}
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, want in theirs.items():
+        if want.any() and not is_rounding(name):
+            assert float((ours[name] - want).norm()) <= 1e-5 * float(want.norm()), name
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["trained", "trained, checkpointed", "frozen", "adapters", "adapters, checkpointed"],
+)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3"])
+def test_groups_over_packs_give_what_transformers_forward_gives(
+    case: str, family: str, models: dict[str, Path]
+) -> None:
+    """Log-probs, entropies and gradients; and below everything a prompt and its images are seen once."""
+    path = models[family]
+    processor, model = load_processor(str(path)), load(path)
+    if case.startswith("adapters"):
+        add_adapters(model, LoRAConfig(rank=2), processor.family)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".lora_B" in name:
+                    parameter.normal_(std=0.05)
+    if case.startswith("frozen"):
+        processor.family.tower(model).requires_grad_(False)
+    reference, items = copy.deepcopy(model), items_of(processor)
+    expected = plainly(reference, processor, items)
+    if "checkpointed" in case:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    module, media = module_of(model, processor), processor.media_token_ids
+    images = sum(p.vision["pixel_values"].numel() for p in prompts_of("mixed", processor) if p.vision)
+
+    def loss(pack: Pack, logp: Tensor, entropy: Tensor) -> Tensor:
+        numbers = dict.fromkeys(pack.completion_index.tolist())
+        for got, want in zip((logp, entropy), zip(*(expected[i] for i in numbers), strict=True), strict=True):
+            assert float((got - torch.cat(want)).detach().abs().max()) <= 1e-5
+        return weighted(pack, logp, entropy)
+
+    for planned in (over(items, 2), over(items, 4), scattered(items)):
+        model.zero_grad()
+        with counted(model) as seen:
+            work = backward_of(module, planned, media, loss)
+        assert work.prompts == 3 and all(seen.runs(i.prompt.token_ids) == 1 for i in items[:: len(LENGTHS)])
+        assert sum(seen.pixels) == images
+        assert work.tokens == sum(len(i.prompt.token_ids) for i in items[:: len(LENGTHS)]) + 3 * sum(LENGTHS)
+        assert_same(gradients(model), gradients(reference))
+        assert module.prompts is None and module.features is None
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma3"])
+def test_in_bfloat16_nothing_is_lost(family: str, models: dict[str, Path]) -> None:
+    """Gradients are as far from those of fp32 as where every pack runs the prompt itself."""
+    path = models[family]
+    processor = load_processor(str(path))
+    items = items_of(processor)
+    exact = load(path).bfloat16().float()  # the same weights
+    plainly(exact, processor, items)
+    want = torch.cat([g.flatten() for g in gradients(exact).values()])
+
+    def distance(apart: bool) -> float:
+        module = module_of(load(path).bfloat16(), processor)
+        module.masks.apart = apart
+        work = backward_of(module, over(items, 4), processor.media_token_ids, weighted)
+        assert work.prompts == (3 if apart else 3 * 4)
+        found = torch.cat([g.flatten() for g in gradients(module.model).values()])
+        return float((found - want).norm() / want.norm())
+
+    assert 0 < distance(True) <= 1.1 * distance(False) < 0.2
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_a_prompts_end_gives_every_gradient_in_the_order_of_a_pack(
+    family: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of prompts with images and without; with a head of its own, which the prompt itself does not reach."""
+    model: Any = load(tiny.build(family, tmp_path, tie=False))
+    processor = load_processor(str(tmp_path))
+    module, order = module_of(model, processor), list[str]()
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    orders = []
+    planned = over(items_of(processor), 2)
+    with PassOfPacks(module, planned, processor.media_token_ids, PackStatistics()) as whole:
+        assert whole.backwards == len(planned) + 3
+        for pack in whole.packs():
+            weighted(pack, *module(pack)).backward()
+            orders.append(list(order))
+            order.clear()
+            for end in whole.ended(pack):
+                module(end)[0].backward()
+                orders.append(list(order))
+                order.clear()
+    assert len(orders) == whole.backwards and len(orders[0]) > 20
+    assert all(each == orders[0] for each in orders)
+
+
+def test_a_pass_without_gradients_keeps_a_prompt_as_long_as_it_is_needed(models: dict[str, Path]) -> None:
+    path = models["qwen3_5"]
+    processor = load_processor(str(path))
+    module, items = module_of(load(path), processor), items_of(processor)
+    alone = [[[item]] for item in items]
+    want = logprobs_and_entropies(module, (layout(rows, processor.media_token_ids) for rows in alone))[0]
+    held = []
+    with (
+        counted(module.model) as seen,
+        PassOfPacks(module, over(items, 4), processor.media_token_ids, PackStatistics()) as whole,
+    ):
+
+        def packs() -> Any:
+            for pack in whole.packs():
+                yield pack
+                assert module.prompts is not None
+                held.append(len(module.prompts._kept))
+
+        found = logprobs_and_entropies(module, packs())[0]
+    assert all(torch.allclose(found[i], want[i], atol=1e-5) for i in want)
+    assert all(seen.runs(i.prompt.token_ids) == 1 for i in items[:: len(LENGTHS)])
+    assert max(held) == 1 and held[-1] == 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_a_learner_runs_prompts_and_images_once_in_every_pass(
+    checkpointing: bool, models: dict[str, Path]
+) -> None:
+    """The old policy's pass, the reference's, two updates and two iterations, over packs of any size."""
+    path = models["qwen2_5_vl"]
+    processor, found = load_processor(str(path)), []
+    for tokens in (4096, 120, 70):
+        config = config_for(
+            path,
+            algorithm={"beta": 0.2, "num_iterations": 2},
+            optim={
+                "updates_per_step": 2, "max_tokens_per_pack": tokens, "gradient_checkpointing": checkpointing
+            },
+        )  # fmt: skip
+        model = load(path)
+        learner = Learner(model, processor, config, 10)
+        metrics = learner.update(make_groups(processor)).metrics
+        found.append([metrics[f"learner/{n}"] for n in ("prompts_run", "images_encoded", "packs")])
+    # four prompts with five images in four passes: reference, and two iterations; the old pass of two prompts
+    assert [each[:2] for each in found] == [[14, 18]] * 3
+    assert found[0][2] < found[1][2] < found[2][2]
+
+
+@pytest.mark.parametrize("tower_alone", [False, True])
+def test_no_blank_image_is_run_for_an_optimizer_that_reads_no_order(
+    tower_alone: bool, models: dict[str, Path]
+) -> None:
+    """Packs of completions alone, and texts: without ZeRO a tower need not be part of each backward."""
+    path = models["internvl"]
+    processor, model = load_processor(str(path)), load(path)
+    if tower_alone:
+        model.requires_grad_(False)
+        processor.family.tower(model).requires_grad_(True)
+    groups, blanks = groups_of(processor), []
+    longest = max(len(g.prompt.token_ids) + c.run_length for g in groups for c in g.completions)
+    rollout = {"prompts_per_step": 3, "num_generations": 4, "max_completion_length": 12}
+    config = config_for(path, optim={"max_tokens_per_pack": longest}, rollout=rollout)
+    learner = Learner(model, processor, config, 10)
+    features = type(model.model).get_image_features
+
+    def noted(self: Any, pixels: Tensor, *args: Any, **options: Any) -> Any:
+        blanks.append(bool(pixels.min() == pixels.max()))
+        return features(self, pixels, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.model), "get_image_features", noted)
+        report = learner.update(groups)
+    assert report.metrics["learner/packs"] > 3 == report.metrics["learner/prompts_run"]
+    assert report.updates[0].update_norm > 0
+    assert any(blanks) == tower_alone and blanks.count(False) == 2  # two prompts with images
+
+
+def test_the_plan_has_one_such_group_open_at_a_time(models: dict[str, Path]) -> None:
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    items = items_of(processor)
+    longest = max(len(i.prompt.token_ids) for i in items)
+    planned = plan(items, longest + 12, apart=True)
+    spread = {id(p) for p in spread_prompts(planned)}
+    seen = [[id(i.prompt) for row in rows for i in row if id(i.prompt) in spread] for rows in planned]
+    assert spread and all(len(set(each)) <= 1 for each in seen)
+    order = [each[0] for each in seen if each]
+    assert order == sorted(order, key=order.index)  # the packs of one stand together
+    assert sorted(i.index for rows in planned for row in rows for i in row) == list(range(len(items)))
+    for rows in planned:
+        prompts = {id(i.prompt): len(i.prompt.token_ids) for row in rows for i in row}
+        assert sum(prompts.values()) + sum(i.run_length for row in rows for i in row) <= longest + 12
+    assert plan(items, 4096, apart=True) == plan(items, 4096)
+
+
+def test_two_groups_of_one_row_are_two_and_share_nothing(models: dict[str, Path]) -> None:
+    """A row that fills two slots is one prompt, and a group that fits its pack stays as it is."""
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    one = items_of(processor)[: len(LENGTHS)]
+    other = [replace(item, index=item.index + 50, group=7) for item in one]
+    assert spread_prompts([[[*one, *other]]]) == [] == spread_prompts([[one], [other]])
+    assert spread_prompts([[[*one[:3], *other]], [one[3:]]]) == [one[0].prompt]
+
+
+def test_eager_attention_runs_the_prompt_in_every_pack(models: dict[str, Path]) -> None:
+    """It is not ours, so nothing can be put before its keys; the result is the same."""
+    path = models["qwen2_vl"]
+    processor = load_processor(str(path))
+    model = load(path, attn_implementation="eager")
+    reference, items = copy.deepcopy(model), items_of(processor)
+    plainly(reference, processor, items)
+    work = backward_of(
+        module_of(model, processor, "eager"), over(items, 4), processor.media_token_ids, weighted
+    )
+    assert work.prompts == 12
+    assert_same(gradients(model), gradients(reference))

@@ -1,0 +1,227 @@
+"""Sight against transformers' own forward, its choice of rows, and the same numbers on one process and on two."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.steps import config_for, load, make_groups, plain_logp
+from torch import Tensor
+
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.pack import Item
+from mm_grpo.learner.sight import GROUPS, measure, pairs_of, pieces_of, with_images
+from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.types import Group, Tail
+
+PACK = 4096
+
+
+def learner_of(path: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> Learner:
+    config = config_for(path, **changes)
+    return Learner(load(path).to(dtype), load_processor(str(path)), config, 10)
+
+
+def by_plain(learner: Learner, group: Group, lender: Group) -> list[Tensor]:
+    """Sight [T] of each completion by a forward of its whole text with either images."""
+    own, other = group.prompt.engine_prompt.images, lender.prompt.engine_prompt.images
+    lent = [other[k % len(other)] for k in range(len(own))]
+    processor: Processor = learner.processor
+    unseen = replace(group, prompt=processor.prompt(replace(group.prompt.sample, images=tuple(lent))))
+    media = sorted(processor.media_token_ids)
+    with torch.no_grad():
+        return [
+            plain_logp(learner.model, learner.config, media, group, c)[0]
+            - plain_logp(learner.model, learner.config, media, unseen, c)[0]
+            for c in group.completions
+        ]
+
+
+@pytest.mark.parametrize("packs", [PACK, 70])
+def test_sight_is_the_difference_of_plain_forwards(packs: int, models: dict[str, Any]) -> None:
+    """Rows of two images, none, one and two: 0 takes the image of 2 twice, 2 the first of 3, 3 those of 0."""
+    learner = learner_of(models["qwen2_5_vl"], optim={"max_tokens_per_pack": packs})
+    groups = make_groups(learner.processor)
+    found = measure(groups, learner, packs, Ranks())
+    assert [(one.slot, one.other) for one in found] == [(0, "r:2"), (2, "r:3"), (3, "r:0")]
+    lenders = {0: groups[2], 2: groups[3], 3: groups[0]}
+    for one in found:
+        wanted = by_plain(learner, groups[one.slot], lenders[one.slot])
+        for ours, nats, theirs in zip(one.tokens, one.nats, wanted, strict=True):
+            assert float(theirs.abs().max()) > 1e-4
+            assert ours == pytest.approx(theirs.tolist(), abs=1e-5)
+            assert nats == pytest.approx(float(theirs.sum()), abs=1e-4)
+
+
+def test_an_image_is_encoded_once_for_all_completions_and_counts_as_no_work_of_the_step(
+    models: dict[str, Any],
+) -> None:
+    learner = learner_of(models["qwen2_5_vl"])
+    groups = make_groups(learner.processor)
+    encoded = 0
+    tower = learner.model.model.visual
+    forward = tower.forward
+
+    def counted(pixels: Tensor, grid_thw: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal encoded
+        encoded += len(grid_thw)
+        return forward(pixels, grid_thw, *args, **kwargs)
+
+    tower.forward = counted
+    measure(groups, learner, PACK, Ranks())
+    assert encoded == 2 * 5  # those of three rows, and as many in their place, for nine completions
+    work, weights = learner._work, [p.clone() for p in learner.model.parameters()]
+    assert (work.packs, work.images) == (0, 0)
+    assert all(p.grad is None for p in learner.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(weights, learner.model.parameters(), strict=True))
+
+
+def test_bfloat16_agrees_within_its_rounding(models: dict[str, Any]) -> None:
+    exact, rounded = (
+        measure(make_groups(one.processor), one, PACK, Ranks())
+        for one in (learner_of(models["qwen2_5_vl"]), learner_of(models["qwen2_5_vl"], torch.bfloat16))
+    )
+    pairs = [pair for a, b in zip(exact, rounded, strict=True) for x, y in zip(a.tokens, b.tokens, strict=True)
+             for pair in zip(x, y, strict=True)]  # fmt: skip
+    assert max(abs(a - b) for a, b in pairs) < 0.03 and all(math.isfinite(b) for _, b in pairs)
+
+
+def test_a_row_that_no_longer_fits_a_pack_is_left_out(models: dict[str, Any]) -> None:
+    learner = learner_of(models["qwen2_5_vl"])
+    groups = make_groups(learner.processor)
+    whole = {one.slot: one for one in measure(groups, learner, PACK, Ranks())}
+    tokens = {
+        s: len(groups[s].prompt.token_ids) + max(map(lambda c: c.run_length, groups[s].completions))
+        for s in whole
+    }
+    assert tokens[2] < min(tokens[0], tokens[3])
+    assert [one.slot for one in measure(groups, learner, tokens[2], Ranks())] == [2]
+
+
+def test_rows_without_images_are_never_measured(models: dict[str, Any]) -> None:
+    learner = learner_of(models["qwen2_5_vl"])
+    groups = make_groups(learner.processor)
+    assert measure([groups[1]], learner, PACK, Ranks()) == []
+    assert measure([groups[0], groups[1]], learner, PACK, Ranks()) == []  # none but the row's own images
+    assert measure([], learner, PACK, Ranks()) == []
+
+
+def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(models: dict[str, Any]) -> None:
+    """A tail without observations is the completion itself, wherever the prompt before it ends."""
+    learner = learner_of(models["qwen2_5_vl"])
+    groups = make_groups(learner.processor)
+    groups[3] = replace(
+        groups[3], prompt=learner.processor.prompt(tiny.sample("r:3", "who", (tiny.picture(7, 140, 140),)))
+    )
+
+    def talking(group: Group) -> Group:
+        first = group.prompt.next_position
+        tails = [
+            Tail(
+                c.token_ids,
+                (True,) * len(c.token_ids),
+                torch.arange(first, first + len(c.token_ids)).expand(3, -1),
+            )
+            for c in group.completions
+        ]
+        return replace(
+            group,
+            completions=tuple(replace(c, tail=t) for c, t in zip(group.completions, tails, strict=True)),
+        )
+
+    plain = measure(groups, learner, PACK, Ranks())
+    turns = measure([talking(g) for g in groups], learner, PACK, Ranks())
+    assert (
+        groups[2].prompt.next_position
+        != with_images(
+            learner.processor, groups[2].prompt, groups[3].prompt.engine_prompt.images
+        ).next_position
+    )
+    for one, other in zip(plain, turns, strict=True):
+        for a, b in zip(one.tokens, other.tokens, strict=True):
+            assert a == pytest.approx(b, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("digests", "count", "pairs"),
+    [
+        ({}, 4, []),
+        ({3: ["a"]}, 4, []),
+        ({0: ["a"], 1: ["b"], 2: ["c"]}, 4, [(0, 1), (1, 2), (2, 0)]),
+        ({0: ["a", "b"], 1: ["a", "c"], 2: ["b", "a"]}, 4, [(0, 2), (1, 2), (2, 0)]),
+        ({0: ["a", "b", "a"], 1: ["b", "a"]}, 4, [(0, 1), (1, 0)]),
+        ({i: [str(i)] for i in range(10)}, 4, [(0, 1), (2, 3), (5, 6), (7, 8)]),
+    ],
+    ids=["none", "one", "shifted", "every image differs", "fewer images", "spread"],
+)  # fmt: skip
+def test_which_rows_lend_their_images(digests: Any, count: int, pairs: list[tuple[int, int]]) -> None:
+    assert pairs_of(digests, count) == pairs
+
+
+def test_pieces_join_to_the_text(models: dict[str, Any]) -> None:
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    text = "a naïve 犬 🙂 b"
+    ids = processor.tokenizer(text)["input_ids"] + sorted(processor.stop_token_ids)[:1]  # type: ignore[attr-defined]
+    pieces = pieces_of(processor, ids)
+    assert len(pieces) == len(ids) and "".join(pieces) == text and pieces[-1] == "" and "犬" in pieces
+
+
+@dataclass(frozen=True)
+class Threads(Ranks):
+    """Ranks that are threads of this process."""
+
+    meeting: Any = None
+    box: Any = None
+
+    def all_gather(self, value: Any, what: str) -> list[Any]:
+        self.box[self.rank] = value
+        self.meeting.wait(30)
+        found = [self.box[rank] for rank in range(self.world)]
+        self.meeting.wait(30)
+        return found
+
+    def all_to_all(self, parcels: Any, what: str) -> list[Any]:
+        return [sent[self.rank] for sent in self.all_gather(parcels, what)]
+
+
+def test_two_processes_measure_what_one_does(models: dict[str, Any]) -> None:
+    learner = learner_of(models["qwen2_5_vl"])
+    groups = make_groups(learner.processor)
+    alone = measure(groups, learner, PACK, Ranks())
+    meeting, box, found = threading.Barrier(2), dict[int, Any](), dict[int, Any]()
+
+    learners = [learner_of(models["qwen2_5_vl"]) for _ in range(2)]
+
+    def work(rank: int) -> None:
+        ranks = learners[rank].ranks = Threads(rank, 2, meeting=meeting, box=box)
+        found[rank] = measure(groups[rank::2], learners[rank], PACK, ranks)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    # slots 0 and 2 lie on the first process, 3 on the second, and each took an image from the other
+    assert [one.slot for one in found[0]] == [0, 2] and [one.slot for one in found[1]] == [3]
+    for one, wanted in zip([*found[0], *found[1]], alone, strict=True):
+        assert (one.slot, one.other, one.pieces) == (wanted.slot, wanted.other, wanted.pieces)
+        for a, b in zip(one.tokens, wanted.tokens, strict=True):
+            assert a == pytest.approx(b, abs=2e-6)
+
+
+def test_the_items_of_both_prompts_share_no_row(models: dict[str, Any]) -> None:
+    """A row of a pack has one prompt: completions of the other prompt are a group of their own."""
+    learner = learner_of(models["qwen2_5_vl"])
+    groups, seen = make_groups(learner.processor), list[list[Item]]()
+    run = learner._run
+    learner._run = lambda items, module: (seen.append(list(items)), run(items, module))[1]  # type: ignore[method-assign]
+    measure(groups, learner, PACK, Ranks())
+    ((items),) = seen
+    assert len(items) == 2 * 3 * 3 and GROUPS >= 3
+    assert len({(i.group, id(i.prompt)) for i in items}) == len({i.group for i in items}) == 6
