@@ -11,34 +11,34 @@ import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.environments.observation import Limits, Observation, failed
-from mm_grpo.environments.session import Answer, Session, What
+from mm_grpo.environments.session import Answer, Factories, Session, What
 from mm_grpo.errors import ToolError
 from mm_grpo.rewards.user_code import kept_alive, own_copy
 from mm_grpo.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.types import Sample
+    from mm_grpo.types import Sample, Turn
 
 log = logging.getLogger(__name__)
 
 WITHOUT_LOCK = 5.0
 """Seconds after a time-out in which this process must have noticed it, or be ended."""
 Functions = Mapping[str, Callable[..., Any]]
-Factory = Callable[[], Any]
 
 
 @dataclass(eq=False)
 class Episode:
     """One conversation's tools. `opening` is what its environment showed at the reset, None where it showed nothing,
     `done` whether the environment says that the conversation is over. `masked` is why the conversation is kept out of
-    the loss, `lost` why its environment is gone. `environment` is None where it is in another process.
+    the loss, `lost` why its environment is gone. `environment` is None where it is in another process. `step_reward` is
+    what its calls were paid since it was last taken, None where nothing was said.
     """
 
     uid: str
@@ -48,6 +48,7 @@ class Episode:
     masked: str | None = None
     lost: str | None = None
     environment: Any = None
+    step_reward: float | None = None
     place: Any = None
     """Where its host has it."""
 
@@ -60,6 +61,11 @@ class Episode:
         as this one is where the answer is late or the environment is gone."""
         return self.host.rewards([self])[0]
 
+    def take_step_reward(self) -> float | None:
+        """What the calls since the last time were paid together."""
+        paid, self.step_reward = self.step_reward, None
+        return paid
+
     def close(self) -> None:
         """Close the environment."""
         self.host.close_episodes([self])
@@ -67,7 +73,10 @@ class Episode:
 
 @dataclass(eq=False)
 class Task:
-    """One call of the user's code, and what came of it; None where it was not made, for nothing hangs on it."""
+    """One call of the user's code, and what came of it; None where it was not made, for nothing hangs on it.
+
+    `finished` says that it was made, or will not be.
+    """
 
     episode: Episode
     what: What
@@ -76,30 +85,45 @@ class Task:
     seen: Observation | None = None
     reward: float | None = None
     raised: str | None = None
+    finished: bool = False
+
+    @property
+    def answer(self) -> Observation:
+        """What the model is told, of a call that is finished."""
+        return self.seen or failed("died", self.episode.masked or "")
 
     def __str__(self) -> str:
         return self.name if self.what == "call" else f"{self.what} of the environment"
 
 
 class Host(ABC):
-    """Opens conversations and makes their calls. `scores` says whether the environment has `get_reward`. It is used by
-    one thread."""
+    """Opens conversations and makes their calls. `scores` are the arguments that `get_reward` of the environments asks
+    for, None where none has it. It is used by one thread."""
 
     def __init__(
-        self, config: GRPOConfig, functions: Functions, factory: Factory | None, scores: bool
+        self,
+        config: GRPOConfig,
+        functions: Functions,
+        factories: Factories,
+        scores: Collection[str] | None,
     ) -> None:
-        self.config, self.functions, self.factory, self.scores = config, functions, factory, scores
+        self.config, self.functions, self.factories, self.scores = config, functions, factories, scores
         self.limits = Limits(config.data.max_image_pixels, config.data.max_image_bytes)
         self.timeout = config.rollout.tool_timeout
         self.opened: list[Episode] = []
 
-    def open(self, rows: Sequence[tuple[Sample, Mapping[str, Any]]]) -> list[Episode]:
-        """A conversation for each row, with the arguments of `reset`. ToolError for a reset that raised; where it is
-        late or its process died the environment is lost."""
+    def open(
+        self, rows: Sequence[tuple[Sample, Mapping[str, Any]]], names: Sequence[str] = ()
+    ) -> list[Episode]:
+        """A conversation for each row, with the arguments of `reset`; `names` are those of their environments.
+
+        ToolError for a reset that raised; where it is late or its process died the environment is lost."""
         episodes = [Episode(sample.uid, self) for sample, _ in rows]
         self.opened += episodes
-        tasks = [Task(e, "reset", "", row) for e, (_, row) in zip(episodes, rows, strict=True)]
-        if self.factory is not None:
+        names = names or [""] * len(rows)
+        begun = zip(episodes, names, rows, strict=True)
+        tasks = [Task(episode, "reset", name, row) for episode, name, (_, row) in begun]
+        if self.factories:
             self.run(tasks)
         for episode, task in zip(episodes, tasks, strict=True):
             episode.opening = task.seen
@@ -113,12 +137,23 @@ class Host(ABC):
         """
         tasks = [Task(episode, "call", name, arguments) for episode, name, arguments in calls]
         self.run(tasks)
-        return [task.seen or failed("died", task.episode.masked or "") for task in tasks]
+        return [task.answer for task in tasks]
 
-    def rewards(self, episodes: Sequence[Episode]) -> list[float | None]:
-        """What `get_reward` says of each conversation; None where it is masked."""
+    def start(self, calls: Sequence[tuple[Episode, str, Mapping[str, Any]]]) -> list[Task]:
+        """Begin calls as `call_all` makes them, and return before they are made; `work` goes on with them."""
+        tasks = [Task(episode, "call", name, arguments) for episode, name, arguments in calls]
+        self.begin(tasks)
+        return tasks
+
+    def rewards(
+        self, episodes: Sequence[Episode], turns: Sequence[Sequence[Turn]] | None = None
+    ) -> list[float | None]:
+        """What `get_reward` says of each conversation, of which it may ask for the `turns`; None where it is masked."""
         tasks = [Task(episode, "get_reward") for episode in episodes]
-        if self.scores:
+        if self.scores is not None:
+            if "turns" in self.scores:
+                for task, own in zip(tasks, turns or [()] * len(tasks), strict=True):
+                    task.arguments = {"turns": [turn.shown() for turn in own]}
             self.run(tasks)
         return [None if task.episode.masked else task.reward for task in tasks]
 
@@ -128,7 +163,7 @@ class Host(ABC):
         self.opened = [episode for episode in self.opened if episode not in closing]
         tasks = [Task(episode, "close") for episode in closing if episode.lost is None]
         try:
-            if self.factory is not None and tasks:
+            if self.factories and tasks:
                 self.run(tasks)
         finally:
             for episode in closing:
@@ -137,9 +172,24 @@ class Host(ABC):
         if faults := [task for task in tasks if task.raised]:
             raise self._stop(faults[0], f"{faults[0]} {faults[0].raised}")
 
-    @abstractmethod
     def run(self, tasks: Sequence[Task]) -> None:
-        """Make the calls, those that `due` allows, and `settle` each."""
+        """Make calls, and return when all are finished."""
+        self.begin(tasks)
+        while not all(task.finished for task in tasks):
+            self.work(wait=True)
+
+    @abstractmethod
+    def begin(self, tasks: Sequence[Task]) -> None:
+        """Take calls to make, those that `due` allows, and `settle` each; here, or in `work`."""
+
+    @abstractmethod
+    def work(self, wait: bool) -> None:
+        """Go on with the calls that were begun: take what has been answered, or with `wait` wait for an answer, a
+        deadline or the end of a worker. Does nothing where there are none."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Give up the calls that were begun and are not finished, with the environments that they are made in."""
 
     @abstractmethod
     def forget(self, episode: Episode) -> None:
@@ -162,14 +212,24 @@ class Host(ABC):
     def settle(self, task: Task, answer: Answer) -> None:
         """Note what came of a call. Raises ToolError where a failure stops the run."""
         episode, rollout = task.episode, self.config.rollout
+        task.finished = True
         task.seen, task.reward = answer.observation, answer.reward
         episode.done = episode.done or answer.done
+        if task.what == "call" and answer.reward is not None:
+            episode.step_reward = (episode.step_reward or 0.0) + answer.reward
         if answer.raised is not None and task.what == "close":
             task.raised = answer.raised  # the others are closed first
         elif answer.raised is not None:
-            if task.what != "call" or rollout.on_tool_error == "stop":
+            about_reward = answer.observation is not None  # no affair of the model's
+            if task.what != "call" or rollout.on_tool_error == "stop" or about_reward:
                 raise self._stop(task, f"{task} {answer.raised}")
             self._fail(task, failed("raised", answer.raised.removeprefix("raised ")), rollout.on_tool_error)
+        elif answer.gone is not None:
+            policy = rollout.on_tool_timeout if answer.late else rollout.on_tool_error
+            episode.lost = episode.lost or answer.gone
+            if policy == "stop" and task.what != "close":
+                raise self._stop(task, f"{task}: {answer.gone}")
+            self._fail(task, failed("timed_out" if answer.late else "died", answer.gone), policy)
         elif answer.late:
             why = f"{task} had not answered after {self.timeout:g} s (rollout.tool_timeout)"
             if rollout.on_tool_timeout == "stop" and task.what != "close":
@@ -207,12 +267,16 @@ class LocalHost(Host):
     """
 
     def __init__(
-        self, config: GRPOConfig, functions: Functions, factory: Factory | None, scores: bool
+        self,
+        config: GRPOConfig,
+        functions: Functions,
+        factories: Factories,
+        scores: Collection[str] | None,
     ) -> None:
-        super().__init__(config, functions, factory, scores)
+        super().__init__(config, functions, factories, scores)
         self._thread: _Thread | None = None
 
-    def run(self, tasks: Sequence[Task]) -> None:
+    def begin(self, tasks: Sequence[Task]) -> None:
         remedy = "It runs in the trainer's process, where nothing can end it"
         hangs = (
             f"error: a tool had not answered after rollout.tool_timeout = {self.timeout:g} s, and lets nothing else of "
@@ -222,6 +286,7 @@ class LocalHost(Host):
         with Watchdog(self.timeout + WITHOUT_LOCK, hangs) as watchdog:
             for task in tasks:
                 if not self.due(task):
+                    task.finished = True
                     continue
                 watchdog.restart()
                 try:
@@ -233,6 +298,12 @@ class LocalHost(Host):
                         "killed, and rollout.on_tool_timeout goes on"
                     ) from None
                 self.settle(task, answer)
+
+    def work(self, wait: bool) -> None:
+        """Nothing is left to do: `begin` has made the calls."""
+
+    def abandon(self) -> None:
+        """Nothing is under way."""
 
     def forget(self, episode: Episode) -> None:
         episode.place = None
@@ -250,7 +321,7 @@ class LocalHost(Host):
     def _answer(self, task: Task) -> Answer:
         episode = task.episode
         if episode.place is None:
-            episode.place = Session(self.functions, self.factory, self.limits)
+            episode.place = Session(self.functions, self.factories, self.limits)
         if self._thread is None:
             self._thread = _Thread()
         arguments = own_copy(task.arguments)

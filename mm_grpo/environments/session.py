@@ -14,17 +14,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mm_grpo.environments.observation import Limits, Observation, described, failed, observation_of, text_of
+from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools
 from mm_grpo.rewards.user_code import end_fork
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 What = Literal["reset", "call", "get_reward", "close"]
+Factories = Mapping[str, Callable[[], Any]]
+"""What makes environments, by the name that a row's column `environment` gives; "" where all rows have the same one."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """What came of one call. `observation` is what `reset` or a tool answered, None where a reset showed nothing,
-    `reward` what `get_reward` said, `done` whether the conversation is over by its environment. Else there is no
-    answer: the call `raised` something, was `late`, or its process `died`.
+    `reward` what `get_reward` said, or after a call what the environment's `step_reward` was, `done` whether the
+    conversation is over by its environment. Else there is no answer: the call `raised` something, was `late`, or its
+    process `died`; where a call was answered and yet `raised`, that is about its reward. `gone` says why the
+    environment alone is lost with the call, which is then `late` or not.
     """
 
     observation: Observation | None = None
@@ -33,33 +38,42 @@ class Answer:
     raised: str | None = None
     late: bool = False
     died: str | None = None
+    gone: str | None = None
 
 
 class Session:
-    """The environment of one conversation, made by `factory`, and the tools: its methods and plain `functions`."""
+    """The environment of one conversation, made by one of `factories`, and the tools: its own and plain `functions`."""
 
     def __init__(
-        self, functions: Mapping[str, Callable[..., Any]], factory: Callable[[], Any] | None, limits: Limits
+        self, functions: Mapping[str, Callable[..., Any]], factories: Factories, limits: Limits
     ) -> None:
-        self.functions, self.factory, self.limits = functions, factory, limits
+        self.functions, self.factories, self.limits = functions, factories, limits
         self.environment: Any = None
         self.tools = dict(functions)
 
     def answer(self, what: What, name: str, arguments: Mapping[str, Any]) -> Answer:
-        """Make one call: `reset` with the row, `call` of a tool by its name, `get_reward`, or `close`."""
+        """Make one call: `reset` of the environment `name` with the row, `call` of a tool by its name, `get_reward`,
+        which may ask for what is in `arguments`, or `close`."""
         try:
             if what == "reset":
-                self.environment = _called(self.factory, {}) if self.factory is not None else None
-                if self.environment is None:
+                if name not in self.factories:
                     return Answer()
+                self.environment = _called(self.factories[name], {})
                 self.tools = {**self.functions, **methods(self.environment)}
                 shown = _called(self.environment.reset, arguments)
                 return Answer(None if shown is None else observation_of(shown, self.limits))
             if what == "call":
+                if pays := pays_steps(self.environment):
+                    self.environment.step_reward = None  # what a call does not set is not paid twice
                 seen = self._call(name, arguments)
-                return Answer(seen, done=bool(getattr(self.environment, "done", False)))
+                done = bool(getattr(self.environment, "done", False))
+                paid = self.environment.step_reward if pays else None
+                if paid is not None and not isinstance(paid, int | float):
+                    shown = text_of(lambda: repr(paid))
+                    return Answer(seen, raised=f"set step_reward to {shown}; it must be a number, or None")
+                return Answer(seen, None if paid is None else float(paid), done)
             method = getattr(self.environment, what, None)
-            found = None if method is None else _called(method, {})
+            found = None if method is None else _called(method, _asked_for(method, arguments))
             if what == "close" or found is None:
                 return Answer()
             if not isinstance(found, int | float):
@@ -67,6 +81,8 @@ class Session:
             return Answer(reward=float(found))
         except KeyboardInterrupt:
             raise
+        except EnvironmentGone as error:
+            return Answer(late=error.late, gone=str(error))
         except BaseException as error:  # sys.exit(0) and asyncio.CancelledError too
             return Answer(raised=f"raised {described(error)}")
 
@@ -81,11 +97,25 @@ class Session:
         return observation_of(_called(tool, arguments), self.limits)
 
 
+def pays_steps(environment: Any) -> bool:
+    """Whether the class of an environment says that its methods leave a reward in `step_reward`."""
+    return hasattr(type(environment), "step_reward")
+
+
 def methods(environment: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods that are tools, by name. On the class: asking the object would evaluate properties."""
+    """The tools of an environment by name: its public methods, unless it names them itself.
+
+    Methods are looked for on the class: asking the object would evaluate properties.
+    """
+    if isinstance(environment, OwnTools):
+        return dict(environment.tools())
     found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     names = (name for name, _ in found if not name.startswith("_") and name not in NOT_TOOLS)
     return {name: getattr(environment, name) for name in names}
+
+
+def _asked_for(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name in inspect.signature(method).parameters}
 
 
 def _called(function: Any, arguments: Mapping[str, Any]) -> Any:

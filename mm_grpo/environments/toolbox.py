@@ -2,9 +2,11 @@
 
 The rules for an environment's class are TRL's `environment_factory`: no arguments to make one, `reset` takes the row's
 columns and may return an observation that is put at the end of the prompt, every other public method is a tool, and
-`get_reward`, where there is one, scores the finished conversation. Ours besides: `reset` may take only the columns that
-it names, a method or function may return images, `close` is called at the end, and a conversation ends when the
-environment's attribute `done` is true.
+`get_reward`, where there is one, scores the finished conversation; classes given by name are chosen by a row's column
+`environment`. Ours besides: `reset` may take only the columns that it names, a method or function may return images,
+`get_reward` may ask for `turns`, `close` is called at the end, and a conversation ends when the environment's attribute
+`done` is true. A class with an attribute `step_reward` is paid turn by turn: the attribute is None when one of its
+methods begins, and what the method sets it to is a reward of the turn that called it.
 """
 
 from __future__ import annotations
@@ -12,35 +14,40 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.environments.factories import address_of, factory_named, made, source_of, tools_of
 from mm_grpo.environments.host import Episode, Host, LocalHost
-from mm_grpo.environments.observation import described
-from mm_grpo.environments.session import methods
-from mm_grpo.environments.workers import WorkerHost, address_of
-from mm_grpo.errors import ConfigError, ToolError, did_you_mean
+from mm_grpo.environments.own_tools import Tool
+from mm_grpo.environments.session import Factories
+from mm_grpo.environments.workers import WorkerHost
+from mm_grpo.errors import ConfigError, DataError, ToolError, did_you_mean
 from mm_grpo.import_path import load_named
+from mm_grpo.rewards.spec import RewardSpec, make_spec
 from mm_grpo.worker_processes import default_size
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.types import Sample
 
-BUILTINS = {"zoom": "Zoom", "rotate": "Rotate", "grid_world": "GridWorld"}
-"""Environments of this package by the name that `rollout.environment` gives them."""
+Factory = Callable[[], Any]
+COLUMN = "environment"
+"""The column that chooses among several environments, as TRL calls it; `reset` does not get it."""
 
 
 class Toolbox:
-    """The plain functions and the environment of a run, and the schemas of all their tools for the chat template.
+    """The plain functions and the environments of a run, and the schemas of all their tools for the chat template.
 
-    `host` calls them; `place` chooses where. ConfigError for a tool that the model cannot be told of: it needs type
-    hints, and a docstring with its arguments.
+    `factory` makes the environment of every row, or several by name make that of the rows whose column `environment`
+    has the name. `host` calls the tools; `place` chooses where. ConfigError for a tool that the model cannot be told
+    of: it needs type hints, and a docstring with its arguments.
     """
 
     def __init__(
-        self, config: GRPOConfig, tools: Sequence[Callable[..., Any]], factory: Callable[[], Any] | None
+        self,
+        config: GRPOConfig,
+        tools: Sequence[Callable[..., Any]],
+        factory: Factory | Mapping[str, Factory] | None,
     ):
         for tool in tools:
             if not callable(tool) or not hasattr(tool, "__name__"):
@@ -48,35 +55,47 @@ class Toolbox:
                     f"rollout.tools: {tool!r} is no function with a name, by which the model could call it; give a "
                     "plain function (def)"
                 )
-        self.config, self.factory = config, factory
+        if isinstance(factory, Mapping) and not factory:
+            raise ConfigError("environment_factory = {}: give at least one environment, by name")
+        self.config = config
+        self.several = isinstance(factory, Mapping)
+        self.factories: Factories = (
+            dict(factory) if isinstance(factory, Mapping) else {} if factory is None else {"": factory}
+        )
         self.functions = {function.__name__: function for function in tools}
         self._host: Host | None = None
-        self._first: Any = _made(factory) if factory is not None else None
-        found = _methods(self._first) if factory is not None else {}
-        twice = [tool.__name__ for tool in tools if tool.__name__ in found]
-        if len(self.functions) < len(tools) or twice:
-            raise ConfigError(
-                f"rollout.tools: two tools have one name ({', '.join([*twice, *(t.__name__ for t in tools)])}); rename "
-                "one, for the model calls them by it"
-            )
-        self.schemas = tuple(_schema(tool) for tool in (*self.functions.values(), *found.values()))
-        if not self.schemas:
-            raise ConfigError(
-                "rollout.environment: its class has no public method besides reset, get_reward and close, so there is "
-                "nothing that the model could call"
-            )
+        self._made = {name: made(each) for name, each in self.factories.items()}
+        plain = [_schema(tool) for tool in self.functions.values()]
+        if len(self.functions) < len(tools):
+            _refuse_twice([tool.__name__ for tool in tools])
+        self._schemas = {"": tuple(plain)}
+        for name, environment in self._made.items():
+            found = tools_of(environment)
+            if twice := [tool for tool in self.functions if tool in found]:
+                _refuse_twice(twice)
+            self._schemas[name] = (*plain, *(_schema(tool) for tool in found.values()))
+        own = [schema for schemas in self._schemas.values() for schema in schemas[len(plain) :]]
+        self.schemas = (*plain, *own)
 
     @property
-    def rewards(self) -> list[Callable[..., Any]]:
-        """The environment's own reward where its class has `get_reward`, named after the class."""
-        if not hasattr(type(self._first), "get_reward"):
-            return []
+    def rewards(self) -> list[Callable[..., Any] | RewardSpec]:
+        """The environments' own rewards: for each class that has `get_reward` one named after it, and for each that
+        has `step_reward` one by turn."""
+        found: list[Callable[..., Any] | RewardSpec] = []
+        for kind in dict.fromkeys(type(one) for one in self._made.values()):
+            names = [name for name, one in self._made.items() if type(one) is kind] if self.several else None
+            if hasattr(kind, "get_reward"):
+                found.append(_own_reward(kind.__name__, names))
+            if hasattr(kind, "step_reward"):
+                found.append(_step_reward(f"{kind.__name__}.step_reward", names))
+        return found
 
-        def own(completion: str, environment_reward: float | None) -> float | None:
-            return environment_reward
-
-        own.__name__ = own.__qualname__ = type(self._first).__name__
-        return [own]
+    @property
+    def sources(self) -> list[tuple[str, Callable[..., Any]]]:
+        """What the user's code of the run is, by name: the functions, and the classes of the environments."""
+        made = [(name, source_of(factory)) for name, factory in self.factories.items()]
+        named = [(f"environment {name}".rstrip(), source) for name, source in made if source is not None]
+        return [*self.functions.items(), *named]
 
     @property
     def host(self) -> Host:
@@ -96,7 +115,7 @@ class Toolbox:
                 "first one's would be there; give the environment a method get_reward, or train in one process"
             )
         given = self.config.rollout.environment_workers
-        what = [*self.functions.values(), *([] if self.factory is None else [self.factory])]
+        what = [*self.functions.values(), *self.factories.values()]
         count = given
         if given is None:
             count = 0 if rewards or any(address_of(one) is None for one in what) else default_size()
@@ -107,7 +126,9 @@ class Toolbox:
                 "get_reward"
             )
         self.close()
-        host = (self.config, self.functions, self.factory, hasattr(type(self._first), "get_reward"))
+        scoring = [m for one in self._made.values() if (m := getattr(type(one), "get_reward", None))]
+        asked = {name for method in scoring for name in inspect.signature(method).parameters}
+        host = (self.config, self.functions, self.factories, asked if scoring else None)
         self._host = WorkerHost(*host, count) if count else LocalHost(*host)
         return self._host
 
@@ -121,10 +142,11 @@ class Toolbox:
 
         Raises ToolError for an environment that cannot begin.
         """
-        sample = replace(sample, tools=self.schemas)
-        if self.factory is None:
+        name = self._name(sample)
+        sample = replace(sample, tools=self._schemas[name])
+        if not self.factories:
             return sample
-        (episode,) = self.host.open([(sample, self._row(sample))])
+        (episode,) = self.host.open([(sample, self._row(sample, name))], [name])
         if episode.lost is not None:
             raise ToolError(f"{sample.uid}: reset of the environment: {episode.lost}")
         episode.close()
@@ -151,15 +173,32 @@ class Toolbox:
     def episodes(self, samples: Sequence[Sample]) -> list[Episode]:
         """A new conversation about each of these rows, as `episode`, begun together."""
         before = [sample.row or sample for sample in samples]
-        rows = {id(sample): self._row(sample) for sample in before}
-        episodes = self.host.open([(sample, rows[id(sample)]) for sample in before])
+        names = [self._name(sample) for sample in before]
+        rows = {id(one): self._row(one, name) for one, name in zip(before, names, strict=True)}
+        episodes = self.host.open([(sample, rows[id(sample)]) for sample in before], names)
         for episode, sample in zip(episodes, samples, strict=True):
             if episode.lost is None:
                 _check_opening(episode, sample)
         return episodes
 
-    def _row(self, sample: Sample) -> dict[str, Any]:
-        return {} if self.factory is None else _row(self._first.reset, sample)
+    def _row(self, sample: Sample, name: str = "") -> dict[str, Any]:
+        row = _row(self._made[name].reset, sample) if self.factories else {}
+        if self.several:
+            row.pop(COLUMN, None)
+        return row
+
+    def _name(self, sample: Sample) -> str:
+        """Which environment a row has. DataError where its column says none of them."""
+        if not self.several:
+            return ""
+        name = sample.columns.get(COLUMN)
+        if not isinstance(name, str) or name not in self.factories:
+            known = list(self.factories)
+            near = did_you_mean(name, known) if isinstance(name, str) else ""
+            raise DataError(
+                f"{sample.uid}: its column '{COLUMN}' = {name!r}; it chooses one of {', '.join(known)}. {near}".rstrip()
+            )
+        return name
 
 
 def _check_opening(episode: Episode, sample: Sample) -> None:
@@ -180,63 +219,76 @@ def _check_opening(episode: Episode, sample: Sample) -> None:
 
 
 def toolbox_of(
-    config: GRPOConfig, tools: Sequence[Callable[..., Any]] | None, factory: Callable[[], Any] | None
+    config: GRPOConfig,
+    tools: Sequence[Callable[..., Any]] | None,
+    factory: Factory | Mapping[str, Factory] | None,
 ) -> Toolbox | None:
     """The tools that are given in Python, else those of the config; None where there are none."""
     rollout = config.rollout
     if tools is None:
         tools = [load_named(place, "rollout.tools", ConfigError) for place in rollout.tools]
-    if factory is None and rollout.environment is not None:
-        factory = _class_named(rollout.environment)
+    if factory is None:
+        given = rollout.environment
+        if isinstance(given, str):
+            factory = factory_named(given)
+        elif given is not None:
+            factory = {name: factory_named(each) for name, each in given.items()}
     if not tools and factory is None:
+        if config.algorithm.turn_gamma is not None:
+            raise ConfigError(
+                f"algorithm.turn_gamma = {config.algorithm.turn_gamma:g}: gives each turn of a conversation its own "
+                "advantage, and without tools there is one turn; set rollout.tools or rollout.environment, or leave it "
+                "out"
+            )
         return None
     return Toolbox(config, tools, factory)
 
 
-def _class_named(name: str) -> Callable[[], Any]:
-    """A class of this package, of an entry point in `mm_grpo.environments`, or at an address."""
-    if name in BUILTINS:
-        found: Callable[[], Any] = getattr(import_module("mm_grpo.environments.builtins"), BUILTINS[name])
-        return found
-    points = {point.name: point for point in entry_points(group="mm_grpo.environments")}
-    if name in points:
-        loaded: Callable[[], Any] = points[name].load()
-        return loaded
-    if ":" not in name:
-        known = sorted({*BUILTINS, *points})
-        raise ConfigError(
-            f"rollout.environment = {name!r}: must be one of {', '.join(known)}, path/to/file.py:Class or "
-            f"package.module:Class; {did_you_mean(name, known)}".rstrip("; ")
-        )
-    at: Callable[[], Any] = load_named(name, "rollout.environment", ConfigError)
-    return at
+def reward_entries(config: GRPOConfig, given: Sequence[Any] | None, toolbox: Toolbox | None) -> Sequence[Any]:
+    """The rewards that are given or the config's, and the environments' own. ConfigError where there are none."""
+    own = [] if toolbox is None else toolbox.rewards
+    if given is None:
+        config.require_rewards(given=bool(own))
+        return [*config.rewards, *own]
+    if not given and not own:
+        raise ConfigError("rewards=[] has no reward; give at least one name, mapping or function")
+    return [*given, *own]
 
 
-def _made(factory: Callable[[], Any]) -> Any:
-    if not callable(factory):
-        raise ConfigError(
-            f"rollout.environment: {factory!r} cannot be called without arguments to make an environment; name a class"
-        )
-    try:
-        return factory()
-    except Exception as error:
-        name = getattr(factory, "__qualname__", repr(factory))
-        raise ConfigError(
-            f"rollout.environment: {name} raised {described(error)} when an environment was made; it is called without "
-            "arguments, and gets the row in reset"
-        ) from error
+def _own_reward(name: str, environments: Sequence[str] | None) -> Callable[..., Any]:
+    """What the environments of one class say of their conversations; None of those of others, where there are some."""
+
+    def own(completion: str, environment_reward: float | None, sample: Sample) -> float | None:
+        return environment_reward if _is_of(sample, environments) else None
+
+    own.__name__ = own.__qualname__ = name
+    return own
 
 
-def _methods(environment: Any) -> dict[str, Callable[..., Any]]:
-    """The tools of an environment. ConfigError where it cannot be begun."""
-    if not callable(getattr(environment, "reset", None)):
-        raise ConfigError(
-            f"rollout.environment: {type(environment).__name__} has no method `reset`, which begins each conversation"
-        )
-    return methods(environment)
+def _step_reward(name: str, environments: Sequence[str] | None) -> RewardSpec:
+    """What the environments of one class left in `step_reward`, turn by turn; None for conversations of others."""
+
+    def steps(completion: str, turns: list[dict[str, Any]], sample: Sample) -> list[float | None]:
+        own = _is_of(sample, environments)
+        return [turn["reward"] if own else None for turn in turns if turn["role"] == "assistant"]
+
+    steps.__name__ = steps.__qualname__ = name
+    return make_spec(steps, options={"per_turn": True})
+
+
+def _is_of(sample: Sample, environments: Sequence[str] | None) -> bool:
+    return environments is None or sample.columns.get(COLUMN) in environments
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    raise ConfigError(
+        f"rollout.tools: two tools have one name ({', '.join(names)}); rename one, for the model calls them by it"
+    )
 
 
 def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    if isinstance(tool, Tool):
+        return tool.schema
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from PIL import Image
 
+from mm_grpo.environments.factories import adapter_of
 from mm_grpo.environments.observation import LONGEST_TEXT, Limits, Observation, checked, described, failed
 from mm_grpo.environments.session import Answer, Session
 from mm_grpo.errors import ToolError
@@ -34,11 +35,11 @@ OVERHEAD = 2**20
 
 @dataclass(frozen=True)
 class Load:
-    """What a worker imports: functions by name and a factory, at `file.py:name` or `module:name`, with the SHA-256 of
-    the file as the trainer imported it; and the limits on what they answer."""
+    """What a worker imports: functions and factories by name, at `file.py:name`, `module:name` or the name of an
+    adapter, with the SHA-256 of the file as the trainer imported it; and the limits on what they answer."""
 
     functions: Mapping[str, tuple[str, str | None]]
-    factory: tuple[str, str | None] | None
+    factories: Mapping[str, tuple[str, str | None]]
     limits: Limits
 
 
@@ -49,7 +50,7 @@ def serve(connection: socket.socket, load: Load, environment: Mapping[str, str])
     connection.setblocking(True)
     try:
         functions = {name: _loaded(*at) for name, at in load.functions.items()}
-        factory = _loaded(*load.factory) if load.factory is not None else None
+        factories = {name: _loaded(*at) for name, at in load.factories.items()}
     except BaseException as error:
         _send(connection, (str(error) if isinstance(error, ToolError) else described(error)).encode())
         _end()
@@ -65,9 +66,9 @@ def serve(connection: socket.socket, load: Load, environment: Mapping[str, str])
             answer = Answer(raised=f"cannot be made in a worker process: {described(error)}")
         else:
             if number not in sessions:
-                sessions[number] = Session(functions, factory, load.limits)
+                sessions[number] = Session(functions, factories, load.limits)
             answer = sessions[number].answer(what, name, arguments)
-            if what == "close":
+            if what == "close" or answer.gone is not None:
                 del sessions[number]
         _send(connection, packed_answer(answer, load.limits))
 
@@ -91,6 +92,8 @@ def packed_answer(answer: Answer, limits: Limits) -> bytes:
         "reward": answer.reward,
         "done": answer.done,
         "raised": answer.raised,
+        "late": answer.late,
+        "gone": answer.gone,
     }
     text = json.dumps(header, ensure_ascii=False).encode()
     if len(text) > 4 * LONGEST_TEXT + OVERHEAD:
@@ -120,7 +123,8 @@ def unpacked_answer(body: bytes, limits: Limits) -> Answer:
         seen = None
         if given["parts"] is not None:
             seen = checked(Observation(tuple(parts), given["fault"]), limits)
-        return Answer(seen, given["reward"], given["done"] is True, given["raised"])
+        late = given["late"] is True
+        return Answer(seen, given["reward"], given["done"] is True, given["raised"], late, gone=given["gone"])
     except (KeyError, TypeError, IndexError, struct.error) as error:
         raise ValueError(str(error)) from error
 
@@ -131,6 +135,8 @@ def most_bytes(limits: Limits) -> int:
 
 
 def _loaded(address: str, digest: str | None) -> Callable[..., Any]:
+    if (adapter := adapter_of(address)) is not None:
+        return adapter
     place, _, name = address.rpartition(":")
     load = load_file if place.endswith(".py") else load_module
     module = load(address, place, ToolError)

@@ -16,14 +16,16 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.environments.host import Episode, Factory, Functions, Host, Task, log
-from mm_grpo.environments.session import Answer
+from mm_grpo.environments.factories import address_of
+from mm_grpo.environments.host import Episode, Functions, Host, Task, log
+from mm_grpo.environments.session import Answer, Factories
 from mm_grpo.environments.worker import LENGTH, Load, most_bytes, serve, unpacked_answer
 from mm_grpo.errors import ConfigError, ToolError
-from mm_grpo.import_path import address_in_module, digest_of, in_this_process_alone
+from mm_grpo.import_path import digest_of
 from mm_grpo.worker_processes import START_LIMIT, Guard, WorkerProcess, ended, preload
 
 if TYPE_CHECKING:
@@ -32,12 +34,6 @@ if TYPE_CHECKING:
 preload("mm_grpo.environments.worker")
 
 READ = 2**20
-
-
-def address_of(what: Any) -> str | None:
-    """The address at which another process finds a function or class; None where only this one has it."""
-    address = address_in_module(what)
-    return None if address is None or in_this_process_alone(address) else address
 
 
 class _Slot:
@@ -98,37 +94,60 @@ class WorkerHost(Host):
     """
 
     def __init__(
-        self, config: GRPOConfig, functions: Functions, factory: Factory | None, scores: bool, count: int
+        self,
+        config: GRPOConfig,
+        functions: Functions,
+        factories: Factories,
+        scores: Collection[str] | None,
+        count: int,
     ) -> None:
-        super().__init__(config, functions, factory, scores)
+        super().__init__(config, functions, factories, scores)
         self.slots = [_Slot() for _ in range(count)]
         self.load = Load(
             {name: _located(function) for name, function in functions.items()},
-            None if factory is None else _located(factory),
+            {name: _located(factory) for name, factory in factories.items()},
             self.limits,
         )
         self._numbers: weakref.WeakKeyDictionary[Episode, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()
+        self._packed: dict[int, tuple[Any, int, bytes]] = {}
         self.guards: list[Guard] = []
         weakref.finalize(self, _stop_all, self.slots, self.guards, os.getpid())
 
-    def run(self, tasks: Sequence[Task]) -> None:
-        packed: dict[int, tuple[int, bytes]] = {}
+    def begin(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             self._slot_of(task.episode).queue.append(task)
+        self._hand_out()
+
+    def work(self, wait: bool) -> None:
+        if not any(slot.task for slot in self.slots):
+            return
+        with self._abandoning():
+            self._wait(wait)
+        self._hand_out()
+
+    def abandon(self) -> None:
+        for slot in self.slots:
+            slot.queue.clear()
+            if slot.task is not None:
+                self._lose(slot, "the run was stopping")
+        self._packed.clear()
+
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Give up what is under way where something is raised: a call that goes on would answer into the next one."""
         try:
-            while True:
-                for slot in self.slots:
-                    self._give(slot, packed)
-                if not any(slot.task for slot in self.slots):
-                    return
-                self._wait()
-        except BaseException:  # a call that goes on would answer into the next one
-            for slot in self.slots:
-                slot.queue.clear()
-                if slot.task is not None:
-                    self._lose(slot, "the run was stopping")
+            yield
+        except BaseException:
+            self.abandon()
             raise
+
+    def _hand_out(self) -> None:
+        with self._abandoning():
+            for slot in self.slots:
+                self._give(slot)
+        if not any(slot.task for slot in self.slots):
+            self._packed.clear()
 
     def forget(self, episode: Episode) -> None:
         if episode.place is not None:
@@ -157,7 +176,7 @@ class WorkerHost(Host):
             self.guards.append(Guard())
         return self.guards[0]
 
-    def _give(self, slot: _Slot, packed: dict[int, tuple[int, bytes]]) -> None:
+    def _give(self, slot: _Slot) -> None:
         """Hand a worker without a call the next one that is to be made."""
         if (
             slot.task is None
@@ -169,19 +188,22 @@ class WorkerHost(Host):
         while slot.task is None and slot.queue:
             task = slot.queue.popleft()
             if not self.due(task):
+                task.finished = True
                 continue
             slot.task = task
             if slot.process is None:
                 slot.start(self.load, self._guard())
         if slot.task is not None and slot.ready and not slot.since:
-            self._send(slot, slot.task, packed)
+            self._send(slot, slot.task)
 
-    def _send(self, slot: _Slot, task: Task, packed: dict[int, tuple[int, bytes]]) -> None:
+    def _send(self, slot: _Slot, task: Task) -> None:
         key = id(task.arguments)
-        if key not in packed:  # the conversations of a group begin with one row
-            packed[key] = next(self._next), _packed(task)
+        if (
+            key not in self._packed
+        ):  # the conversations of a group begin with one row, which stays alive for its id
+            self._packed[key] = task.arguments, next(self._next), _packed(task)
         row: tuple[int, bool] | None = None
-        number, body = packed[key]
+        _, number, body = self._packed[key]
         if task.what == "reset":
             row = number, not slot.environments  # where none is held, the worker forgets the rows of others
             if not slot.environments:
@@ -194,8 +216,9 @@ class WorkerHost(Host):
         slot.out = memoryview(LENGTH.pack(len(call)) + call)
         slot.since = time.monotonic()
 
-    def _wait(self) -> None:
-        """Wait until a worker can be written to, has answered or has ended, or a deadline has passed."""
+    def _wait(self, wait: bool) -> None:
+        """Take what workers have to say; with `wait` wait until one can be written to, has answered or has ended, or a
+        deadline has passed."""
         busy = [slot for slot in self.slots if slot.task is not None and slot.process is not None]
         now = time.monotonic()
         first = min(self._deadline(slot) for slot in busy)
@@ -205,7 +228,7 @@ class WorkerHost(Host):
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.out else 0)
                 selector.register(slot.connection, events, slot)
                 selector.register(slot.process.sentinel, selectors.EVENT_READ, slot)
-            found = {key.data for key, _ in selector.select(max(0.0, first - now))}
+            found = {key.data for key, _ in selector.select(max(0.0, first - now) if wait else 0)}
         for slot in busy:
             if slot in found:
                 self._exchange(slot)
@@ -268,7 +291,7 @@ class WorkerHost(Host):
             return True
         task, slot.task, slot.since = slot.task, None, 0.0
         assert task is not None
-        if task.what == "close":
+        if task.what == "close" or answer.gone is not None:
             slot.environments.discard(task.episode)
         self.settle(task, answer)
         return True

@@ -10,8 +10,11 @@
 - `scores.py`     what is a score, and how what is none is described
 - `thinking.py`   completions without their thinking
 - `user_code.py`  copies of rows for rewards, and the process's state put back after them
+- `plain.py`      plain functions, in the trainer's process
 - `async_calls.py` async rewards, on an event loop in a thread
-- `isolation.py`  isolated rewards, in worker processes that can be killed; `worker.py` what runs in those
+- `early.py`      rewards that begin while other completions are still being sampled
+- `isolation.py`  isolated rewards, in worker processes that can be killed (`worker_group.py`); `worker.py` what runs
+  in those
 - `builtins/`     the rewards that ship, one file each
 
 To add a reward of your own, decorate a function anywhere and name it in the config:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
+from mm_grpo.timing import record
 
 T = TypeVar("T")
 
@@ -40,6 +42,11 @@ class BackgroundLoop:
             self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def soon(self, call: Callable[..., object], *args: Any) -> None:
+        """Call a function in the loop's thread, after what was begun before."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(call, *args)
 
     def finish(self, future: concurrent.futures.Future[T], limit: float | None = None) -> T:
         """The coroutine's result, or what it raised; TimeoutError when it has not ended after `limit`
@@ -72,62 +79,118 @@ class BackgroundLoop:
         self._loop = self._thread = None
 
 
-async def run_async(rewards: Sequence[RewardCalls]) -> None:
-    """All calls of all async rewards together; the first error that stops the run cancels the rest."""
-    tasks = [asyncio.create_task(_reward(one)) for one in rewards]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        await _cancel(tasks)
-        raise
+class AsyncCalls:
+    """The calls of async rewards that do not wait for each other, made together on the loop.
+
+    A call begins when it is added. `close` says that all have been added: time-outs count from then on, so a step whose
+    calls begin early never has less time than one whose calls begin together. `finish` waits for the answers.
+    """
+
+    def __init__(self, loop: BackgroundLoop, rewards: Iterable[RewardCalls]) -> None:
+        self.loop, self.running = loop, {one.spec.name: _Running(one) for one in rewards}
+        self._called: dict[str, RewardCalls] = {}
+        self._all_added, self._since = asyncio.Event(), 0.0
+        self.future = loop.start(self._answers())
+
+    def add(self, name: str, calls: Iterable[Call]) -> None:
+        """Begin calls of the reward of that name."""
+        if added := list(calls):
+            self._called[name] = self.running[name].results
+            self.loop.soon(self.running[name].begin, added)
+
+    def close(self) -> None:
+        """All calls have been added."""
+        self._since = time.monotonic()
+        self.loop.soon(self._all_added.set)
+
+    def finish(self) -> None:
+        """Wait for the answers, while the deadlines allow; the first error that stops the run cancels the rest."""
+        rewards = self._called.values()
+        deadlines = [one.spec.options.deadline for one in rewards]
+        known = [deadline for deadline in deadlines if deadline is not None]
+        limit = max(known) + 2 * GRACE if known and len(known) == len(deadlines) else None
+        try:
+            left = None if limit is None else max(GRACE, self._since + limit - time.monotonic())
+            self.loop.finish(self.future, left)
+        except TimeoutError as error:
+            names = ", ".join(repr(one.spec.name) for one in rewards)
+            raise RewardError(
+                f"async rewards ({names}): the event loop does not answer, for one of them blocks it without "
+                f"`await`, or goes on when it is cancelled. It runs in the trainer's process and cannot be killed, so "
+                f"the run stops. Use an async library in it, or set isolated: true"
+            ) from error
+
+    def abandon(self) -> None:
+        """Cancel the calls, whose answers nobody wants."""
+        self.loop.abandon(self.future)
+
+    async def _answers(self) -> None:
+        running = self.running.values()
+        waits: list[asyncio.Task[None]] = []
+        try:
+            await self._all_added.wait()
+            waits = [asyncio.create_task(one.answers()) for one in running]
+            await asyncio.gather(*waits)
+        except BaseException:
+            await _cancel([*waits, *(task for one in running for task in one.tasks)])
+            raise
 
 
-def finish(
-    loop: BackgroundLoop,
-    future: concurrent.futures.Future[None],
-    rewards: Sequence[RewardCalls],
-    since: float,
-) -> None:
-    """Wait for `run_async`, begun at `since` (time.monotonic), while its deadlines allow."""
-    deadlines = [one.spec.options.deadline for one in rewards]
-    known = [deadline for deadline in deadlines if deadline is not None]
-    limit = max(known) + 2 * GRACE if len(known) == len(deadlines) else None
-    try:
-        loop.finish(future, None if limit is None else max(GRACE, since + limit - time.monotonic()))
-    except TimeoutError as error:
-        names = ", ".join(repr(one.spec.name) for one in rewards)
-        raise RewardError(
-            f"async rewards ({names}): the event loop does not answer, for one of them blocks it without "
-            f"`await`, or goes on when it is cancelled. It runs in the trainer's process and cannot be killed, so "
-            f"the run stops. Use an async library in it, or set isolated: true"
-        ) from error
+class _Running:
+    """One reward's calls on the loop. `results.seconds` is how long any of them was under way."""
 
+    def __init__(self, results: RewardCalls) -> None:
+        self.results = results
+        self.tasks: dict[asyncio.Task[None], Call] = {}
+        most = results.spec.options.max_concurrency
+        self._limit = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
+        self._left, self._since, self._failed = 0, 0.0, False
 
-async def _reward(results: RewardCalls) -> None:
-    spec, calls = results.spec, results.calls
-    start = time.perf_counter()
-    limit = asyncio.Semaphore(spec.options.max_concurrency or max(1, len(calls)))
+    def begin(self, calls: Iterable[Call]) -> None:
+        """Begin calls, unless one failed before that stops the run."""
+        for call in () if self._failed else calls:
+            if not self._left:
+                self._since = time.perf_counter()
+            self._left += 1
+            task = asyncio.create_task(self._one(call))
+            self.tasks[task] = call
+            task.add_done_callback(self._ended)
 
-    async def one(call: Call) -> None:
-        async with limit:
-            await _call(call, results)
+    async def answers(self) -> None:
+        """Wait for all calls, no longer than the time-out from now on."""
+        if not self.tasks:
+            return
+        results = self.results
+        try:
+            done, late = await asyncio.wait(
+                self.tasks, timeout=results.spec.options.deadline, return_when=asyncio.FIRST_EXCEPTION
+            )
+            for task in self.tasks:
+                if task in done:
+                    task.result()
+            await _cancel(late)
+            for task, call in sorted(self.tasks.items(), key=lambda pair: pair[1].rows):
+                if task in late:
+                    results.late(call, call.too_late(len(late), len(self.tasks)))
+        except BaseException:
+            await _cancel(self.tasks)
+            raise
+        finally:
+            if self._left:
+                results.seconds += time.perf_counter() - self._since
 
-    tasks = [asyncio.create_task(one(call)) for call in calls]
-    try:
-        done, late = await asyncio.wait(
-            tasks, timeout=spec.options.deadline, return_when=asyncio.FIRST_EXCEPTION
-        )
-        for task in done:
-            task.result()
-        await _cancel(late)
-        for call, task in zip(calls, tasks, strict=True):
-            if task in late:
-                results.late(call, call.too_late(len(late), len(calls)))
-    except BaseException:
-        await _cancel(tasks)
-        raise
-    finally:
-        results.seconds = time.perf_counter() - start
+    async def _one(self, call: Call) -> None:
+        async with self._limit:
+            start = time.perf_counter()
+            await _call(call, self.results)
+            name = f"reward {self.results.spec.name}"
+            record(name, f"{name}, call", time.perf_counter() - start, completions=len(call.rows))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._left -= 1
+        if not self._left:
+            self.results.seconds += time.perf_counter() - self._since
+        self._failed = self._failed or (not task.cancelled() and task.exception() is not None)
 
 
 async def _call(call: Call, results: RewardCalls) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.options import Action
-from mm_grpo.rewards.scores import LEGAL, Checked, score_of, scores_of, shown
+from mm_grpo.rewards.scores import LEGAL, LEGAL_TURNS, Checked, score_of, scores_of, shown, total_of
 from mm_grpo.rewards.spec import TURN_ARGUMENTS, RewardSpec, code_of
 from mm_grpo.rewards.thinking import without_thinking
 from mm_grpo.rewards.user_code import end_fork, own_copy
@@ -167,7 +167,7 @@ class Call:
     def checked(self, answer: Any) -> list[Checked]:
         """The answer as one checked score per row; RewardError when a batch's is no list of them."""
         try:
-            return scores_of(answer, self.spec.kind, len(self.rows))
+            return scores_of(answer, self.spec.kind, len(self.rows), self.spec.options.per_turn)
         except ValueError as error:
             raise self.refused(str(error)) from None
 
@@ -320,6 +320,8 @@ class RewardCalls:
     errors: dict[int, RewardError] = field(default_factory=dict)
     timeouts: dict[int, RewardError] = field(default_factory=dict)
     seconds: float = 0.0
+    turns: dict[int, list[float | None]] = field(default_factory=dict)
+    """Of a reward with `per_turn`, by row the scores of its turns, of which `scores` holds the sum."""
 
     def answered(self, call: Call, answer: Any) -> None:
         """Take the raw answer of a call that this process made."""
@@ -333,6 +335,13 @@ class RewardCalls:
     def scored(self, call: Call, checked: Sequence[Checked]) -> None:
         """Take a call's checked scores."""
         for row, value in zip(call.rows, checked, strict=True):
+            if isinstance(value, list):
+                count = len(call.batch.completions[row].turn_lengths)
+                if len(value) == count:
+                    self.turns[row] = value
+                    self.scores[row] = total_of(value)
+                    continue
+                value = f"returned {len(value)} numbers where the model had {count} turns; {LEGAL_TURNS}"
             if isinstance(value, str):
                 self._fault(self.on_error, self.errors, (row,), call.refused(value, row))
             else:
@@ -361,8 +370,7 @@ class RewardCalls:
 
 def turns_of(completion: Completion) -> list[dict[str, Any]]:
     """The messages of a conversation of several turns, as rewards get them; none of a single answer."""
-    shown = ("role", "text", "images", "name", "arguments", "fault")
-    return [{key: getattr(turn, key) for key in shown} for turn in completion.turns]
+    return [turn.shown() for turn in completion.turns]
 
 
 def _message(turn: Turn) -> dict[str, Any]:

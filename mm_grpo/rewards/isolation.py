@@ -1,13 +1,14 @@
 """Isolated rewards: their calls made in pebble's worker processes, which are killed at the deadline.
 
-`WorkerPool` holds the workers of each isolated reward, `_Step` makes one reward's calls in one step, within its
-deadline however many of them hang:
+`WorkerPool` holds the workers of each isolated reward, `Step` makes one reward's calls in one step, within its
+deadline however many of them hang. Calls that are known early are made by a thread while more are added (`begin`,
+`add`); the deadline counts from when all are known, and no call alone may take longer than it:
 
 - a worker gets a few calls at a time, fewer the longer they take. Where it dies or takes long over several, these
   are made again one by one, so that only the call that is to blame fails;
 - when every worker is at one call for long, further workers start for the calls that wait.
 
-The processes are worker_processes.py, what runs in them is `worker.py`.
+The processes are `worker_group.py`, what runs in them is `worker.py`.
 """
 
 from __future__ import annotations
@@ -21,23 +22,19 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from multiprocessing.context import ForkServerContext
-from types import SimpleNamespace
+from contextlib import suppress
 from typing import Any
 
-import pebble.pool.process
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired
 
 from mm_grpo.errors import RewardError
-from mm_grpo.import_path import digest_of
 from mm_grpo.rewards import worker
 from mm_grpo.rewards.call import Call, Fault, RewardCalls, WorkerTrace
 from mm_grpo.rewards.resolve import address_of
 from mm_grpo.rewards.spec import RewardSpec
-from mm_grpo.worker_processes import START_LIMIT, WorkerProcess, default_size, ended, preload
-
-# pebble measures by the wall clock, and would end every call when that is set forward
-pebble.pool.process.time = SimpleNamespace(time=time.monotonic, sleep=time.sleep)  # type: ignore[attr-defined,assignment]
+from mm_grpo.rewards.worker_group import Workers, how_it_ended
+from mm_grpo.timing import record
+from mm_grpo.worker_processes import default_size
 
 GRACE = 5.0
 """Seconds after the deadline in which pebble must have killed what hangs."""
@@ -49,11 +46,6 @@ LONGEST_CHUNK = 64
 CHUNK_SECONDS = 0.02
 """How long a worker should be busy with what it is given at once."""
 TICK = 0.05
-EXITED_WITH_0 = 256
-"""What pebble is given as the exit code of a worker that exited with 0, which it would not report."""
-
-preload(__name__)
-
 Answer = Mapping[str, Any]
 """What became of a call: an answer of `Worker.answer`, or how its process `died`, or whether a `late` one began."""
 
@@ -69,97 +61,7 @@ def check_isolation(spec: RewardSpec) -> None:
                 f"reward {spec.name!r} cannot be isolated: its setting {name!r} is {value!r}, which cannot "
                 f"be sent to a worker process ({type(error).__name__}: {error}). Set plain values, or leave "
                 f"out isolated"
-            ) from error
-
-
-# the processes -----------------------------------------------------------------------------------
-
-
-class PebbleProcess(WorkerProcess):
-    """A worker as pebble handles it: its death is always seen."""
-
-    _seen_dead = False
-
-    def terminate(self) -> None:
-        self._seen_dead = self._seen_dead or os.getpid() == getattr(self, "_parent_pid", None)
-        super().terminate()
-
-    def is_alive(self) -> bool:
-        if super().is_alive():
-            return True
-        self._kill(os.killpg)
-        # Pebble drops a death whose task it has not seen begin; until its next look, in 0.1 s, it will have.
-        self._seen_dead, seen = True, self._seen_dead
-        return not seen
-
-    @property
-    def exitcode(self) -> int | None:
-        code = super().exitcode
-        return EXITED_WITH_0 if code == 0 else code
-
-
-class _Context(ForkServerContext):
-    """The multiprocessing context of one pool; `processes` are the workers that it has started."""
-
-    def __init__(self) -> None:
-        self.processes: list[PebbleProcess] = []
-
-    def Process(self, *args: Any, **kwargs: Any) -> PebbleProcess:  # type: ignore[override]
-        self.processes.append(PebbleProcess(*args, **kwargs))
-        return self.processes[-1]
-
-    def last_exit(self) -> int:
-        """The exit code of the latest worker that has ended."""
-        return next((p.exitcode for p in reversed(self.processes) if p.exitcode is not None), EXITED_WITH_0)
-
-
-def _ended(code: int) -> str:
-    """How a worker ended, for a message."""
-    return ended(code % EXITED_WITH_0 if code >= 0 else code)
-
-
-class Workers:
-    """The `count` worker processes of one reward. They start at once; `ready` has a result when one of them has
-    imported the function."""
-
-    def __init__(self, spec: RewardSpec, count: int) -> None:
-        self.spec, self.count, self.busy = spec, count, 0
-        load = worker.Load(
-            address_of(spec),
-            dict(spec.made_with),
-            digest_of(address_of(spec)),
-            spec.kind,
-            spec.options.memory_limit,
-        )
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as many workers as cores compute at once
-        self.context = _Context()
-        self.pool = ProcessPool(
-            count, initializer=worker.start, initargs=(load, environment), context=self.context
-        )
-        self.ready = self.pool.schedule(worker.ready)
-
-    def check(self) -> None:
-        """Wait until a worker has imported the function; RewardError when none can."""
-        name, address = self.spec.name, address_of(self.spec)
-        try:
-            fault = self.ready.result(START_LIMIT)
-        except TimeoutError:
-            words = f"has not imported {address} within {START_LIMIT:g} s"
-        except Exception:
-            ended = _ended(self.context.last_exit())
-            words = f"{ended} while it started or imported {address}; what it wrote stands above"
-        else:
-            if not fault:
-                return
-            words = f"cannot import {address}: {fault}"
-        raise RewardError(f"reward {name!r}: a worker process {words}")
-
-    def stop(self) -> threading.Thread:
-        """Kill the workers, in a thread that waits for pebble's own."""
-        self.pool.stop()  # type: ignore[no-untyped-call]
-        thread = threading.Thread(target=self.pool.join, daemon=True)
-        thread.start()
-        return thread
+            ) from None
 
 
 class WorkerPool:
@@ -185,30 +87,60 @@ class WorkerPool:
                 count = 1 if spec.kind == "batch" else self.size
                 self.workers[spec.name] = Workers(spec, min(count, spec.options.max_concurrency or count))
 
-    def score(self, results: RewardCalls) -> None:
-        """Make all calls of an isolated reward. RewardError when its function cannot be imported."""
-        name = results.spec.name
+    def begin(self, results: RewardCalls) -> Step:
+        """The calls of an isolated reward, made in the background as they are added, until `score` gets them."""
         self.start([results.spec])
-        self.workers[name].check()
-        step = _Step(self.workers.pop(name), self.size, self.chunks.get(name, 1), results)
+        name = results.spec.name
+        step = Step(self.workers.pop(name), self.size, self.chunks.get(name, 1), results)
+        step.go_ahead()
+        return step
+
+    def score(self, results: RewardCalls, step: Step | None = None, missing: Sequence[Call] = ()) -> None:
+        """Make all calls of an isolated reward; of those that were begun as `step`, the ones that were `missing` there.
+
+        RewardError when its function cannot be imported.
+        """
+        name = results.spec.name
+        if step is None:
+            self.start([results.spec])
+            self.workers[name].check()
+            step, missing = (
+                Step(self.workers.pop(name), self.size, self.chunks.get(name, 1), results),
+                results.calls,
+            )
         try:
+            step.take_over()
+            step.groups[0].check()
+            step.add(missing)
             answers = step.answers()
         finally:
+            step.stopped.set()
             self.chunks[name] = step.chunk
             kept, *further = step.groups
-            for group in further + [kept] * bool(kept.busy):
+            taken = bool(kept.busy) or name in self.workers
+            for group in further + [kept] * taken:
                 group.stop()
-            if not kept.busy:
+            if not taken:
                 self.workers[name] = kept
             self.start([results.spec])  # so that the next step need not wait
         late = ["late" in answer for answer in answers]
         # What failed before what was late: under "stop" a failure ends the step early and leaves calls undone.
-        for number in sorted(range(len(answers)), key=lambda n: (late[n], not answers[n].get("late", True))):
-            call, answer = results.calls[number], answers[number]
+        order = [
+            (late[n], not answers[n].get("late", True), step.calls[n].rows, n) for n in range(len(answers))
+        ]
+        for *_, number in sorted(order):
+            call, answer = step.calls[number], answers[number]
             if late[number]:
                 results.late(call, call.too_late(sum(late), len(late), began=answer["late"]))
             else:
                 _settle(results, call, answer)
+
+    def abandon(self, step: Step) -> None:
+        """End calls that were begun and the workers that make them."""
+        with suppress(Exception):  # what failed in the background is nobody's affair any more
+            step.take_over()
+        for group in step.groups:
+            group.stop()
 
     def close(self) -> None:
         """End every worker; a later `score` starts new ones."""
@@ -226,36 +158,100 @@ def _stop_all(workers: dict[str, Workers], owner: int) -> list[threading.Thread]
 # one step ----------------------------------------------------------------------------------------
 
 
-class _Step:
-    """One reward's calls in one step. `groups` are its workers: those of the pool, and further ones."""
+class Step:
+    """One reward's calls in one step. `groups` are its workers: those of the pool, and further ones.
+
+    One thread works on them at a time: one of its own from `go_ahead` to `take_over`, then the caller's. What is noted
+    here alone can be noted by any thread; the `results` are the caller's.
+    """
 
     def __init__(self, workers: Workers, size: int, chunk: int, results: RewardCalls) -> None:
-        self.spec, self.calls, self.groups, self.chunk = results.spec, results.calls, [workers], chunk
-        self.stop = results.on_error == "stop"
+        self.results, self.spec, self.groups, self.chunk = results, results.spec, [workers], chunk
+        self.calls: list[Call] = []
         self.deadline = results.spec.options.deadline or 0.0
         self.most = results.spec.options.max_concurrency or size + FURTHER
-        self.waiting = deque(range(len(self.calls)))
+        self.waiting: deque[int] = deque()
         self.alone: set[int] = set()
         self.flying: dict[Future[str], tuple[Workers, float, list[int]]] = {}
-        self.found: list[Answer | None] = [None] * len(self.calls)
-        self.tries = [0] * len(self.calls)
+        self.found: list[Answer | None] = []
+        self.tries: list[int] = []
         self.failed, self.lost = False, 0
+        self.stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._raised: BaseException | None = None
+        self._seconds = 0.0
+        self._added: Future[str] = Future()
+
+    def add(self, calls: Iterable[Call]) -> None:
+        """Add calls to make."""
+        for call in calls:
+            self.calls.append(call)
+            self.found.append(None)
+            self.tries.append(0)
+            self.waiting.append(len(self.calls) - 1)  # last: the thread takes it from here
+        self._wake()
+
+    def go_ahead(self) -> None:
+        """Make calls as they are added, in a thread."""
+        self._thread = threading.Thread(target=self._work, name=f"scoring {self.spec.name}", daemon=True)
+        self._thread.start()
+
+    def take_over(self) -> None:
+        """End the thread of `go_ahead`, where there is one; raises what it could not go on from."""
+        if self._thread is None:
+            return
+        self.stopped.set()
+        self._wake()
+        self._thread.join()
+        self._thread = None
+        self.results.seconds += self._seconds
+        if self._raised is not None:
+            raise self._raised
+
+    def _wake(self) -> None:
+        added = self._added
+        if not added.done():
+            added.set_result("")
+
+    def _work(self) -> None:
+        try:
+            ready = self.groups[0].ready
+            while not self.stopped.is_set():
+                if not ready.done():
+                    wait([ready], TICK)
+                    continue
+                if self._added.done():
+                    self._added = Future()
+                start = time.monotonic()
+                if not self.failed:
+                    self.give(start, start + self.deadline)
+                busy = bool(self.flying)
+                self.wait_for([*self.flying, self._added], TICK if busy else None)
+                self._seconds += (time.monotonic() - start) * busy
+        except BaseException as error:
+            self._raised = error
 
     def answers(self) -> list[Answer]:
         """An answer for each call. Under "stop" the first failure ends the step, and the calls without an
         answer then are late and not begun."""
         end = time.monotonic() + self.deadline
-        while not (self.failed and self.stop):
+        while not self.failed:
             now = time.monotonic()
             if now < end:
                 self.give(now, end)
             if not self.flying or now > end + GRACE:
                 break
-            for future in wait(self.flying, TICK, FIRST_COMPLETED).done:
-                self.take(future, *self.flying.pop(future))
-            self.add_workers(time.monotonic())
+            self.wait_for(self.flying, TICK)
         began = {numbers[0] for future, (_, _, numbers) in self.flying.items() if future.running()}
         return [{"late": n in began} if answer is None else answer for n, answer in enumerate(self.found)]
+
+    def wait_for(self, futures: Iterable[Future[str]], seconds: float | None) -> None:
+        """Wait for one of some requests that fly, and settle those that have ended."""
+        for future in wait(futures, seconds, FIRST_COMPLETED).done:
+            if future in self.flying:
+                self.take(future, *self.flying.pop(future))
+        if self.flying:
+            self.add_workers(time.monotonic())
 
     def give(self, now: float, end: float) -> None:
         """Hand the calls that wait to idle workers."""
@@ -279,6 +275,8 @@ class _Step:
     def take(self, future: Future[str], group: Workers, since: float, numbers: list[int]) -> None:
         """Settle the calls of a request that has ended."""
         group.busy -= 1
+        name = f"reward {self.spec.name}"
+        record(name, f"{name}, worker", time.monotonic() - since, completions=len(numbers))
         error = future.exception()
         if error is None:
             answers = json.loads(future.result())
@@ -299,7 +297,7 @@ class _Step:
             self.alone.update(numbers)
             self.waiting.extendleft(reversed(numbers))
         elif isinstance(error, ProcessExpired):
-            self.settle(numbers[0], {"died": _ended(error.exitcode)})
+            self.settle(numbers[0], {"died": how_it_ended(error.exitcode)})
         else:
             self.settle(numbers[0], {"late": True})
 
@@ -309,7 +307,7 @@ class _Step:
         if self.lost > FURTHER:
             raise RewardError(
                 f"reward {self.spec.name!r}: its worker processes die while they wait for calls; the last one "
-                f"{_ended(group.context.last_exit())}"
+                f"{how_it_ended(group.context.last_exit())}"
             )
         group.stop()
         self.groups[self.groups.index(group)] = Workers(self.spec, group.count)
@@ -321,7 +319,8 @@ class _Step:
             self.waiting.append(number)
             return
         self.found[number] = answer
-        self.failed = self.failed or "scores" not in answer
+        action = self.results.on_timeout if "late" in answer else self.results.on_error
+        self.failed = self.failed or ("scores" not in answer and action == "stop")
 
     def add_workers(self, now: float) -> None:
         """When every worker is at one call for long and others wait, start as many again."""
@@ -352,7 +351,7 @@ def _pickled(spec: RewardSpec, calls: Sequence[Call]) -> bytes:
                     raise RewardError(
                         f"reward {spec.name!r}: its argument {name!r} cannot be sent to a worker process "
                         f"({type(found).__name__}: {found}); isolated rewards take plain data and images"
-                    ) from found
+                    ) from None
         raise RewardError(
             f"reward {spec.name!r}: its arguments cannot be sent to a worker process"
         ) from error

@@ -59,6 +59,8 @@ class RewardOptions:
     - `strip_thinking`: whether `completion` or `completions` are given without the thinking before `</think>`
       (`without_thinking` in `thinking.py`); the empty text where thinking is never closed. `completion_ids` are whole
       in any case. Default: false.
+    - `per_turn`: whether the function answers, for each completion, with a list of one number (or None) for each turn
+      of the model in a conversation with tools; what enters the total is their sum. Default: false.
     """
 
     isolated: bool = False
@@ -73,6 +75,7 @@ class RewardOptions:
     clip: Clip | None = None
     completions: Literal["messages", "text"] | None = None
     strip_thinking: bool = False
+    per_turn: bool = False
 
     def is_for(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row with these columns is one of those that `when` names."""
@@ -108,6 +111,7 @@ class OptionSettings(TypedDict, total=False):
     clip: Sequence[float | None]
     completions: Literal["messages", "text"]
     strip_thinking: bool
+    per_turn: bool
 
 
 def read_options(name: str, given: Mapping[str, Any], base: RewardOptions | None = None) -> RewardOptions:
@@ -144,6 +148,11 @@ def check_options(name: str, options: RewardOptions, *, is_async: bool, kind: st
         raise RewardError(
             f"reward {name!r}: completions = {options.completions!r} is for functions that take "
             f"`completions`; `completion` is always the text"
+        )
+    if options.per_turn and options.clip is not None:
+        raise RewardError(
+            f"reward {name!r}: clip = {list(options.clip)} bounds one number for a completion, and per_turn is true; "
+            "bound the numbers in the function"
         )
 
 
@@ -247,5 +256,6 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "clip": ("[lowest, highest], two finite numbers in order, of which one may be null", _bounds),
     "completions": ("messages or text", _one_of("messages", "text")),
     "strip_thinking": ("true or false", _flag),
+    "per_turn": ("true or false", _flag),
 }
 KEYS = tuple(_CHECKS)

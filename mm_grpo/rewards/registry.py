@@ -71,9 +71,9 @@ def reward(
 
     `@reward`, `@reward("name")` and `@reward("name", weight=0.5, needs=("box",))` are all legal;
     without a name the function's own is used. `options` are isolated, timeout, retries, max_concurrency,
-    memory_limit, on_error, on_timeout, when, only_if, clip, completions and strip_thinking, as `RewardOptions`
-    in `options.py` describes them. Raises RewardError when another function holds the name; the same function
-    (same module or file, same qualified name) may register again, as when a notebook cell runs twice.
+    memory_limit, on_error, on_timeout, when, only_if, clip, completions, strip_thinking and per_turn, as
+    `RewardOptions` in `options.py` describes them. Raises RewardError when another function holds the name; the same
+    function (same module or file, same qualified name) may register again, as when a notebook cell runs twice.
     """
     if callable(name):
         return _register(name, None, 1.0, (), {})

@@ -6,7 +6,7 @@ name of an entry point in the group `mm_grpo.rewards`, a callable, or a mapping
 in `_find`.
 
 The keys of a mapping: `name`, `weight`, `as` and those of `options.py` (isolated, timeout, retries,
-max_concurrency, memory_limit, on_error, on_timeout, when, only_if, clip, completions, strip_thinking) are
+max_concurrency, memory_limit, on_error, on_timeout, when, only_if, clip, completions, strip_thinking, per_turn) are
 reserved; every other key is bound to the function's parameter of that name, or where a class is named, to
 the parameter of its constructor. A class is called once, and the object it makes is the reward.
 """
@@ -94,12 +94,17 @@ def resolve_entry(entry: Entry, *, base: Path | None = None) -> RewardSpec:
 
 
 def describe(spec: RewardSpec) -> dict[str, str | None]:
-    """The identity of a reward's function in a saved config: its module, qualified name and its source's SHA-256.
+    """The identity of a reward's function in a saved config."""
+    return describe_code(spec.fn)
+
+
+def describe_code(fn: Callable[..., Any]) -> dict[str, str | None]:
+    """The identity of a user's function or class: its module, qualified name and its source's SHA-256.
 
     `sha256` is None where Python has no source (a function typed at a prompt). A closure's values
     and a partial's arguments are not part of the identity.
     """
-    inner = innermost(spec.fn)
+    inner = innermost(fn)
     if not hasattr(inner, "__qualname__"):
         inner = type(inner)
     try:

@@ -3,12 +3,10 @@
 Nothing here invents a score (law 9). `None` means that a reward does not apply; an exception, a NaN, an
 infinity, a non-number, a wrong count, a process that died or a time-out stops the run with a RewardError,
 or where its options say "mask" leaves the completions concerned without a total, counted in the metrics.
-Totals and raw parts stay apart. Plain functions are called here, one call after the other; with a time-out in a
-thread, which can be waited for but not ended, so that a time-out stops the run; where the thread lets nothing else
-run, a watchdog ends the process. Isolated rewards run in worker
-processes (`isolation.py`) and async ones on an event loop (`async_calls.py`), beside the others of the step. One
-call's arguments and messages are in `call.py`. Rewards that wait for a gate (`only_if`) come after it. Axis
-letters: n = P·G rows, flat.
+Totals and raw parts stay apart. Plain functions are called in this thread or beside it (`plain.py`), one call after
+the other. Isolated rewards run in worker processes (`isolation.py`) and async ones on an event loop (`async_calls.py`),
+beside the others of the step, and while the engine samples (`early.py`). One call's arguments and messages are in
+`call.py`. Rewards that wait for a gate (`only_if`) come after it. Axis letters: n = P·G rows, flat.
 """
 
 from __future__ import annotations
@@ -18,29 +16,28 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError, did_you_mean
 from mm_grpo.rewards.call import Batch, Call, RewardCalls, TrainerState
+from mm_grpo.rewards.early import EarlyCalls, begins_early
 from mm_grpo.rewards.needs import column_faults, routing_faults
 from mm_grpo.rewards.options import Action
+from mm_grpo.rewards.plain import run_plain
 from mm_grpo.rewards.resolve import Entry, resolve_entries
+from mm_grpo.rewards.scores import total_of
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.user_code import kept_alive, kept_state
-from mm_grpo.watchdog import Watchdog
+from mm_grpo.timing import span
 
 if TYPE_CHECKING:
-    from mm_grpo.rewards.async_calls import BackgroundLoop
+    from mm_grpo.rewards.async_calls import AsyncCalls, BackgroundLoop
     from mm_grpo.rewards.isolation import WorkerPool
     from mm_grpo.types import Completion, Prompt
 
 log = logging.getLogger(__name__)
-
-WITHOUT_LOCK = 5.0
-"""Seconds after a time-out in which this process must have noticed it, or be ended."""
-_ISOLATE = "With isolated: true it runs in a process that can be killed, and on_timeout: mask goes on"
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,15 @@ class Scores:
     the numbers of completions without a part: `rewards/{name}/none`, to which it does not apply,
     `/errors` and `/timeouts`, masked for that reason; `time/reward/{name}` in seconds (async rewards
     overlap with the others); and the mean of each value given to `log_metric`. `extra` holds the columns
-    given to `log_extra`, n values each, None where none was given.
+    given to `log_extra`, n values each, None where none was given. `turns[i]` are the totals of the turns of the model
+    in completion i: a score of the whole conversation is one of its last turn; () where it has no turns.
     """
 
     totals: list[float | None]
     parts: dict[str, list[float | None]]
     metrics: dict[str, float]
     extra: dict[str, list[Any]]
+    turns: list[tuple[float | None, ...]] = field(default_factory=list)
 
 
 class Scorer:
@@ -72,7 +71,8 @@ class Scorer:
     of its completions. With `conversational` prompts are messages, and batch functions get
     completions as `[{"role": "assistant", "content": text}]` and not as strings. `max_steps` is what
     rewards read in `trainer_state`; `base` the folder of relative paths; `workers` the number of processes
-    for isolated rewards, by default the cores that this rank may use. They start at the first step.
+    for isolated rewards, by default the cores that this rank may use. They start at the first step. Without
+    `several_turns` completions are single answers, and a reward with `per_turn` is refused.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Scorer:
         max_steps: int = 0,
         base: Path | None = None,
         workers: int | None = None,
+        several_turns: bool = True,
     ) -> None:
         for key, action in (("on_error", on_error), ("on_timeout", on_timeout or on_error)):
             if action not in ("stop", "mask"):
@@ -97,10 +98,17 @@ class Scorer:
         self.max_steps = max_steps
         self.workers = workers
         self._checked: list[tuple[str, ...]] = []
+        self._early: EarlyCalls | None = None
         self._loop: BackgroundLoop | None = None
         self._pool: WorkerPool | None = None
         self._levels = _levels(self.specs)
+        self._scoring, self._beginning = threading.Lock(), threading.Lock()
         for spec in self.specs:
+            if spec.options.per_turn and not several_turns:
+                raise RewardError(
+                    f"reward {spec.name!r}: per_turn = true scores the turns of conversations, and without tools there "
+                    "are none; set rollout.tools or rollout.environment, or leave it out"
+                )
             if spec.options.isolated:
                 from mm_grpo.rewards.isolation import check_isolation
 
@@ -152,28 +160,88 @@ class Scorer:
         if isolated := [spec for spec in self.specs if spec.options.isolated]:
             self._worker_pool().start(isolated)
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion], step: int) -> Scores:
-        """Score completions, where `completions[i]` answers `prompts[i]` (n = P·G of each, flat)."""
+    def begin(self, count: int, columns: Iterable[str], step: int) -> EarlyCalls | None:
+        """Calls of the rewards that can begin before all `count` completions of a step are there (early.py).
+
+        `columns` are those of its prompts. None where no reward is one, where nothing was checked before, and while
+        other calls are on their way.
+        """
+        if not (self.begins_early and self._checked):
+            return None
+        state = TrainerState(step, self.max_steps)
+        rows: list[Any] = [None] * count
+        with self._beginning:
+            if self._early is not None and not self._early.over:
+                return None
+            batch = Batch(rows, [*rows], self._held_columns(columns), self.conversational, state)
+            self._early = EarlyCalls(batch, self._all_results(count), self._worker_pool, self._on_loop)
+            return self._early
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether some reward can begin before all completions of a step are there."""
+        return any(begins_early(spec) for spec in self.specs)
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        step: int,
+        early: EarlyCalls | None = None,
+    ) -> Scores:
+        """Score completions, where `completions[i]` answers `prompts[i]` (n = P·G of each, flat).
+
+        `early` has the calls that have begun, for completions of the same rows. One thread at a time: an evaluation may
+        meet the rewards of steps that are sampled ahead.
+        """
         if len(prompts) != len(completions):
             raise ValueError(
                 f"{len(prompts)} prompts for {len(completions)} completions; there must be as many"
             )
-        columns = self._columns(prompts)
-        batch = Batch(prompts, completions, columns, self.conversational, TrainerState(step, self.max_steps))
-        results = {spec.name: self._results(spec, len(completions)) for spec in self.specs}
-        for level in self._levels:
+        if early is None:
+            columns, state = self._columns(prompts), TrainerState(step, self.max_steps)
+            batch = Batch(prompts, completions, columns, self.conversational, state)
+            return self._score(batch, self._all_results(len(completions)))
+        batch = early.batch
+        if len(batch.completions) != len(completions):
+            raise ValueError(f"{len(completions)} completions where {len(batch.completions)} were begun")
+        batch.prompts, batch.completions = prompts, completions
+        try:
+            return self._score(batch, early.results, early)
+        except BaseException:
+            early.abandon()
+            raise
+        finally:
+            early.end()
+
+    def _score(
+        self, batch: Batch, results: Mapping[str, RewardCalls], early: EarlyCalls | None = None
+    ) -> Scores:
+        with self._scoring:
+            return self._score_alone(batch, results, early)
+
+    def _score_alone(
+        self, batch: Batch, results: Mapping[str, RewardCalls], early: EarlyCalls | None
+    ) -> Scores:
+        for number, level in enumerate(self._levels):
             for spec in level:
                 results[spec.name].calls = self._calls(spec, batch, results)
             with kept_alive():
-                self._run([results[spec.name] for spec in level if results[spec.name].calls])
+                called = [results[spec.name] for spec in level if results[spec.name].calls]
+                self._run(called, early if number == 0 else None)
         return self._scores(batch, results)
 
     def close(self) -> None:
         """Stop the thread of the async rewards and the worker processes, if there are any."""
+        if self._early is not None:
+            self._early.abandon()
         if self._loop is not None:
             self._loop.close()
         if self._pool is not None:
             self._pool.close()
+
+    def _all_results(self, n: int) -> dict[str, RewardCalls]:
+        return {spec.name: self._results(spec, n) for spec in self.specs}
 
     def _results(self, spec: RewardSpec, n: int) -> RewardCalls:
         on_error = spec.options.on_error or self.on_error
@@ -192,35 +260,48 @@ class Scorer:
         ]
         return batch.calls(spec, rows)
 
-    def _run(self, rewards: Sequence[RewardCalls]) -> None:
-        """Make the calls of rewards that do not wait for each other."""
+    def _run(self, rewards: Sequence[RewardCalls], early: EarlyCalls | None) -> None:
+        """Make the calls of rewards that do not wait for each other; of those that began `early`, the rest."""
         on_loop = [one for one in rewards if one.spec.on_loop]
         others = [one for one in rewards if not one.spec.on_loop]
         if not on_loop:
-            self._run_here(others)
+            self._run_here(others, early)
             return
+        calls = early.on_loop if early is not None and early.on_loop is not None else self._on_loop(on_loop)
+        for one in on_loop:
+            name = one.spec.name
+            calls.add(name, early.missing(name, one.calls) if early is not None else one.calls)
+        calls.close()
+        try:
+            self._run_here(others, early)
+        except BaseException:
+            calls.abandon()
+            raise
+        with span("waiting for async rewards"):
+            calls.finish()
+
+    def _run_here(self, rewards: Sequence[RewardCalls], early: EarlyCalls | None) -> None:
+        for one in rewards:
+            start, name = time.perf_counter(), one.spec.name
+            begun = early.steps.pop(name, None) if early is not None else None
+            try:
+                if begun is not None and early is not None:
+                    with span(f"waiting for reward {name}"):
+                        self._worker_pool().score(one, begun, early.missing(name, one.calls))
+                elif one.spec.options.isolated:
+                    with span(f"waiting for reward {name}"):
+                        self._worker_pool().score(one)
+                else:
+                    with span(f"reward {name}"), kept_state(f"reward {name!r}"):
+                        run_plain(one)
+            finally:
+                one.seconds += time.perf_counter() - start
+
+    def _on_loop(self, rewards: Sequence[RewardCalls]) -> AsyncCalls:
         from mm_grpo.rewards import async_calls  # asyncio costs most of the import of mm_grpo.rewards
 
         self._loop = self._loop or async_calls.BackgroundLoop()
-        since, future = time.monotonic(), self._loop.start(async_calls.run_async(on_loop))
-        try:
-            self._run_here(others)
-        except BaseException:
-            self._loop.abandon(future)
-            raise
-        async_calls.finish(self._loop, future, on_loop, since)
-
-    def _run_here(self, rewards: Sequence[RewardCalls]) -> None:
-        for one in rewards:
-            start = time.perf_counter()
-            try:
-                if one.spec.options.isolated:
-                    self._worker_pool().score(one)
-                else:
-                    with kept_state(f"reward {one.spec.name!r}"):
-                        _run_plain(one)
-            finally:
-                one.seconds = time.perf_counter() - start
+        return async_calls.AsyncCalls(self._loop, rewards)
 
     def _worker_pool(self) -> WorkerPool:
         if self._pool is None:
@@ -237,7 +318,12 @@ class Scorer:
         present = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.sample.columns))
         if not self._checked and prompts:
             self.check(present, lambda: (prompt.sample.columns for prompt in prompts), trained=False)
-        return min((c for c in self._checked if set(present) <= set(c)), key=len, default=present)
+        return self._held_columns(present)
+
+    def _held_columns(self, present: Iterable[str]) -> tuple[str, ...]:
+        """The smallest checked set of columns that has all of these."""
+        columns = tuple(dict.fromkeys(present))
+        return min((c for c in self._checked if set(columns) <= set(c)), key=len, default=columns)
 
     def _scores(self, batch: Batch, results: Mapping[str, RewardCalls]) -> Scores:
         masked = {row for one in results.values() for row in (*one.errors, *one.timeouts)}
@@ -245,7 +331,7 @@ class Scorer:
         totals = [
             None
             if row in masked
-            else _total(
+            else total_of(  # a part of weight 0 is only watched: alone it would make an invented 0
                 [
                     spec.weight * spec.options.clipped(score)
                     for spec, scores in counted
@@ -271,66 +357,27 @@ class Scorer:
             parts={name: one.scores for name, one in results.items()},
             metrics=metrics,
             extra={column: values for column, (_, values) in batch.extra.items()},
+            turns=[
+                _turn_totals(row, len(done.turn_lengths), results.values(), masked=totals[row] is None)
+                for row, done in enumerate(batch.completions)
+            ],
         )
 
 
-def _run_plain(results: RewardCalls) -> None:
-    """Call a plain function for each call, in order; in a thread when there is a deadline."""
-    deadline, calls = results.spec.options.deadline, results.calls
-    if deadline is None:
-        for call in calls:
-            _call(call, results)
-        return
-    done = 0
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        nonlocal done
-        try:
-            for call in calls:
-                _call(call, results)
-                done += 1
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name=f"reward {results.spec.name}", daemon=True)
-    hangs = (
-        f"error: reward {results.spec.name!r} had not answered after timeout = {deadline:g} s, and lets nothing else "
-        "of this process run (a regular expression or C code that holds the interpreter's lock), so the process is "
-        f"ended; where it stands follows. {_ISOLATE}"
-    )
-    with Watchdog(deadline + WITHOUT_LOCK, hangs):
-        thread.start()
-        thread.join(deadline)
-    if raised:
-        raise raised[0]
-    if thread.is_alive():
-        raise RewardError(
-            f"{calls[min(done, len(calls) - 1)].blame()} had not answered after timeout = {deadline:g} s. A "
-            f"plain function runs in the trainer's process, in a thread that cannot be killed, so the run "
-            f"stops. {_ISOLATE}"
-        )
-
-
-def _call(call: Call, results: RewardCalls) -> None:
-    """One call, made again where it raised and retries are left."""
-    for tries_left in range(call.spec.options.retries, -1, -1):
-        try:
-            answer = call()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # sys.exit(0) too, which must not end the run as a success
-            if not tries_left:
-                results.failed(call, call.raised(error), error)
-        else:
-            results.answered(call, answer)
-            return
-
-
-def _total(applied: Sequence[float]) -> float | None:
-    """The sum of the weighted parts that apply. A part of weight 0 is only watched and not among them: were
-    it to make a total by itself, that total would be an invented 0."""
-    return math.fsum(applied) if applied else None
+def _turn_totals(
+    row: int, turns: int, results: Iterable[RewardCalls], *, masked: bool
+) -> tuple[float | None, ...]:
+    """The total of each turn of one completion, as `_scores` makes that of all of it."""
+    parts: list[list[float | None]] = [[] for _ in range(turns)]
+    for one in results:
+        spec, score = one.spec, one.scores[row]
+        if masked or not turns or score is None or spec.weight == 0:
+            continue
+        # a score that is one for all turns is paid when the conversation has ended
+        scores = one.turns.get(row, [None] * (turns - 1) + [spec.options.clipped(score)])
+        for own, value in zip(parts, scores, strict=True):
+            own.append(None if value is None else spec.weight * value)
+    return tuple(map(total_of, parts))
 
 
 def _metrics(name: str, results: RewardCalls) -> dict[str, float]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any, Literal
 
 LEGAL = "legal is a finite number, or None where the reward does not apply"
+LEGAL_TURNS = "legal is a list with a finite number or None for each turn of the model, for per_turn is true"
 
 
-Checked = float | None | str
-"""A score, None, or why an answer is no score."""
+Checked = float | None | str | list[float | None]
+"""A score, None, or why an answer is no score; of a reward with `per_turn` a list of scores and None."""
 
 
 def score_of(value: Any) -> float | None:
@@ -37,16 +39,39 @@ def score_of(value: Any) -> float | None:
     return score
 
 
-def scores_of(answer: Any, kind: Literal["completion", "batch"], n: int) -> list[Checked]:
-    """A function's answer as n checked scores; ValueError when a batch's is no list of n."""
-    values = [answer] if kind == "completion" else _list(answer, n)
+def scores_of(
+    answer: Any, kind: Literal["completion", "batch"], n: int, per_turn: bool = False
+) -> list[Checked]:
+    """A function's answer as n checked scores; ValueError when a batch's is no list of n.
+
+    With `per_turn` each is a list of scores, or None. How many turns a completion has is not known here.
+    """
+    values = [answer] if kind == "completion" else _list(answer, n, axes=2 if per_turn else 1)
     checked: list[Checked] = []
     for value in values:
         try:
-            checked.append(score_of(value))
+            checked.append(_turns(value) if per_turn else score_of(value))
         except ValueError as error:
-            checked.append(f"returned {shown(value)}, {error}; {LEGAL}")
+            legal = LEGAL_TURNS if per_turn else LEGAL
+            checked.append(f"returned {shown(value)}, {error}; {legal}")
     return checked
+
+
+def _turns(value: Any) -> list[float | None] | None:
+    """The scores of a completion's turns, None where the reward does not apply to it."""
+    if getattr(value, "ndim", None) == 1 and hasattr(value, "tolist"):
+        value = value.tolist()
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"a {type(value).__name__}")
+    return [score_of(each) for each in value]
+
+
+def total_of(scores: Sequence[float | None]) -> float | None:
+    """The sum of the scores that apply, None where none does: a 0 would be an invented one."""
+    applied = [score for score in scores if score is not None]
+    return math.fsum(applied) if applied else None
 
 
 def shown(value: Any, limit: int = 80) -> str:
@@ -60,8 +85,10 @@ def shown(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def _list(answer: Any, n: int) -> list[Any]:
-    if getattr(answer, "ndim", None) == 1 and hasattr(answer, "tolist"):  # a numpy array, a torch tensor
+def _list(answer: Any, n: int, axes: int) -> list[Any]:
+    if getattr(answer, "ndim", None) in range(1, axes + 1) and hasattr(
+        answer, "tolist"
+    ):  # a numpy array, a torch tensor
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):
         raise ValueError(f"returned {shown(answer)}; legal is a list of {n} numbers or None")

@@ -178,10 +178,8 @@ def make_spec(
         raise RewardError(f"reward {name!r}: needs is a tuple of column names, not the string {needs!r}")
     try:
         parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"reward {name!r}: {fn!r} is not a function whose parameters can be read"
-        ) from error
+    except (TypeError, ValueError):
+        raise RewardError(f"reward {name!r}: {fn!r} is not a function whose parameters can be read") from None
     if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
         raise RewardError(
             f"reward {name!r}: arguments are passed by name, so {', '.join(positional)} cannot be "
@@ -265,8 +263,12 @@ def code_of(fn: Callable[..., Any]) -> CodeType | None:
 
 def _kind(name: str, parameters: Sequence[str], takes_kwargs: bool) -> Kind:
     per_completion, per_batch = "completion" in parameters, "completions" in parameters
-    # TRL's functions that look at nothing but the tokens leave the completions in their **kwargs.
-    if not per_completion and takes_kwargs and not {"completion_ids", "prompts"}.isdisjoint(parameters):
+    # TRL's functions that look at nothing but the tokens or the environments leave the completions in their **kwargs.
+    if (
+        not per_completion
+        and takes_kwargs
+        and not {"completion_ids", "prompts", "environments"}.isdisjoint(parameters)
+    ):
         return "batch"
     if per_completion == per_batch:
         fault = "takes both `completion` and `completions`" if per_batch else "takes neither"

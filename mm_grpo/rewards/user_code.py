@@ -15,7 +15,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -98,26 +98,55 @@ def kept_state(who: str) -> Iterator[None]:
 
 
 @contextmanager
-def kept_alive() -> Iterator[None]:
+def kept_alive(*, here: bool = True) -> Iterator[None]:
     """Within the block os._exit raises SystemExit where user code runs, and threads that it starts are daemons.
 
     os._exit(0) would end a run as a success without a word, and Python waits at its end for threads that are none. User
-    code runs in this thread and in those named "reward..."; other threads, and forks, exit as ever.
+    code runs in those threads that are named "reward..." and, where it runs `here`, in this one; other threads, and
+    forks, exit as ever. Blocks of several threads may begin and end in any order.
     """
-    here, process, leave = threading.current_thread(), os.getpid(), os._exit
-
-    def refuse(status: int) -> NoReturn:
-        thread = threading.current_thread()
-        if os.getpid() == process and (thread is here or thread.name.startswith("reward")):
-            raise SystemExit(f"os._exit({status})")
-        leave(status)
-
-    daemon = here.daemon
-    os._exit, here._daemonic = refuse, True  # type: ignore[attr-defined]  # `daemon` cannot be set any more
+    own = threading.current_thread() if here else None
+    daemon = own is not None and own.daemon
+    _refusal.enter(own)
+    if own is not None:
+        own._daemonic = True  # type: ignore[attr-defined]  # `daemon` cannot be set any more
     try:
         yield
     finally:
-        os._exit, here._daemonic = leave, daemon  # type: ignore[attr-defined]
+        _refusal.leave(own)
+        if own is not None:
+            own._daemonic = daemon  # type: ignore[attr-defined]
+
+
+class _Refusal:
+    """os._exit as it is while some block of `kept_alive` runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: list[threading.Thread | None] = []
+        self._process = 0
+        self._exit: Callable[[int], NoReturn] = os._exit
+
+    def enter(self, thread: threading.Thread | None) -> None:
+        with self._lock:
+            if not self._blocks:
+                self._process, self._exit, os._exit = os.getpid(), os._exit, self._refuse
+            self._blocks.append(thread)
+
+    def leave(self, thread: threading.Thread | None) -> None:
+        with self._lock:
+            self._blocks.remove(thread)
+            if not self._blocks:
+                os._exit = self._exit  # type: ignore[assignment]
+
+    def _refuse(self, status: int) -> NoReturn:
+        thread = threading.current_thread()
+        if os.getpid() == self._process and (thread in self._blocks or thread.name.startswith("reward")):
+            raise SystemExit(f"os._exit({status})")
+        self._exit(status)
+
+
+_refusal = _Refusal()
 
 
 def end_fork(process: int, who: str) -> None:

@@ -34,7 +34,7 @@ class Load:
     """The function that a worker imports, from `address`: `file.py:function` or `module:function`.
 
     `made_with` are the arguments of a class; `digest` is the SHA-256 of the file as the trainer imported it.
-    `kind` and `memory_limit` are the reward's.
+    `kind`, `memory_limit` and `per_turn` are the reward's.
     """
 
     address: str
@@ -42,6 +42,7 @@ class Load:
     digest: str | None
     kind: Literal["completion", "batch"]
     memory_limit: int | None
+    per_turn: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,10 @@ class Worker:
         finally:
             end_fork(process, "a reward")
         try:
-            return {"scores": scores_of(answer, self.load.kind, job.rows), "logged": logged}
+            return {
+                "scores": scores_of(answer, self.load.kind, job.rows, self.load.per_turn),
+                "logged": logged,
+            }
         except ValueError as error:
             return {"refused": str(error)}
 

@@ -26,7 +26,7 @@ def make() -> Iterator[Make]:
     made: list[Toolbox] = []
 
     def toolbox(tools: Any = (), factory: Any = None, **rollout: Any) -> Toolbox:
-        values = {"environment_workers": 2, "tool_timeout": 20, **rollout}
+        values = {"environment_workers": 2, "tool_timeout": 60, **rollout}
         made.append(
             Toolbox(small_config("m", data={"max_image_pixels": 50_000}, rollout=values), tools, factory)
         )

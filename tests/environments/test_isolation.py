@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import tools_to_isolate
 from helpers.configs import small_config
+from helpers.patience import PATIENCE
 from helpers.sessions import died, session
 from helpers.tiny import picture, sample
-from tools_to_isolate import World, misbehave, modules, nap
+from tools_to_isolate import World, meet, misbehave, modules, nap
 
 from mm_grpo.environments.builtins import Zoom
 from mm_grpo.environments.host import Episode, LocalHost
@@ -27,8 +28,8 @@ from mm_grpo.environments.workers import WorkerHost
 from mm_grpo.errors import ToolError
 
 Make = Callable[..., Toolbox]
-TIMEOUT = 0.6
-"""Seconds of a call in the tests of calls that hang; in the others a busy machine has 20."""
+TIMEOUT = 1.0
+"""Seconds of a call in the tests of calls that hang; in the others a busy machine has 60."""
 HERE = Path(__file__).parent
 
 
@@ -143,17 +144,17 @@ HANGS = ("hang", "hang in C", "stop", "writes half an answer")
 
 @pytest.mark.parametrize("how", [*DEATHS, *HANGS])
 def test_a_call_without_an_answer_takes_its_conversations_with_it(make: Make, how: str) -> None:
-    box = make((), World, tool_timeout=TIMEOUT if how in HANGS else 20)
+    box = make((), World, tool_timeout=TIMEOUT if how in HANGS else 60)
     episodes = begun(box, 4)
     places = [one.call("where", {}).text for one in episodes]
     assert places == [places[0], places[1]] * 2 and places[0] != places[1]
     start = time.monotonic()
     calls: list[Any] = [(episodes[0], "act", {"how": how}), (episodes[0], "act", {})]
     seen = box.host.call_all([*calls, *((e, "act", {}) for e in episodes[1:])])
-    assert time.monotonic() - start < TIMEOUT + 3
+    assert time.monotonic() - start < TIMEOUT + PATIENCE
     if how in HANGS:
         assert seen[0].fault == "timed_out"
-        assert seen[0].text == "error: act had not answered after 0.6 s (rollout.tool_timeout)"
+        assert seen[0].text == "error: act had not answered after 1 s (rollout.tool_timeout)"
     else:
         assert seen[0].fault == "died"
         assert re.match(f"error: act ended its worker process, which {DEATHS[how]}", seen[0].text)
@@ -169,7 +170,7 @@ def test_a_call_without_an_answer_takes_its_conversations_with_it(make: Make, ho
 
 @pytest.mark.parametrize(("how", "policy"), [("hang", "on_tool_timeout"), ("exit", "on_tool_error")])
 def test_the_policies_of_a_call_without_an_answer(make: Make, how: str, policy: str) -> None:
-    limit = TIMEOUT if how == "hang" else 20
+    limit = TIMEOUT if how == "hang" else 60
     box = make([misbehave, nap], None, tool_timeout=limit, **{policy: "reply"})
     one, other = begun(box, 2)
     seen = box.host.call_all(
@@ -191,7 +192,7 @@ def test_the_policies_of_a_call_without_an_answer(make: Make, how: str, policy: 
 
     box = make((), World, tool_timeout=limit, **{policy: "stop"})
     with pytest.raises(
-        ToolError, match=r"train:0: act (had not answered after 0.6 s|ended its worker process)"
+        ToolError, match=r"train:0: act (had not answered after 1 s|ended its worker process)"
     ):
         begun(box)[0].call("act", {"how": how})
 
@@ -229,7 +230,7 @@ def test_a_fork_that_comes_back_is_ended(make: Make) -> None:
 
 @pytest.mark.parametrize("how", ["hang", "exit"])
 def test_a_reset_without_an_answer(make: Make, how: str) -> None:
-    box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 20)
+    box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 60)
     with pytest.raises(ToolError, match=r"train:0: reset of the environment: its worker process"):
         box.prepare(sample("train:0", begins=how))
     (one,) = begun(box, begins=how)  # one that had begun before: only this conversation is lost
@@ -240,7 +241,7 @@ def test_a_reset_without_an_answer(make: Make, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["hang", "kill", "raise", "words"])
 def test_a_reward_without_an_answer(make: Make, how: str) -> None:
-    box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 20)
+    box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 60)
     one, other = begun(box, scores=how)[0], begun(box)[0]
     if how in ("raise", "words"):
         match = "get_reward of the environment (raised KeyError|answered 'words'; it must be a number)"
@@ -270,7 +271,7 @@ def test_environments_are_closed_whatever_one_of_them_does(
     begun(box, ends="hang")
     with caplog.at_level(logging.WARNING):
         box.close()
-    assert "train:0: error: close of the environment had not answered after 0.6 s" in caplog.text
+    assert "train:0: error: close of the environment had not answered after 1 s" in caplog.text
 
 
 def test_an_environment_without_a_reward_leaves_a_finished_conversation_as_it_is(make: Make) -> None:
@@ -283,14 +284,11 @@ def test_an_environment_without_a_reward_leaves_a_finished_conversation_as_it_is
 # processes -----------------------------------------------------------------------------------
 
 
-def test_calls_run_side_by_side(make: Make) -> None:
-    box = make([nap], environment_workers=4, tool_timeout=10)
+def test_calls_run_side_by_side(make: Make, tmp_path: Path) -> None:
+    box = make([meet], environment_workers=4, tool_timeout=PATIENCE)
     episodes = begun(box, 8)
-    box.host.call_all([(e, "nap", {"seconds": 0}) for e in episodes])  # the workers start
-    start = time.monotonic()
-    seen = box.host.call_all([(e, "nap", {"seconds": 0.3}) for e in episodes])
-    assert time.monotonic() - start < 1.5  # 2.4 one after the other
-    assert len({one.text for one in seen}) == 4
+    seen = box.host.call_all([(e, "meet", {"folder": str(tmp_path), "count": 4}) for e in episodes])
+    assert len({one.text for one in seen}) == 4 and [one.fault for one in seen] == [None] * 8
 
 
 def test_workers_do_not_import_torch(make: Make) -> None:
@@ -309,28 +307,24 @@ def test_what_a_tool_started_ends_with_its_worker(make: Make) -> None:
 
 
 def test_an_interrupt_leaves_no_call_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    box = make([nap], tool_timeout=20)
+    box = make([nap], tool_timeout=60)
     one, other = begun(box, 2)
     host: Any = box.host
     waits = iter([None] * 20)
 
-    def wait() -> None:
+    def wait(wait: bool) -> None:
         next(waits, None)
         if all(slot.ready and slot.since for slot in host.slots):
             raise KeyboardInterrupt
-        WorkerHost._wait(host)
+        WorkerHost._wait(host, wait)
 
     monkeypatch.setattr(host, "_wait", wait)
     with pytest.raises(KeyboardInterrupt):
-        host.call_all([(e, "nap", {"seconds": 5}) for e in (one, other)])
+        host.call_all([(e, "nap", {"seconds": 600}) for e in (one, other)])
     monkeypatch.undo()
     assert pids(box) == []
-    start = time.monotonic()
-    assert [s.fault for s in host.call_all([(e, "nap", {"seconds": 0}) for e in (one, other)])] == [
-        None,
-        None,
-    ]
-    assert time.monotonic() - start < 4
+    seen = host.call_all([(e, "nap", {"seconds": 0}) for e in (one, other)])
+    assert [s.fault for s in seen] == [None, None]
 
 
 def test_a_worker_that_died_between_calls_is_noticed(make: Make) -> None:

@@ -103,6 +103,19 @@ def nap(seconds: float) -> str:
     return str(os.getpid())
 
 
+def meet(folder: str, count: int) -> str:
+    """Wait until so many processes are in this function, or have been.
+
+    Args:
+        folder: Where each leaves a file.
+        count: How many.
+    """
+    (Path(folder) / str(os.getpid())).touch()
+    while len(os.listdir(folder)) < count:
+        time.sleep(0.01)
+    return str(os.getpid())
+
+
 async def modules() -> list[str]:
     """Which modules are loaded."""
     return sorted({name.partition(".")[0] for name in sys.modules})

@@ -9,7 +9,7 @@ import pytest
 from helpers.chat_server import Server
 from PIL import Image
 
-from mm_grpo.rewards import registry
+from mm_grpo.rewards import async_calls, registry
 from mm_grpo.rewards.builtins import chat
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
 
@@ -22,6 +22,11 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         registry.get(name)
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     yield
+
+
+@pytest.fixture(autouse=True)
+def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_calls, "GRACE", 10.0)  # an event loop that gets no core is not blocked
 
 
 @pytest.fixture

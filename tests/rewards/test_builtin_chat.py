@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.chat_server import Answer, Server, ask, entry, says
+from helpers.patience import PATIENCE, until
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
@@ -25,14 +26,14 @@ KEY = "sk-very-secret-0123456789"
 
 
 def test_dropped_connections_slow_answers_and_server_errors_are_tried_again(server: Server) -> None:
-    turn = iter(range(9))
+    turn, ended = iter(range(99)), threading.Event()
 
     def answer(_: Server, body: dict[str, Any]) -> Any:
         match next(turn):
             case 0:
                 return None
             case 1:
-                time.sleep(0.6)
+                ended.wait(PATIENCE)  # longer than the time-out of a request
                 return says("Score: 1")
             case 2:
                 return says("overloaded", 503)
@@ -42,8 +43,9 @@ def test_dropped_connections_slow_answers_and_server_errors_are_tried_again(serv
                 return says("Score: 6")
 
     server.answer = answer
-    assert ask(server, request_timeout=0.3) == 0.6
-    assert len(server.requests) == 5
+    assert ask(server, request_timeout=1, attempts=20) == 0.6
+    ended.set()
+    assert len(server.requests) >= 5  # a machine that is busy may make more of them late
 
 
 def test_429_with_retry_after_holds_back_all_calls(server: Server, rows: Any) -> None:
@@ -76,18 +78,19 @@ def test_retry_after_as_a_date_and_one_that_is_too_far(server: Server) -> None:
 
 
 def test_no_more_calls_are_in_flight_than_allowed(server: Server, rows: Any) -> None:
-    def answer(_: Server, body: dict[str, Any]) -> Any:
-        time.sleep(0.15)
-        return says("Score: 5")
-
-    server.answer = answer
     texts = [f"cat {i}" for i in range(24)]
     for limit, settings in ((8, {}), (3, {"max_concurrency": 3})):
-        server.most = 0
+        together = threading.Barrier(limit)  # so many come before one is answered
+
+        def answer(_: Server, body: dict[str, Any], together: threading.Barrier = together) -> Any:
+            together.wait(PATIENCE)
+            return says("Score: 5")
+
+        server.answer, server.most = answer, 0
         scorer = Scorer([entry(server, cache=False, **settings)])
         assert scorer.score(*rows(texts, answer=["cat"] * 24), step=1).totals == [0.5] * 24
         scorer.close()
-        assert limit - 1 <= server.most <= limit
+        assert server.most == limit
 
 
 def test_nonsense_is_asked_again_and_is_never_a_score(server: Server, rows: Any) -> None:
@@ -126,7 +129,7 @@ def test_a_try_is_bounded_as_a_whole_although_blanks_keep_coming() -> None:
 
     start = time.monotonic()
     asyncio.run(score())
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # the answer comes to its end in half an hour
 
 
 def test_a_mistake_in_the_settings_is_raised_at_once(server: Server) -> None:
@@ -280,8 +283,4 @@ def test_each_event_loop_has_a_client_of_its_own_and_leaves_no_connection_open(s
     for i in range(3):
         assert ask(server, f"cat {i}") == 1.0  # asyncio.run: a new loop each
     assert len(server.requests) == 3
-    for _ in range(100):
-        if not server.open:
-            break
-        time.sleep(0.01)
-    assert not server.open
+    until(lambda: not server.open)

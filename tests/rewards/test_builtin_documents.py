@@ -101,9 +101,9 @@ TREE = {
     ],
 )
 def test_json_schema_is_bounded(completion, schema, score):
-    start = time.process_time()
+    start = time.thread_time()
     assert json_schema(completion, schema) == score
-    assert time.process_time() - start < 3
+    assert time.thread_time() - start < 15  # 0.5 s at most; without bounds, minutes
 
 
 def test_unique_items_are_equal_as_json_says():
@@ -203,6 +203,6 @@ def test_what_html_may_hold_besides_cells():
     "piece", ["<td ", "<!--", "</", "<td a='", "&#9", "<tr><td>", "<td>a\u0301\u0323", "<", "|-|\n"]
 )
 def test_tables_are_read_in_linear_time(piece):
-    start = time.process_time()
+    start = time.thread_time()
     assert table_f1("<table><td>x" + piece * (200_000 // len(piece)), GOLD) == 0.0
-    assert time.process_time() - start < 2
+    assert time.thread_time() - start < 6  # 0.2 s at most

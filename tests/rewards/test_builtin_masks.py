@@ -206,9 +206,9 @@ def test_golds_that_cannot_be_used(arguments, message):
 )
 @pytest.mark.parametrize("gold", [SQUARE, LEFT])
 def test_what_would_take_gigabytes_scores_0(completion, gold):
-    start = time.process_time()
+    start = time.thread_time()
     assert mask_iou(completion, gold, **UNIT) == 0.0
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 5  # 0.02 s at most
 
 
 def test_the_largest_masks():

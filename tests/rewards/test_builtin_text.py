@@ -356,6 +356,6 @@ def test_edit_similarity_with_its_options():
     assert edit_similarity("ABC", "abc", ignore_case=True) == 1.0
     with pytest.raises(ValueError, match="unit='lines'; legal are 'characters' and 'words'"):
         edit_similarity("a", "a", unit="lines")  # type: ignore[arg-type]
-    start = time.perf_counter()
+    start = time.thread_time()
     assert edit_similarity("ab" * 50_000, "ba" * 5_000) == pytest.approx(0.1, abs=0.001)
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 10  # 0.06 s; a thousand million steps of Python take minutes

@@ -1,10 +1,10 @@
 import asyncio
 import math
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from helpers.patience import PATIENCE
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
@@ -25,17 +25,28 @@ async def slow(completion):
     return float(len(completion))
 
 
-async def slow_batch(completions, **kwargs):
-    await asyncio.sleep(0.05)
-    return [1.0 for _ in completions]
-
-
 def test_async_rewards_run_together(rows):
-    scorer = Scorer([slow, slow_batch, named("b", lambda completion: 1.0)])
-    start = time.perf_counter()
+    begun = []
+
+    async def all_begun():
+        begun.append(1)
+        while len(begun) < 21:
+            await asyncio.sleep(0.05)
+
+    async def each(completion):
+        await all_begun()
+        return float(len(completion))
+
+    async def batch(completions, **kwargs):
+        await all_begun()
+        return [1.0 for _ in completions]
+
+    limit = {"timeout": PATIENCE}
+    scorer = Scorer(
+        [named("slow", each, **limit), named("batch", batch, **limit), named("b", lambda completion: 1.0)]
+    )
     scores = scorer.score(*rows(["x"] * 20), step=1)
-    assert time.perf_counter() - start < 0.5  # 21 calls of 0.05 s
-    assert scores.totals == [3.0] * 20
+    assert scores.totals == [3.0] * 20 and len(begun) == 21
     assert scores.metrics["time/reward/slow"] >= 0.04
     scorer.close()
 
@@ -74,18 +85,17 @@ def test_the_first_async_failure_stops_the_others(rows, error):
         if completion == "bad":
             raise error
         try:
-            await asyncio.sleep(30)
+            await asyncio.sleep(600)
         finally:
             ended.append(completion)
 
     line = f.__code__.co_firstlineno + 2
-    start = time.perf_counter()
     with fails(
         rf"on row 'row:1' with the completion 'bad', raised {type(error).__name__}: .* at .*{HERE}:{line}"
     ) as e:
         Scorer([named("f", f)]).score(*rows(["a", "bad", "b"]), step=1)
     assert e.value.__cause__ is error
-    assert time.perf_counter() - start < 5 and ended == ["a", "b"]
+    assert ended == ["a", "b"]  # by cancelling, not by the end of their ten minutes
 
 
 def test_async_masking(rows):

@@ -82,6 +82,13 @@ def test_plain_texts_when_prompts_are_texts(rows):
     assert seen == {"prompts": ["question 0", "question 1"], "completions": ["ab", "c"]}
 
 
+def test_a_function_may_look_at_environments_alone():
+    def of_environments(environments, **kwargs):
+        return [0.0 for _ in environments]
+
+    assert Scorer([of_environments]).specs[0].kind == "batch"
+
+
 def test_a_function_of_keywords_alone_is_refused():
     with pytest.raises(Exception, match="reward 'keywords_only' takes neither"):
         Scorer([keywords_only])

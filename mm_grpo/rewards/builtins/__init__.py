@@ -55,8 +55,8 @@ def library(reward: str, submodule: str = "") -> Any:
     """The imported module that a built-in needs; RewardError when it is not installed."""
     try:
         return importlib.import_module(LIBRARIES[reward][0] + submodule)
-    except ModuleNotFoundError as error:
-        raise RewardError(_missing(reward)) from error
+    except ModuleNotFoundError:
+        raise RewardError(_missing(reward)) from None
 
 
 def _missing(reward: str) -> str:

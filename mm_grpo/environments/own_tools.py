@@ -1,0 +1,97 @@
+"""Environments that name their tools themselves, with JSON schemas, instead of by their public methods.
+
+`OwnTools` is what the adapters to other libraries (openenv.py, verifiers.py) are: which tools there are is known when a
+server or a package was asked, and what the model is told of them stands in a schema that is not ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+class EnvironmentGone(Exception):
+    """The environment of a conversation cannot be used any more: what holds it is not there, or `late` with an answer.
+
+    The conversation is then masked, or the run stops, as `rollout.on_tool_error` and, where it was late,
+    `rollout.on_tool_timeout` say; the model is not told, for nothing can follow.
+    """
+
+    def __init__(self, why: str, late: bool = False) -> None:
+        super().__init__(why)
+        self.late = late
+
+
+class Tool:
+    """A tool by its name, description and JSON schema of its arguments (an object's). `function` is called with them.
+
+    ValueError for a schema that is not an object's, or refers to itself.
+    """
+
+    def __init__(
+        self, name: str, description: str, parameters: Mapping[str, Any], function: Callable[..., Any]
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.function = function
+        inlined = _inlined(parameters, parameters.get("$defs", {}), ())
+        if inlined.get("type", "object") != "object":
+            raise ValueError(
+                f"the arguments of {name} are of type {inlined['type']!r}; they must be an object"
+            )
+        properties = dict(inlined.get("properties", {}))
+        required = [key for key in inlined.get("required", ()) if key in properties]
+        told = {"type": "object", "properties": properties, "required": required}
+        self.schema = {
+            "type": "function",
+            "function": {"name": name, "description": description.strip(), "parameters": told},
+        }
+        if all(key.isidentifier() for key in properties) and not inlined.get("additionalProperties"):
+            self.__signature__ = inspect.Signature(
+                [
+                    inspect.Parameter(
+                        key,
+                        inspect.Parameter.KEYWORD_ONLY,
+                        default=inspect.Parameter.empty if key in required else None,
+                    )
+                    for key in properties
+                ]
+            )
+
+    def __call__(self, **arguments: Any) -> Any:
+        return self.function(**arguments)
+
+
+class OwnTools(ABC):
+    """An environment whose tools are what `tools` says, by name; its public methods are none."""
+
+    @abstractmethod
+    def tools(self) -> Mapping[str, Tool]:
+        """The tools, before the first `reset` too. An exception is told to the user in one line."""
+
+    @abstractmethod
+    def reset(self, **row: Any) -> Any:
+        """Begin a conversation about a row."""
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+    """A schema with what it refers to (`$ref`) in the place of the references, as chat templates do not follow them,
+    and without the titles that pydantic writes."""
+    if isinstance(schema, list):
+        return [_inlined(each, definitions, within) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if isinstance(reference := schema.get("$ref"), str):
+        name = reference.rpartition("/")[2]
+        if name in within or name not in definitions:
+            raise ValueError(f"the schema refers to {reference!r}, which cannot be written out")
+        beside = {key: value for key, value in schema.items() if key != "$ref"}
+        return {**_inlined(definitions[name], definitions, (*within, name)), **beside}
+    found = {}
+    for key, value in schema.items():
+        if key == "properties" and isinstance(value, Mapping):
+            found[key] = {name: _inlined(each, definitions, within) for name, each in value.items()}
+        elif key != "$defs" and not (key == "title" and isinstance(value, str)):
+            found[key] = _inlined(value, definitions, within)
+    return found

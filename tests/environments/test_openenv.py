@@ -1,0 +1,293 @@
+"""Environments on an OpenEnv server: what the model is told and shown, what becomes of failures, and a whole run."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("websockets")
+
+from helpers.configs import small_config
+from helpers.openenv_server import OpenEnvServer, png
+from helpers.scripted import ScriptedEngine, call
+from helpers.sessions import died
+from helpers.small_runs import config_for, rollouts_of, rows_of
+from helpers.tiny import sample
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.environments.openenv import OpenEnv, shown
+from mm_grpo.environments.toolbox import Toolbox, toolbox_of
+from mm_grpo.errors import ConfigError, ToolError
+
+BOTH = pytest.mark.parametrize("websockets", [True, False], ids=["websockets", "http"])
+
+
+def box_of(what: Any, **rollout: Any) -> Toolbox:
+    """A toolbox over a server's address, or over what makes environments."""
+    values = {"environment_workers": 0, **rollout}
+    if isinstance(what, str):
+        values["environment"] = f"openenv:{what}"
+    box = toolbox_of(small_config("m", rollout=values), None, None if isinstance(what, str) else what)
+    assert box is not None
+    return box
+
+
+def impatient(url: str, mode: str) -> Any:
+    """Waits a second for a server that hangs, and long for another, however busy the machine."""
+    return lambda: OpenEnv(url, timeout=1.0 if mode == "hang" else 60.0)
+
+
+@BOTH
+def test_a_conversation_with_a_server(websockets: bool) -> None:
+    with OpenEnvServer(websockets) as server:
+        box = box_of(server.url)
+        (function,) = [schema["function"] for schema in box.schemas]
+        assert (function["name"], function["description"]) == ("walk", "Walk along the road.")
+        assert function["parameters"] == {
+            "type": "object",
+            "properties": {
+                "direction": {"enum": ["left", "right"], "type": "string"},
+                "steps": {"type": "integer", "default": 1, "description": "How many."},
+            },
+            "required": ["direction"],
+        }
+        row = box.prepare(sample("train:0", start=2, text="What now?"))
+        assert row.messages[-1]["content"][-1] == {"type": "text", "text": "You are at 2."}
+        one, other = box.episodes([row, row])
+        seen = one.call("walk", {"direction": "left"})
+        assert seen.text == '{"at": 1}' and [i.size for i in seen.images] == [(40, 40)]
+        assert seen.images[0].getpixel((3, 3)) == (255, 0, 0) and not one.done
+        assert other.call("walk", {"direction": "right", "steps": 2}).text == '{"at": 4}' and other.done
+        assert (one.reward(), other.reward()) == (0.25, 1.0)
+        assert "the episode is over" in other.call("walk", {"direction": "left"}).text
+        assert one.call("walk", {}).text == "error: walk: missing a required argument: 'direction'"
+        refused = one.call("walk", {"direction": "up"})
+        assert refused.fault == "raised" and "direction is wrong" in refused.text and one.masked is None
+        assert {r["start"] for r in server.resets if "start" in r} == {2} and "images" not in server.resets[
+            -1
+        ]
+        assert (
+            len({r["seed"] for r in server.resets if "start" in r}) == 1
+        )  # of the row, in all conversations
+        box.close()
+        assert server.closed()
+
+
+def test_an_exception_of_the_environment_is_told_to_the_model() -> None:
+    with OpenEnvServer(True) as server:
+        box = box_of(server.url)
+        one = box.episode(box.prepare(sample("train:0")))
+        assert one.call("walk", {"direction": "left", "steps": 10}).text == "error: RuntimeError: too tired"
+        assert one.call("walk", {"direction": "left"}).fault is None
+        box.close()
+
+
+FAILURES = [
+    (True, "closes", "died", "the OpenEnv server at {url} cannot be reached (ConnectionClosed"),
+    (True, "html", "died", "the OpenEnv server at {url} answered step with '<html>Bad Gateway</html>', which is no"),
+    (True, "odd_reward", "died", "the OpenEnv server at {url} answered step, as its reward, with 'much', which"),
+    (True, "hang", "timed_out", "the OpenEnv server at {url} had not answered step after 1 s"),
+    (False, "hang", "timed_out", "the OpenEnv server at {url} had not answered POST /step after 1 s"),
+    (False, "500", "died", "the OpenEnv server at {url} answered 500 Internal Server Error to POST /step: "),
+    (False, "html", "died", "the OpenEnv server at {url} answered POST /step with '<html>Bad Gateway</html>', which"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("websockets", "mode", "fault", "why"), FAILURES)
+def test_a_server_that_fails_takes_the_conversation_with_it(
+    websockets: bool, mode: str, fault: str, why: str
+) -> None:
+    with OpenEnvServer(websockets, mode) as server:
+        box = box_of(impatient(server.url, mode))
+        one = box.episode(box.prepare(sample("train:0")))
+        seen = one.call("walk", {"direction": "left"})
+        why = why.format(url=server.url)
+        assert seen.fault == fault and one.masked is not None
+        assert one.masked.startswith(f"walk: error: {why}") and one.reward() is None
+        assert one.lost is not None and one.lost.startswith(why)
+        box.close()
+        policy = "on_tool_timeout" if fault == "timed_out" else "on_tool_error"
+        stopping = box_of(impatient(server.url, mode), **{policy: "stop"})
+        other = stopping.episode(stopping.prepare(sample("train:7")))
+        with pytest.raises(ToolError) as stopped:
+            other.call("walk", {"direction": "left"})
+        assert str(stopped.value).startswith(f"train:7: walk: {why}")
+        stopping.close()
+        server.released.set()
+        assert server.closed()
+
+
+@BOTH
+def test_a_server_that_ends_between_two_calls(websockets: bool) -> None:
+    server = OpenEnvServer(websockets)
+    box = box_of(server.url)
+    one = box.episode(box.prepare(sample("train:0")))
+    assert one.call("walk", {"direction": "left"}).fault is None
+    server.stop()
+    assert one.call("walk", {"direction": "left"}).fault == "died"
+    assert one.masked is not None and f"the OpenEnv server at {server.url} cannot be reached" in one.masked
+    box.close()
+
+
+class Impatient(OpenEnv):
+    timeout = 2.0
+
+    def __init__(self) -> None:
+        super().__init__(os.environ["TESTED_OPENENV"])
+
+
+@pytest.mark.long
+def test_a_server_that_hangs_does_not_cost_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    with OpenEnvServer(True, "hang") as server:
+        monkeypatch.setenv("TESTED_OPENENV", server.url)
+        box = box_of(Impatient, environment_workers=1)
+        row = box.prepare(sample("train:0"))
+        episodes = box.episodes([row, row])
+        (slot,) = box.host.slots  # type: ignore[attr-defined]
+        worker = slot.process.pid
+        seen = episodes[0].call("walk", {"direction": "left"})
+        assert seen.fault == "timed_out" and episodes[0].masked is not None
+        assert slot.process.pid == worker and episodes[1].lost is None and episodes[1].reward() is None
+        assert episodes[1].masked is None
+        box.close()
+        assert died([worker])
+        server.released.set()
+        assert server.closed()
+
+
+def test_an_image_that_is_too_large_is_a_bad_result() -> None:
+    with OpenEnvServer(False, "huge") as server:
+        box = box_of(server.url)
+        one = box.episode(box.prepare(sample("train:0")))
+        box.host.limits = type(box.host.limits)(max_pixels=10_000, max_bytes=2**20)
+        one.place.limits = box.host.limits
+        seen = one.call("walk", {"direction": "left"})
+        assert seen.fault == "bad_result" and "3000 × 3000" in seen.text and not seen.images
+        assert one.masked is None
+        box.close()
+
+
+# what is refused before a run ----------------------------------------------------------------
+
+
+def nobody() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_a_server_that_is_not_there() -> None:
+    url = nobody()
+    with pytest.raises(ConfigError) as refused:
+        box_of(url)
+    said = str(refused.value)
+    assert said.startswith(
+        f"rollout.environment: the OpenEnv server at {url} cannot be reached (ConnectError: "
+    )
+    assert said.endswith("; start it, or correct its address") and "\n" not in said
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:8000", "ftp://host", "http://"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"the server's address is .*; it must be http://HOST:PORT"):
+        box_of(address)
+
+
+def test_servers_that_cannot_serve_a_group() -> None:
+    with OpenEnvServer(False, "shared") as server:
+        with pytest.raises(ConfigError, match="does not tell conversations apart over HTTP"):
+            box_of(server.url)
+        box = box_of(lambda: OpenEnv(server.url, alone=True))
+        assert box.episode(box.prepare(sample("a"))).call("walk", {"direction": "left"}).fault is None
+        with pytest.raises(ConfigError, match="/ws answered 404"):
+            box_of(server.url.replace("http://", "ws://"))
+    with OpenEnvServer(True, "full") as server, pytest.raises(ToolError) as refused:
+        box_of(server.url).prepare(sample("train:0"))
+    assert "refused reset (CAPACITY_REACHED: all 1 are taken); let its max_concurrent_envs" in str(
+        refused.value
+    )
+
+
+def test_a_server_without_a_schema() -> None:
+    with OpenEnvServer(True, "no_schema") as server:
+        with pytest.raises(ConfigError, match="has no /schema, so the model cannot be told of its action"):
+            box_of(server.url)
+        schema = {"properties": {"direction": {"type": "string"}}, "required": ["direction"]}
+        box = box_of(lambda: OpenEnv(server.url, action=schema, tool="go", reward="last"))
+        one = box.episode(box.prepare(sample("train:0", start=0)))
+        steps = [{"direction": "right"}] * 4
+        assert [one.call("go", step).text for step in steps] == [f'{{"at": {n}}}' for n in (1, 2, 3, 4)]
+        assert one.done and one.reward() == 1.0
+        box.close()
+
+
+# observations --------------------------------------------------------------------------------
+
+ROWS = [[[255, 0, 0]] * 9] * 8
+
+
+@pytest.mark.parametrize(
+    ("observation", "text", "images"),
+    [
+        ({"echo": "hi", "extra": None, "more": {}}, "hi", 0),
+        ({"a": 1, "b": "é", "none": None}, '{"a": 1, "b": "é"}', 0),
+        ({}, "", 0),
+        ({"screenshot": png(20), "text": "a page"}, "a page", 1),
+        ({"screenshot": ROWS, "shape": [8, 9]}, "[8, 9]", 1),
+        ({"views": [png(20), png(30)], "n": 2, "m": 0}, '{"n": 2, "m": 0}', 2),
+        ({"content": [{"type": "text", "text": "one"}, {"type": "image", "data": png(20), "mimeType": "image/png"}]},
+         "one", 1),
+        ({"numbers": [[1, 2], [3, 4]], "t": "/9j/ is"}, '{"numbers": [[1, 2], [3, 4]], "t": "/9j/ is"}', 0),
+    ],
+)  # fmt: skip
+def test_what_the_model_sees_of_an_observation(observation: Any, text: str, images: int) -> None:
+    parts = shown(json.loads(json.dumps(observation)))
+    assert "".join(part["text"] for part in parts if part["type"] == "text") == text
+    assert sum(part["type"] == "image" for part in parts) == images
+
+
+def test_images_are_those_that_were_sent() -> None:
+    (part,) = shown({"screenshot": png(20)})
+    assert part["image"] == base64.b64decode(png(20))
+    (part,) = shown({"screenshot": ROWS})
+    assert part["image"].size == (9, 8) and part["image"].getpixel((8, 7)) == (255, 0, 0)
+
+
+# a whole run ---------------------------------------------------------------------------------
+
+
+def test_a_step_with_a_server(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{**row, "start": 2} for row in shapes_rows(split="train", size=2, seed=1, image_size=56)]
+    with OpenEnvServer(True) as server:
+        rollout = {
+            "environment": f"openenv:{server.url}", "max_completion_length": 300, "max_turns": 4,
+            "environment_workers": 1, "prompts_per_step": 1, "num_generations": 3,
+        }  # fmt: skip
+        trainer: Any = GRPOTrainer(
+            config_for(models["qwen2_5_vl"], tmp_path / "run", rollout=rollout, run={"max_steps": 1}),
+            train=rows,
+            rewards=[],
+        )
+        ways = ({"direction": "right", "steps": 2}, {"direction": "left"}, None)
+        trainer.sampler.engine = ScriptedEngine(
+            trainer.sampler.engine,
+            lambda seed, turn: call("walk", **way) if turn == 0 and (way := ways[seed % 3]) else "done",
+        )
+        trainer.train()
+        trainer.close()
+        assert server.closed()
+    (row,), logged = rows_of(tmp_path / "run"), rollouts_of(tmp_path / "run", 1)
+    expected = {0: (1.0, ['{"at": 4}']), 1: (0.25, ['{"at": 1}']), 2: (None, [])}
+    for line in logged:
+        tools = [turn for turn in line["turns"] if turn["role"] == "tool"]
+        assert (line["reward"], [turn["text"] for turn in tools]) == expected[line["seed"] % 3]
+        assert all(len(turn["images"]) == 1 and turn["fault"] is None for turn in tools)
+    assert len(logged) == 3 and row["tools/call_frequency"] == pytest.approx(2 / 3)
+    assert row["tools/failure_frequency"] == 0 and row["turns/max"] == 2 and row["grad_norm"] > 0

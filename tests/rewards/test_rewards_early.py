@@ -1,0 +1,307 @@
+"""Rewards that begin while other completions are still being sampled: which, in what order, and with equal scores."""
+
+import asyncio
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers.patience import PATIENCE, until
+from worker_processes import died, pids
+
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards import Scorer, isolation
+from mm_grpo.rewards.user_code import kept_alive
+
+FILE = Path(__file__).with_name("rewards_to_isolate.py")
+TEXTS = ["a", "bb", "none", "dddd", "e", "ffffff"]
+
+
+def isolated(name, **settings):
+    return {"name": f"{FILE}:{name}", "as": "apart", "isolated": True, "timeout": 20, **settings}
+
+
+@pytest.fixture
+def scorer():
+    made = []
+
+    def make(*entries, columns=(), **settings):
+        one = Scorer(entries, **{"workers": 2, **settings})
+        one.check(columns)
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def begun(one, batch, order, columns=(), step=1):
+    """Scores of a batch whose completions came in that order."""
+    prompts, completions = batch
+    early = one.begin(len(prompts), columns, step)
+    for row in order:
+        early.add(row, prompts[row], completions[row])
+    return one.score(prompts, completions, step, early)
+
+
+async def judged(completion, kind, log_extra, log_metric, trainer_state):
+    await asyncio.sleep(0.001 * len(completion))
+    log_extra("seen", completion.upper())
+    log_metric("length", len(completion))
+    return None if completion == "none" else trainer_state.global_step + len(completion) / 8 + kind
+
+
+def plain(completion):
+    return float(len(completion))
+
+
+def whole(completions, log_metric):
+    log_metric("together", len(completions))
+    return [float(i) for i, _ in enumerate(completions)]
+
+
+async def gated(completion):
+    return 1.0
+
+
+def without_times(scores):
+    return {name: value for name, value in scores.metrics.items() if not name.startswith("time/")}
+
+
+def test_scores_are_those_of_a_batch_that_is_scored_at_once(rows, scorer, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def apart(completion, images, box, log_extra, log_metric):\n"
+        "    log_extra('pixels', images[0].size)\n    log_metric('boxes', len(box))\n"
+        "    return None if completion == 'none' else len(completion) / box[0]\n"
+    )
+    apart = isolated("behave", weight=0.5) | {"name": f"{tmp_path}/own.py:apart"}
+    entries = [
+        {"name": judged, "as": "judged", "when": {"task": "x"}},
+        apart,
+        plain,
+        whole,
+        {"name": gated, "as": "gated", "only_if": "plain", "weight": 2},
+    ]
+    columns = {"kind": [0, 1, 2, 0, 1, 2], "box": [(4, 2)] * 6}
+    columns["task"] = ["x", "x", "y", "x", "y", "x"]
+    batch = rows(TEXTS, **columns)
+    want = scorer(*entries, columns=columns, max_steps=9).score(*batch, step=3)
+    for seed in range(3):
+        order = random.Random(seed).sample(range(6), 6)
+        one = scorer(*entries, columns=columns, max_steps=9)
+        got = begun(one, batch, order, columns, step=3)
+        assert (got.totals, got.parts, got.extra, got.turns) == (
+            want.totals,
+            want.parts,
+            want.extra,
+            want.turns,
+        )
+        assert without_times(got) == without_times(want)
+        if seed == 0:  # and again, by the same workers
+            assert begun(one, batch, order[::-1], columns, step=3).totals == want.totals
+    assert want.parts["apart"] == [0.25, 0.5, None, 1.0, 0.25, 1.5] and want.extra["pixels"] == [[2, 2]] * 6
+    assert want.parts["judged"][0] == 3.125 and want.parts["judged"][2] is None
+
+
+def test_calls_are_made_before_the_others_are_there(rows, scorer, tmp_path):
+    called = []
+
+    async def noted(completion):
+        called.append(completion)
+        return 1.0
+
+    (tmp_path / "own.py").write_text(
+        f"from pathlib import Path\ndef touch(completion):\n    Path({str(tmp_path)!r}, completion).touch()\n"
+        "    return 2.0\n"
+    )
+    apart = {"name": f"{tmp_path}/own.py:touch", "as": "touch", "isolated": True, "timeout": 20}
+    later = []
+
+    def last(completion):
+        later.append((threading.current_thread(), completion))
+        return 0.0
+
+    one = scorer({"name": noted, "as": "noted"}, apart, last)
+    prompts, completions = rows(["p", "q", "r"])
+    early = one.begin(3, (), 1)
+    early.add(1, prompts[1], completions[1])
+    until(lambda: called == ["q"] and (tmp_path / "q").exists())
+    early.add(0, prompts[0], completions[0])
+    until(lambda: called == ["q", "p"] and (tmp_path / "p").exists())
+    assert (
+        later == []
+    )  # a plain function is not called from two threads, nor while the engine works in its own
+    early.add(2, prompts[2], completions[2])
+    scores = one.score(prompts, completions, 1, early)
+    assert scores.totals == [3.0] * 3
+    assert later == [(threading.current_thread(), text) for text in "pqr"]
+    assert 0 < scores.metrics["time/reward/touch"] < 20 and scores.metrics["time/reward/noted"] < 1
+
+
+@pytest.mark.parametrize("kind", ["async", "isolated"])
+def test_one_call_at_a_time_goes_by_rows(rows, scorer, tmp_path, kind):
+    """With max_concurrency 1 a function that counts its calls counts as it would without."""
+    (tmp_path / "own.py").write_text(
+        "calls = []\ndef count(completion):\n    calls.append(completion)\n    return float(len(calls))\n"
+        "async def awaited(completion):\n    return count(completion)\n"
+    )
+    name = f"{tmp_path}/own.py:" + ("awaited" if kind == "async" else "count")
+    one = scorer({"name": name, "as": "n", "max_concurrency": 1, "isolated": kind == "isolated"})
+    order = [2, 0, 5, 1, 4, 3]
+    assert begun(one, rows(TEXTS), order).parts["n"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("kind", ["async", "isolated"])
+def test_a_timeout_counts_from_the_last_completion(rows, scorer, kind):
+    """Sampling that takes longer than a reward's time-out is nobody's fault; a call that hangs is late as ever."""
+    entry = isolated("behave", on_timeout="mask", timeout=1.5)
+    if kind == "async":
+
+        async def waits(completion):
+            await asyncio.sleep(float(completion.split()[1]))
+            return 1.0
+
+        entry = {"name": waits, "as": "apart", "on_timeout": "mask", "timeout": 1.5}
+    one, texts = scorer(entry), ["wait 0", "wait 600", "wait 0"]
+    one.start()
+    prompts, completions = rows(texts)
+    one.score(prompts[:1], completions[:1], 1)  # workers have started
+    early = one.begin(3, (), 1)
+    for row in (0, 1):
+        early.add(row, prompts[row], completions[row])
+    time.sleep(1.7)
+    early.add(2, prompts[2], completions[2])
+    scores = one.score(prompts, completions, 1, early)
+    assert [part is None for part in scores.parts["apart"]] == [False, True, False]
+    assert (scores.metrics["rewards/apart/timeouts"], scores.metrics["rewards/apart/errors"]) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", ["async", "isolated"])
+def test_what_fails_early_stops_the_run_when_all_are_there(rows, scorer, kind):
+    async def fails(completion):
+        assert completion != "opaque", "that one"
+        return 1.0
+
+    def entry(**settings):
+        return (
+            isolated("behave", **settings)
+            if kind == "isolated"
+            else {"name": fails, "as": "apart", **settings}
+        )
+
+    batch = rows(["a", "opaque", "c"])
+    one = scorer(entry())
+    early = one.begin(3, (), 1)
+    early.add(1, batch[0][1], batch[1][1])
+    until(
+        lambda: early.steps["apart"].failed if kind == "isolated" else early.on_loop.running["apart"]._failed
+    )
+    early.add(0, batch[0][0], batch[1][0])
+    early.add(2, batch[0][2], batch[1][2])
+    with pytest.raises(
+        RewardError, match="reward 'apart', on row 'row:1' with the completion 'opaque', raised"
+    ):
+        one.score(*batch, 1, early)
+    assert early.over and begun(one, rows(["a"]), [0]).metrics["rewards/apart/errors"] == 0  # and it goes on
+    masked = begun(scorer(entry(on_error="mask")), batch, [1, 2, 0])
+    assert [total is None for total in masked.totals] == [False, True, False]
+
+
+def test_calls_that_nobody_waits_for_are_ended(rows, scorer):
+    cancelled = []
+
+    async def waits(completion):
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            cancelled.append(completion)
+            raise
+
+    one = scorer(isolated("behave"), {"name": waits, "as": "waits"})
+    one.start()
+    workers = pids(one)
+    prompts, completions = rows(["loop", "b"])
+    early = one.begin(2, (), 1)
+    early.add(0, prompts[0], completions[0])
+    until(lambda: early.steps["apart"].flying)
+    assert one.begin(2, (), 1) is None  # one batch at a time
+    early.abandon()
+    assert cancelled == ["loop"] and died(workers)
+    assert one.begin(2, (), 1) is not None
+
+
+def test_a_function_that_workers_cannot_import_and_one_that_they_import_for_long(rows, scorer, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def f(completion):\n    return 1.0\n")
+    entry = {"name": f"{file}:f", "as": "f", "isolated": True, "timeout": 20}
+    one = scorer(entry)
+    file.write_text("def f(completion):\n    return 2.0\n")
+    with pytest.raises(RewardError, match=r"cannot import .*own.py:f: RuntimeError: the file has changed"):
+        begun(one, rows("ab"), [1, 0])
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import multiprocessing, time\n"
+        "if multiprocessing.parent_process() is not None:\n    time.sleep(600)\n"
+        "def f(completion):\n    return 1.0\n"
+    )
+    one, start = scorer(entry | {"name": f"{slow}:f"}), time.monotonic()
+    prompts, completions = rows("a")
+    early = one.begin(1, (), 1)
+    early.add(0, prompts[0], completions[0])
+    early.abandon()
+    assert time.monotonic() - start < PATIENCE  # it is not waited for
+
+
+def test_an_async_reward_cannot_end_the_process_while_the_engine_samples(rows, scorer):
+    async def leaves(completion):
+        os._exit(0)
+
+    leave, one = os._exit, scorer({"name": leaves, "as": "leaves"})
+    prompts, completions = rows("x")
+    early = one.begin(1, (), 1)
+    early.add(0, prompts[0], completions[0])
+    until(lambda: early.on_loop.running["leaves"]._failed)
+    with pytest.raises(RewardError, match=r"SystemExit: os._exit\(0\)"):
+        one.score(prompts, completions, 1, early)
+    assert os._exit is leave
+
+
+def test_blocks_that_keep_the_process_alive_end_in_any_order():
+    leave = os._exit
+    one, other = kept_alive(here=False), kept_alive()
+    one.__enter__()
+    other.__enter__()
+    with pytest.raises(SystemExit, match=r"os._exit\(3\)"):
+        os._exit(3)
+    one.__exit__(None, None, None)
+    with pytest.raises(SystemExit):
+        os._exit(3)
+    other.__exit__(None, None, None)
+    assert os._exit is leave
+
+
+def test_where_nothing_can_begin_early(rows, scorer):
+    async def waits_for_a_gate(completion):
+        return 1.0
+
+    one = scorer(plain, whole, {"name": waits_for_a_gate, "as": "g", "only_if": "plain"})
+    assert not one.begins_early and one.begin(3, (), 1) is None
+    assert not Scorer([isolated("echo_batch")]).begins_early
+    unchecked = Scorer([judged])
+    assert unchecked.begins_early and unchecked.begin(3, (), 1) is None
+    one = scorer({"name": gated, "as": "g"})
+    early = one.begin(3, (), 1)
+    with pytest.raises(ValueError, match="1 completions where 3 were begun"):
+        one.score(*rows("a"), 1, early)
+
+
+def test_a_pool_of_one_worker_stays_one(rows, scorer, monkeypatch):
+    """Further workers are for calls that wait behind long ones; between two calls none is at one."""
+    one, made, start = scorer(isolated("behave"), workers=1), [], isolation.Workers
+    monkeypatch.setattr(isolation, "Workers", lambda spec, count: made.append(count) or start(spec, count))
+    for step in (1, 2):
+        one.score(*rows("abcdefgh"), step=step)
+    assert made == [1]
