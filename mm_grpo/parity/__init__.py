@@ -1,5 +1,6 @@
 """Engine against learner: do both see the same tokens, images and weights?
 
-gaps  pure comparisons of log-probs, and the check at the start of a run
-sync  the learner's weights sent to the engine, and what it makes of them verified
+gaps    pure comparisons of log-probs, and the check at the start of a run
+sync    the learner's weights sent to the engine, and what it makes of them verified
+images  what a step measures of images: that they are read, and how much completions depend on them
 """

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mm_grpo.config import GRPOConfig
@@ -22,7 +23,14 @@ from mm_grpo.errors import DataError
 from mm_grpo.health import apply_guard
 from mm_grpo.health.logp_gap import limit_for, logp_gap
 from mm_grpo.learner.learner import Learner
-from mm_grpo.rollout.engine import RolloutEngine, Sampling, requests_for, require_answers, versions_of
+from mm_grpo.rollout.engine import (
+    ReplicaLost,
+    RolloutEngine,
+    Sampling,
+    requests_for,
+    require_answers,
+    versions_of,
+)
 from mm_grpo.types import Completion, Prompt
 
 START_TOKENS = 32
@@ -127,8 +135,24 @@ def check_start(
 ) -> PromptParity:
     """The check of one prompt at the start of a run: short completions, the longest of them re-scored.
 
-    Raises GuardStop as `run.guards.logp_gap` says.
+    Of an engine over several servers each one is checked. Raises GuardStop as `run.guards.logp_gap` says.
     """
+    replicas: Sequence[RolloutEngine] = getattr(engine, "replicas", ())
+    found: PromptParity | None = None
+    for replica in replicas:
+        with suppress(ReplicaLost):
+            found = _check_start(replica, learner, config, prompt, seeds, version)
+    return found or _check_start(engine, learner, config, prompt, seeds, version)
+
+
+def _check_start(
+    engine: RolloutEngine,
+    learner: Learner,
+    config: GRPOConfig,
+    prompt: Prompt,
+    seeds: Sequence[int],
+    version: int,
+) -> PromptParity:
     sampling = Sampling(min(START_TOKENS, config.rollout.max_completion_length), config.rollout.temperature)
     requests = requests_for([prompt], [seeds], sampling)
     completions = engine.generate(requests)

@@ -8,23 +8,31 @@ what it received. In bfloat16 nothing else would show it, for an update moves lo
 sides differ by rounding. Last, the engine's scores and a few tokens sampled anew agree with the learner, which
 catches caches of image features or of keys and values that belong to older weights.
 
-An engine that samples from the learner's own module is sent nothing; the last check is made all the same.
+An engine that samples from the learner's own module is sent nothing, and what it samples next is held against the
+learner in the next step. There the last check is made at the first step and at every 50th, those at which the trainer
+also measures whether images are read. Of an engine over several servers (`replicas`)
+each one has to pass.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import GuardStop
 from mm_grpo.health.logp_gap import limit_for, logp_gap
+from mm_grpo.health.unread_images import is_due
 from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.gaps import Gap, gap_of
-from mm_grpo.rollout.engine import Request, RolloutEngine, Sampling, require_answers
+from mm_grpo.rollout.background import Background
+from mm_grpo.rollout.engine import ReplicaLost, Request, RolloutEngine, Sampling, require_answers
 from mm_grpo.rollout.seeds import eval_seeds
 from mm_grpo.rollout.weights import WeightLedger
+from mm_grpo.timing import span
 from mm_grpo.types import Group, Prompt
 
 CANARY_TOKENS = 32
@@ -46,13 +54,24 @@ class Canary:
     """A completion that both sides score before and after an update; log-probs [T] are those before it.
 
     It goes on with arbitrary tokens after its end, for short answers of a sure model have log-probs near 0, which
-    hardly move.
+    hardly move. `by_server` are the engine's of each of several servers, by name. An engine that works beside the
+    learner may have a whole step's prompts before it: its log-probs are in `scoring`, until `scored`.
     """
 
     prompt: Prompt
     token_ids: tuple[int, ...]
     logprobs: Sequence[float]
-    engine_logprobs: Sequence[float]
+    engine_logprobs: Sequence[float] = ()
+    by_server: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    scoring: Future[Mapping[str, Sequence[float]]] | None = None
+
+    def scored(self) -> Canary:
+        """The same with the engine's log-probs; waits for them, and raises what scoring raised."""
+        if self.scoring is None:
+            return self
+        by_server = self.scoring.result()
+        first = next(iter(by_server.values()))
+        return replace(self, engine_logprobs=first, by_server=by_server, scoring=None)
 
 
 @dataclass(frozen=True)
@@ -61,8 +80,8 @@ class SyncReport:
 
     `merge_lost` is the share of the adapters' movement that their merge lost to rounding, None without adapters;
     `score` is the gap of the canary, `probe` that of tokens sampled anew, `moved` how far the update moved the
-    learner's own log-probs of the canary, all in nats per token; None without a canary. `problem` is a
-    message, or None.
+    learner's own log-probs of the canary, all in nats per token; None without a canary. Of several servers they are
+    those of the worst. `problem` is a message, or None.
     """
 
     version: int
@@ -90,15 +109,16 @@ class VerifiedSync:
         self.limit = limit_for(config.run.max_logp_gap, str(learner.model.dtype))
         self.noise = NOISE.get(str(learner.model.dtype).removeprefix("torch."), NOISE["bfloat16"])
         self._seed = eval_seeds(config.run.seed, 0, 1)[0]
-        self._probe = Sampling(
-            min(PROBE_TOKENS, config.rollout.max_completion_length), config.rollout.temperature
-        )
+        # completions that are older than the learner cannot be compared with it, so more is sampled to compare
+        tokens = CANARY_TOKENS if config.rollout.max_staleness else PROBE_TOKENS
+        self._probe = Sampling(min(tokens, config.rollout.max_completion_length), config.rollout.temperature)
         self._longest = config.rollout.max_completion_length
         banned = learner.processor.media_token_ids | learner.processor.stop_token_ids
         legal = [token for token in range(FILLING) if token not in banned]
         self._filling = tuple(random.Random(config.run.seed).choices(legal, k=CANARY_TOKENS))
         self._shared = getattr(engine, "model", None) is learner.model
         self._ledger = WeightLedger()
+        self._background = Background(1, "mm_grpo canary")
 
     def start(self) -> None:
         """Send everything, as version 0: the engine may hold a file's weights, or an earlier run's."""
@@ -114,16 +134,17 @@ class VerifiedSync:
             self.engine.update_weights(tensors, version)
             self.version = version
             return 0, 0
-        sent = self._ledger.send(self.engine, tensors, version)
+        with span("sending weights"):
+            sent = self._ledger.send(self.engine, tensors, version)
         self.version = version
         return len(sent.digests), sent.bytes
 
     def canary(self, groups: Sequence[Group]) -> Canary | None:
         """A completion, scored by both sides before the coming update: one with images where there are any.
 
-        None when there are no groups. The engine has to be awake.
+        None when there are no groups, and where the coming update needs no check. The engine has to be awake.
         """
-        if not groups:
+        if not groups or (self._shared and not is_due(self.version + 1)):
             return None
         group = next((g for g in groups if g.prompt.engine_prompt.images), groups[0])
         sampled = max((c.token_ids for c in group.completions), key=len)
@@ -131,50 +152,92 @@ class VerifiedSync:
             ids = sampled[:CANARY_TOKENS]
             return Canary(group.prompt, ids, self.learner.score(group.prompt, [ids])[0], ())
         ids = (*sampled, *self._filling)[: min(CANARY_TOKENS, max(len(sampled), self._longest))]
-        return Canary(
-            group.prompt,
-            ids,
-            self.learner.score(group.prompt, [ids])[0],
-            self.engine.score(group.prompt, ids),
-        )
+        scoring = self._beside(lambda: dict(self._on_each(lambda engine: engine.score(group.prompt, ids))))
+        return Canary(group.prompt, ids, self.learner.score(group.prompt, [ids])[0], scoring=scoring)
 
     def update(self, version: int, canary: Canary | None, noise: float = 0.0) -> SyncReport:
-        """Send the weights and check what the engine makes of them; without a canary, only send them.
+        """`send` the weights, and `check` what the engine makes of them."""
+        canary = None if canary is None else canary.scored()
+        return self.check(version, self.send(version), canary, noise)
+
+    def check(
+        self, version: int, sent: tuple[int, int], canary: Canary | None, noise: float = 0.0
+    ) -> SyncReport:
+        """What the engine makes of weights that were `sent`; without a canary, what was sent.
 
         `noise` is the largest log-prob gap of this step's samples, from before the update. Raises GuardStop when
-        tensors are missing or the engine samples under another version than it was sent.
+        the engine did not load the weights, or samples under another version than it was sent.
         """
-        report = SyncReport(version, *self.send(version), self.learner.merge_lost())
+        report = SyncReport(version, *sent, self.learner.merge_lost())
         if canary is None:
             return report
         prompt = canary.prompt
         after = self.learner.score(prompt, [canary.token_ids])
         moved = gap_of([canary.logprobs], after).mean
-        engine_after = self.engine.score(prompt, canary.token_ids)
         lost = 0.0 if self._shared or report.merge_lost is None else report.merge_lost
         rounded = lost > ROUNDED  # then the learner moves in ways that no engine is sent
         shown = moved * (1 - lost) if not rounded or moved * (1 - lost) > self.noise else 0.0
-        message = lost_update(canary, engine_after, shown, report.tensors)
-        if message is not None:
-            raise GuardStop(f"weight sync to version {version}: {message}")
         request = Request(prompt, self._seed, self._probe)
-        sampled = self.engine.generate([request])
-        require_answers([request], sampled, version)
-        expected = self.learner.score(prompt, [sampled[0].token_ids], as_sampled=True)
-        probe = gap_of([sampled[0].logprobs], expected)
-        score = gap_of([engine_after], after)
+        scores: list[Gap] = []
+        probes: list[Gap] = []
+        problem = None
         noise = max(noise, self.noise)
         followed = 0.0 if rounded else moved
-        problem = stale_engine(score, followed, noise, self.limit, f"a fixed completion of {prompt.uid}")
-        problem = problem or stale_engine(probe, followed, noise, self.limit, f"new samples for {prompt.uid}")
-        if problem is not None:
-            problem = f"after the weight sync to version {version}, {problem}"
+        for name, (engine_after, sampled) in self._on_each(
+            lambda engine: (engine.score(prompt, canary.token_ids), engine.generate([request]))
+        ):
+            where = f" on {name}" if name else ""
+            message, rounding = None, noise
+            if before := canary.by_server.get(name):
+                # what both sides rounded differently before, of the same tokens, they do after
+                rounding = max(noise, gap_of([before], [canary.logprobs]).mean)
+                message = lost_update(
+                    replace(canary, engine_logprobs=before), engine_after, shown, report.tensors
+                )
+            if message is not None:
+                raise GuardStop(f"weight sync to version {version}{where}: {message}")
+            require_answers([request], sampled, version)
+            expected = self.learner.score(prompt, [sampled[0].token_ids], as_sampled=True)
+            own_probe, own_score = gap_of([sampled[0].logprobs], expected), gap_of([engine_after], after)
+            probes.append(own_probe)
+            scores.append(own_score)
+            found = stale_engine(
+                own_score, followed, rounding, self.limit, f"a fixed completion of {prompt.uid}"
+            )
+            found = found or stale_engine(
+                own_probe, followed, rounding, self.limit, f"new samples for {prompt.uid}"
+            )
+            if found is not None:
+                problem = problem or f"after the weight sync to version {version}{where}, {found}"
         if problem is not None and rounded:
             problem += (
                 f". The merge of the adapters loses {lost:.0%} of their movement to rounding (lora/merge_lost), which "
                 "an engine with weights of its own is not sent: train in float32, or with rollout.engine=transformers"
             )
+        score, probe = (max(gaps, key=lambda gap: gap.mean) for gaps in (scores, probes))
         return replace(report, score=score, probe=probe, moved=moved, problem=problem)
+
+    def _beside(self, score: Callable[[], Mapping[str, Sequence[float]]]) -> Any:
+        """The result of a call, later where the engine works beside the learner."""
+        if getattr(self.engine, "remote", False):
+            return self._background.submit(score)
+        done: Future[Mapping[str, Sequence[float]]] = Future()
+        done.set_result(score())
+        return done
+
+    def _on_each(self, check: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+        """What `check` makes of the engine, or of each of its servers by name; one that is lost meanwhile is left out,
+        unless all are."""
+        answered = 0
+        for replica in getattr(self.engine, "replicas", ()):
+            try:
+                found = check(replica)
+            except ReplicaLost:
+                continue
+            answered += 1
+            yield replica.name, found
+        if not answered:
+            yield "", check(self.engine)
 
 
 def lost_update(canary: Canary, engine_after: Sequence[float], moved: float, tensors: int) -> str | None:

@@ -1,16 +1,26 @@
 """Rollout: prompts in, completions out, each generation with its own seed.
 
     collect              the groups of a step: prompts, completions, rewards, advantages
-    evaluate             how often the model answers a set of rows right
+    overlap              completions scored while others are sampled
+    evaluate             how well the model answers a set of rows, with its images and without
+    headline             what evaluations are judged by, with intervals; pass@k
     tasks                metrics by the column `task`
     prompts              which prompts a step asks, and what happens to one that is too long
     prefetch             prompts of the next rows, made in background threads
     seeds                the seed law, and nothing else
+    pipeline             when the groups of a step are made: in it, or ahead of it while the learner works, in lockstep
+    eager                the same without a schedule: groups that finish first
+    background           calls in threads that do not keep the process alive
     turns                conversations of several turns over any engine, with tools and environments
     conversation         one of them, as a growing list of tokens
     engine               the protocol that every engine keeps, the request it is sent, the check of its answers
-    transformers_engine  the embedded engine, a decode loop over the learner's own model
+    transformers_engine  the embedded engine over the learner's own model
+    transformers_stream  its continuous batching: rows that end, rows that join, rows that go on
+    decode_cache         keys and values of the rows that decode together, and their attention
+    token_sampling       drawing tokens, each row from its own noise
+    packed_linear        products of few rows on a CPU
     vllm                 vLLM in the trainer's process
+    served               vLLM servers in other processes, reached over HTTP
     engine_limits        what vLLM is started for where the config leaves it to the rows
     weights              which tensors an engine is due, and the digests that prove what arrived
 

@@ -17,15 +17,17 @@ alone, which is how the policy does on the data; what is learned from is a selec
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mm_grpo.algorithm.advantages import Objective, advantages
 from mm_grpo.algorithm.kl import completion_kl, penalised
+from mm_grpo.algorithm.turn_advantages import turn_advantages
 from mm_grpo.health.duplicate_completions import unique_ratio
-from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
+from mm_grpo.rollout.engine import Sampling, requests_for
+from mm_grpo.rollout.overlap import Scoring, begin_scoring, sample
 from mm_grpo.rollout.prompts import StepPrompts
 from mm_grpo.rollout.tasks import task_metrics
 from mm_grpo.timing import timed
@@ -64,6 +66,8 @@ class Rollout:
     `images` are those of the step's prompts, over all processes, and `decoded` how many were decoded for them.
     On the first process `sampled` are those of all processes and attempts, in the order of attempts and slots.
     `metrics` and `tokens` are complete on the first process alone; `times` are this process's seconds by phase.
+    `scoring` has the calls of rewards that began while others of the last attempt's completions were sampled. `stale`
+    counts the groups that were dropped for their age (eager.py), over all processes.
     """
 
     step: int
@@ -73,9 +77,11 @@ class Rollout:
     dropped: int = 0
     images: int = 0
     decoded: int = 0
+    stale: int = 0
     zero_std_slots: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
+    scoring: Scoring | None = None
 
     @property
     def groups(self) -> list[Group]:
@@ -97,7 +103,7 @@ class Rollout:
 class Collector:
     """Makes the groups of one step after the other. Every process calls each stage.
 
-    `version` gives the number of the weights that the engine holds; `reference_logprobs` is needed with
+    `version` gives the number of the weights that a step is sampled under; `reference_logprobs` is needed with
     `algorithm.kl_in_reward` alone.
     """
 
@@ -110,7 +116,7 @@ class Collector:
         engine: Sampler,
         scorer: Scorer,
         ranks: Ranks,
-        version: Callable[[], int],
+        version: Callable[[int], int],
         reference_logprobs: ReferenceLogprobs,
     ) -> None:
         self.config, self.dataset, self.order, self.seeds = config, dataset, plan.order, plan.seeds
@@ -124,31 +130,41 @@ class Collector:
 
         Raises DataError when at the first attempt no process has a prompt left.
         """
-        step, attempt, ranks = rollout.step, rollout.attempts, self.ranks
+        with timed(rollout.times, "time/data"), self.ranks.fail_together("prompts"):
+            made = self.make_prompts(rollout)
+        self.count_prompts(rollout, counts_of(made))
+        return made
+
+    def make_prompts(self, rollout: Rollout) -> StepPrompts:
+        """The same without asking the other processes anything."""
+        step, attempt = rollout.step, rollout.attempts
         following: list[int] = []
-        with timed(rollout.times, "time/data"), ranks.fail_together("prompts"):
-            if attempt == 0:
-                rows = self.own_rows(step)
-                following = list(self.own_rows(step + 1).values())
-            else:
-                most = self.config.rollout.max_attempts
-                slots = [slot for slot in rollout.zero_std_slots if slot in rollout.own]
-                rows = {slot: self.order.spare(step, attempt, slot, most) for slot in slots}
-            made = self.prompt_builder.prompts(self.dataset, rows, following)
-        images = sum(len(prompt.sample.images) for prompt in {id(p): p for p in made.prompts}.values())
-        own = {
-            "prompts": len(made.prompts),
-            "dropped": made.dropped,
-            "images": images,
-            "decoded": made.decoded,
-        }
-        counts = ranks.sum(own, "prompts")
+        if attempt == 0:
+            rows = self.own_rows(step)
+            following = list(self.own_rows(step + 1).values())
+        else:
+            most = self.config.rollout.max_attempts
+            slots = [slot for slot in rollout.zero_std_slots if slot in rollout.own]
+            rows = {slot: self.order.spare(step, attempt, slot, most) for slot in slots}
+        return self.prompt_builder.prompts(self.dataset, rows, following)
+
+    def count_prompts(self, rollout: Rollout, own: Mapping[str, int]) -> None:
+        """Count the prompts of all processes (`counts_of`). DataError when at the first attempt there is none."""
+        counts = self.ranks.sum(own, "prompts")
         rollout.dropped += int(counts["dropped"])
         rollout.images += int(counts["images"])
         rollout.decoded += int(counts["decoded"])
-        if attempt == 0:
-            self.prompt_builder.require_some(step, int(counts["prompts"]), rollout.dropped)
-        return made
+        if rollout.attempts == 0:
+            self.prompt_builder.require_some(rollout.step, int(counts["prompts"]), rollout.dropped)
+
+    def prompts_at(self, places: Sequence[tuple[int, int, int]]) -> list[Prompt]:
+        """The prompts of (step, slot, attempt), which were made before and are not too long."""
+        most = self.config.rollout.max_attempts
+        rows = [
+            self.order.spare(step, attempt, slot, most) if attempt else self.order.rows(step)[slot]
+            for step, slot, attempt in places
+        ]
+        return self.prompt_builder.prompts(self.dataset, dict(enumerate(rows))).prompts
 
     def own_rows(self, step: int) -> dict[int, int]:
         """The row of each of this process's slots, at the first attempt of a step; none after the last step."""
@@ -164,11 +180,13 @@ class Collector:
 
         Raises GuardStop when the engine used another seed or weight version than it was asked for.
         """
+        generations, step = self.seeds.generations, rollout.step
+        scoring = begin_scoring(self.scorer, asked, generations, step, self.ranks)
         with timed(rollout.times, "time/rollout"), self.ranks.fail_together("rollout"):
             seeds = [self.seeds.group(rollout.step, slot, rollout.attempts) for slot in asked.slots]
             requests = requests_for(asked.prompts, seeds, self.sampling)
-            completions = self.engine.generate(requests) if requests else []
-            require_answers(requests, completions, self.version())
+            completions = sample(self.engine, requests, scoring, self.version(rollout.step))
+        rollout.scoring = scoring
         groups = groups_of(asked.slots, asked.prompts, completions, rollout.attempts)
         if self.config.algorithm.kl_in_reward:
             with timed(rollout.times, "time/reference"), self.ranks.fail_together("reference"):
@@ -186,7 +204,7 @@ class Collector:
         with ranks.fail_together("rewards"):
             if gathered is not None:
                 with timed(rollout.times, "time/rewards"):
-                    scores = score_groups(self.scorer, gathered, rollout.step)
+                    scores = score_groups(self.scorer, gathered, rollout.step, rollout.scoring)
                 scored = with_scores(gathered, scores)
                 rollout.sampled += scored
                 if rollout.attempts == 0:
@@ -204,18 +222,22 @@ class Collector:
 
         An attempt that was replaced has advantages of 0.
         """
-        given: dict[int, tuple[tuple[float | None, ...], tuple[float, ...]]] = {}
+        given: dict[int, dict[str, Any]] = {}
         with self.ranks.fail_together("advantages"):
             if self.ranks.first:
                 final = [group for _, group in sorted(rollout.kept.items())]
-                values = compute_advantages(final, self.scorer.specs, self.config.algorithm)
-                given = {g.slot: (g.rewards, v) for g, v in zip(final, values, strict=True)}
                 specs, algorithm = self.scorer.specs, self.config.algorithm
+                given = {
+                    g.slot: {"rewards": g.rewards, "turn_rewards": g.turn_rewards, **found}
+                    for g, found in zip(final, advantage_fields(final, specs, algorithm), strict=True)
+                }
                 flat = [has_zero_std(group, specs, algorithm) for group in final]
                 rollout.metrics["advantages/frac_zero"] = fmean(flat)
                 last = {id(group) for group in final}
                 rollout.sampled = [
-                    replace(g, advantages=given[g.slot][1] if id(g) in last else (0.0,) * len(g.completions))
+                    replace(g, **given[g.slot])
+                    if id(g) in last
+                    else replace(g, advantages=(0.0,) * len(g.completions))
                     for g in rollout.sampled
                 ]
                 if self.config.rollout.dynamic_sampling:
@@ -225,10 +247,7 @@ class Collector:
                         "dynamic_sampling/without_spread": len(rollout.zero_std_slots),
                     }
         shared = self.ranks.broadcast(given, "rewards")
-        rollout.own = {
-            slot: replace(group, rewards=shared[slot][0], advantages=shared[slot][1])
-            for slot, group in rollout.own.items()
-        }
+        rollout.own = {slot: replace(group, **shared[slot]) for slot, group in rollout.own.items()}
         return rollout.groups
 
     def _with_kl(self, groups: Sequence[Group]) -> list[Group]:
@@ -245,6 +264,13 @@ class Collector:
             )
             for group, of_group in zip(groups, references, strict=True)
         ]
+
+
+def counts_of(made: StepPrompts) -> dict[str, int]:
+    """How many prompts were made, rows dropped, images shown and images decoded."""
+    images = sum(len(prompt.sample.images) for prompt in {id(p): p for p in made.prompts}.values())
+    prompts = len(made.prompts)
+    return {"prompts": prompts, "dropped": made.dropped, "images": images, "decoded": made.decoded}
 
 
 # what training and evaluation share ----------------------------------------------------------
@@ -275,10 +301,13 @@ def _without_tensors(group: Group) -> Group:
     return replace(group, prompt=replace(group.prompt, vision={}), completions=completions)
 
 
-def score_groups(scorer: Scorer, groups: Sequence[Group], step: int) -> Scores:
-    """The scores of all completions, flat."""
+def score_groups(
+    scorer: Scorer, groups: Sequence[Group], step: int, scoring: Scoring | None = None
+) -> Scores:
+    """The scores of all completions, flat, of which `scoring` may have begun some."""
     repeated = [g.prompt for g in groups for _ in g.completions]
-    return scorer.score(repeated, [c for g in groups for c in g.completions], step)
+    early = None if scoring is None else scoring.early
+    return scorer.score(repeated, [c for g in groups for c in g.completions], step, early)
 
 
 def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
@@ -295,11 +324,27 @@ def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
                 None if done.masked else total
                 for done, total in zip(group.completions, scores.totals[cut], strict=True)
             ),
+            turn_rewards=tuple(
+                tuple(None if done.masked else reward for reward in turns)
+                for done, turns in zip(group.completions, scores.turns[cut], strict=True)
+            )
+            if scores.turns
+            else (),
             parts={name: values[cut] for name, values in scores.parts.items()},
             extra={name: values[cut] for name, values in scores.extra.items()},
         )
         for group, cut in zip(groups, cuts, strict=True)
     ]
+
+
+def advantage_fields(
+    groups: Sequence[Group], specs: Sequence[RewardSpec], config: AlgorithmConfig
+) -> list[dict[str, Any]]:
+    """The advantages of each of P scored groups, as fields of `Group`."""
+    if config.turn_gamma is None:
+        return [{"advantages": values} for values in compute_advantages(groups, specs, config)]
+    by_turn = turn_advantages([group.turn_rewards for group in groups], config)
+    return [{"advantages": tuple(turns[0] for turns in found), "turn_advantages": found} for found in by_turn]
 
 
 def compute_advantages(
@@ -319,6 +364,8 @@ def compute_advantages(
 
 def has_zero_std(group: Group, specs: Sequence[RewardSpec], config: AlgorithmConfig) -> bool:
     """Whether the rewards of a group do not distinguish its completions, before any KL comes off."""
+    if config.turn_gamma is not None:
+        return not any(any(turns) for turns in turn_advantages([group.turn_rewards], config)[0])
     return not any(advantages([group.rewards], config, objectives([group], specs))[0])
 
 

@@ -3,23 +3,31 @@
 A `Request` is one generation: a prompt, a seed and a sampling setting. Requests that share a prompt
 object stand side by side, so that an engine can run the prompt once for all of them; the seeds stay
 one per generation however the engine batches.
+
+An engine answers a whole batch (`generate`), or as a `RequestStream` each request when it is done, with others added
+meanwhile. `stream_of` gives the stream of any engine: of one that has only `generate`, batch after batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
-from mm_grpo.errors import GuardStop
+from mm_grpo.errors import EngineError, GuardStop
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mm_grpo.types import Completion, Prompt
+    from mm_grpo.types import Completion, Pictured, Prompt
 
 Digest = Mapping[str, str]
 """`weights.digest` of every tensor as the engine received it, by name."""
+
+
+class ReplicaLost(EngineError):
+    """One of several servers failed while it was checked; the others are there."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +55,61 @@ class Request:
     sampling: Sampling
 
 
+@dataclass(frozen=True)
+class Follows:
+    """What a request goes on from: the `number` of one that was answered in the same stream, with which its prompt
+    begins, and the `pictures` of what was appended to it since."""
+
+    number: int
+    pictures: Sequence[Pictured] = ()
+
+
+class RequestStream(Protocol):
+    """Requests that an engine works on together, each answered when it is done. A context manager that ends in `close`.
+
+    The engine's `generate`, `score` and `update_weights` are not to be called before.
+    """
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests have no answer yet."""
+        ...
+
+    def add_request(self, request: Request, follows: Follows | None = None) -> int:
+        """Add a request; returns its number in the stream, counted from 0. The neighbours of one prompt share it.
+
+        `follows` lets an engine run what is new alone; it never changes the answer.
+        """
+        ...
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Work for a moment, a token of each request, say; returns the answers that are done, with their numbers."""
+        ...
+
+    def release(self, number: int) -> None:
+        """No request will follow this one, which was answered."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is unfinished, and free what the stream holds."""
+        ...
+
+    def __enter__(self) -> RequestStream: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
 class RolloutEngine(Protocol):
     """An engine that samples completions under the learner's weights.
 
     It is awake once it is made. While the learner works it sleeps, and gives the device's memory back where it
     can; an engine that holds no memory of its own does nothing in `sleep` and `wake`.
     """
+
+    # An engine that holds its weights outside this process says `remote = True` (see rollout/pipeline.py, which alone
+    # asks): its methods may be called from several threads at once. With `updates_in_flight = True` an update may land
+    # while requests run, and completions say which tokens are from which version. What an engine counts itself it gives
+    # as `metrics()`, {name: value} since the last call.
 
     @property
     def holds_weights(self) -> bool:
@@ -87,6 +144,83 @@ class RolloutEngine(Protocol):
         ...
 
 
+class BatchStream:
+    """The stream of an engine that answers whole batches alone: a step answers all requests that were added."""
+
+    def __init__(self, generate: Callable[[Sequence[Request]], list[Completion]]) -> None:
+        self.generate = generate
+        self.waiting: list[tuple[int, Request]] = []
+        self._count = 0
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting)
+
+    def add_request(self, request: Request, follows: Follows | None = None) -> int:
+        number, self._count = self._count, self._count + 1
+        self.waiting.append((number, request))
+        return number
+
+    def step(self) -> list[tuple[int, Completion]]:
+        asked, self.waiting = self.waiting, []
+        if not asked:
+            return []
+        requests = [request for _, request in asked]
+        completions = self.generate(requests)
+        require_count(requests, completions)
+        return [(number, completion) for (number, _), completion in zip(asked, completions, strict=True)]
+
+    def release(self, number: int) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        self.waiting = []
+
+    def __enter__(self) -> BatchStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def stream_of(engine: RolloutEngine) -> RequestStream:
+    """The stream of an engine: its own `stream()`, or one of batches where it has none, or where a subclass or the
+    object itself has another `generate` than the one that belongs to it."""
+    owner = next((c for c in type(engine).__mro__ if "generate" in vars(c) or "stream" in vars(c)), None)
+    if owner is None or "stream" not in vars(owner) or "generate" in vars(engine):
+        return BatchStream(engine.generate)
+    own: RequestStream = vars(owner)["stream"](engine)
+    return own
+
+
+def answered(
+    stream: RequestStream,
+    requests: Sequence[Request],
+    done: Callable[[int, Completion], None] | None = None,
+) -> list[Completion]:
+    """One completion per request, in order, by a stream that has no others.
+
+    `done` gets each answer when it is there, with the place of its request; nothing may follow them then. For that a
+    stream may have `add_group`, which takes all requests of one prompt, that nothing will follow, and returns their
+    numbers.
+    """
+    add_group = getattr(stream, "add_group", None) if done is not None else None
+    if add_group is not None:
+        groups = [list(own) for _, own in groupby(requests, lambda request: id(request.prompt))]
+        numbers = [number for group in groups for number in add_group(group)]
+    else:
+        numbers = [stream.add_request(request) for request in requests]
+    places = {number: place for place, number in enumerate(numbers)}
+    found: dict[int, Completion] = {}
+    while stream.unfinished:
+        for number, completion in stream.step():
+            found[number] = completion
+            if done is not None:
+                stream.release(number)
+                done(places[number], completion)
+    return [found[number] for number in numbers]
+
+
 def requests_for(
     prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Request]:
@@ -98,10 +232,19 @@ def requests_for(
     ]
 
 
-def wrong_answer(requests: Sequence[Request], completions: Sequence[Completion], version: int) -> str | None:
-    """What is wrong with an engine's answers to `requests` under weights number `version`, else None."""
+Versions = int | tuple[int, int]
+"""The weight version that answers must have, or the oldest and the newest that may occur in them."""
+
+
+def wrong_answer(
+    requests: Sequence[Request], completions: Sequence[Completion], version: Versions
+) -> str | None:
+    """What is wrong with an engine's answers to `requests` under weights number `version`, else None.
+
+    Between an oldest and a newest version an answer may have several, of spans of its tokens in ascending order.
+    """
     if len(completions) != len(requests):
-        return f"the engine answered {len(requests)} requests with {len(completions)} completions"
+        return _wrong_count(requests, completions)
     for request, completion in zip(requests, completions, strict=True):
         uid = request.prompt.uid
         if completion.seed != request.seed:
@@ -115,7 +258,10 @@ def wrong_answer(requests: Sequence[Request], completions: Sequence[Completion],
                 f"{len(completion.logprobs)} log-probs; every sampled token needs one, and there must be a token"
             )
         versions = versions_of(completion)
-        if versions != (version,):
+        if isinstance(version, tuple):
+            if (problem := wrong_spans(completion, *version)) is not None:
+                return f"{uid}: seed {request.seed} {problem}"
+        elif versions != (version,):
             return (
                 f"{uid}: seed {request.seed} was sampled under weight version {_listed(versions)}, and the learner "
                 f"is at version {version}: the engine did not take the last weight update"
@@ -123,11 +269,41 @@ def wrong_answer(requests: Sequence[Request], completions: Sequence[Completion],
     return None
 
 
-def require_answers(requests: Sequence[Request], completions: Sequence[Completion], version: int) -> None:
+def wrong_spans(completion: Completion, oldest: int, newest: int) -> str | None:
+    """What is wrong with the version spans of a completion that weight updates may have landed in, else None."""
+    starts = [start for start, _ in completion.weight_versions]
+    versions = [version for _, version in completion.weight_versions]
+    whole = starts[:1] == [0] and starts == sorted(set(starts)) and starts[-1] < len(completion.token_ids)
+    if not whole or versions != sorted(versions):
+        return (
+            f"came back with the version spans {list(completion.weight_versions)}: they must begin at token 0, and "
+            "both tokens and versions must rise"
+        )
+    if versions[0] < oldest or versions[-1] > newest:
+        return (
+            f"was sampled under weight version {_listed(versions_of(completion))}, and while it was on its way the "
+            f"engine had versions {oldest} to {newest}: the engine did not take a weight update"
+        )
+    return None
+
+
+def require_answers(
+    requests: Sequence[Request], completions: Sequence[Completion], version: Versions
+) -> None:
     """GuardStop unless each request was answered with its seed, under weights number `version`."""
     message = wrong_answer(requests, completions, version)
     if message is not None:
         raise GuardStop(message)
+
+
+def require_count(requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+    """GuardStop unless there are as many completions as requests."""
+    if len(completions) != len(requests):
+        raise GuardStop(_wrong_count(requests, completions))
+
+
+def _wrong_count(requests: Sequence[Request], completions: Sequence[Completion]) -> str:
+    return f"the engine answered {len(requests)} requests with {len(completions)} completions"
 
 
 def versions_of(*completions: Completion) -> tuple[int, ...]:

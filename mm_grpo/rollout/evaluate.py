@@ -1,22 +1,27 @@
 """Evaluation: how well the model answers a set of rows.
 
-The headline is what `run.headline` names: the share of completions whose reward is at least a mark (accuracy),
-among those that it applies to, or the mean total reward. Rows are answered with the sampling of `rollout.eval`,
-greedy by default, and with seeds that training never draws, the same at every evaluation, so that before and
-after are compared on equal terms. Rows that are too long stop the run or are left out, as in training.
+Rows are answered with the sampling of `rollout.eval`, greedy by default, and with seeds that training never draws, the
+same at every evaluation, so that before and after are compared on equal terms. Rows that are too long stop the run or
+are left out, as in training. What the rows are judged by is in headline.py.
+
+A blind control answers the same rows from the same seeds without their images (`run.eval_blind`): what is left of the
+score did not need them. Its gap is the mean over rows of the score with images less the score without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.data.dataset import LONGEST_TASK, TASK
 from mm_grpo.rollout.collect import gather_groups, groups_of, score_groups, with_scores
 from mm_grpo.rollout.engine import Sampling, requests_for
+from mm_grpo.rollout.headline import Headline, Interval, mean, normal
+from mm_grpo.rollout.overlap import begin_scoring, sample
 from mm_grpo.rollout.seeds import eval_seeds
-from mm_grpo.rollout.tasks import by_task
+from mm_grpo.timing import span
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -25,42 +30,60 @@ if TYPE_CHECKING:
     from mm_grpo.rewards.scorer import Scorer
     from mm_grpo.rollout.prompts import PromptBuilder
     from mm_grpo.rollout.turns import Sampler
+    from mm_grpo.types import Group
 
 CHUNK = 64
 """Prompts held in memory at once."""
 
 
 @dataclass(frozen=True)
-class Headline:
-    """What evaluations are judged by: the share of completions whose reward `name` is >= `mark`, or the mean total."""
+class RowScores:
+    """What is kept of one row's completions: `values` of the headline, total `rewards`, raw `parts`, `lengths` in
+    tokens and how many were cut off. `columns` are those of the row's that hold a number or a short text."""
 
-    name: str | None = None
-    mark: float = 0.0
+    row: int
+    values: list[float]
+    rewards: list[float]
+    parts: Mapping[str, list[float]]
+    lengths: list[int]
+    clipped: int
+    columns: Mapping[str, Any]
 
     @classmethod
-    def of(cls, config: GRPOConfig, rewards: Sequence[str]) -> Headline:
-        """That of `run.headline`. ConfigError when it names none of the run's `rewards`."""
-        if config.run.headline is None:
-            return cls()
-        name, _, mark = (part.strip() for part in config.run.headline.rpartition(">="))
-        if name not in rewards:
-            raise ConfigError(
-                f"run.headline = '{config.run.headline}': no reward of the run is named '{name}'; they are named "
-                f"{', '.join(rewards)}. {did_you_mean(name, rewards)}".rstrip()
-            )
-        return cls(name, float(mark))
+    def of(cls, group: Group, headline: Headline) -> RowScores:
+        return cls(
+            group.slot,
+            headline.values(group),
+            _known(group.rewards),
+            {name: _known(scores) for name, scores in group.parts.items()},
+            [len(c.token_ids) for c in group.completions],
+            sum(c.finish_reason == "length" for c in group.completions),
+            {n: v for n, v in group.prompt.sample.columns.items() if _is_short(v)},
+        )
 
-    def __str__(self) -> str:
-        return "mean reward" if self.name is None else f"accuracy ({self.name} >= {self.mark:g})"
+
+@dataclass(frozen=True)
+class Blind:
+    """The same rows without their images (`kind`: shuffled or removed). `gap` is what the image adds to the score,
+    row by row; all are None where nothing was measured."""
+
+    kind: str
+    rows: int
+    score: float | None
+    interval: Interval | None
+    reward: float | None
+    gap: float | None
+    gap_interval: Interval | None
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What one evaluation of one set found over `rows` rows: the headline's score and the mean total reward.
 
-    `accuracy` in [0, 1] is the headline's share, None where the headline is the mean reward. All are None where there
-    was nothing to take a mean of: the reward applied to no row. `tasks` has accuracy and reward of the rows of each
-    task, where they are known.
+    `accuracy` in [0, 1] is the headline's share, None where the headline is a mean. All are None where there was
+    nothing to take a mean of: the reward applied to no row. `tasks` has accuracy and reward of the rows of each
+    task, where they are known, `parts` the mean of each reward, `length` the mean in tokens, `clipped` the share
+    that was cut off; intervals are of 95 % (headline.py), `blind` the control where there is one.
     """
 
     accuracy: float | None
@@ -68,6 +91,18 @@ class Evaluation:
     rows: int
     score: float | None
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    interval: Interval | None = None
+    reward_interval: Interval | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    length: float | None = None
+    clipped: float | None = None
+    blind: Blind | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
+        """That of `dataclasses.asdict`, after JSON made lists of pairs."""
+        blind = values.get("blind")
+        return cls(**{**_pairs(values), "blind": Blind(**_pairs(blind)) if blind else None})
 
 
 def sampling_of(config: GRPOConfig) -> Sampling:
@@ -83,7 +118,7 @@ def sampling_of(config: GRPOConfig) -> Sampling:
     )
 
 
-def evaluate(
+def answer_rows(
     dataset: Dataset,
     prompt_builder: PromptBuilder,
     engine: Sampler,
@@ -92,50 +127,108 @@ def evaluate(
     step: int,
     ranks: Ranks,
     part: tuple[int, int] = (0, 1),
-) -> Evaluation:
+    *,
+    keep: Callable[[list[Group]], None] | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> list[RowScores]:
     """Answer and score every row of `dataset`, which is number `part[0]` of `part[1]` sets.
 
-    Every process answers its share of the rows; the first one scores them all, and each gets the result. Raises what
+    Every process answers its share of the rows; the first one scores them all and has the result, empty elsewhere.
+    There `keep` gets the scored groups of each chunk, `report` how many of how many rows are done. Raises what
     data and rewards raise.
     """
     sampling, repeats = sampling_of(config), config.rollout.eval.num_generations
     headline = Headline.of(config, [spec.name for spec in scorer.specs])
-    answered: dict[str | None, tuple[list[float], list[float]]] = {None: ([], [])}  # of all rows, and by task
-    rows = 0
+    found: list[RowScores] = []
     size = CHUNK * ranks.world
     for start in range(0, len(dataset), size):
+        if report is not None and ranks.first:
+            report(start, len(dataset))
         indices, following = (
             ranks.shard(range(first, min(first + size, len(dataset)))) for first in (start, start + size)
         )
-        with ranks.fail_together("evaluation"):
+        with span("time/data"), ranks.fail_together("evaluation"):
             asked = prompt_builder.evaluation.prompts(dataset, {i: i for i in indices}, following)
             seeds = [eval_seeds(config.run.seed, i, repeats, *part) for i in asked.slots]
             requests = requests_for(asked.prompts, seeds, sampling)
-            completions = engine.generate(requests) if requests else []
+        scoring = begin_scoring(scorer, asked, repeats, step, ranks)
+        with span("time/rollout"), ranks.fail_together("evaluation"):
+            completions = sample(engine, requests, scoring)
         groups = gather_groups(groups_of(asked.slots, asked.prompts, completions), ranks, "evaluation")
-        with ranks.fail_together("evaluation"):
+        with span("time/rewards"), ranks.fail_together("evaluation"):
             if groups:
-                rows += len(groups)
-                scored = with_scores(groups, score_groups(scorer, groups, step))
-                tasks = by_task(scored) if dataset.by_task else {}
-                for task, own in [(None, scored), *tasks.items()]:
-                    marks, totals = answered.setdefault(task, ([], []))
-                    marks += [m for g in own for m in _known(g.parts[headline.name])] if headline.name else []
-                    totals += [r for g in own for r in _known(g.rewards)]
-    found = {
-        task: (
-            sum(m >= headline.mark for m in marks) / len(marks) if marks else None,
-            sum(totals) / len(totals) if totals else None,
-        )
-        for task, (marks, totals) in answered.items()
-    }
-    accuracy, reward = found.pop(None)
-    of_tasks = {
-        task: {name: v for name, v in zip(("accuracy", "reward"), values, strict=True) if v is not None}
-        for task, values in sorted((task, values) for task, values in found.items() if task is not None)
-    }
-    result = Evaluation(accuracy, reward, rows, accuracy if headline.name else reward, of_tasks)
-    return ranks.broadcast(result, "evaluation")
+                scored = with_scores(groups, score_groups(scorer, groups, step, scoring))
+                found += [RowScores.of(group, headline) for group in scored]
+                if keep is not None:
+                    keep(scored)
+    return found
+
+
+def summarise(
+    rows: Sequence[RowScores],
+    headline: Headline,
+    *,
+    by_task: bool = False,
+    blind: Sequence[RowScores] = (),
+    blind_kind: str | None = None,
+) -> Evaluation:
+    """The evaluation of a set from its rows, and from those of its blind control where there is a `blind_kind`."""
+    values, rewards = [row.values for row in rows], [row.rewards for row in rows]
+    score, lengths = mean(values), [length for row in rows for length in row.lengths]
+    names = dict.fromkeys(name for row in rows for name in row.parts)
+    parts = {name: mean([row.parts.get(name, []) for row in rows]) for name in names}
+    return Evaluation(
+        accuracy=score if headline.is_share else None,
+        reward=mean(rewards),
+        rows=len(rows),
+        score=score,
+        tasks=_tasks(rows, headline) if by_task else {},
+        interval=headline.interval(values),
+        reward_interval=normal(rewards),
+        parts={name: value for name, value in parts.items() if value is not None},
+        length=fmean(lengths) if lengths else None,
+        clipped=sum(row.clipped for row in rows) / len(lengths) if lengths else None,
+        blind=_control(rows, blind, headline, blind_kind) if blind_kind else None,
+    )
+
+
+def rows_by(rows: Iterable[RowScores], column: str) -> dict[str, list[RowScores]]:
+    """The rows of each value of a column, in the order of the values as text; those without it are left out."""
+    found: dict[str, list[RowScores]] = {}
+    for row in rows:
+        value = row.columns.get(column)
+        if value is not None and value != "":
+            found.setdefault(str(value), []).append(row)
+    return dict(sorted(found.items()))
+
+
+def _tasks(rows: Sequence[RowScores], headline: Headline) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for task, own in rows_by((r for r in rows if isinstance(r.columns.get(TASK), str)), TASK).items():
+        one = summarise(own, headline)
+        named_mean = headline.name is not None and not headline.is_share
+        values = {
+            "accuracy": one.accuracy,
+            "reward": one.reward,
+            **({"score": one.score} if named_mean else {}),
+        }
+        found[task] = {name: value for name, value in values.items() if value is not None}
+    return found
+
+
+def _control(rows: Sequence[RowScores], blind: Sequence[RowScores], headline: Headline, kind: str) -> Blind:
+    """The blind control, and its distance from the same rows with images."""
+    sighted, values = {row.row: row.values for row in rows}, [row.values for row in blind]
+    gaps = [[fmean(own) - fmean(row.values)] for row in blind if row.values and (own := sighted.get(row.row))]
+    return Blind(
+        kind=kind,
+        rows=len(blind),
+        score=mean(values),
+        interval=headline.interval(values),
+        reward=mean([row.rewards for row in blind]),
+        gap=mean(gaps),
+        gap_interval=normal(gaps),
+    )
 
 
 @dataclass(frozen=True)
@@ -156,18 +249,39 @@ def better(best: Best | None, found: Mapping[str, Evaluation], step: int) -> Bes
 
 
 def as_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:
-    """Metrics of named sets: `eval/{set}/accuracy` and `eval/{set}/reward`, absent where not measured.
+    """Metrics of named sets under `eval/{set}/`, absent where not measured.
 
-    Those of a task are `eval/{set}/task/{task}/accuracy` and `/reward`.
+    `score` is the headline's, with the ends of its interval `score_low` and `score_high`, `accuracy` the same where it
+    is a share; `reward`, `rewards/{name}/mean`, `mean_length`, `clipped_ratio`; `task/{task}/accuracy` and `/reward` of
+    a task. The blind control's are under `eval/blind/`: `score`, `accuracy`, `reward`, `gap`, `gap_low`, `gap_high`.
     """
     found: dict[str, float | None] = {}
     for name, result in results.items():
-        found[f"eval/{name}/accuracy"] = result.accuracy
-        found[f"eval/{name}/reward"] = result.reward
+        own: dict[str, float | None] = {"accuracy": result.accuracy, "reward": result.reward}
+        own["score"] = result.score
+        own["score_low"], own["score_high"] = result.interval or (None, None)
+        own |= {f"rewards/{part}/mean": value for part, value in result.parts.items()}
+        own |= {"mean_length": result.length, "clipped_ratio": result.clipped}
         for task, values in result.tasks.items():
-            found |= {f"eval/{name}/task/{task}/{what}": value for what, value in values.items()}
+            own |= {f"task/{task}/{what}": value for what, value in values.items()}
+        found |= {f"eval/{name}/{what}": value for what, value in own.items()}
+        if (blind := result.blind) is not None:
+            accuracy = blind.score if result.accuracy is not None else None
+            low, high = blind.gap_interval or (None, None)
+            control = {"score": blind.score, "accuracy": accuracy, "reward": blind.reward}
+            control |= {"gap": blind.gap, "gap_low": low, "gap_high": high}
+            found |= {f"eval/blind/{what}": value for what, value in control.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
     return [v for v in values if v is not None]
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= LONGEST_TASK)
+
+
+def _pairs(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with intervals as pairs again."""
+    return {key: tuple(v) if key.endswith("interval") and v else v for key, v in values.items()}

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mm_grpo.data.images import decoded_here
+from mm_grpo.timing import span
 
 if TYPE_CHECKING:
     from mm_grpo.data.dataset import Dataset
@@ -64,32 +65,35 @@ class Prefetcher:
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[tuple[Dataset, int], tuple[OpenSample, Future[Made | None]]] = {}
         self._counting, self._processing = Lock(), Lock()
+        self._asking = RLock()  # an evaluation and a step that is sampled ahead may ask at once
 
     def ahead(self, dataset: Dataset, rows: Iterable[int]) -> None:
         """Begin with the prompts of rows that will be asked for next. Raises nothing."""
-        for row in rows if self.workers else ():
-            if (dataset, row) not in self._ahead:
-                try:
-                    opener = dataset.opener(row)
-                except Exception:  # the row is read again when it is asked for, and raises then
-                    continue
-                self._ahead[dataset, row] = opener, self._submit(self._make_ahead, opener)
+        with self._asking:
+            for row in rows if self.workers else ():
+                if (dataset, row) not in self._ahead:
+                    try:
+                        opener = dataset.opener(row)
+                    except Exception:  # the row is read again when it is asked for, and raises then
+                        continue
+                    self._ahead[dataset, row] = opener, self._submit(self._make_ahead, opener)
 
     def begin(self, dataset: Dataset, row: int) -> Callable[[], Made]:
         """Ask for the prompt of a row. The function that is returned waits for it, and raises what is wrong with it.
 
         Rows that are begun before the first is waited for are made side by side.
         """
-        opener, ahead = self._ahead.pop((dataset, row), (None, None))
-        try:
-            opener = opener or dataset.opener(row)
-        except Exception as error:
-            return partial(_raise, error)
-        if not self.workers:
-            return partial(self._make, opener)
-        if ahead is None or ahead.cancel():
-            return self._submit(self._make, opener).result
-        return partial(self._taken, opener, ahead)
+        with self._asking:
+            opener, ahead = self._ahead.pop((dataset, row), (None, None))
+            try:
+                opener = opener or dataset.opener(row)
+            except Exception as error:
+                return partial(_raise, error)
+            if not self.workers:
+                return partial(self._make, opener)
+            if ahead is None or ahead.cancel():
+                return self._submit(self._make, opener).result
+            return partial(self._taken, opener, ahead)
 
     def process(self, sample: Sample) -> Prompt:
         """The prompt of a sample; one thread at a time."""
@@ -117,10 +121,11 @@ class Prefetcher:
         return made
 
     def _make(self, opener: OpenSample) -> Made:
-        before = decoded_here()
-        sample = opener()
-        decoded = decoded_here() - before
-        return Made(self.process(sample), decoded)
+        with span("making a prompt"):
+            before = decoded_here()
+            sample = opener()
+            decoded = decoded_here() - before
+            return Made(self.process(sample), decoded)
 
     def _make_ahead(self, opener: OpenSample) -> Made | None:
         """None where the prompts that wait already take the memory that they may."""

@@ -63,7 +63,7 @@ class PromptBuilder:
         self.processor = processor
         if prefetcher is None:
             # an environment begins in the thread that goes on with it
-            alone = toolbox is not None and toolbox.factory is not None
+            alone = toolbox is not None and bool(toolbox.factories)
             workers = 0 if alone else config.data.num_workers
             prepare = toolbox.prepare if toolbox is not None else None
             prefetcher = Prefetcher(processor, workers, config.data.prefetch_bytes, prepare)

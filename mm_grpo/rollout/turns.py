@@ -1,8 +1,10 @@
 """Conversations of several turns: the model samples, tools answer, and the model goes on, until it calls no tool.
 
-All conversations of a call advance together: each turn is one call of the engine for those that go on. A turn is an
-ordinary request whose prompt is the conversation so far (conversation.py), with the seed that the seed law gives it
-(seeds.py), so engines know nothing of turns, and what they run is compared with what the learner trains on as ever.
+No conversation waits for another: each goes on as soon as its own turn has ended and its tools have answered, while the
+engine works on the others (`RequestStream`) and so do the tools, in their processes. An engine that answers whole
+batches alone is asked turn by turn. A turn is an ordinary request whose prompt is the conversation so far
+(conversation.py), with the seed that the seed law gives it (seeds.py), so nothing hangs on the order in which tools
+answer, and what engines run is compared with what the learner trains on as ever.
 
 A conversation ends when the model writes no call, when its environment is done, after `rollout.max_turns` turns, or
 when the next observation does not fit into `rollout.max_completion_length`, which bounds all tokens after the prompt.
@@ -21,17 +23,17 @@ from mm_grpo.environments.observation import Observation, failed
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.tool_calls import ToolCall, tool_calls
 from mm_grpo.rollout.conversation import Conversation
-from mm_grpo.rollout.engine import Request, require_answers
+from mm_grpo.rollout.engine import BatchStream, Follows, Request, require_answers, stream_of
 from mm_grpo.types import Completion, FinishReason, Picture, Turn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.environments.host import Episode
+    from mm_grpo.environments.host import Episode, Task
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.processors.base import ConversationProcessor, Processor
-    from mm_grpo.rollout.engine import RolloutEngine
+    from mm_grpo.rollout.engine import RequestStream, RolloutEngine
     from mm_grpo.rollout.seeds import SeedPlan
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ class Sampler(Protocol):
 
 @dataclass
 class _Running:
-    """One generation on its way; `finished` says how it ended, None while it goes on."""
+    """One generation on its way; `finished` says how it ended, None while it goes on. `number` is that of its last
+    request in the engine's stream, `shown` the images that it was shown since."""
 
     request: Request
     conversation: Conversation
@@ -53,6 +56,29 @@ class _Running:
     turns: list[Turn] = field(default_factory=list)
     images: int = 0
     finished: FinishReason | None = None
+    number: int | None = None
+    shown: Sequence[Picture] = ()
+
+
+@dataclass
+class _Called:
+    """The calls of a conversation's turn; those that can be made are the host's `tasks`."""
+
+    one: _Running
+    calls: Sequence[ToolCall]
+    tasks: Sequence[Task]
+
+    @property
+    def finished(self) -> bool:
+        return all(task.finished for task in self.tasks)
+
+    def answers(self) -> list[tuple[ToolCall, Observation]]:
+        """Each call with its answer, in order."""
+        made = iter(self.tasks)
+        return [
+            (c, next(made).answer if c.problem is None else failed("malformed_call", c.problem))
+            for c in self.calls
+        ]
 
 
 class TurnLoop:
@@ -82,22 +108,8 @@ class TurnLoop:
             _Running(request, Conversation(request.prompt, self.processor), episode)
             for request, episode in zip(requests, episodes, strict=True)
         ]
-        pictures: dict[bytes, Picture] = {}
-        for turn in range(self.config.rollout.max_turns):
-            active = [one for one in running if one.finished is None]
-            if not active:
-                break
-            asked = [self._request(one, turn) for one in active]
-            answers = self.engine.generate(asked)
-            require_answers(asked, answers, self.version())
-            called = [
-                (one, calls)
-                for one, answer in zip(active, answers, strict=True)
-                if (calls := self._answered(one, answer, turn))
-            ]
-            for one, answered in zip((one for one, _ in called), self._call_all(called), strict=True):
-                self._observe(one, answered, pictures)
-        rewards = self.toolbox.host.rewards(episodes)
+        self._run(running)
+        rewards = self.toolbox.host.rewards(episodes, [one.turns for one in running])
         if masked := [episode for episode in episodes if episode.masked is not None]:
             log.warning(
                 "%d of %d conversations are masked: %s: %s",
@@ -112,39 +124,62 @@ class TurnLoop:
         """Close the environments of the last call, which rewards could still look at."""
         self.toolbox.host.close_episodes()
 
-    def _request(self, one: _Running, turn: int) -> Request:
+    def _run(self, running: Sequence[_Running]) -> None:
+        """Lead the conversations to their ends."""
+        host, pictures = self.toolbox.host, dict[bytes, Picture]()
+        called: list[_Called] = []
+        try:
+            with stream_of(self.engine) as stream:
+                together = self.config.rollout.synchronous_turns or isinstance(stream, BatchStream)
+                asked = dict(self._ask(stream, one) for one in running)
+                while asked or called:
+                    for number, answer in stream.step() if asked else ():
+                        one, request = asked.pop(number)
+                        require_answers([request], [answer], self.version())
+                        if calls := self._answered(one, answer):
+                            made = [(one.episode, c.name, c.arguments) for c in calls if c.problem is None]
+                            called.append(_Called(one, calls, host.start(made)))
+                        else:
+                            stream.release(number)
+                    host.work(wait=not asked)
+                    if together and (asked or not all(c.finished for c in called)):
+                        continue
+                    for done in [c for c in called if c.finished]:
+                        called.remove(done)
+                        self._observe(done.one, done.answers(), pictures)
+                        if done.one.finished is None:
+                            asked |= [self._ask(stream, done.one)]
+                        elif done.one.number is not None:
+                            stream.release(done.one.number)
+        finally:
+            if called:
+                host.abandon()
+
+    def _ask(self, stream: RequestStream, one: _Running) -> tuple[int, tuple[_Running, Request]]:
+        """Ask for a conversation's next turn."""
+        request = self._request(one)
+        follows = None if one.number is None else Follows(one.number, one.shown)
+        one.number, one.shown = stream.add_request(request, follows), ()
+        return one.number, (one, request)
+
+    def _request(self, one: _Running) -> Request:
         sampling, conversation = one.request.sampling, one.conversation
+        turn = len(conversation.answers)
         if turn == 0:
             return one.request
         left = replace(sampling, max_tokens=sampling.max_tokens - conversation.run_length)
         return Request(conversation.prompt, self.seeds.of_turn(one.request.seed, turn), left)
 
-    def _answered(self, one: _Running, answer: Completion, turn: int) -> list[ToolCall]:
+    def _answered(self, one: _Running, answer: Completion) -> list[ToolCall]:
         """Take the model's turn; the calls to be made, none where the conversation has ended."""
         one.conversation.answered(answer)
         one.turns.append(Turn("assistant", answer.text, len(answer.token_ids), seed=answer.seed))
         calls = tool_calls(answer.text)
         if answer.finish_reason != "stop" or not calls:
             one.finished = answer.finish_reason
-        elif turn + 1 == self.config.rollout.max_turns:
+        elif len(one.conversation.answers) == self.config.rollout.max_turns:
             one.finished = "length"
         return [] if one.finished is not None else calls
-
-    def _call_all(
-        self, called: Sequence[tuple[_Running, Sequence[ToolCall]]]
-    ) -> list[list[tuple[ToolCall, Observation]]]:
-        """Make all calls of a turn together; each conversation's calls with their answers, in order."""
-        made = [
-            (one.episode, call.name, call.arguments)
-            for one, calls in called
-            for call in calls
-            if call.problem is None
-        ]
-        answers = iter(self.toolbox.host.call_all(made))
-        return [
-            [(c, next(answers) if c.problem is None else failed("malformed_call", c.problem)) for c in calls]
-            for _, calls in called
-        ]
 
     def _observe(
         self,
@@ -152,7 +187,8 @@ class TurnLoop:
         answered: Sequence[tuple[ToolCall, Observation]],
         pictures: dict[bytes, Picture],
     ) -> None:
-        """Append what the calls of a turn answered, where it fits."""
+        """Append what the calls of a turn answered, where it fits, and note what they were paid."""
+        one.turns[-1] = replace(one.turns[-1], reward=one.episode.take_step_reward())
         if one.episode.masked is not None:
             one.finished = "stop"
             return
@@ -180,6 +216,7 @@ class TurnLoop:
             return
         first, *others = (turn for turn, _, _ in made)
         one.turns += [replace(first, tokens=added), *others]
+        one.shown = shown
         if one.episode.done:
             one.finished = "stop"
 

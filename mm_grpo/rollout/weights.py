@@ -13,13 +13,13 @@ that is the unit. Nothing here knows a model or an engine: the tensors leave thr
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 from torch import Tensor
 
 from mm_grpo.errors import GuardStop
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = 512  # words in a row of the fold: 4 KiB
 _ROWS = 8192  # rows folded at once: 32 MiB
+_CPU_ROWS = 256  # 1 MiB, which the products stay in a core's cache with: eight times as fast
 
 
 def unit_of(name: str) -> str:
@@ -46,22 +47,23 @@ def unit_of(name: str) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """sha256 of a tensor's dtype, shape and bytes, the bytes folded on its own device first.
+    """XXH3 of 128 bits of a tensor's dtype, shape and bytes, the bytes folded on its own device first.
 
     Each row of 512 words of 8 bytes becomes one word: their sum modulo 2^64, weighted by odd numbers that
     differ by column. A change of any one word always shows, a change of several but for one chance in
-    2^64, and a GPU sends 1/512 of the tensor to the host.
+    2^64, and a GPU sends 1/512 of the tensor to the host. No part of this is cryptographic: it finds what a transport
+    lost, not what somebody forged.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
-    state = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    state = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     whole = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
-    weights = _weights().to(flat.device)
-    for part in flat[:whole].view(torch.int64).view(-1, _COLUMNS).split(_ROWS):
-        state.update((part * weights).sum(1).cpu().numpy().tobytes())
-    state.update(flat[whole:].cpu().numpy().tobytes())
-    return state.hexdigest()
+    weights, rows = _weights().to(flat.device), _CPU_ROWS if flat.device.type == "cpu" else _ROWS
+    for part in flat[:whole].view(torch.int64).view(-1, _COLUMNS).split(rows):
+        state.update((part * weights).sum(1).cpu().numpy().data)
+    state.update(flat[whole:].cpu().numpy().data)
+    return str(state.hexdigest())
 
 
 @dataclass

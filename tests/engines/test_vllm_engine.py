@@ -43,6 +43,13 @@ def test_logprobs_are_the_learners_for_one_image_two_and_none(rig: Rig) -> None:
         assert c.finish_reason == ("length" if len(c.token_ids) == 12 else "stop")
 
 
+def test_nothing_is_compiled(one: Rig) -> None:
+    """An engine starts in 6 s; to compile takes minutes on a CPU."""
+    config = one.engine._handle.llm.llm_engine.vllm_config
+    assert config.model_config.enforce_eager and not config.compilation_config.mode
+    assert not config.compilation_config.cudagraph_mode
+
+
 def test_score_is_the_plain_distribution(rig: Rig) -> None:
     for prompt in rig.prompts():
         done = rig.engine.generate([Request(prompt, 3, Sampling(12, temperature=0.5))])[0]

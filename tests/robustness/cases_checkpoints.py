@@ -14,7 +14,7 @@ from typing import Any
 
 import robustness.run_case as by
 from mm_grpo.learner.state import mark_of
-from mm_grpo.run.checkpoint import KEYS, digest_of
+from mm_grpo.run.manifest import KEYS, digest_of
 from robustness.cases import add, cut, fifo, listening
 from robustness.whole_runs import LAST, resumed
 
@@ -156,7 +156,7 @@ for name, text in {
     )
 for name, change in {
     "format 1": put("format", 1),
-    "format 3": put("format", 3),
+    "format 4": put("format", 4),
     "format '2'": put("format", "2"),
     "step true": put("step", True),
     "updates of text": put("updates", "2"),

@@ -21,6 +21,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.run.checkpoint import Checkpoints
+from mm_grpo.run.checkpoint_writer import CheckpointWriter
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.metrics import MetricsLog
 
@@ -75,7 +76,7 @@ def half_a_row(act: Act) -> None:
 
 
 def renaming(act: Act) -> None:
-    """In Checkpoints._finish all is written, and the rename is next."""
+    """In CheckpointWriter._finish all is written, and the rename is next."""
     real = os.replace
 
     def replace(source: Any, target: Any) -> None:
@@ -94,11 +95,11 @@ PLACES: dict[str, Callable[[Act], None]] = {
     "while it updates": lambda act: before(Learner, "update", act),
     "while rollouts are written": lambda act: before(RunFolder, "write_rollouts", act),
     "in half a row of metrics.jsonl": half_a_row,
-    "before a checkpoint": lambda act: before(Checkpoints, "save", act),
+    "before a checkpoint": lambda act: before(Checkpoints, "begin", act),
     "in half a state of a checkpoint": half_a_state,
-    "before a checkpoint's manifest": lambda act: before(Checkpoints, "_finish", act),
+    "before a checkpoint's manifest": lambda act: before(CheckpointWriter, "_finish", act),
     "before a checkpoint is renamed": renaming,
-    "before old checkpoints are removed": lambda act: before(Checkpoints, "_remove_old", act),
+    "before old checkpoints are removed": lambda act: before(CheckpointWriter, "_remove_old", act),
     "while the model is saved": lambda act: before(Learner, "save", act, call=1),
     "before the summary": lambda act: before(RunFolder, "write_summary", act, call=1),
 }

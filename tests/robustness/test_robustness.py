@@ -15,8 +15,8 @@ import pytest
 import robustness.run_case as by
 from robustness import CASES, Case
 
-DEADLINE = 20.0
-"""Seconds: the machine may be loaded, and the first case of a process imports torch."""
+DEADLINE = 60.0
+"""Seconds, three times what make_table.py gives: the machine may be slow and loaded."""
 SHARE = 10
 QUICK = (
     "checkpoints: manifest.json with another updates",

@@ -16,6 +16,10 @@ from mm_grpo.run.metrics import read_metrics
 ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
 
 
+def core(one: Evaluation) -> tuple[Any, ...]:
+    return one.accuracy, one.reward, one.rows, one.score
+
+
 def made(path: Path, folder: Path, heldout: Any, reward: Any, **changes: Any) -> GRPOTrainer:
     values: dict[str, Any] = {
         "model": {"path": str(path)},
@@ -46,14 +50,28 @@ def test_what_was_not_measured_is_not_0(models: dict[str, Path], tmp_path: Path)
         lambda completion, known=True: 0.5 if known else None,
     )
     found = trainer.evaluate()
-    assert found == {"new": Evaluation(None, None, 4, None), "known": Evaluation(None, 0.5, 1, 0.5)}
-    assert as_metrics(found) == {"eval/known/reward": 0.5}
+    assert {name: core(one) for name, one in found.items()} == {
+        "new": (None, None, 4, None),
+        "known": (None, 0.5, 1, 0.5),
+    }
+    assert found["new"].interval is None and found["new"].parts == {}
+    measured = as_metrics(found)
+    lengths = {
+        f"eval/{name}/{what}": value
+        for name, one in found.items()
+        for what, value in (("mean_length", one.length), ("clipped_ratio", one.clipped))
+    }
+    part = next(iter(found["known"].parts))
+    assert measured == {
+        "eval/known/reward": 0.5, "eval/known/score": 0.5, f"eval/known/rewards/{part}/mean": 0.5, **lengths
+    }  # fmt: skip
     assert better(None, found, 0) is None and better(Best(0.5, 1), found, 2) == Best(0.5, 1)
     summary = trainer.train()
     assert summary["score_before"] is None and summary["score_after"] is None
     assert summary["eval"] == {"known": {"before": 0.5, "after": 0.5, "rows": 1}}
     start, metrics = read_metrics(trainer.folder.paths.metrics)
-    assert start == {"step": 0, "eval/known/reward": 0.5}
+    assert start.pop("time/eval") > 0
+    assert start == {"step": 0, **measured}
     assert "eval/new/reward" not in metrics and metrics["eval/known/reward"] == 0.5
 
 
@@ -67,8 +85,12 @@ def test_the_headline_is_the_mean_reward_or_the_share_above_a_mark(
 
     rows = [dict(row, overlap=value) for row, value in zip(ROWS, (0.95, 0.7, 0.5, 0.1), strict=True)]
     mean = made(models["qwen2_vl"], tmp_path / "a", rows, overlap)
-    assert mean.evaluate()["eval"] == Evaluation(None, pytest.approx(0.5625), 4, pytest.approx(0.5625))
-    assert str(mean.headline) == "mean reward"
+    found = mean.evaluate()["eval"]
+    assert core(found) == (None, pytest.approx(0.5625), 4, pytest.approx(0.5625))
+    assert (
+        found.interval == found.reward_interval == pytest.approx((0.5625 - 0.3519, 0.5625 + 0.3519), abs=1e-4)
+    )
+    assert str(mean.evaluations.headline) == "mean reward"
     run = {"max_steps": 1, "report": False, "save_model": False, "guards": {"no_update": "off"}}
     marked = made(
         models["qwen2_vl"],
@@ -77,15 +99,25 @@ def test_the_headline_is_the_mean_reward_or_the_share_above_a_mark(
         overlap,
         run={**run, "dir": str(tmp_path / "b"), "headline": "overlap >= 0.5"},
     )
-    assert marked.evaluate()["eval"] == Evaluation(0.75, pytest.approx(0.5625), 4, 0.75)
-    assert str(marked.headline) == "accuracy (overlap >= 0.5)"
+    found = marked.evaluate()["eval"]
+    assert core(found) == (0.75, pytest.approx(0.5625), 4, 0.75)
+    assert found.interval == pytest.approx((0.3006, 0.9544), abs=1e-4)  # Wilson
+    assert found.parts == {"overlap": pytest.approx(0.5625)}
+    assert str(marked.evaluations.headline) == "accuracy (overlap >= 0.5)"
     summary = marked.train()
     assert summary["headline"] == "accuracy (overlap >= 0.5)" and summary["accuracy_best"] == 0.75
-    with pytest.raises(
-        ConfigError, match=r"run.headline = 'overlop >= 1': no reward of the run is named 'overlop'"
-    ):
-        run = {**run, "dir": str(tmp_path / "c"), "headline": "overlop >= 1"}
-        made(models["qwen2_vl"], tmp_path / "c", rows, overlap, run=run)
+    assert summary["first_set"]["after"]["interval"] == pytest.approx((0.3006, 0.9544), abs=1e-4)
+    run = {**run, "dir": str(tmp_path / "c"), "headline": "overlap mean"}
+    named = made(models["qwen2_vl"], tmp_path / "c", rows, overlap, run=run)
+    assert core(named.evaluate()["eval"]) == (None, pytest.approx(0.5625), 4, pytest.approx(0.5625))
+    assert str(named.evaluations.headline) == "mean overlap"
+    for wrong in ("overlop >= 1", "overlop mean"):
+        with pytest.raises(
+            ConfigError,
+            match=f"run.headline = '{wrong}': no reward of the run is named 'overlop'; they are named overlap. "
+            "did you mean 'overlap'",
+        ):
+            made(models["qwen2_vl"], tmp_path / "c", rows, overlap, run=run | {"headline": wrong})
 
 
 def test_rows_that_are_too_long_are_dropped_where_the_config_says_so(
@@ -99,8 +131,8 @@ def test_rows_that_are_too_long_are_dropped_where_the_config_says_so(
         data = {"max_prompt_length": 200, "on_overlong": policy}
         return made(models["qwen2_vl"], tmp_path / policy, rows, lambda completion: 1.0, data=data)
 
-    assert trainer(heldout, "drop").evaluate()["eval"] == Evaluation(None, 1.0, 2, 1.0)
-    assert trainer([heldout[1]], "drop").evaluate()["eval"] == Evaluation(None, None, 0, None)
+    assert core(trainer(heldout, "drop").evaluate()["eval"]) == (None, 1.0, 2, 1.0)
+    assert core(trainer([heldout[1]], "drop").evaluate()["eval"]) == (None, None, 0, None)
     with pytest.raises(DataError, match=r"drop such rows with data\.on_overlong=drop"):
         trainer(heldout, "stop").evaluate()
 

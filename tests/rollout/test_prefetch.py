@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.configs import small_config
+from helpers.patience import until
 from helpers.small_runs import HELDOUT, config_for, rows_of, vowels
 from helpers.tiny import picture
 from PIL import Image
@@ -24,8 +25,6 @@ from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.rollout.prefetch import Prefetcher, pixel_bytes
 from mm_grpo.rollout.prompts import PromptBuilder
 from mm_grpo.types import Prompt
-
-DEADLINE = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +63,6 @@ def same(one: Prompt, other: Prompt) -> bool:
     assert all(a.tobytes() == b.tobytes() for a, b in pictures)
     assert torch.equal(one.position_ids, other.position_ids)
     return all(torch.equal(one.vision[key], other.vision[key]) for key in one.vision.keys() | other.vision)
-
-
-def until(holds: Any) -> None:
-    end = time.monotonic() + DEADLINE
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def finished(prefetcher: Prefetcher) -> None:
@@ -261,4 +253,4 @@ def test_a_repeated_row_is_decoded_once_and_updates_as_two_rows_do(
     assert (shared.pop(encoded), apart.pop(encoded)) == (3, 4)
     assert (shared.pop("epoch"), apart.pop("epoch")) == (4 / 3, 1)
     assert shared["grad_norm"] > 0
-    assert shared == pytest.approx(apart, rel=1e-5, abs=1e-7)
+    assert shared == pytest.approx(apart, rel=1e-5, abs=1e-6)  # gaps of log-probs are rounding

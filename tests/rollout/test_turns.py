@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.configs import small_config
-from helpers.scripted import ScriptedEngine, call
+from helpers.scripted import ScriptedEngine, ScriptedStreamEngine, call
 from helpers.small_runs import config_for, rollouts_of, rows_of
 from helpers.tiny import picture, sample
+from helpers.waiting_tools import fail, make, note, wait_for
 from PIL import Image
 
 from mm_grpo import GRPOTrainer
@@ -22,7 +23,7 @@ from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ConfigError, GuardStop, ToolError
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.conversation import Conversation
-from mm_grpo.rollout.engine import Sampling, requests_for
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.seeds import TRAIN_SEEDS, SeedPlan, eval_seeds
 from mm_grpo.rollout.turns import TurnLoop
 from mm_grpo.types import Completion, Prompt
@@ -229,6 +230,124 @@ def test_a_beginning_that_differs_within_a_group_is_refused(models: dict[str, Pa
     one = Loop(models["qwen2_5_vl"], lambda seed, turn: "x", tools=(), factory=Moody)
     with pytest.raises(ToolError, match="train:0: reset of the environment showed another beginning"):
         one.run(answer="blue")
+
+
+# no conversation waits for another ----------------------------------------------------------
+
+
+class Streamed(Loop):
+    """A turn loop over the engine's stream; `workers` processes call the tools."""
+
+    def __init__(self, path: Path, script: Any, tools: Any, workers: int, **rollout: Any) -> None:
+        super().__init__(path, script, tools, environment_workers=workers, **rollout)
+        self.stream = ScriptedStreamEngine(self.engine.engine, script)
+        self.loop.engine = self.stream  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+def test_turns_are_the_same_together_and_one_by_one(family: str, models: dict[str, Path]) -> None:
+    first = PLAN.group(1, 0)[0]
+
+    def script(seed: int, turn: int) -> str:
+        return call("look", side=28 * (1 + (seed - first + turn) % 3)) if turn < 1 + seed - first else "done"
+
+    one_by_one = Streamed(models[family], script, (look,), 0)
+    found = one_by_one.run()
+    numbers = {PLAN.of_turn(first + g, t): (first + g, t) for g in range(3) for t in range(4)}
+    together = Loop(models[family], lambda seed, turn: script(*numbers[seed])).run()
+    for one, other in zip(found, together, strict=True):
+        assert one.token_ids == other.token_ids and one.turns == other.turns
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.tail is not None and other.tail is not None and one.tail.token_ids == other.tail.token_ids
+    assert [sum(turn.role == "assistant" for turn in c.turns) for c in found] == [2, 3, 4]
+
+
+def test_a_tool_that_takes_long_holds_up_its_own_conversation_alone(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The first conversation's tool waits for what the second one's second turn makes: in steps, it never would."""
+    first, gate = PLAN.group(1, 0)[0], str(tmp_path / "gate")
+
+    def script(seed: int, turn: int) -> str:
+        calls = {(0, 0): call("wait_for", path=gate), (1, 1): call("make", path=gate)}
+        return calls.get((seed - first, turn)) or (call("note") if turn < 2 else "done")
+
+    one = Streamed(models["qwen2_5_vl"], script, (wait_for, make, note), 3, tool_timeout=60)
+    try:
+        found = one.run()
+    finally:
+        one.toolbox.close()
+    order = [(seed - first, turn) for seed, turn in one.stream.order]
+    assert order.index((1, 1)) < order.index((0, 1)) and sorted(order) == [
+        (g, t) for g in range(3) for t in range(3)
+    ]
+    assert [t.text for c in found for t in c.turns if t.role == "tool"][:4] == [
+        "it is there",
+        "noted",
+        "noted",
+        "made",
+    ]
+    # what was sampled does not depend on who answered first
+    patient = Loop(models["qwen2_5_vl"], lambda seed, turn: "done", tools=(wait_for, make, note))
+    again = [patient.engine.engine.generate([r]) for r in requests_of(one, found)]
+    assert [c.token_ids for (c,) in again] == [turn for c in found for turn in sampled_turns(c)]
+
+
+def test_synchronous_turns_begin_together(models: dict[str, Path]) -> None:
+    """The answers of one conversation are longer, so that its turns end last."""
+    first = PLAN.group(1, 0)[0]
+
+    def script(seed: int, turn: int) -> str:
+        return call("note") if turn < 2 else "done"
+
+    begun: dict[bool, list[int]] = {}
+    for together in (True, False):
+        one = Streamed(models["qwen2_5_vl"], script, (note,), 0, synchronous_turns=together)
+        one.stream.tokens = lambda seed: 20 if seed == first else 4
+        found = one.run()
+        begun[together] = [turn for _, turn in one.stream.order]
+        assert [sum(turn.role == "assistant" for turn in c.turns) for c in found] == [3, 3, 3]
+    assert begun[True] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert sorted(begun[False]) == begun[True] != begun[False]
+
+
+def requests_of(one: Loop, found: Sequence[Completion]) -> list[Request]:
+    """The request of each turn, made anew from the conversations."""
+    start = one.processor.prompt(one.toolbox.prepare(sample("train:0", images=(picture(1, 56, 56),))))
+    requests = []
+    for done in found:
+        assert done.tail is not None
+        ids, kept = (*start.token_ids, *done.tail.token_ids), done.tail.sampled
+        begins = [i for i, was in enumerate(kept) if was and (i == 0 or not kept[i - 1])]
+        for turn, at in enumerate(begins):
+            at += len(start.token_ids)
+            prompt = one.processor.extended(start, ids[len(start.token_ids) : at], ())
+            requests.append(Request(prompt, PLAN.of_turn(done.seed, turn), Sampling(6)))
+    return requests
+
+
+def sampled_turns(done: Completion) -> list[tuple[int, ...]]:
+    """The tokens of each turn of the model."""
+    sizes = [turn.tokens for turn in done.turns if turn.role == "assistant"]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [done.token_ids[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def test_a_failure_in_the_middle_gives_calls_up(models: dict[str, Path], tmp_path: Path) -> None:
+    """The second conversation's tool stops the run while the first one's still waits."""
+    first = PLAN.group(1, 0)[0]
+
+    def script(seed: int, turn: int) -> str:
+        return call("wait_for", path=str(tmp_path / "never")) if seed == first else call("fail")
+
+    one = Streamed(models["qwen2_5_vl"], script, (wait_for, fail), 3, tool_timeout=60, on_tool_error="stop")
+    host: Any = one.toolbox.host
+    try:
+        with pytest.raises(ToolError, match="train:0: fail raised OSError: gone"):
+            one.run()
+        assert [slot.task for slot in host.slots] == [None] * 3 and not any(slot.queue for slot in host.slots)
+    finally:
+        one.toolbox.close()
 
 
 # what must never pass ------------------------------------------------------------------------

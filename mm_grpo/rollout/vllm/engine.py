@@ -10,27 +10,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
-from mm_grpo.rollout.engine import Request, Sampling
+from mm_grpo.errors import ConfigError, EngineError
+from mm_grpo.rollout.engine import BatchStream, Follows, Request, RequestStream
 from mm_grpo.rollout.vllm import internals as internals
 from mm_grpo.rollout.vllm.internals import Answer, EngineRequest, Sampled
 from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, launch
+from mm_grpo.rollout.vllm.requests import (
+    check_ids,
+    check_size,
+    completion_of,
+    request_groups,
+    sampling_params,
+)
 from mm_grpo.rollout.weights import digest
-from mm_grpo.types import Completion, FinishReason, Prompt
+from mm_grpo.timing import span
+from mm_grpo.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Digest
-
-SEEDS = 1 << 32
-"""vLLM's worker fails on seeds past 64 bits and CPU generators ignore those past 32; ours end there."""
-TEMPERATURES = (0.01, 2.0)
 
 
 class VLLMEngine:
@@ -69,14 +73,20 @@ class VLLMEngine:
         """
         if not requests:
             return []
-        groups = _groups(requests)
+        groups = request_groups(requests)
         work = [self._engine_request(group) for group in groups]
         answers = self._run(work)
         completions: list[Completion] = []
         for group, answer in zip(groups, answers, strict=True):
-            self._check_ids(group[0].prompt, group[0].prompt.token_ids, answer)
+            check_ids(group[0].prompt, group[0].prompt.token_ids, answer.prompt_token_ids)
             completions += [self._completion(r, s) for r, s in zip(group, answer.sequences, strict=True)]
         return completions
+
+    def stream(self) -> RequestStream:
+        """Requests that are answered one by one, as they end; vLLM's prefix cache knows what they share."""
+        if not internals.can_stream(self._ready()):
+            return BatchStream(self.generate)
+        return VLLMStream(self)
 
     @property
     def holds_weights(self) -> bool:
@@ -122,7 +132,7 @@ class VLLMEngine:
         sent = prompt.engine_prompt
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "flat_logprobs": True}
         answer = self._run([EngineRequest(prompt.uid, (*sent.token_ids, *token_ids), sent.images, params)])[0]
-        self._check_ids(prompt, (*prompt.token_ids, *token_ids), answer)
+        check_ids(prompt, (*prompt.token_ids, *token_ids), answer.prompt_token_ids)
         return [cast(float, x) for x in answer.prompt_logprobs[-len(token_ids) :]]
 
     def close(self) -> None:
@@ -134,6 +144,7 @@ class VLLMEngine:
 
     # memory ----------------------------------------------------------------------------------
 
+    @span("engine sleep")
     def sleep(self) -> None:
         """Free the GPU for the learner, as `settings.sleep_level` says. Does nothing on a CPU, or at level 0."""
         handle = self._held()
@@ -143,6 +154,7 @@ class VLLMEngine:
             if level >= 2:
                 self._current = False
 
+    @span("engine wake")
     def wake(self) -> None:
         """Take the memory back. After level 2 the weights are gone until `update_weights` sends them all."""
         internals.wake(self._held())
@@ -166,6 +178,10 @@ class VLLMEngine:
         return self._handle
 
     def _run(self, work: Sequence[EngineRequest]) -> list[Answer]:
+        return internals.run(self._ready(), work)
+
+    def _ready(self) -> Handle:
+        """The engine, awake, with this trainer's weights."""
         handle = self._held()
         if not self._current:
             raise EngineError(
@@ -173,83 +189,31 @@ class VLLMEngine:
                 "call update_weights with every tensor first"
             )
         self.wake()
-        return internals.run(handle, work)
+        return handle
 
     def _engine_request(self, group: Sequence[Request]) -> EngineRequest:
         prompt, sampling, seed = group[0].prompt, group[0].sampling, group[0].seed
-        if not 0 <= seed <= SEEDS - len(group):
-            raise ValueError(f"{prompt.uid}: seed {seed} is outside [0, 2^32 - {len(group)}]")
+        params = sampling_params(prompt, sampling, seed, len(group), self._stops)
         self._check_size(prompt, sampling.max_tokens)
         sent = prompt.engine_prompt
         return EngineRequest(
-            prompt.uid, sent.token_ids, sent.images, self._params(sampling, seed, len(group))
+            prompt.uid,
+            sent.token_ids,
+            sent.images,
+            params | {"logit_bias": self._mask, "flat_logprobs": True},
         )
 
-    def _params(self, sampling: Sampling, seed: int, count: int) -> dict[str, Any]:
-        low, high = TEMPERATURES
-        if sampling.temperature and not low <= sampling.temperature <= high:
-            raise ConfigError(
-                f"temperature = {sampling.temperature:g}: vLLM samples at 0, or from {low} to {high} (it raises "
-                "smaller values without a word); set rollout.temperature or rollout.eval.temperature within that"
-            )
-        return {
-            "n": count,  # generation i is seeded seed + i
-            "seed": seed,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p or 0.0,
-            "repetition_penalty": sampling.repetition_penalty,
-            "logit_bias": self._mask,
-            "stop_token_ids": self._stops,
-            "logprobs": 0,
-            "flat_logprobs": True,
-            "detokenize": False,
-        }
-
     def _check_size(self, prompt: Prompt, room: int) -> None:
-        length, limit = len(prompt.token_ids), self.settings.max_model_len
-        if length + room > limit:
-            raise DataError(
-                f"{prompt.uid}: the prompt has {length} tokens and {room} more are asked for; "
-                f"rollout.vllm.max_model_len = {limit} allows {limit} in all. Raise it, lower data.max_pixels or "
-                "rollout.max_completion_length, or drop such rows with data.max_prompt_length and data.on_overlong=drop"
-            )
-        images, most = len(prompt.engine_prompt.images), max(1, self.settings.max_images)
-        if images > most:
-            raise DataError(
-                f"{prompt.uid}: the row has {images} images, and the engine was started for at most {most} in a "
-                "prompt; raise rollout.vllm.max_images, or leave the row out"
-            )
-
-    def _check_ids(self, prompt: Prompt, expected: Sequence[int], answer: Answer) -> None:
-        got = answer.prompt_token_ids
-        if got != tuple(expected):
-            place = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), None)
-            where = "at the end" if place is None else f"first at place {place}"
-            raise GuardStop(
-                f"{prompt.uid}: vLLM ran {len(got)} prompt tokens where the learner trains on {len(expected)}; they "
-                f"differ {where}. Both must see the same image at the same size: check that nothing but mm_grpo "
-                "resizes images, and that the engine's processor is the learner's"
-            )
+        check_size(prompt, room, self.settings.max_model_len, self.settings.max_images)
 
     def _completion(self, request: Request, sampled: Sampled) -> Completion:
-        uid, ids = request.prompt.uid, sampled.token_ids
-        if sampled.finish_reason not in ("stop", "length"):
-            raise EngineError(f"{uid}: vLLM ended seed {request.seed} with '{sampled.finish_reason}'")
-        if len(sampled.logprobs) != len(ids) or not all(x <= 1e-4 for x in sampled.logprobs):
-            raise GuardStop(
-                f"{uid}: vLLM returned {len(sampled.logprobs)} log-probs for {len(ids)} tokens, or some that are not "
-                "numbers below 0; its weights are damaged, or its version reports them otherwise"
-            )
-        return Completion(
-            token_ids=ids,
-            logprobs=sampled.logprobs,
-            text=self.processor.decode(ids),
-            finish_reason=cast(FinishReason, sampled.finish_reason),
-            seed=request.seed,
-            weight_versions=((0, self.version),),
+        return completion_of(
+            request,
+            self.processor,
+            sampled.token_ids,
+            sampled.logprobs,
+            sampled.finish_reason,
+            ((0, self.version),),
         )
 
     # both caches hold what older weights made of images and prompts
@@ -260,23 +224,60 @@ class VLLMEngine:
         internals.reset_encoder_cache(self._handle)
 
 
-def _groups(requests: Sequence[Request]) -> list[list[Request]]:
-    """Runs of requests that one vLLM request with n generations stands for."""
-    groups: list[list[Request]] = []
-    for request in requests:
-        last = groups[-1][-1] if groups else None
-        joined = (
-            last is not None
-            and last.prompt is request.prompt
-            and last.sampling == request.sampling
-            and last.seed + 1 == request.seed
-            and request.sampling.temperature > 0
-        )
-        if joined:
-            groups[-1].append(request)
-        else:
-            groups.append([request])
-    return groups
+class VLLMStream:
+    """A `RequestStream` over a `VLLMEngine`. Raises what its `generate` raises, and gives the rest up then."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self.engine = engine
+        self.running: dict[str, list[tuple[int, Request]]] = {}
+        self._count = 0
+
+    @property
+    def unfinished(self) -> int:
+        return sum(map(len, self.running.values()))
+
+    def add_request(self, request: Request, follows: Follows | None = None) -> int:
+        return self._add([request])[0]
+
+    def add_group(self, requests: Sequence[Request]) -> list[int]:
+        """Add requests of one prompt, which vLLM is given once where their seeds follow each other; they are then
+        answered together."""
+        return [number for group in request_groups(requests) for number in self._add(group)]
+
+    def _add(self, group: Sequence[Request]) -> list[int]:
+        engine = self.engine
+        numbers = list(range(self._count, self._count + len(group)))
+        self._count += len(group)
+        name = internals.add(engine._ready(), engine._engine_request(group))
+        self.running[name] = list(zip(numbers, group, strict=True))
+        return numbers
+
+    def step(self) -> list[tuple[int, Completion]]:
+        if not self.running:
+            return []
+        engine, done = self.engine, []
+        uids = [request.prompt.uid for group in self.running.values() for _, request in group]
+        for name, answer in internals.step(engine._ready(), uids):
+            group = self.running.pop(name)
+            prompt = group[0][1].prompt
+            check_ids(prompt, prompt.token_ids, answer.prompt_token_ids)
+            for (number, request), sequence in zip(group, answer.sequences, strict=True):
+                done.append((number, engine._completion(request, sequence)))
+        return done
+
+    def release(self, number: int) -> None:
+        """vLLM drops what it needs room for."""
+
+    def close(self) -> None:
+        if self.running:
+            self.running = {}
+            internals.give_up(self.engine._handle)
+
+    def __enter__(self) -> VLLMStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _noted(

@@ -61,31 +61,73 @@ def run(handle: Handle, work: Sequence[EngineRequest]) -> list[Answer]:
     from vllm import SamplingParams
 
     llm = handle.llm
-    try:
-        with _eager(), _watched(handle, f"sampled or scored {len(work)} request(s)"):
-            params = [SamplingParams(**w.params) for w in work]
-            if hasattr(llm, "enqueue"):
-                for item, param in zip(work, params, strict=True):  # one by one: a refusal has a row to name
-                    with _refusal(item.uid):
-                        llm.enqueue([_prompt(item)], [param], use_tqdm=False)
-                outputs = llm.wait_for_completion(use_tqdm=False)
-            else:
-                with _refusal("one of " + ", ".join(sorted({w.uid for w in work}))):
-                    outputs = llm.generate([_prompt(item) for item in work], params, use_tqdm=False)
-    except BaseException as error:  # an interrupt too: what stays queued would be answered by the next call
-        _abort(handle)
-        if isinstance(error, DataError) or not isinstance(error, Exception):
-            raise
-        uids = list(dict.fromkeys(w.uid for w in work))
-        rows = ", ".join(uids[:3]) + (", ..." if uids[3:] else "")
-        raise EngineError(
-            f"vLLM failed while it sampled {len(work)} request(s) ({rows}): "
-            f"{type(error).__name__}: {first_line(error)}. Its requests were given up and nothing of this step "
-            "was kept"
-        ) from error
+    with (
+        _given_up_on_failure(handle, [w.uid for w in work]),
+        _eager(),
+        _watched(handle, f"sampled or scored {len(work)} request(s)"),
+    ):
+        params = [SamplingParams(**w.params) for w in work]
+        if hasattr(llm, "enqueue"):
+            for item, param in zip(work, params, strict=True):  # one by one: a refusal has a row to name
+                with _refusal(item.uid):
+                    llm.enqueue([_prompt(item)], [param], use_tqdm=False)
+            outputs = llm.wait_for_completion(use_tqdm=False)
+        else:
+            with _refusal("one of " + ", ".join(sorted({w.uid for w in work}))):
+                outputs = llm.generate([_prompt(item) for item in work], params, use_tqdm=False)
     if len(outputs) != len(work):
         raise EngineError(f"vLLM answered {len(outputs)} of {len(work)} requests")
     return [_answer(output) for output in outputs]
+
+
+def can_stream(handle: Handle) -> bool:
+    """Whether requests can be added one by one, and looked at after each step."""
+    return hasattr(handle.llm, "enqueue")
+
+
+def add(handle: Handle, item: EngineRequest) -> str:
+    """Add a request to those that run; returns its name, under which all its generations are answered together.
+
+    DataError where vLLM refuses it.
+    """
+    from vllm import SamplingParams
+
+    with _given_up_on_failure(handle, [item.uid]), _eager(), _refusal(item.uid):
+        (name,) = handle.llm.enqueue([_prompt(item)], [SamplingParams(**item.params)], use_tqdm=False)
+        # newer versions run a request under names of their own, one for each of its generations, and answer under the
+        # one that it was given; its states are the latest
+        state = next(reversed(handle.llm.llm_engine.output_processor.request_states.values()))
+        return str(getattr(state, "external_req_id", None) or name)
+
+
+def step(handle: Handle, uids: Sequence[str]) -> list[tuple[str, Answer]]:
+    """One step of the requests that were added, of the rows `uids`; the names and answers of those that are done."""
+    with _given_up_on_failure(handle, uids), _eager(), _watched(handle, f"sampled {len(uids)} request(s)"):
+        outputs = handle.llm.llm_engine.step()
+    return [(str(output.request_id), _answer(output)) for output in outputs if output.finished]
+
+
+def give_up(handle: Handle) -> None:
+    """Give up the requests that were added and are not done."""
+    _abort(handle)
+
+
+@contextmanager
+def _given_up_on_failure(handle: Handle, uids: Sequence[str]) -> Iterator[None]:
+    """Give all requests up where something is raised, an interrupt too: the next call would answer them."""
+    try:
+        yield
+    except BaseException as error:
+        _abort(handle)
+        if isinstance(error, DataError) or not isinstance(error, Exception):
+            raise
+        known = list(dict.fromkeys(uids))
+        rows = ", ".join(known[:3]) + (", ..." if known[3:] else "")
+        raise EngineError(
+            f"vLLM failed while it sampled {len(uids)} request(s) ({rows}): "
+            f"{type(error).__name__}: {first_line(error)}. Its requests were given up and nothing of this step "
+            "was kept"
+        ) from error
 
 
 def _prompt(item: EngineRequest) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _import_vllm() -> None:
         ) from error
 
 
-def _arguments(settings: EngineSettings) -> dict[str, Any]:
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """The arguments of `vllm.LLM`: the user's, then ours by device, then those that keep the laws."""
     given = dict(settings.engine_kwargs)
     for name in given:
@@ -182,7 +182,7 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
 def _construct(settings: EngineSettings) -> Any:
     from vllm import LLM
 
-    arguments = _arguments(settings)
+    arguments = engine_arguments(settings)
     try:
         return LLM(**arguments)
     except TypeError as error:

@@ -1,0 +1,100 @@
+"""What a step measures of images: that they are read at all, and how much completions depend on them (sight).
+
+`unread` scores one completion with other pixels (health/unread_images.py); only a change of exactly 0 is a failure.
+`sight` runs a few groups with the images of another row (learner/sight.py), as often as `run.sight_every` says, and
+adds what it finds to the step's rollout file.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.health.guards import Guards
+from mm_grpo.health.unread_images import is_due, unread_images, with_other_pixels
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.sight import GroupSight, measure
+from mm_grpo.parity.gaps import gap_of
+from mm_grpo.parity.sync import Canary
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.rollout_log import add_to_rollouts
+from mm_grpo.timing import span
+from mm_grpo.types import Group
+
+Metrics = dict[str, float]
+
+
+class ImageMeasures:
+    """The measurements of one run. Every process calls them; metrics are complete on the first one."""
+
+    def __init__(
+        self, config: GRPOConfig, learner: Learner, guards: Guards, paths: RunPaths, ranks: Ranks
+    ) -> None:
+        self.every, self.max_tokens = config.run.sight_every, config.optim.max_tokens_per_pack
+        self.learner, self.guards, self.paths, self.ranks = learner, guards, paths, ranks
+
+    def unread(self, step: int, canary: Canary | None) -> Metrics:
+        """On some steps: how far other pixels move the learner's log-probs of the canary, in nats per token.
+
+        Raises GuardStop where they do not move them at all.
+        """
+        prompt = with_other_pixels(canary.prompt) if canary is not None and is_due(step) else None
+        if canary is None or prompt is None:
+            return {}
+        change = gap_of([canary.logprobs], self.learner.score(prompt, [canary.token_ids])).mean
+        self.guards.apply("unread_images", unread_images(change, prompt.uid), step)
+        return {"images/logp_change": change} if math.isfinite(change) else {}
+
+    @span("time/sight")
+    def sight(self, step: int, groups: Sequence[Group]) -> Metrics:
+        """On the first step and every `run.sight_every`-th: sight of a few groups, before their update. Collective.
+
+        `sight/nats` is the mean of a completion and `sight/nats_per_token` that of a token, over the groups that were
+        measured; `sight/reward` the mean reward of all completions of rows with images. Nothing where no row has
+        images. The rows of the step's rollout file get `sight`.
+        """
+        if not self.every or not (step == 1 or step % self.every == 0):
+            return {}
+        started = time.perf_counter()
+        own = measure(groups, self.learner, self.max_tokens, self.ranks)
+        rewards = [r for g in groups if g.prompt.vision for r in g.rewards if r is not None]
+        parts = self.ranks.gather((own, sum(rewards), len(rewards)), "sight")
+        metrics: Metrics = {}
+        with self.ranks.fail_together("sight"):
+            if parts is not None:
+                found = sorted((one for part, _, _ in parts for one in part), key=lambda one: one.slot)
+                rewarded = sum(count for _, _, count in parts)
+                metrics = sight_metrics(found)
+                if metrics and rewarded:
+                    metrics["sight/reward"] = sum(total for _, total, _ in parts) / rewarded
+                add_to_rollouts(self.paths, step, log_columns(found))
+        return {**metrics, "time/sight": time.perf_counter() - started}
+
+
+def sight_metrics(found: Sequence[GroupSight]) -> Metrics:
+    """Means over the completions and over the tokens of some groups; empty where none was measured."""
+    nats = [value for one in found for value in one.nats]
+    tokens = sum(len(of) for one in found for of in one.tokens)
+    if not nats or not all(map(math.isfinite, nats)):
+        return {}
+    return {"sight/nats": sum(nats) / len(nats), "sight/nats_per_token": sum(nats) / max(tokens, 1)}
+
+
+def log_columns(found: Sequence[GroupSight]) -> dict[tuple[int, int, int], dict[str, object]]:
+    """What the rollout log says of each completion, by (slot, attempt, generation)."""
+    return {
+        (one.slot, one.attempt, generation): {
+            "sight": {
+                "nats": round(sum(tokens), 4),
+                "tokens": [round(value, 4) for value in tokens],
+                "pieces": list(one.pieces[generation]),
+                "other": one.other,
+            }
+        }
+        for one in found
+        for generation, tokens in enumerate(one.tokens)
+        if all(map(math.isfinite, tokens))
+    }

@@ -1,0 +1,117 @@
+"""What evaluations are judged by, and the 95 % intervals of shares and means.
+
+`run.headline` names one reward: the share of completions to which it gives at least a mark (accuracy), or its mean
+score; without it the mean total reward counts.
+
+A share has Wilson's score interval (Wilson 1927, doi:10.1080/01621459.1927.10502953), which stays in [0, 1] and has a
+width at shares of 0 and 1 too. A mean has the normal interval, mean ± 1.96 standard errors, over the means of rows.
+Both count rows, not completions: several completions of one row are not independent, and do not narrow an interval.
+They say how far another draw of rows might lie away, and nothing of other training seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb, sqrt
+from statistics import NormalDist, fmean, stdev
+from typing import TYPE_CHECKING
+
+from mm_grpo.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.types import Group
+
+Z = NormalDist().inv_cdf(0.975)
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The share of completions whose reward `name` is >= `mark`, its mean without a mark, the mean total without a
+    name."""
+
+    name: str | None = None
+    mark: float | None = None
+
+    @classmethod
+    def of(cls, config: GRPOConfig, rewards: Sequence[str]) -> Headline:
+        """That of `run.headline`. ConfigError when it names none of the run's `rewards`."""
+        text = config.run.headline
+        if text is None:
+            return cls()
+        if ">=" in text:
+            name, _, mark = (part.strip() for part in text.rpartition(">="))
+            found = cls(name, float(mark))
+        else:
+            name = text.removesuffix("mean").strip()
+            found = cls(name)
+        if name not in rewards:
+            raise ConfigError(
+                f"run.headline = '{text}': no reward of the run is named '{name}'; they are named "
+                f"{', '.join(rewards)}. {did_you_mean(name, rewards)}".rstrip()
+            )
+        return found
+
+    def __str__(self) -> str:
+        if self.name is None:
+            return "mean reward"
+        return f"mean {self.name}" if self.mark is None else f"accuracy ({self.name} >= {self.mark:g})"
+
+    @property
+    def is_share(self) -> bool:
+        return self.mark is not None
+
+    def values(self, group: Group) -> list[float]:
+        """What counts of each completion of a scored group: 0 or 1, or a score; without those it does not apply to."""
+        scores = group.rewards if self.name is None else group.parts[self.name]
+        known = [score for score in scores if score is not None]
+        return known if self.mark is None else [float(score >= self.mark) for score in known]
+
+    def interval(self, rows: Sequence[Sequence[float]]) -> Interval | None:
+        """The 95 % interval of the mean of all values, which are given row by row."""
+        return wilson(rows) if self.is_share else normal(rows)
+
+
+def mean(rows: Sequence[Sequence[float]]) -> float | None:
+    """The mean over all values of all rows; None where there is none."""
+    values = [value for row in rows for value in row]
+    return fmean(values) if values else None
+
+
+def wilson(rows: Sequence[Sequence[float]]) -> Interval | None:
+    """Wilson's 95 % interval of the share of ones among the values of n rows.
+
+    >>> "{:.4f} {:.4f}".format(*wilson([[1.0]] * 10))
+    '0.7225 1.0000'
+    """
+    share, n = mean(rows), sum(bool(row) for row in rows)
+    if share is None:
+        return None
+    centre = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z / (1 + Z * Z / n) * sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def normal(rows: Sequence[Sequence[float]]) -> Interval | None:
+    """The normal 95 % interval of the mean, by the means of rows; None of fewer than two rows."""
+    means = [fmean(row) for row in rows if row]
+    centre = mean(rows)
+    if centre is None or len(means) < 2:
+        return None
+    half = Z * stdev(means) / sqrt(len(means))
+    return centre - half, centre + half
+
+
+def pass_at(rows: Sequence[Sequence[float]], k: int) -> float | None:
+    """The chance that at least one of k completions is right, over the rows that have k at least.
+
+    The unbiased estimator of Chen et al. 2021, arXiv:2107.03374, section 2.1: of n completions, c of them right, the
+    mean over rows of 1 - C(n - c, k) / C(n, k). `rows` hold 1.0 for right and 0.0 for wrong. None where no row has k.
+
+    >>> pass_at([[1.0, 0.0, 0.0, 0.0]], 2)
+    0.5
+    """
+    enough = [(len(row), round(sum(row))) for row in rows if len(row) >= k]
+    return fmean(1 - comb(n - c, k) / comb(n, k) for n, c in enough) if enough else None

@@ -1,0 +1,229 @@
+"""The HTTP calls to one server: deadlines, the key, and what a failure means.
+
+Two failures are told apart. `ServerUnreachable` is the server's: refused, cut, too late, an answer of 5xx; the same
+request may be sent to another server. `ServerRefused` is the request's (4xx): every server would refuse it.
+
+All clients of a process share one thread with an event loop. So a thousand requests wait without a thread each, and
+a request that is given up closes its connection, by which vLLM knows to abort it. Proxies of the environment
+(HTTP_PROXY) are not used: they would see every prompt, and mostly do not reach a server on this host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json as jsonlib
+import os
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SHOWN = 400
+"""Characters of a server's own message that are shown."""
+
+
+class ServerError(Exception):
+    """A call to the server at `url` failed; `reason` says how, without the url."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.url, self.reason = url, reason
+
+
+class ServerUnreachable(ServerError):
+    """Refused, cut, too late, or an answer of 5xx: the server's fault, and another one may be asked."""
+
+
+class ServerRefused(ServerError):
+    """An answer of 4xx, `status`: the request is wrong, and would be for every server."""
+
+    def __init__(self, url: str, reason: str, status: int) -> None:
+        super().__init__(url, reason)
+        self.status = status
+
+
+class ServerClient:
+    """One server, at `http://host:port`, `https://...` or `unix:///path/of/socket`. Thread-safe.
+
+    `timeout` bounds a call from its first byte to its last, in seconds, `connect_timeout` the wait for a connection.
+    `key` is sent as a bearer token and stands in no message.
+    """
+
+    def __init__(
+        self, url: str, *, key: str | None = None, timeout: float, connect_timeout: float = 5.0
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.timeout, self.connect_timeout = timeout, connect_timeout
+        self._headers = {"content-type": "application/json"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._http: Any = None
+        self._pid = 0
+        self._asked: set[Future[Any]] = set()
+
+    def call(
+        self,
+        path: str,
+        json: Mapping[str, Any] | None = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        method: str = "POST",
+    ) -> Any:
+        """The decoded JSON answer, None for an empty body. Raises ServerUnreachable or ServerRefused."""
+        return wait(self.submit(path, json, params=params, timeout=timeout, method=method))
+
+    def submit(
+        self,
+        path: str,
+        json: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        method: str = "POST",
+    ) -> Future[Any]:
+        """As `call`, answered later; cancelling it closes the connection. A function makes its body in a thread."""
+        future = in_background(self.request(path, json, params=params, timeout=timeout, method=method))
+        self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        return future
+
+    async def request(
+        self,
+        path: str,
+        json: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        method: str = "POST",
+    ) -> Any:
+        """As `call`, for coroutines of `in_background`."""
+        import httpx
+
+        seconds = self.timeout if timeout is None else timeout
+        try:
+            async with asyncio.timeout(seconds):
+                body = await asyncio.to_thread(_encoded, json) if json is not None else None
+                answer = await self._open().request(
+                    method,
+                    path,
+                    content=body,
+                    params=None if params is None else dict(params),
+                    timeout=httpx.Timeout(None, connect=min(seconds, self.connect_timeout)),
+                )
+        except TimeoutError as error:
+            raise ServerUnreachable(self.url, f"no answer to {path} within {seconds:g} s") from error
+        except httpx.ConnectTimeout as error:
+            raise ServerUnreachable(
+                self.url, f"no connection within {min(seconds, self.connect_timeout):g} s"
+            ) from error
+        except httpx.ConnectError as error:
+            raise ServerUnreachable(self.url, f"no connection ({_cause(error)})") from error
+        except httpx.TransportError as error:
+            raise ServerUnreachable(
+                self.url, f"the connection was cut during {path} ({_cause(error)})"
+            ) from error
+        if answer.status_code >= 400:
+            reason = f"{path} was answered with HTTP {answer.status_code}: {_message(answer.text)}"
+            if answer.status_code >= 500 or answer.status_code in (408, 429):
+                raise ServerUnreachable(self.url, reason)
+            raise ServerRefused(self.url, reason, answer.status_code)
+        if not answer.content:
+            return None
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise ServerUnreachable(self.url, f"the answer to {path} is not JSON") from error
+
+    def close(self) -> None:
+        """Close the connections, and give up what is unanswered: who waits for it gets a CancelledError."""
+        for future in list(self._asked):
+            future.cancel()
+        http, self._http = self._http, None
+        if http is not None and self._pid == os.getpid():
+            wait(in_background(http.aclose()))
+
+    def _open(self) -> Any:
+        import httpx
+
+        if self._http is None or self._pid != os.getpid():
+            socket = self.url.removeprefix("unix://") if self.url.startswith("unix://") else None
+            self._http = httpx.AsyncClient(
+                base_url="http://localhost" if socket else self.url,
+                headers=self._headers,
+                transport=httpx.AsyncHTTPTransport(
+                    uds=socket,
+                    trust_env=False,
+                    limits=httpx.Limits(
+                        max_connections=None, max_keepalive_connections=32, keepalive_expiry=2
+                    ),
+                ),
+                trust_env=False,
+            )
+            self._pid = os.getpid()
+        return self._http
+
+
+# the thread of all clients -------------------------------------------------------------------
+
+
+class _Loop:
+    """An event loop in a thread of its own, made at its first use in a process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pid = 0
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def running(self) -> asyncio.AbstractEventLoop:
+        with self.lock:
+            if self.loop is None or self.pid != os.getpid():
+                self.loop, self.pid = asyncio.new_event_loop(), os.getpid()
+                threading.Thread(target=self.loop.run_forever, name="mm_grpo-http", daemon=True).start()
+            return self.loop
+
+
+_loop = _Loop()
+
+
+def in_background(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run a coroutine in the thread of all clients; cancelling the future cancels it."""
+    return asyncio.run_coroutine_threadsafe(work, _loop.running())
+
+
+def wait(future: Future[T]) -> T:
+    """The result of a future, which is cancelled where the wait is interrupted (Ctrl-C)."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _encoded(json: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> bytes:
+    value = json() if callable(json) else json
+    return jsonlib.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason of an exception of httpx, whose own text is often empty."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+
+
+def _message(text: str) -> str:
+    """The message of an error's body, in vLLM's layouts, else the body itself."""
+    try:
+        value = jsonlib.loads(text)
+        for key in ("error", "message", "detail"):
+            value = value.get(key, value) if isinstance(value, dict) else value
+        text = value if isinstance(value, str) else jsonlib.dumps(value)
+    except ValueError:
+        pass
+    text = " ".join(text.split())
+    return (text[:SHOWN] + " ...") if len(text) > SHOWN else text or "no message"

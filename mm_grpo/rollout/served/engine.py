@@ -1,0 +1,334 @@
+"""Served vLLM as a `RolloutEngine`: one or many servers, the same seeds and samples whichever of them answers.
+
+Seeds are in the requests, so it is nothing to the samples where one is answered, again or in what company (but for the
+last bits: a batch of another size may round another way). What is compared, and what a row has to fit, is as in the
+in-process engine (`vllm/requests.py`); choosing servers and failing over is in `servers.py`, the carrying of weights in
+`transfer.py`.
+
+Of several trainer processes each asks every server for the prompts of its own; the first alone sends weights, and the
+others take from it what arrived.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future
+from concurrent.futures import wait as wait_for
+from typing import TYPE_CHECKING, cast
+
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.errors import ConfigError, EngineError, GuardStop
+from mm_grpo.rollout.engine import Request, RequestStream
+from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable
+from mm_grpo.rollout.served.dialect import GENERATE, Dialect
+from mm_grpo.rollout.served.pool import ServerPool
+from mm_grpo.rollout.served.protocol import Work
+from mm_grpo.rollout.served.requests import RequestFormat, raise_as_ours
+from mm_grpo.rollout.served.server import Limits, Placed, Server
+from mm_grpo.rollout.served.streams import Replica, ServedStream
+from mm_grpo.rollout.vllm.requests import (
+    request_groups,
+)
+from mm_grpo.rollout.weights import digest, missing_tensors
+from mm_grpo.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mm_grpo.processors.base import Processor
+    from mm_grpo.rollout.engine import Digest
+    from mm_grpo.rollout.served.weight_transfer import WeightTransfer
+
+
+class ServedEngine:
+    """A `RolloutEngine` over vLLM servers. `transfer` is None in processes other than the first.
+
+    Before the first `update_weights` it does not sample. Several threads may use it at once. Raises ConfigError where
+    no server answers, or one lacks what a run needs.
+    """
+
+    remote = True
+
+    def __init__(
+        self,
+        clients: Sequence[ServerClient],
+        transfer: WeightTransfer | None,
+        processor: Processor,
+        *,
+        limits: Limits,
+        max_images: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.transfer, self.ranks = transfer, ranks or Ranks()
+        self.version = 0
+        self._run: str | None = None
+        self._current = False  # once the servers have this run's weights
+        self._whole = False  # while what is sent, or kept, is no mixture of two versions
+        self._lock = threading.RLock()  # of the transfer, and of what it is to send
+        self._kept: dict[str, Tensor] = {}
+        self._sent: dict[str, str] = {}
+        self._checked: dict[str, Dialect] = {}
+        self._counted = (0, 0)
+        self.requests = RequestFormat(processor, limits.max_model_len, max_images)
+        self.pool = ServerPool(
+            clients, limits, ours=self._is_ours, bring_up=None if transfer is None else self._bring_up
+        )
+        self.pool.connect()
+
+    # the protocol ----------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion per request, in order. Neighbours of one prompt with consecutive seeds go as one.
+
+        Raises DataError for a row that does not fit, GuardStop when a server ran other tokens than the learner's,
+        EngineError when no server is left.
+        """
+        if not requests:
+            return []
+        self._require_current()
+        groups = request_groups(requests)
+        work = [self.work(group) for group in groups]
+        self.pool.check()
+        placed = self.all([self.pool.submit(one) for one in work], work)
+        return [
+            c
+            for group, one in zip(groups, placed, strict=True)
+            for c in self.requests.completions(group, one)
+        ]
+
+    def stream(self) -> RequestStream:
+        """Requests that are answered one by one, as they end."""
+        self._require_current()
+        self.pool.check()
+        return ServedStream(self)
+
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the servers that are ready hold what was sent last; one that joins is brought up to it."""
+        return self._current
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether every server says under which weights each token was sampled, so that an update may land while
+        requests run."""
+        known = [server.dialect for server in self.pool.servers if server.dialect is not None]
+        return all(dialect.spans for dialect in known)
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """The servers that are ready, each as an engine of its own, for checks that every one of them has to pass."""
+        return tuple(Replica(self, server) for server in self.pool.ready())
+
+    def metrics(self) -> dict[str, float]:
+        """Servers that are ready, and how many were lost and came back since the last call."""
+        before, self._counted = self._counted, (self.pool.losses, len(self.pool.recoveries))
+        return {
+            "served/ready": len(self.pool.ready()),
+            "served/losses": self._counted[0] - before[0],
+            "served/recoveries": self._counted[1] - before[1],
+        }
+
+    @property
+    def sentence(self) -> str:
+        """The servers and their versions, for the log."""
+        each = (
+            f"{server.url} ({'not there yet' if server.dialect is None else f'vLLM {server.dialect.version}'})"
+            for server in self.pool.servers
+        )
+        return f"vLLM servers (rollout.server.urls): {', '.join(each)}"
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
+        """Bring `tensors`, whole layers, to all servers as weights number `version`; collective.
+
+        Returns their digests as the servers' workers received them. A server that fails is left out, and brought up
+        when it is back. Raises GuardStop where one received something else, EngineError where none is left.
+        """
+        found: tuple[dict[str, str], str, list[str]] | None = None
+        with self.ranks.fail_together("weights"):
+            if self.transfer is not None:
+                found = self._send(self.transfer, tensors, version)
+            else:
+                for _ in tensors:
+                    pass
+        received, name, urls = cast(
+            "tuple[dict[str, str], str, list[str]]", self.ranks.broadcast(found, "weights")
+        )
+        if self.transfer is None:
+            self._run = name.rpartition(":")[0]
+            with self.pool.update(name):
+                for server in self.pool.answering():
+                    if server.url in urls:
+                        self.pool.took(server, name)
+                    else:
+                        self.pool.lose(server, f"the first process could not send it version {version}")
+        self.version, self._current = version, True
+        return received
+
+    def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
+        if not token_ids:
+            return []
+        self._require_current()
+        work = self.requests.scored(prompt, token_ids)
+        return self.requests.scores(prompt, token_ids, self.all([self.pool.submit(work)], [work])[0])
+
+    def sleep(self) -> None:
+        """Does nothing: servers have devices of their own."""
+
+    def wake(self) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Let go of the servers, which go on."""
+        self.pool.close()
+        if self.transfer is not None:
+            self.transfer.close()
+        for server in self.pool.servers:
+            server.client.close()
+        self._current = False
+
+    # weights ---------------------------------------------------------------------------------
+
+    def _send(
+        self, transfer: WeightTransfer, tensors: Iterable[tuple[str, Tensor]], version: int
+    ) -> tuple[dict[str, str], str, list[str]]:
+        """What the servers received, the name that the weights have there, and the urls of those that took them."""
+        name = transfer.weights_name(version)
+        with self._lock, self.pool.update(name):
+            self._run = name.rpartition(":")[0]
+            targets = self.pool.ready() if self._current else self.pool.answering()
+            self._whole = False
+            digests: dict[str, str] = {}
+            noted = self._noted(tensors, digests)
+            try:
+                outcome = transfer.send([server.client for server in targets], noted, version)
+                for _ in noted:  # what no server was left to take is due all the same
+                    pass
+            except BaseException:
+                self._current = False
+                raise
+            self._sent |= digests
+            self.version, self._current, self._whole = version, True, True
+            took: list[str] = []
+            for server in targets:
+                received = outcome[server.url]
+                if isinstance(received, Exception):
+                    reason = received.reason if isinstance(received, ServerError) else str(received)
+                    self.pool.lose(server, f"in the update to version {version}: {reason}")
+                    continue
+                self._require_received(server, digests, received)
+                if self._admitted(server):
+                    self.pool.took(server, name)
+                    took.append(server.url)
+        if not took:
+            self.pool.wait_ready()  # one that comes back is sent all
+            took = [server.url for server in self.pool.ready()]
+        return digests, name, took
+
+    def _noted(
+        self, tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Passes tensors on, noting their digests, and keeping copies where the transfer keeps none."""
+        known = getattr(tensors, "digests", None)  # a ledger's transfer has made them already
+        keep = self.transfer is not None and not self.transfer.keeps_weights
+        shared: dict[str, str] = {}
+        for name, tensor in tensors:
+            digests[name] = digest(tensor) if known is None else known[name]
+            if keep:
+                first = shared.setdefault(digests[name], name)  # tied tensors are kept once
+                self._kept[name] = (
+                    self._kept[first] if first != name else tensor.detach().to("cpu", copy=True)
+                )
+            yield name, tensor
+
+    def _bring_up(self, server: Server) -> None:
+        """Give a server that joins the weights of this run, all of them."""
+        transfer = self.transfer
+        assert transfer is not None
+        with self._lock:
+            if not self._whole:
+                raise EngineError("the last update was not sent whole")
+            transfer.forget(server.client)
+            outcome = transfer.catch_up([server.client])
+            if outcome is None:
+                outcome = transfer.send([server.client], self._kept.items(), self.version)
+            received = outcome[server.url]
+            if isinstance(received, Exception):
+                raise (
+                    received
+                    if isinstance(received, (ServerError, EngineError))
+                    else EngineError(str(received))
+                )
+            self._require_received(server, self._sent, received)
+            if self._admitted(server):
+                self.pool.took(server, transfer.weights_name(self.version))
+
+    def _require_received(self, server: Server, sent: Digest, received: Digest) -> None:
+        message = missing_tensors(sent, received)
+        if message is not None:
+            raise GuardStop(f"weight sync with {server.url}: {message}")
+
+    def _admitted(self, server: Server) -> bool:
+        """Whether a server that has taken weights reports log-probs as the learner has them; asked whenever it joins.
+
+        Where one token alone is allowed, its log-prob is 0 after the mask and less before it. ConfigError for the
+        latter; False where the server is gone.
+        """
+        assert server.dialect is not None
+        token = self.requests.stops[0]
+        params = {
+            "max_tokens": 1,
+            "seed": 0,
+            "logprobs": 0,
+            "allowed_token_ids": [token],
+            "detokenize": False,
+        }
+        # vLLM on a CPU ends by SIGILL over a prompt of one or two tokens in bfloat16
+        body = {"token_ids": [token] * 8, "sampling_params": params, "model": server.dialect.model}
+        if self._checked.get(server.url) is server.dialect:
+            return True
+        try:
+            answer = server.client.call(GENERATE, body)
+            found = float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
+        except ServerUnreachable as error:
+            self.pool.lose(server, error.reason)
+            return False
+        if abs(found) > 1e-6:
+            raise ConfigError(
+                f"rollout.server.urls: {server.url} reports log-probs from before temperature and masks, which are not "
+                "those that tokens are drawn by; start it with --logprobs-mode processed_logprobs"
+            )
+        self._checked[server.url] = server.dialect
+        return True
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether weights of this name are of this run."""
+        run, _, number = name.rpartition(":")
+        return self._run is not None and run == self._run and number.isdecimal()
+
+    def _require_current(self) -> None:
+        if not self._current:
+            raise EngineError(
+                "the servers do not hold this trainer's weights; call update_weights with every tensor first"
+            )
+
+    # waiting ---------------------------------------------------------------------------------
+
+    def work(self, group: Sequence[Request]) -> Work:
+        """What a server is sent for a group of requests."""
+        known = [server.dialect for server in self.pool.servers if server.dialect is not None]
+        return self.requests.sampled(group, as_text=not all(dialect.images_by_ids for dialect in known))
+
+    def all(self, futures: Sequence[Future[Placed]], work: Sequence[Work]) -> list[Placed]:
+        """All answers; where one fails, or the wait is interrupted, the others are given up."""
+        try:
+            wait_for(futures, return_when=FIRST_EXCEPTION)
+            failed = next((i for i, f in enumerate(futures) if f.done() and f.exception() is not None), None)
+            if failed is not None:
+                raise_as_ours(cast(BaseException, futures[failed].exception()), work[failed].uid)
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise

@@ -1,0 +1,422 @@
+"""vLLM servers of this machine: started as the config says, watched, and ended with whoever started them.
+
+A server is a process group of its own: vLLM's API server, its engine and its workers. `stop` ends the whole group, at
+the end of a block, of the process, or by Ctrl-C; where this process is killed by SIGKILL, a `Guard` does so
+(worker_processes.py). What a server prints goes to a log file.
+
+A server listens on a Unix socket in a folder of ours, which nobody but this user reaches, or at a port of 127.0.0.1.
+vLLM's own key would guard a part of its endpoints only, and whoever reaches the others replaces the weights; so any
+other address wants the key of `server_key.py`, or the start is refused.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mm_grpo.errors import ConfigError, EngineError
+from mm_grpo.files import temporary_folder
+from mm_grpo.rollout.served import server_key
+from mm_grpo.rollout.served.client import ServerClient, ServerError
+from mm_grpo.rollout.served.plugin import BACKENDS, EXTENSION, MODEL_VARIABLE
+from mm_grpo.rollout.vllm.launch import EngineSettings, engine_arguments
+from mm_grpo.worker_processes import Guard, ended
+
+START_TIMEOUT = 900.0
+"""Seconds that a server may take to load a model."""
+STOP_TIMEOUT = 10.0
+"""Seconds between SIGTERM and SIGKILL."""
+RESTARTS = 3
+"""Times in a row that a server which ends before it answers is started anew."""
+WATCH_EVERY = 0.5
+SHOWN_LINES = 15
+SOCKET_LENGTH = 100
+"""Longest path of a Unix socket that every system takes."""
+NOT_FOR_SERVERS = ("use_tqdm_on_load", "distributed_executor_backend", "enable_sleep_mode")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """One server. `engine` is what an in-process engine would be started with, `transfer` file, gloo or nccl.
+
+    `gpus` are its GPUs as CUDA_VISIBLE_DEVICES names them, as many as `tensor_parallel`, None where it has all. It
+    listens on `socket`, or at `host` and `port`; `key_env` names the variable that holds its key, if any.
+    """
+
+    engine: EngineSettings
+    transfer: str = "file"
+    tensor_parallel: int = 1
+    gpus: tuple[str, ...] | None = None
+    socket: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    key_env: str = server_key.VARIABLE
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def check_exposure(host: str, key_env: str, environment: Mapping[str, str] = os.environ) -> None:
+    """ConfigError for an address that other machines would reach without the key in the variable `key_env`."""
+    if not is_loopback(host) and not environment.get(key_env):
+        raise ConfigError(
+            f"--host {host}: other machines reach this address, and a vLLM server lets whoever reaches it replace its "
+            f"weights; set a key in the environment variable {key_env}, here and where the trainer runs, or leave "
+            "--host out for 127.0.0.1"
+        )
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def vllm_folder() -> Path:
+    """Where vLLM is installed; it is not imported, for that takes seconds. ConfigError where it is not."""
+    place = find_spec("vllm")
+    if place is None or place.origin is None:
+        raise ConfigError(
+            "rollout.engine = 'vllm_server': vLLM is not installed where the server is to run; install mm_grpo[vllm] "
+            "on a GPU machine, mm_grpo[cpu] on a CPU"
+        )
+    return Path(place.origin).parent
+
+
+def server_command(settings: ServerSettings, port: int) -> list[str]:
+    """The command of a server, without its key: everybody on this machine can read it."""
+    package = vllm_folder()
+    newer = (package / "entrypoints/launchers/api_server/entry.py").exists()
+    arguments = {k: v for k, v in engine_arguments(settings.engine).items() if k not in NOT_FOR_SERVERS}
+    arguments |= {
+        "tensor_parallel_size": settings.tensor_parallel,
+        "weight_transfer_config": {"backend": BACKENDS[settings.transfer]},
+        "worker_extension_cls": EXTENSION,
+    }
+    arguments |= version_options(package)
+    if settings.socket is not None:
+        arguments["uds"] = str(settings.socket)
+    else:
+        arguments |= {"host": settings.host, "port": port}
+    if os.environ.get(settings.key_env):
+        arguments["middleware"] = server_key.MIDDLEWARE
+    module = "launchers.api_server.entry" if newer else "openai.api_server"
+    return [sys.executable, "-m", f"vllm.entrypoints.{module}", *flags(arguments)]
+
+
+def version_options(package: Path) -> dict[str, bool]:
+    """What servers of the vLLM in `package` need to be asked for by ids and images (rollout/served/dialect.py)."""
+
+    def known(word: str, *files: str) -> bool:
+        found = (package / "entrypoints" / file for file in files)
+        return any(word in path.read_text() for path in found if path.exists())
+
+    options = {}
+    if known("enable_scale_out", "launchers/cli_args.py", "openai/cli_args.py"):
+        options["enable_scale_out"] = True  # older versions have /inference/v1/generate without
+    if not known("content_parts", "scale_out/token_in_token_out/protocol.py"):
+        options["trust_request_chat_template"] = True  # images go as a chat, by a template of ours
+    return options
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of vLLM's classes as it takes them on the command line.
+
+    >>> flags({"max_num_seqs": 8, "enforce_eager": True, "enable_chunked_prefill": False, "limit": {"image": 1}})
+    ['--max-num-seqs', '8', '--enforce-eager', '--no-enable-chunked-prefill', '--limit', '{"image": 1}']
+    """
+    found: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            found.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, Mapping):
+            if value:
+                found += [f"--{option}", json.dumps(dict(value))]
+        elif isinstance(value, (list, tuple)):
+            found += [f"--{option}", *map(str, value)]
+        else:
+            found += [f"--{option}", str(value)]
+    return found
+
+
+def server_environment(settings: ServerSettings) -> dict[str, str]:
+    """The environment of a server: ours, with vLLM's switches where the user has not set them."""
+    environment = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # longer than clients keep a connection that they do not use
+        **(
+            {}
+            if torch.cuda.is_available()
+            else {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+        ),
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",  # the endpoints of weights, pauses and caches
+        MODEL_VARIABLE: settings.engine.model,
+        server_key.NAME_VARIABLE: settings.key_env,
+    }
+    if settings.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
+    for name in _OF_THE_TRAINER:
+        environment.pop(name, None)
+    folder = str(Path(__file__).parents[3])  # the worker imports this package, wherever it was imported from
+    paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p and p != folder]
+    environment["PYTHONPATH"] = os.pathsep.join([folder, *paths])
+    return environment
+
+
+# what a launcher told this process about its own group, which a server is not in
+_OF_THE_TRAINER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "PYTHONDONTWRITEBYTECODE",
+)
+
+
+@dataclass(eq=False)
+class ServerProcess:
+    """A server of this machine, at `url` once it was started; `log` is what it prints."""
+
+    settings: ServerSettings
+    log: Path
+    url: str = ""
+    _process: subprocess.Popen[bytes] | None = None
+    _started: float = field(default=0.0)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start it, anew where it has ended; at the same url."""
+        self.stop()
+        settings = self.settings
+        port = settings.port
+        if settings.socket is not None:
+            if len(str(settings.socket)) > SOCKET_LENGTH:
+                raise ConfigError(
+                    f"'{settings.socket}' is too long for the path of a socket (at most {SOCKET_LENGTH} characters); "
+                    "set TMPDIR to a shorter folder"
+                )
+            settings.socket.unlink(missing_ok=True)
+            self.url = f"unix://{settings.socket}"
+        else:
+            check_exposure(settings.host, settings.key_env)
+            if not port:
+                port = int(self.url.rpartition(":")[2]) if self.url else free_port(settings.host)
+            shown = f"[{settings.host}]" if ":" in settings.host else settings.host
+            self.url = f"http://{shown}:{port}"
+        command, environment = server_command(settings, port), server_environment(settings)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._started = time.monotonic()
+        _guard().watch(self._process.pid)
+        _running.append(self)
+
+    def wait_ready(self, timeout: float = START_TIMEOUT) -> float:
+        """Wait until it answers; returns the seconds since its start. EngineError when it ends before, or is late."""
+        while True:
+            waited = time.monotonic() - self._started
+            code = self.poll()
+            if code is not None:
+                raise EngineError(
+                    f"the vLLM server at {self.url} {ended(code)} before it was ready; {self.tail()}"
+                )
+            if self.ready:
+                return waited
+            if waited > timeout:
+                raise EngineError(
+                    f"the vLLM server at {self.url} was not ready within {timeout:g} s; {self.tail()}"
+                )
+            time.sleep(0.25)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it answers /health just now."""
+        client = ServerClient(self.url, key=os.environ.get(self.settings.key_env), timeout=5.0)
+        try:
+            client.call("/health", method="GET")
+        except ServerError:
+            return False
+        finally:
+            client.close()
+        return True
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def stop(self, timeout: float = STOP_TIMEOUT) -> None:
+        """End it and all that it started: asked first, and killed after `timeout` seconds."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGCONT)  # a stopped process takes no signal
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout)
+        with suppress(ProcessLookupError, PermissionError):  # workers that outlived their parent
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        _guard().watch(process.pid, "-")
+        _running.remove(self)
+        if self.settings.socket is not None:
+            self.settings.socket.unlink(missing_ok=True)
+
+    def tail(self) -> str:
+        """The end of its log, for a message."""
+        with suppress(OSError):
+            lines = self.log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+            return f"the end of its log, '{self.log}':\n" + "\n".join(lines)
+        return f"its log '{self.log}' cannot be read"
+
+
+@contextmanager
+def serve(
+    settings: Sequence[ServerSettings],
+    *,
+    log_folder: Path | None = None,
+    timeout: float = START_TIMEOUT,
+    report: Callable[[str], None] | None = None,
+) -> Iterator[list[ServerProcess]]:
+    """Start these servers together, yield them when all are ready, and end them after the block.
+
+    A server without a socket and without a port of its own gets a Unix socket in a folder of this block. With `report`
+    one that ends within the block is started anew, and `report` is told so.
+    """
+    with ExitStack() as held:
+        folder = held.enter_context(temporary_folder("servers"))  # its owner alone may enter it
+        logs = folder if log_folder is None else log_folder
+        logs.mkdir(parents=True, exist_ok=True)
+        servers = [
+            ServerProcess(_placed(each, folder, number), logs / f"server-{number}.log")
+            for number, each in enumerate(settings)
+        ]
+        held.callback(stop_all, servers)
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready(timeout)
+        if report is not None:
+            held.enter_context(_kept_running(servers, report))
+        yield servers
+
+
+@contextmanager
+def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None]) -> Iterator[None]:
+    """Start those anew that end, until the block does; one that ends RESTARTS times in a row is given up."""
+    ending = threading.Event()
+    failures = [0] * len(servers)
+
+    def look(number: int, server: ServerProcess) -> None:
+        code = server.poll()
+        if code is None:
+            if failures[number] and server.ready:
+                failures[number] = 0
+            return
+        failures[number] += 1
+        what = f"the vLLM server at {server.url} {ended(code)}"
+        if failures[number] > RESTARTS:
+            server.stop(0.0)
+            report(f"{what}, {failures[number]} times in a row, and is not started again; {server.tail()}")
+        else:
+            report(f"{what}; it is started anew")
+            server.start()
+
+    def watch() -> None:
+        while not ending.wait(WATCH_EVERY):
+            for number, server in enumerate(servers):
+                look(number, server)
+
+    thread = threading.Thread(target=watch, name="mm_grpo-servers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join()
+
+
+def _placed(settings: ServerSettings, folder: Path, number: int) -> ServerSettings:
+    if settings.socket is None and not settings.port and is_loopback(settings.host):
+        return replace(settings, socket=folder / f"{number}.sock")
+    return settings
+
+
+def stop_all(servers: Sequence[ServerProcess]) -> None:
+    """Ask all to end, then end each; an interrupt in between does not keep one alive."""
+    for server in servers:
+        if server.pid is not None and server.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(server.pid, signal.SIGTERM)
+    try:
+        for server in servers:
+            server.stop()
+    finally:
+        for server in servers:
+            server.stop(0.0)
+
+
+# the end of this process -----------------------------------------------------------------------
+
+_running: list[ServerProcess] = []
+_guards: dict[int, Guard] = {}
+
+
+def _guard() -> Guard:
+    """This process's guard, which ends the servers where this process is killed."""
+    pid = os.getpid()
+    if pid not in _guards:
+        _guards[pid] = Guard()
+        atexit.register(_at_exit, pid)
+    return _guards[pid]
+
+
+def _at_exit(pid: int) -> None:
+    if os.getpid() == pid:
+        for server in list(_running):
+            server.stop(0.0)

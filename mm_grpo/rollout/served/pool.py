@@ -1,0 +1,445 @@
+"""Several servers as one: which of them a request goes to, and what becomes of it when that one fails.
+
+A request goes to the server with the fewest completions on their way, each server has `max_sequences` of them at most,
+and the rest wait here without their bodies, so a thousand requests take the memory of those that are sent. A request
+whose server refuses a connection, is cut, answers 5xx or hangs goes to another one as it was, seeds included.
+
+A server that failed is `lost` and tried again after a while, longer each time. When it answers and holds other weights
+than the run's (it was restarted), it gets those before it gets a request. All state is touched in the thread of the
+clients alone (client.py).
+
+Hanging is told in two ways: a server that has requests and does not answer `/health` within `health_timeout` (stopped,
+or cut off without a word), and one that answers it and none of its requests for `timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from mm_grpo.errors import ConfigError, EngineError, GuardStop
+from mm_grpo.rollout.served.client import (
+    ServerClient,
+    ServerError,
+    ServerRefused,
+    ServerUnreachable,
+    in_background,
+    wait,
+)
+from mm_grpo.rollout.served.dialect import Dialect, probe, weights_name
+from mm_grpo.rollout.served.protocol import Work, ask
+from mm_grpo.rollout.served.server import Limits, Placed, Server, Waiting
+
+log = logging.getLogger(__name__)
+
+BACK_OFF = (0.5, 15.0)
+"""Seconds after which a lost server is tried again: at first, and at most."""
+PERIOD = 0.25
+"""Seconds between two looks at the servers."""
+LOG_EVERY = 30.0
+"""Seconds without an answer after which, and then again, a line says what is waited for."""
+NEVER = 7 * 86400.0
+"""Deadline of a single request, in seconds: whether a server hangs is told by all of its requests together."""
+
+
+class ServerPool:
+    """The servers of a run.
+
+    `bring_up(server)`, called in a thread, gives a server the run's weights and then calls `took`; None in a process
+    that sends none. `ours(name)` says whether this run gave weights their name. `current` is the name of the newest.
+    `losses` counts servers that were lost, `recoveries` are those that came back, with the seconds between.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[ServerClient],
+        limits: Limits,
+        *,
+        ours: Callable[[str], bool],
+        bring_up: Callable[[Server], None] | None,
+    ) -> None:
+        self.servers = [Server(client) for client in clients]
+        self.limits, self.ours, self.bring_up = limits, ours, bring_up
+        self.current: str | None = None
+        self.updating = False
+        self.unanswered = 0
+        self.losses = 0
+        self.recoveries: list[tuple[str, float]] = []
+        self._waiting: deque[Waiting] = deque()
+        self._answered = self._said = time.monotonic()
+        self._none_since: float | None = None
+        self._keeper: Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(len(self.servers) + 1, "mm_grpo-servers")
+
+    # from any thread -------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Find servers, for `wait_timeout` at most; one is enough, the others join when they answer.
+
+        Raises ConfigError where one lacks what a run needs, or where none answers.
+        """
+        end = time.monotonic() + self.limits.wait_timeout
+        said = time.monotonic()
+        while True:
+            for future in [self._threads.submit(self._probe, server) for server in self.servers]:
+                wait(future)
+            if any(server.dialect is not None for server in self.servers):
+                break
+            now = time.monotonic()
+            if now > end:
+                raise ConfigError(
+                    f"rollout.server.urls: no server answers within {self.limits.wait_timeout:g} s "
+                    f"(rollout.server.wait_timeout): {self.describe()}; start them with `mm-grpo serve`, or check the "
+                    "addresses"
+                )
+            if now - said > LOG_EVERY / 3:
+                said = now
+                log.warning("rollout: waiting for a server: %s", self.describe())
+            time.sleep(min(0.5, self.limits.wait_timeout / 10))
+        for server in self.servers:
+            if server.dialect is None:
+                log.warning(
+                    "rollout: going on without %s (%s); it joins when it answers", server.url, server.why
+                )
+        self._keeper = in_background(self._keep())
+
+    def submit(self, work: Work, prefer: str | None = None) -> Future[Placed]:
+        """The answer to `work`, of the server `prefer` where that one has room. Cancelling it aborts the request."""
+        return in_background(self._answer(work, prefer))
+
+    def submit_to(self, server: Server, work: Work) -> Future[Placed]:
+        """The answer of this server and no other. Raises ServerUnreachable, after which it is lost."""
+
+        async def asked() -> Placed:
+            try:
+                return await self._run(server, work)
+            except ServerUnreachable as error:
+                self._lose(server, error.reason)
+                raise
+
+        return in_background(asked())
+
+    def ready(self) -> list[Server]:
+        return [server for server in self.servers if server.state == "ready"]
+
+    def answering(self) -> list[Server]:
+        return [server for server in self.servers if server.state != "lost"]
+
+    def check(self) -> None:
+        """Ask the ready servers which weights they hold; one that is gone, or holds others (it was restarted), is not
+        ready afterwards."""
+
+        async def one(server: Server) -> None:
+            try:
+                self._require(server, await self._weights_of(server), server.weights, self.current)
+            except ServerUnreachable as error:
+                self._lose(server, error.reason)
+
+        for future in [in_background(one(server)) for server in self.ready()]:
+            wait(future)
+
+    def took(self, server: Server, weights: str) -> None:
+        """`server` has taken the weights of this name, the newest."""
+
+        async def note() -> None:
+            server.weights, server.sent = weights, server.sent + 1
+            self._admit(server)
+
+        wait(in_background(note()))
+
+    def lose(self, server: Server, why: str) -> None:
+        """Send `server` nothing until it has been tried again."""
+
+        async def note() -> None:
+            self._lose(server, why)
+
+        wait(in_background(note()))
+
+    @contextmanager
+    def update(self, weights: str) -> Iterator[None]:
+        """While new weights are sent, named so: no lost server is taken in meanwhile."""
+        self.updating = True
+        try:
+            self.current = weights
+            yield
+        finally:
+            self.updating = False
+
+    def wait_ready(self) -> None:
+        """Wait until a server is ready, for `wait_timeout` at most: EngineError."""
+        end = time.monotonic() + self.limits.wait_timeout
+        while not self.ready():
+            if time.monotonic() > end:
+                raise EngineError(self._none_left())
+            time.sleep(0.05)
+
+    def describe(self) -> str:
+        """Each server and what happened to it."""
+        return "; ".join(server.describe() for server in self.servers)
+
+    def close(self) -> None:
+        """Stop looking after the servers."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            self._keeper = None
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # one request -----------------------------------------------------------------------------
+
+    async def _answer(self, work: Work, prefer: str | None) -> Placed:
+        failures: list[str] = []
+        avoid: set[str] = set()
+        if not self.unanswered:
+            self._answered = self._said = time.monotonic()
+        self.unanswered += 1
+        try:
+            while True:
+                server = await self._place(work, prefer, avoid)
+                try:
+                    placed = await self._run(server, work)
+                    self._answered = time.monotonic()
+                    return placed
+                except ServerUnreachable as error:
+                    self._lose(server, error.reason)
+                    failures.append(str(error))
+                    avoid.add(server.url)
+                    if len(failures) > 3 + 2 * len(self.servers):
+                        raise EngineError(
+                            f"{work.uid}: servers failed {len(failures)} times over one request, the last with: "
+                            f"{'; '.join(dict.fromkeys(failures[-2:]))}. If it is always this row, leave it out; else "
+                            "see the servers' own output"
+                        ) from error
+                finally:
+                    server.load -= work.sequences
+                    self._dispatch()
+        finally:
+            self.unanswered -= 1
+
+    async def _run(self, server: Server, work: Work) -> Placed:
+        """The answer of one server under this run's weights. It is given up when the server is found to hang."""
+        assert server.dialect is not None
+        sent, now = server.sent, time.monotonic()
+        if not server.running:
+            server.asked = server.checked = now
+        task = asyncio.ensure_future(ask(server.client, server.dialect, work, NEVER))
+        server.running[task] = work
+        try:
+            await asyncio.wait({task})
+        finally:
+            del server.running[task]
+            task.cancel()
+        if task.cancelled():
+            raise ServerUnreachable(server.url, server.why)
+        answer = task.result()
+        server.answered = time.monotonic()
+        if names := {name for sequence in answer.sequences for _, name in sequence.versions}:
+            for name in names:
+                self._require(server, name)
+        else:
+            self._require(server, await self._weights_of(server), server.weights)
+            if server.sent != sent:
+                raise ServerUnreachable(
+                    server.url, "it took new weights while it sampled, and cannot say where"
+                )
+        return Placed(answer, server.url, server.weights or "")
+
+    def _require(self, server: Server, found: str | None, *expected: str | None) -> None:
+        """ServerUnreachable where weights that were found on a server are none of the expected ones, or not ours."""
+        if found is None or not self.ours(found) or (expected and found not in expected):
+            raise ServerUnreachable(
+                server.url,
+                f"it holds weights '{found}', not '{self.current}': it was restarted, or missed an update, or another "
+                "run sends it weights",
+            )
+
+    async def _weights_of(self, server: Server) -> str | None:
+        """The name of the weights that a server says it holds."""
+        assert server.dialect is not None
+        seconds = self.limits.health_timeout
+        try:
+            return await weights_name(server.client, server.dialect, seconds)
+        except ServerRefused as error:
+            raise ServerUnreachable(server.url, error.reason) from error
+
+    async def _paused(self, server: Server) -> bool:
+        answer = await server.client.request("/is_paused", method="GET", timeout=self.limits.health_timeout)
+        return bool(answer["is_paused"])
+
+    async def _place(self, work: Work, prefer: str | None, avoid: set[str]) -> Server:
+        """A server with room for `work`, which then counts in its load."""
+        waiting = Waiting(work, prefer, avoid, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._dispatch()
+        try:
+            return await waiting.place
+        except asyncio.CancelledError:
+            if not waiting.place.cancelled() and waiting.place.done() and not waiting.place.exception():
+                waiting.place.result().load -= work.sequences
+                self._dispatch()
+            raise
+
+    def _dispatch(self) -> None:
+        """Give waiting requests their places, in order."""
+        while self._waiting:
+            waiting = self._waiting[0]
+            if not waiting.place.done():  # else it was given up
+                server = self._server_for(waiting)
+                if server is None:
+                    return
+                server.load += waiting.work.sequences
+                waiting.place.set_result(server)
+            self._waiting.popleft()
+
+    def _server_for(self, waiting: Waiting) -> Server | None:
+        most = self.limits.max_sequences - waiting.work.sequences
+        room = [server for server in self.ready() if server.load <= max(most, 0)]
+        preferred = next((server for server in room if server.url == waiting.prefer), None)
+        others = [server for server in room if server.url not in waiting.avoid]
+        return preferred or min(others or room, key=lambda server: server.load, default=None)
+
+    # looking after servers -------------------------------------------------------------------
+
+    def _lose(self, server: Server, why: str, *, give_up: bool = False) -> None:
+        """Send a server nothing until it has been tried again; `give_up` ends what is on its way there too."""
+        if server.state != "lost":
+            log.warning("rollout: %s is lost: %s", server.url, why)
+            now = time.monotonic()
+            self.losses += 1
+            server.state, server.why, server.tries = "lost", why, 0
+            server.lost_at, server.next_try = now, now + BACK_OFF[0]
+        if give_up:
+            for task in list(server.running):
+                task.cancel()
+
+    def _admit(self, server: Server) -> None:
+        if server.state == "lost" and server.lost_at:
+            seconds = time.monotonic() - server.lost_at
+            self.recoveries.append((server.url, seconds))
+            log.warning("rollout: %s is back after %.1f s", server.url, seconds)
+        elif server.state == "lost":  # it did not answer when the run began
+            log.warning("rollout: %s joins", server.url)
+        server.state, server.why, server.tries = "ready", "", 0
+        self._dispatch()
+
+    def _probe(self, server: Server) -> None:
+        """Find out what a server has. Raises ConfigError where that is not enough."""
+        server.tries += 1
+        try:
+            server.dialect = self._dialect(server.client)
+            server.state, server.why = "behind", "it has no weights of this run yet"
+        except ServerUnreachable as error:
+            server.why = error.reason
+
+    def _dialect(self, client: ServerClient) -> Dialect:
+        found, need = probe(client, self.limits.health_timeout), self.limits.max_model_len
+        if found.max_model_len is not None and found.max_model_len < need:
+            raise ConfigError(
+                f"rollout.server.urls: {client.url} was started for sequences of {found.max_model_len} tokens, and "
+                f"this run needs {need} (rollout.vllm.max_model_len); start it with --max-model-len {need}, or lower "
+                "rollout.max_completion_length or data.max_pixels"
+            )
+        return found
+
+    async def _keep(self) -> None:
+        """Look after all servers, until cancelled."""
+        period = min(PERIOD, self.limits.health_timeout / 4)
+        while True:
+            now = time.monotonic()
+            for server in self.servers:
+                if server.state != "ready":
+                    if now >= server.next_try and not self.updating and self.current is not None:
+                        self._start(server, self._try(server))
+                elif server.running:
+                    if now - server.checked >= self.limits.health_timeout / 3:
+                        self._start(server, self._health(server))
+                    if now - max(server.asked, server.answered) > self.limits.timeout:
+                        why = (
+                            f"it answers /health, and none of its {len(server.running)} request(s) within "
+                            f"{self.limits.timeout:g} s (rollout.server.timeout)"
+                        )
+                        self._lose(server, why, give_up=True)
+            self._give_up_waiting(now)
+            if self.unanswered and now - max(self._answered, self._said) > LOG_EVERY:
+                self._said = now
+                log.warning(
+                    "rollout: %d request(s) without an answer for %.0f s: %s",
+                    self.unanswered,
+                    now - self._answered,
+                    self.describe(),
+                )
+            await asyncio.sleep(period)
+
+    def _start(self, server: Server, work: Coroutine[Any, Any, None]) -> None:
+        """Run one check of a server, unless one is running."""
+        if server.checking:
+            work.close()
+            return
+        server.checking = True
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)  # asyncio holds tasks weakly
+
+        def ended(done: asyncio.Task[None]) -> None:
+            self._tasks.discard(done)
+            server.checking = False
+
+        task.add_done_callback(ended)
+
+    async def _health(self, server: Server) -> None:
+        try:
+            await server.client.request("/health", method="GET", timeout=self.limits.health_timeout)
+        except ServerError as error:
+            self._lose(server, f"while it had requests: {error.reason}", give_up=True)
+        server.checked = time.monotonic()
+
+    async def _try(self, server: Server) -> None:
+        """Take a server in again, with the run's weights where it holds others."""
+        loop = asyncio.get_running_loop()
+        server.tries += 1
+        try:
+            if server.dialect is None or server.state == "lost":  # it may have come back as another version
+                server.dialect = await loop.run_in_executor(self._threads, self._dialect, server.client)
+            found = await self._weights_of(server)
+            # one that failed at the end of an update has the name already, and is paused still
+            if found is not None and found == self.current and not await self._paused(server):
+                if not self.updating:
+                    server.weights = found
+                    self._admit(server)
+            elif self.bring_up is None:
+                server.why = f"it holds weights '{found}', and another process sends it '{self.current}'"
+            else:
+                await loop.run_in_executor(self._threads, self.bring_up, server)
+        except (ServerError, ConfigError, EngineError, GuardStop) as error:
+            server.why = error.reason if isinstance(error, ServerError) else str(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # what it is tried for must not end the keeper
+            log.exception("rollout: %s could not be taken in", server.url)
+            server.why = f"{type(error).__name__}: {error}"
+        least, most = BACK_OFF
+        server.next_try = time.monotonic() + min(most, least * 2 ** min(server.tries, 8))
+
+    def _give_up_waiting(self, now: float) -> None:
+        """EngineError for the requests that wait when no server has been ready for `wait_timeout`."""
+        if self.ready() or not self._waiting:
+            self._none_since = None
+            return
+        self._none_since = self._none_since or now
+        if now - self._none_since > self.limits.wait_timeout:
+            message = self._none_left()
+            while self._waiting:
+                waiting = self._waiting.popleft()
+                if not waiting.place.done():
+                    waiting.place.set_exception(EngineError(message))
+
+    def _none_left(self) -> str:
+        return (
+            f"no server has been left to sample for {self.limits.wait_timeout:g} s (rollout.server.wait_timeout): "
+            f"{self.describe()}. Start them again, and go on from the newest checkpoint with --resume"
+        )

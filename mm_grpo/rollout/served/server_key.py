@@ -1,0 +1,62 @@
+"""A key in front of every endpoint of a vLLM server: control ones, metrics and documentation too.
+
+vLLM's own `--api-key` guards /v1, /v2 and /inference alone; weights, pauses and calls of the workers stay open. This
+runs inside the server, as its outermost middleware (`--middleware mm_grpo.rollout.served.server_key.RequireKey`), so
+there is no second process that bodies pass through, and no port behind it. The key is read from the environment, stands
+in no command, no message and no log, and is compared in constant time. A connection is not encrypted by it: across
+hosts that others use too, tunnel it, or give the server a certificate.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from mm_grpo.errors import ConfigError
+
+VARIABLE = "MM_GRPO_SERVER_KEY"
+NAME_VARIABLE = "MM_GRPO_SERVER_KEY_ENV"
+"""Holds the name of the variable that holds the key."""
+MIDDLEWARE = "mm_grpo.rollout.served.server_key.RequireKey"
+REFUSAL = b'{"error": "this server wants a key: Authorization: Bearer KEY"}'
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class RequireKey:
+    """ASGI middleware: 401 without the key, whatever the path and the method; a WebSocket is closed."""
+
+    def __init__(self, app: App, environment: Mapping[str, str] = os.environ) -> None:
+        name = environment.get(NAME_VARIABLE, VARIABLE)
+        key = environment.get(name)
+        if not key:
+            raise ConfigError(f"{MIDDLEWARE}: the environment variable {name} holds no key; set it")
+        self.app = app
+        self._expected = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._allowed(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(REFUSAL)).encode()),
+                (b"www-authenticate", b"Bearer"),
+                (b"connection", b"close"),  # the body is not read
+            ]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": REFUSAL})
+
+    def _allowed(self, scope: Scope) -> bool:
+        given = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, key = given[0].partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._expected)

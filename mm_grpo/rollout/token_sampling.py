@@ -1,0 +1,70 @@
+"""Drawing tokens: each row from its own noise, by the cumulative probabilities of its distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as lp
+
+if TYPE_CHECKING:
+    from mm_grpo.rollout.engine import Sampling
+
+
+def uniforms(seed: int, count: int) -> Tensor:
+    """The row's noise [T]: one number in [0, 1) per token, fixed by `seed`, drawn on the CPU; a longer row begins as a
+    shorter one."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def sample(
+    logits: Tensor,
+    noise: Tensor,
+    sampling: Sampling,
+    banned: list[int],
+    context: Sequence[Sequence[int]] | None,
+) -> tuple[Tensor, Tensor]:
+    """Tokens [R] and their log-probabilities [R] under the distribution that they were drawn from.
+
+    `logits` [R, V] are overwritten, `noise` [R] the rows' noise for this token, `banned` ids that are never drawn;
+    `context` are the tokens so far of each row, its prompt among them, which truncated sampling needs.
+    """
+    logits[:, banned] = -torch.inf
+    if context is not None:
+        logits = _truncate(logits, sampling, context)
+    if sampling.temperature == 0:
+        logp = logits.log_softmax(-1)
+        chosen = logp.argmax(-1)
+    else:
+        logp = (logits / sampling.temperature).log_softmax(-1)
+        cumulative = logp.double().exp().cumsum(-1)
+        # scaled by the last sum, which rounding leaves a hair off 1; the first entry above u wins
+        target = (noise * cumulative[:, -1])[:, None]
+        # past the end where logits are NaN, which the caller sees by their log-probs
+        chosen = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    return chosen, logp.gather(1, chosen[:, None])[:, 0]
+
+
+def _truncate(logits: Tensor, sampling: Sampling, context: Sequence[Sequence[int]]) -> Tensor:
+    """Penalty and truncation of evaluation sampling [R, V], by transformers' own processors."""
+    if sampling.repetition_penalty != 1.0:
+        penalty = lp.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+        for i, ids in enumerate(context):
+            seen = torch.tensor([ids], device=logits.device)
+            logits[i : i + 1] = penalty(seen, logits[i : i + 1])
+    if sampling.temperature == 0:
+        return logits
+    warpers: list[Any] = []
+    if sampling.top_k > 0:
+        warpers.append(lp.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        warpers.append(lp.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(lp.MinPLogitsWarper(sampling.min_p))
+    scaled = logits / sampling.temperature
+    for warper in warpers:
+        scaled = warper(None, scaled)
+    return scaled * sampling.temperature

@@ -1,0 +1,93 @@
+"""The parts of what is sampled ahead: versions of answers, ages, gaps at equal versions, threads."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+import torch
+from helpers.patience import PATIENCE, until
+
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.step_report import LearnerReport, gaps_by_version
+from mm_grpo.rollout.background import Background
+from mm_grpo.rollout.collect import Rollout
+from mm_grpo.rollout.engine import wrong_spans
+from mm_grpo.rollout.pipeline import oldest_version, scheduled_version, staleness_metrics
+from mm_grpo.types import Completion, Group
+
+
+def completion(*spans: tuple[int, int], tokens: int = 6) -> Completion:
+    return Completion((1,) * tokens, (-1.0,) * tokens, "a", "stop", 7, spans)
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        (((0, 3),), None),
+        (((0, 2), (4, 3)), None),
+        (((0, 2), (2, 3), (5, 4)), None),
+        (
+            ((0, 1),),
+            "was sampled under weight version 1, and while it was on its way the engine had versions 2 to 4",
+        ),
+        (((0, 3), (1, 5)), "under weight version 3 and 5"),
+        (((0, 3), (2, 2)), "both tokens and versions must rise"),
+        (((1, 3),), "must begin at token 0"),
+        (((0, 3), (6, 4)), "must begin at token 0"),  # the completion has six tokens, 0 to 5
+        ((), "must begin at token 0"),
+    ],
+)
+def test_spans_are_whole_and_of_versions_that_the_engine_had(spans: Any, words: str | None) -> None:
+    problem = wrong_spans(completion(*spans), 2, 4)
+    assert problem is None if words is None else words in str(problem)
+
+
+def test_ages_are_those_of_the_first_token_and_of_what_is_learned_from() -> None:
+    groups = [
+        Group(0, None, (completion((0, 5)), completion((0, 3), (2, 5)))),  # type: ignore[arg-type]
+        Group(1, None, (completion((0, 1)),) * 2),  # type: ignore[arg-type]
+        Group(1, None, (completion((0, 4)),) * 2, attempt=1),  # type: ignore[arg-type]
+    ]
+    rollout = Rollout(6, sampled=groups, stale=2)
+    assert staleness_metrics(rollout, 5) == {
+        "staleness/mean": (0 + 2 + 1 + 1) / 4,
+        "staleness/max": 2,
+        "staleness/mixed": 0.25,
+        "staleness/dropped": 2,
+    }
+    assert [oldest_version(group) for group in groups] == [3, 1, 4]
+    assert [scheduled_version(step, 0) for step in (1, 2, 3)] == [0, 1, 2]
+
+
+def test_only_what_was_sampled_at_the_learners_version_is_compared_with_it() -> None:
+    engine = [(-1.0, -2.0), (-1.0,), (-3.0, -3.0), (-9.0,)]
+    learned = {0: torch.tensor([-1.0, -2.5]), 1: torch.tensor([-4.0]), 2: torch.tensor([-3.0, -3.25])}
+    found = gaps_by_version(engine, learned, [(2,), (1,), (2,), (1, 2)], Ranks())
+    assert found == {1: (3.0, 3.0), 2: ((0.5 + 0.25) / 4, 0.5)}
+    report = LearnerReport({}, [], found)
+    assert report.gap_at(2) == (0.1875, 0.5) and report.gap_at(3) == (0.0, 0.0)
+
+
+def test_background_calls_end_with_the_run() -> None:
+    thread, go, began = Background(1, "one thread"), threading.Event(), threading.Event()
+
+    def first() -> str:
+        began.set()
+        assert go.wait(PATIENCE)
+        thread.require_open()
+        return "never"
+
+    running, waiting = thread.submit(first), thread.submit(lambda: "never")
+    assert began.wait(PATIENCE)
+    thread.close()
+    go.set()
+    with pytest.raises(RuntimeError, match="one thread: the run has ended"):
+        running.result(PATIENCE)
+    with pytest.raises(CancelledError):
+        waiting.result(PATIENCE)
+    with pytest.raises(RuntimeError, match="the run has ended"):
+        thread.submit(lambda: "never")
+    until(lambda: not any(t.name.startswith("one thread") for t in threading.enumerate()))

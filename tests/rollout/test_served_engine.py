@@ -1,0 +1,416 @@
+"""The served engine over servers without a model: requests, streams, weights, dialects. Real ones are in engines/."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.configs import small_config
+from helpers.fake_vllm import IMAGE, FakeVLLM, Processor, prompt_of
+from helpers.patience import PATIENCE, until
+from helpers.served import FIVE, WEIGHTS, Made, back, in_midst, requests, restart
+
+from mm_grpo.build import build_engine
+from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
+from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, Sampling
+from mm_grpo.rollout.served.client import ServerClient
+from mm_grpo.rollout.served.dialect import CHAT, GENERATE, RENDER
+from mm_grpo.rollout.served.engine import ServedEngine
+from mm_grpo.rollout.served.server import Limits
+from mm_grpo.rollout.served.transfer import FileTransfer, transfer_of
+from mm_grpo.types import Completion
+
+
+def test_one_server_and_two_answer_alike_and_share_the_work(make: Made) -> None:
+    one, _ = make(1)
+    two, fakes = make(2)
+    asked = requests()
+    done = two.generate(asked)
+    assert done == one.generate(asked)
+    assert [c.seed for c in done] == [r.seed for r in asked]
+    assert len({c.token_ids for c in done}) == 48 and {len(c.token_ids) for c in done} == {5}
+    assert {c.weight_versions for c in done} == {((0, 0),)}
+    assert sorted(len(fake.asked) for fake in fakes)[0] >= 3  # of 12 groups
+    path, body = fakes[0].asked[0]
+    params = body["sampling_params"]
+    assert path == GENERATE and params["n"] == 4 and params["seed"] % 100 == 0 and params["logprobs"] == 0
+    assert body["token_ids"].count(IMAGE) == 1 and len(body["content_parts"]) == 1
+
+
+def test_images_tell_completions_apart_and_order_does_not(make: Made) -> None:
+    engine, _ = make()
+    twin = [prompt_of("a", "x", tiny.picture(1, 8, 8)), prompt_of("b", "x", tiny.picture(2, 8, 8))]
+    first, second = engine.generate([Request(p, 5, FIVE) for p in twin])
+    assert first.token_ids != second.token_ids
+    assert engine.generate([Request(p, 5, FIVE) for p in twin[::-1]]) == [second, first]
+    assert engine.generate([]) == []
+
+
+def test_rows_that_do_not_fit_or_are_refused(make: Made) -> None:
+    engine, fakes = make()
+    with pytest.raises(
+        DataError, match=r"long: the prompt has 98 tokens and 5 more .*max_model_len = 100 allows 100"
+    ):
+        engine.generate([Request(prompt_of("long", "x" * 98), 0, FIVE)])
+    three = prompt_of("three", "x", *[tiny.picture(1, 8, 8)] * 3)
+    with pytest.raises(DataError, match=r"three: the row has 3 images, .* rollout\.vllm\.max_images"):
+        engine.generate([Request(three, 0, FIVE)])
+    with pytest.raises(ConfigError, match=r"temperature = 0\.001"):
+        engine.generate([Request(prompt_of("a", "x"), 0, Sampling(2, temperature=0.001))])
+    for fake in fakes:
+        fake.refuse = "At most 1 image(s) may be provided"
+    with pytest.raises(DataError, match=r"a: vLLM refuses the prompt: http://.*HTTP 400: At most 1 image"):
+        engine.generate([Request(prompt_of("a", "x"), 0, FIVE)])
+    assert engine.pool.recoveries == []  # nothing was the servers' fault
+
+
+def test_other_ids_than_the_learners_stop_the_run(make: Made) -> None:
+    engine, fakes = make(1)
+    fakes[0].expanded = 4
+    with pytest.raises(GuardStop, match=r"row-0: vLLM ran 9 prompt tokens where the learner trains on 8"):
+        engine.generate(requests(1))
+
+
+def test_scores_are_those_of_the_completion_after_its_prompt(make: Made) -> None:
+    engine, _ = make()
+    prompt = prompt_of("a", "xyz", tiny.picture(1, 8, 8))
+    assert engine.score(prompt, [50, 60]) == [-0.05, -0.06]
+    assert engine.score(prompt, []) == []
+    assert [replica.score(prompt, [50, 60]) for replica in engine.replicas] == [[-0.05, -0.06]] * 2
+
+
+# many ----------------------------------------------------------------------------------------
+
+
+def test_hundreds_of_requests_wait_without_their_bodies(make: Made) -> None:
+    engine, fakes = make(max_sequences=16)
+    for fake in fakes:
+        fake.delay = 0.005
+    asked = requests(300, each=1)
+    done = engine.generate(asked)
+    assert [c.seed for c in done] == [r.seed for r in asked]
+    assert sum(len(fake.asked) for fake in fakes) == 300
+    seeds = [body["sampling_params"]["seed"] for fake in fakes for _, body in fake.asked]
+    assert len(set(seeds)) == 300  # none twice
+    assert max(fake.most for fake in fakes) <= 16
+
+
+def test_a_stream_answers_each_as_it_ends_and_goes_on_where_it_was(make: Made) -> None:
+    engine, fakes = make()
+    fakes[0].stuck.set()
+    prompt = prompt_of("a", "x")
+    with engine.stream() as stream:
+        numbers = [stream.add_request(Request(prompt, seed, FIVE)) for seed in (3, 4)]
+        first = stream.step()
+        assert len(first) == 1 and stream.unfinished == 1  # the other server is at work
+        fakes[0].stuck.clear()
+        second = stream.step()
+        assert {n for n, _ in first + second} == set(numbers)
+        urls = dict(stream._urls)  # type: ignore[attr-defined]
+        for number in numbers:
+            later = stream.add_request(Request(prompt, 10 + number, FIVE), Follows(number))
+            assert stream.step()[0][0] == later
+            assert stream._urls[later] == urls[number]  # type: ignore[attr-defined]
+            stream.release(number)
+    assert [c for _, c in sorted(first + second)] == engine.generate(
+        [Request(prompt, seed, FIVE) for seed in (3, 4)]
+    )
+    with engine.stream() as stream:
+        stream.add_request(Request(prompt, 9, FIVE))
+    assert stream.unfinished == 0
+
+
+# weights -------------------------------------------------------------------------------------
+
+
+class Unkept(FileTransfer):
+    """A transfer that keeps nothing for those that join late, as broadcasts do."""
+
+    keeps_weights = False
+
+    def catch_up(self, clients: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("kind", [FileTransfer, Unkept])
+def test_a_server_that_missed_an_update_is_brought_up_to_all_of_it(make: Made, kind: Any) -> None:
+    engine, fakes = make(transfer=kind(None, 5.0))
+    new = torch.full((4,), 2.0)
+    fakes[0].control.faults["/update_weights"] = lambda body: time.sleep(0) or 1 / 0
+    received = engine.update_weights({"b.weight": new}.items(), 1)  # a part, as the ledger sends it
+    assert received.keys() == {"b.weight"}
+    assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
+    assert [c.weight_versions for c in engine.generate(requests(2))] == [((0, 1),)] * 8
+    fakes[0].control.faults.clear()
+    back(engine)
+    for fake in fakes:
+        assert torch.equal(fake.control.weights["b.weight"], new)
+        assert torch.equal(fake.control.weights["a.q.weight"], WEIGHTS["a.q.weight"])
+
+
+def test_a_restart_is_seen_when_a_part_is_sent(make: Made) -> None:
+    """The new process would have that part, the name of the new weights, and all else from the disk."""
+    engine, fakes = make()
+    fakes[0].control.restart()
+    fakes[0].control.versions.clear()
+    engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
+    assert [server.url for server in engine.pool.ready()][-1:] == [fakes[1].url]
+    back(engine)
+    assert torch.equal(fakes[0].control.weights["a.q.weight"], WEIGHTS["a.q.weight"])
+    assert "it does not hold the weights that it was sent last" not in engine.pool.describe()
+
+
+def test_a_server_that_failed_at_the_end_of_an_update_is_sent_it_again(make: Made) -> None:
+    """Then it has the name of the new weights, and caches of the old ones."""
+    engine, fakes = make()
+    fakes[0].control.faults["/reset_encoder_cache"] = lambda body: 1 / 0
+    engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
+    assert fakes[0].name == fakes[1].name and fakes[0].control.paused
+    fakes[0].control.faults.clear()
+    fakes[0].control.caches.clear()
+    back(engine)
+    assert fakes[0].control.caches == ["prefix", "encoder"] and not fakes[0].control.paused
+
+
+def test_an_update_may_land_while_requests_run(make: Made) -> None:
+    engine, fakes = make()
+    for fake in fakes:
+        fake.delay = 0.3
+    done: list[Completion] = []
+    thread = threading.Thread(target=lambda: done.extend(engine.generate(requests())))
+    thread.start()
+    until(lambda: fakes[0].asked)
+    engine.update_weights(WEIGHTS.items(), 1)
+    more = engine.generate(requests(2))
+    thread.join()
+    assert {c.weight_versions for c in done} <= {((0, 0),), ((0, 1),)} and len(done) == 48
+    assert {c.weight_versions for c in more} == {((0, 1),)}
+
+
+def test_all_servers_lost_in_an_update_are_waited_for(make: Made) -> None:
+    engine, fakes = make()
+    for fake in fakes:
+        fake.kill()
+    threading.Timer(0.3, fakes[1].restart).start()
+    engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
+    assert torch.equal(fakes[1].control.weights["b.weight"], torch.ones(4))
+    assert torch.equal(fakes[1].control.weights["a.k.weight"], torch.ones(2))
+    assert {c.weight_versions for c in engine.generate(requests(2))} == {((0, 1),)}
+
+
+def test_a_server_that_received_something_else_stops_the_run(make: Made) -> None:
+    engine, fakes = make()
+    worker = fakes[1].control.workers[0]
+    note = worker.account.note
+    worker.account.note = lambda version, name, tensor: note(version, name, tensor + 1)
+    with pytest.raises(
+        GuardStop, match=rf"weight sync with {fakes[1].url}: of 1 tensors 1 arrived changed: 'b"
+    ):
+        engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
+
+
+def test_nothing_is_sampled_before_weights_were_sent(make: Made) -> None:
+    engine, _ = make(send=False)
+    assert not engine.holds_weights
+    with pytest.raises(EngineError, match="call update_weights with every tensor first"):
+        engine.generate(requests(1))
+
+
+def test_another_runs_weights_are_not_sampled_from(make: Made) -> None:
+    engine, fakes = make(1, wait_timeout=0.3)
+    engine.pool.bring_up = None
+    other = ServedEngine(
+        [ServerClient(fakes[0].url, timeout=5)],
+        transfer_of("file"),
+        Processor(),
+        limits=Limits(),
+        max_images=1,  # type: ignore[arg-type]
+    )
+    other.update_weights(WEIGHTS.items(), 0)
+    with pytest.raises(
+        EngineError, match=r"it holds weights '\w+:0', (not|and another process sends it) '\w+:0'"
+    ):
+        engine.generate(requests(1))
+    other.close()
+
+
+def test_a_server_that_fails_a_check_is_left_out_of_it(make: Made) -> None:
+    engine, fakes = make()
+    replicas = engine.replicas
+    fakes[0].kill()
+    with pytest.raises(ReplicaLost, match="no connection"):
+        replicas[0].score(prompt_of("a", "x"), [50])
+    assert replicas[1].score(prompt_of("a", "x"), [50]) == [-0.05]
+
+
+class ThreadRanks:
+    """Two processes that train together, as threads."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, held: dict[str, Any]) -> None:
+        self.rank, self.first, self.barrier, self.held = rank, rank == 0, barrier, held
+
+    @contextmanager
+    def fail_together(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.held["error"] = error
+        self.barrier.wait(PATIENCE)
+        if error := self.held.get("error"):
+            raise error
+
+    def broadcast(self, value: Any, what: str) -> Any:
+        if self.first:
+            self.held[what] = value
+        self.barrier.wait(PATIENCE)
+        return self.held[what]
+
+
+def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: ExitStack) -> None:
+    alone, fakes = make()
+    expected = alone.generate(requests())
+    barrier, shared = threading.Barrier(2), dict[str, Any]()
+    engines = [
+        ServedEngine(
+            [ServerClient(fake.url, timeout=5, connect_timeout=5) for fake in fakes],
+            transfer_of("file", timeout=5.0) if rank == 0 else None,
+            Processor(),  # type: ignore[arg-type]
+            limits=Limits(health_timeout=1.0, wait_timeout=5.0, max_model_len=100),
+            max_images=2,
+            ranks=ThreadRanks(rank, barrier, shared),  # type: ignore[arg-type]
+        )
+        for rank in (0, 1)
+    ]
+    for engine in engines:
+        held.callback(engine.close)
+    asked = requests()
+    received: dict[int, Any] = {}
+    done: dict[int, list[Completion]] = {}
+
+    def process(rank: int) -> None:
+        received[rank] = engines[rank].update_weights(iter(WEIGHTS.items()), 0)
+        done[rank] = engines[rank].generate(asked[24 * rank : 24 * rank + 24])
+
+    def both() -> None:
+        threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+
+    both()
+    assert received[0] == received[1] and received[0].keys() == WEIGHTS.keys()
+    assert done[0] + done[1] == expected
+    fakes[0].kill()
+    fakes[0].restart()  # the first process alone may bring it up; the other waits for that
+    both()
+    for engine in engines:
+        back(engine)
+    assert done[0] + done[1] == expected
+    assert fakes[0].name == fakes[1].name
+
+
+# what a server is started with ---------------------------------------------------------------
+
+
+def test_servers_that_lack_something_are_refused_with_how_to_start_them(make: Made) -> None:
+    fake = FakeVLLM()
+    fake.missing = (GENERATE,)
+    with pytest.raises(
+        ConfigError,
+        match=r"has no /inference/v1/generate; start it with `mm-grpo serve`, or .*--enable-scale-out",
+    ):
+        make(servers=[fake])
+    fake = FakeVLLM()
+    fake.missing = ("/start_weight_update", "/collective_rpc")
+    with pytest.raises(
+        ConfigError, match=r"has no /start_weight_update, /collective_rpc, so it can take no weights"
+    ):
+        make(servers=[fake])
+    fake = FakeVLLM()
+    fake.max_model_len = 50
+    with pytest.raises(ConfigError, match=r"sequences of 50 tokens, and this run needs 100"):
+        make(servers=[fake])
+    fake = FakeVLLM()
+    fake.raw = True
+    with pytest.raises(ConfigError, match=r"start it with --logprobs-mode processed_logprobs"):
+        make(servers=[fake])
+    fake = FakeVLLM()
+    fake.key = "right"
+    with pytest.raises(ConfigError, match=r"refuses the key .*rollout\.server\.key_env names") as caught:
+        make(servers=[fake], key="wrong")
+    assert "wrong" not in str(caught.value) and "right" not in str(caught.value).replace("rights", "")
+    make(servers=[fake], key="right")
+
+
+def test_servers_that_come_late_are_waited_for(make: Made, held: ExitStack) -> None:
+    fakes = [FakeVLLM(), FakeVLLM()]
+    for fake in fakes:
+        fake.kill()
+    threading.Timer(0.3, fakes[1].restart).start()
+    engine, _ = make(servers=fakes)
+    expected = engine.generate(requests(2))
+    fakes[0].restart()
+    back(engine)
+    assert engine.generate(requests(2)) == expected
+    assert fakes[0].name == fakes[1].name
+
+
+def test_no_urls_is_the_configs_fault() -> None:
+    config = small_config("unused", rollout={"engine": "vllm_server"})
+    with pytest.raises(
+        ConfigError, match=r"rollout\.server\.urls = \[\]: .* `mm-grpo train --serve 1` start one"
+    ):
+        build_engine(config, None, Processor())  # type: ignore[arg-type]
+
+
+def test_no_server_at_all_is_the_configs_fault(make: Made) -> None:
+    fake = FakeVLLM()
+    fake.kill()
+    with pytest.raises(
+        ConfigError, match=r"no server answers within 0\.3 s .*Connection refused.*`mm-grpo serve`"
+    ):
+        make(servers=[fake], wait_timeout=0.3)
+
+
+# the dialect of 0.25.1 -------------------------------------------------------------------------
+
+
+def test_0_25_1_gets_chats_and_answers_the_same(make: Made) -> None:
+    new, _ = make(1)
+    old, fakes = make(servers=[FakeVLLM(old=True)])
+    asked = requests(3)
+    assert old.generate(asked) == new.generate(asked)
+    assert not old.updates_in_flight and new.updates_in_flight
+    assert {path for path, _ in fakes[0].asked} == {CHAT}
+    text = prompt_of("text", "only text")
+    assert old.generate([Request(text, 3, FIVE)]) == new.generate([Request(text, 3, FIVE)])
+    assert fakes[0].asked[-1][0] == GENERATE  # ids alone: nothing for a chat to do
+    fakes[0].expanded = 4
+    with pytest.raises(GuardStop, match="vLLM ran 9 prompt tokens where the learner trains on 8"):
+        old.generate(asked)
+
+
+def test_0_25_1_scores_by_the_servers_own_image_features(make: Made) -> None:
+    old, fakes = make(servers=[FakeVLLM(old=True)])
+    prompt = prompt_of("a", "xyz", tiny.picture(1, 8, 8), tiny.picture(2, 8, 8))
+    assert old.score(prompt, [50, 60]) == [-0.05, -0.06]
+    assert [path for path, _ in fakes[0].asked] == [RENDER, GENERATE]
+    places = fakes[0].asked[1][1]["features"]["mm_placeholders"]["image"]
+    assert places == [{"offset": 0, "length": 3}, {"offset": 3, "length": 3}]
+
+
+def test_0_25_1_a_restart_in_midst_is_seen_by_the_workers_record(make: Made) -> None:
+    old, fakes = make(servers=[FakeVLLM(old=True), FakeVLLM(old=True)])
+    expected = old.generate(requests())
+    assert in_midst(old, fakes, lambda: restart(fakes[0])) == expected
+    back(old)
+    assert (
+        fakes[0].control.workers[0].account.weights_name == fakes[1].control.workers[0].account.weights_name
+    )

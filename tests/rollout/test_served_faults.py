@@ -1,0 +1,142 @@
+"""Faults of servers in the midst of a step: kills, cuts, errors, hangs. No sample changes, none is lost or doubled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from helpers.fake_vllm import FakeVLLM
+from helpers.patience import PATIENCE, until
+from helpers.served import WEIGHTS, Made, back, cut, fail, in_midst, requests, restart, stop_and_go
+
+from mm_grpo.errors import EngineError
+from mm_grpo.rollout.served import pool
+
+
+@pytest.mark.parametrize("fault", [cut, fail, restart, stop_and_go])
+def test_a_fault_in_midst_of_a_step_changes_nothing(make: Made, fault: Callable[[FakeVLLM], None]) -> None:
+    engine, fakes = make()
+    expected = engine.generate(requests())
+    engine.update_weights(WEIGHTS.items(), 1)
+    done = in_midst(engine, fakes, lambda: fault(fakes[0]))
+    assert [(c.token_ids, c.logprobs, c.seed) for c in done] == [
+        (c.token_ids, c.logprobs, c.seed) for c in expected
+    ]
+    assert {c.weight_versions for c in done} == {((0, 1),)}
+    back(engine)
+    assert fakes[0].name == fakes[1].name and fakes[0].name.endswith(":1")  # a new process was brought up
+    # a request that the server failed on before it was back may be told of after, and it is lost once more
+    assert {url for url, _ in engine.pool.recoveries} == {fakes[0].url}
+    assert engine.generate(requests(first=7)) != expected
+
+
+def test_a_server_killed_for_good_is_done_without(make: Made) -> None:
+    engine, fakes = make()
+    expected = engine.generate(requests())
+    assert in_midst(engine, fakes, fakes[0].kill) == expected
+    begun = len(fakes[1].asked)
+    assert engine.generate(requests()) == expected
+    assert len(fakes[1].asked) == begun + 12
+
+
+def test_metrics_count_servers_that_were_lost_and_came_back_since_the_last_row(make: Made) -> None:
+    engine, fakes = make()
+    engine.metrics()  # the start
+    assert engine.metrics() == {"served/ready": 2, "served/losses": 0, "served/recoveries": 0}
+    in_midst(engine, fakes, fakes[0].kill)
+    assert engine.metrics() == {"served/ready": 1, "served/losses": 1, "served/recoveries": 0}
+    fakes[0].restart()
+    back(engine)
+    assert engine.metrics() == {"served/ready": 2, "served/losses": 0, "served/recoveries": 1}
+
+
+def test_a_server_that_answers_health_alone_is_left(make: Made) -> None:
+    engine, fakes = make(timeout=0.5)
+    expected = engine.generate(requests())
+    started = time.monotonic()
+    assert in_midst(engine, fakes, fakes[0].stuck.set) == expected
+    assert 0.5 < time.monotonic() - started < PATIENCE  # it never answers by itself
+    fakes[0].stuck.clear()
+
+
+def test_a_restart_between_steps_is_seen_before_a_request(make: Made) -> None:
+    engine, fakes = make()
+    expected = engine.generate(requests())
+    fakes[0].kill()
+    fakes[0].restart()
+    begun = len(fakes[0].asked)
+    engine.pool.updating = True  # nothing is taken in for now
+    assert engine.generate(requests()) == expected
+    assert len(fakes[0].asked) == begun
+    engine.pool.updating = False
+    back(engine)
+    assert fakes[0].name == fakes[1].name
+
+
+def test_none_left_names_each_server_and_what_happened(make: Made) -> None:
+    engine, fakes = make(wait_timeout=0.5)
+    fakes[1].kill()
+    with pytest.raises(EngineError) as caught:
+        in_midst(engine, fakes, fakes[0].kill)
+    message = str(caught.value)
+    assert message.startswith("no server has been left to sample for 0.5 s (rollout.server.wait_timeout): ")
+    for fake in fakes:
+        assert f"{fake.url}: no connection (Connection refused); tried " in message
+    assert message.endswith("go on from the newest checkpoint with --resume")
+
+
+def test_a_row_that_every_server_fails_on_ends_the_run(make: Made) -> None:
+    engine, fakes = make()
+    for fake in fakes:
+        fake.status = 1000
+    with pytest.raises(
+        EngineError, match=r"row-0: servers failed 8 times over one request, .*EngineDeadError"
+    ):
+        engine.generate(requests(1))
+
+
+def test_what_is_waited_for_is_said(
+    make: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "LOG_EVERY", 0.2)
+    engine, fakes = make()
+    for fake in fakes:
+        fake.stuck.set()
+
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "without an answer" in r.getMessage()]
+
+    def answer_later() -> None:
+        until(lambda: len(said()) == 2)
+        for fake in fakes:
+            fake.stuck.clear()
+
+    thread = threading.Thread(target=answer_later)
+    thread.start()
+    engine.generate(requests(2))
+    thread.join()
+    said = said()
+    assert said[0].startswith("rollout: 2 request(s) without an answer for 0 s: http://127.0.0.1:")
+    assert said[0].count(": 1 request(s) on their way") == 2
+
+
+@pytest.mark.long
+def test_twenty_faults(make: Made) -> None:
+    """Kills, restarts, cuts, 500s and stops in twenty steps: seeds and groups as if nothing had happened."""
+    plain, _ = make(1)
+    engine, fakes = make()
+    for step in range(20):
+        engine.update_weights(WEIGHTS.items(), step + 1)
+        fault = stop_and_go if step == 7 else [cut, fail, restart][step % 3]
+        expected = [c.token_ids for c in plain.generate(requests(4, first=step))]
+        for fake in fakes:
+            fake.delay = 0.02
+        fault(fakes[step % 2])
+        done = engine.generate(requests(4, first=step))
+        assert [c.token_ids for c in done] == expected
+        assert {c.weight_versions for c in done} == {((0, step + 1),)}
+        back(engine)
+    assert len(engine.pool.recoveries) >= 13  # one that fails while it has nothing to do is not lost
+    assert max(seconds for _, seconds in engine.pool.recoveries) < 5

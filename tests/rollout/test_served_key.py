@@ -1,0 +1,100 @@
+"""The key in front of a server: what is let through, and what of it can be seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.rollout.served.server_key import RequireKey
+
+KEY = "a-key of some kind/+="
+
+
+class App:
+    """Answers 200, and counts the bytes of the body as they come."""
+
+    def __init__(self) -> None:
+        self.calls, self.received = 0, 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.calls += 1
+        more = scope["type"] == "http"
+        while more:
+            message = await receive()
+            self.received += len(message.get("body", b""))
+            more = message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+
+def ask(
+    headers: list[tuple[bytes, bytes]], path: str = "/pause", kind: str = "http", chunks: int = 1
+) -> tuple[App, list[MutableMapping[str, Any]]]:
+    app, sent = App(), []
+    guarded = RequireKey(app, {"MM_GRPO_SERVER_KEY": KEY})
+    left = iter(range(chunks - 1, -1, -1))
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": b"x" * 1000, "more_body": next(left) > 0}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": kind, "path": path, "method": "POST", "headers": headers}
+    asyncio.run(guarded(scope, receive, send))
+    return app, sent
+
+
+RIGHT = (b"authorization", f"Bearer {KEY}".encode())
+
+
+@pytest.mark.parametrize("path", ["/pause", "/update_weights", "/health", "/metrics", "/openapi.json", "/"])
+def test_every_path_wants_the_key(path: str) -> None:
+    app, sent = ask([], path)
+    assert app.calls == 0 and app.received == 0  # the body is not read either
+    assert sent[0]["status"] == 401 and "wants a key" in json.loads(sent[1]["body"])["error"]
+    app, sent = ask([RIGHT], path)
+    assert app.calls == 1 and sent[0]["status"] == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"authorization", b"Bearer ")],
+        [(b"authorization", b"Bearer a-key")],
+        [(b"authorization", RIGHT[1] + b"x")],
+        [(b"authorization", b"Basic " + KEY.encode())],
+        [(b"authorization", KEY.encode())],
+        [(b"x-authorization", RIGHT[1])],
+        [(b"authorization", b"Bearer wrong"), RIGHT],
+        [(b"authorization", b"Bearer \xff\xfe")],
+    ],
+)
+def test_anything_but_the_key_is_refused_and_not_shown(headers: list[tuple[bytes, bytes]]) -> None:
+    app, sent = ask(headers)
+    assert app.calls == 0 and sent[0]["status"] == 401
+    assert KEY not in str(sent)
+
+
+def test_a_websocket_is_closed_and_the_start_of_the_server_let_through() -> None:
+    app, sent = ask([], kind="websocket")
+    assert app.calls == 0 and sent == [{"type": "websocket.close", "code": 1008}]
+    app, _ = ask([], kind="lifespan")
+    assert app.calls == 1
+
+
+def test_bodies_pass_as_they_come() -> None:
+    app, _ = ask([RIGHT], chunks=500)
+    assert app.received == 500_000
+
+
+def test_without_a_key_it_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="the environment variable MM_GRPO_SERVER_KEY holds no key"):
+        RequireKey(App(), {})
+    environment = {"MM_GRPO_SERVER_KEY_ENV": "MINE", "MM_GRPO_SERVER_KEY": KEY}
+    with pytest.raises(ConfigError, match="the environment variable MINE holds no key"):
+        RequireKey(App(), environment)

@@ -1,0 +1,278 @@
+"""Server processes: their command, when they are ready, and that none outlives who started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from helpers.patience import PATIENCE
+from helpers.processes import alone
+
+from mm_grpo.errors import ConfigError, EngineError
+from mm_grpo.rollout.served import launch
+from mm_grpo.rollout.served.launch import ServerProcess, ServerSettings, serve
+from mm_grpo.rollout.vllm.launch import EngineSettings
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="the command is that of an installed vLLM")
+
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "examples" / "shapes" / "base"
+FAKE = ROOT / "tests" / "helpers" / "fake_server_process.py"
+ENGINE = EngineSettings(
+    str(BASE),
+    "float32",
+    512,
+    mm_processor_kwargs=(("max_pixels", 3136),),
+    max_images=2,
+    engine_kwargs=(("max_num_seqs", 16),),
+)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids: Sequence[int], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, pids: Path, *how: str) -> None:
+    def command(settings: ServerSettings, port: int) -> list[str]:
+        return [sys.executable, "-S", str(FAKE), str(settings.socket), str(pids), *how]
+
+    monkeypatch.setattr(launch, "server_command", command)
+
+
+def started(pids: Path) -> list[int]:
+    return [int(pid) for pid in pids.read_text().split()]
+
+
+# the command ---------------------------------------------------------------------------------
+
+
+@needs_vllm
+def test_a_server_is_started_as_the_engine_in_the_trainer_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "secret-of-the-test")
+    settings = ServerSettings(ENGINE, transfer="gloo", tensor_parallel=2)
+    command = launch.server_command(settings, 8123)
+    assert command[:2] == [sys.executable, "-m"] and command[2].startswith("vllm.entrypoints.")
+    pairs = dict(pairwise(command))
+    wanted = {
+        "--model": str(BASE),
+        "--dtype": "float32",
+        "--max-model-len": "512",
+        "--max-num-seqs": "16",
+        "--tensor-parallel-size": "2",
+        "--limit-mm-per-prompt": '{"image": 2, "video": 0}',
+        "--mm-processor-kwargs": '{"max_pixels": 3136}',
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+        "--weight-transfer-config": '{"backend": "mm_grpo_gloo"}',
+        "--worker-extension-cls": "mm_grpo.rollout.served.plugin.WorkerExtension",
+        "--host": "127.0.0.1",
+        "--port": "8123",
+        "--middleware": "mm_grpo.rollout.served.server_key.RequireKey",
+    }
+    assert {name: pairs.get(name) for name in wanted} == wanted
+    assert {"--enable-scale-out", "--enforce-eager", "--no-enable-chunked-prefill"} <= set(command)
+    assert "--distributed-executor-backend" not in command
+    assert not any("secret" in word for word in command)
+
+
+@needs_vllm
+def test_a_server_without_a_key_has_no_middleware_and_its_socket_no_port(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
+    command = launch.server_command(ServerSettings(ENGINE, socket=tmp_path / "s"), 0)
+    assert command[command.index("--uds") + 1] == str(tmp_path / "s")
+    assert not {"--middleware", "--host", "--port"} & set(command)
+
+
+def test_an_older_vllm_is_started_by_its_own_module_and_flags(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "vllm_folder", lambda: tmp_path)  # with nothing of what came later
+    command = launch.server_command(ServerSettings(ENGINE), 8000)
+    assert command[2] == "vllm.entrypoints.openai.api_server"
+    assert "--enable-scale-out" not in command and "--trust-request-chat-template" in command
+
+
+def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    found = launch.server_environment(ServerSettings(ENGINE, gpus=("2", "3"), key_env="MY_KEY"))
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & found.keys()
+    assert found["CUDA_VISIBLE_DEVICES"] == "2,3" and found["VLLM_SERVER_DEV_MODE"] == "1"
+    assert found["PYTHONPATH"] == f"{ROOT}:/somewhere" and found["MM_GRPO_SERVER_KEY_ENV"] == "MY_KEY"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::", "gpu-7"])
+def test_other_machines_are_let_in_with_a_key_alone(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--host {host}: other machines reach .* set a key .* variable MY_KEY"
+    ):
+        launch.check_exposure(host, "MY_KEY", {})
+    launch.check_exposure(host, "MY_KEY", {"MY_KEY": "k"})
+    monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
+    with pytest.raises(ConfigError, match="other machines reach"):
+        ServerProcess(ServerSettings(ENGINE, host=host), Path("/dev/null")).start()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_this_machine_needs_none(host: str) -> None:
+    launch.check_exposure(host, "MY_KEY", {})
+
+
+# processes -----------------------------------------------------------------------------------
+
+
+def test_servers_end_with_their_block_and_with_what_they_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch, tmp_path / "pids")
+    with serve([ServerSettings(ENGINE)] * 2) as servers:
+        sockets = [server.settings.socket for server in servers]
+        assert [server.url for server in servers] == [f"unix://{socket}" for socket in sockets]
+        folder = sockets[0].parent
+        assert folder.stat().st_mode & 0o777 == 0o700  # no other user reaches the sockets
+        pids = started(tmp_path / "pids")
+        assert len(pids) == 4 and all(map(alive, pids))
+        assert [server.poll() for server in servers] == [None, None]
+    assert gone(pids) and not folder.exists()
+
+
+def test_a_server_that_ignores_sigterm_or_is_stopped_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch, tmp_path / "pids", "stubborn")
+    server = ServerProcess(ServerSettings(ENGINE, socket=tmp_path / "s"), tmp_path / "log")
+    server.start()
+    server.wait_ready(PATIENCE)
+    pids = started(tmp_path / "pids")
+    os.kill(pids[0], signal.SIGSTOP)
+    server.stop(0.3)
+    assert gone(pids) and server.poll() is None
+
+
+def test_a_killed_server_starts_anew_at_its_url_and_leaves_no_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch, tmp_path / "pids")
+    with serve([ServerSettings(ENGINE)]) as (server,):
+        first, url = started(tmp_path / "pids"), server.url
+        os.kill(first[0], signal.SIGKILL)
+        assert gone(first[:1]) and alive(first[1])
+        assert server.poll() == -signal.SIGKILL
+        server.start()
+        server.wait_ready(PATIENCE)
+        assert server.url == url and gone(first)
+
+
+def test_a_server_that_ends_before_it_is_ready_shows_the_end_of_its_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch, tmp_path / "pids", "broken")
+    with (
+        pytest.raises(
+            EngineError, match=r"exited with code 1 before it was ready; (?s:.*) there is no such model"
+        ),
+        serve([ServerSettings(ENGINE)]),
+    ):
+        raise AssertionError("it never was ready")
+
+
+def test_a_server_that_is_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "server_command", lambda settings, port: ["sleep", "300"])
+    with (
+        pytest.raises(EngineError, match=r"was not ready within 0\.5 s"),
+        serve([ServerSettings(ENGINE)], timeout=0.5),
+    ):
+        raise AssertionError("it never was ready")
+
+
+def test_a_server_that_ends_is_started_anew_and_given_up_when_it_never_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "WATCH_EVERY", 0.02)
+    fake(monkeypatch, tmp_path / "pids")
+    said: list[str] = []
+    with serve([ServerSettings(ENGINE)], report=said.append) as (server,):
+        (first, _) = started(tmp_path / "pids")
+        os.kill(first, signal.SIGKILL)
+        end = time.monotonic() + PATIENCE
+        while not (server.ready and len(started(tmp_path / "pids")) == 4) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert server.ready and len(said) == 1
+        assert f"{server.url} was ended by SIGKILL (out of memory?); it is started anew" in said[0]
+        fake(monkeypatch, tmp_path / "pids", "broken")
+        os.kill(started(tmp_path / "pids")[2], signal.SIGKILL)
+        while len(said) < 5 and time.monotonic() < end:
+            time.sleep(0.02)
+    assert len(said) == 1 + 4 and "exited with code 1, 4 times in a row, and is not started again" in said[-1]
+    assert "there is no such model" in said[-1]
+    assert gone(started(tmp_path / "pids"))
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from mm_grpo.rollout.served import launch
+from mm_grpo.rollout.vllm.launch import EngineSettings
+fake, pids, *how = sys.argv[1:]
+launch.server_command = lambda s, port: [sys.executable, "-S", fake, str(s.socket), pids, *how]
+if __name__ == "__main__":
+    with launch.serve([launch.ServerSettings(EngineSettings("x", "float32", 64))]):
+        Path(pids + ".ready").touch()
+        time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
+def test_servers_end_with_a_process_that_is_killed(tmp_path: Path, how: str) -> None:
+    script, pids = tmp_path / "parent.py", tmp_path / "pids"
+    script.write_text(PARENT)
+    command = [sys.executable, script, FAKE, pids, *["stubborn"] * (how == "SIGKILL")]
+    parent = subprocess.Popen(command, env=alone(), stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 60
+        while not Path(f"{pids}.ready").exists() and parent.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        servers = started(pids)
+        assert all(map(alive, servers))
+        parent.send_signal(signal.Signals[how])
+        parent.wait(PATIENCE)
+        assert gone(servers)
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_each_version_is_started_with_what_it_has(tmp_path: Path) -> None:
+    from mm_grpo.rollout.served.launch import version_options
+
+    place = tmp_path / "entrypoints"
+    for folder in ("openai", "launchers", "scale_out/token_in_token_out"):
+        (place / folder).mkdir(parents=True)
+    (place / "openai/cli_args.py").write_text("host: str")
+    protocol = place / "scale_out/token_in_token_out/protocol.py"
+    protocol.write_text("token_ids: list[int]")
+    assert version_options(tmp_path) == {"trust_request_chat_template": True}  # 0.25.1
+    (place / "launchers/cli_args.py").write_text("enable_scale_out: bool = False")
+    protocol.write_text("content_parts: list")
+    assert version_options(tmp_path) == {"enable_scale_out": True}  # 0.32

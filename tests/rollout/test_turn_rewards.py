@@ -1,0 +1,216 @@
+"""Whole runs with rewards of turns: what environments and functions pay, the log, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+import torch
+from helpers.configs import merged, small_config
+from helpers.scripted import ScriptedEngine, call
+from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of
+from helpers.tiny import picture, sample
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.environments.observation import Limits, Observation
+from mm_grpo.environments.session import Answer
+from mm_grpo.environments.toolbox import Toolbox
+from mm_grpo.environments.worker import packed_answer, unpacked_answer
+from mm_grpo.errors import ConfigError, RewardError, ToolError
+from mm_grpo.rollout.collect import advantage_fields, has_zero_std
+from mm_grpo.types import Completion, EnginePrompt, Group, Prompt
+
+SMALL = {
+    "rollout": {"max_completion_length": 200, "max_turns": 3, "environment_workers": 0},
+    "run": {"max_steps": 2},
+}
+PAID = {0: 1.0, 1: None, 2: 4.0}
+
+
+class Paying:
+    """Pays for looks by their number; the last call of a turn says nothing of itself."""
+
+    step_reward: float | None = None
+
+    def reset(self, **row: Any) -> None:
+        self.looks = 0
+
+    def look(self, side: int) -> Any:
+        """Look.
+
+        Args:
+            side: Pixels.
+        """
+        self.looks += 1
+        if PAID[side % 3] is not None:
+            self.step_reward = PAID[side % 3]
+        return picture(side, 56, 56)
+
+    def get_reward(self) -> float:
+        return float(self.looks % 2)
+
+
+def script(seed: int, turn: int) -> str:
+    """A turn calls twice, once or not at all, by its seed."""
+    return call("look", side=seed % 5) * (1 + seed % 2) if seed % 4 else "done"
+
+
+def run(path: Path, folder: Path, **changes: Any) -> GRPOTrainer:
+    config = config_for(path, folder, **merged(SMALL, changes))
+    trainer = GRPOTrainer(config, train=ROWS, rewards=[], environment_factory=Paying)
+    loop: Any = trainer.sampler
+    loop.engine = ScriptedEngine(loop.engine, script)
+    trainer.train()
+    return trainer
+
+
+def by_hand(row: dict[str, Any]) -> list[float | None]:
+    """The rewards of a logged conversation's turns, from what was called in them."""
+    paid: list[float | None] = []
+    for turn in row["turns"]:
+        if turn["role"] == "assistant":
+            paid.append(None)
+        elif (worth := PAID[turn["arguments"]["side"] % 3]) is not None:
+            paid[-1] = (paid[-1] or 0.0) + worth
+    looks = sum(turn["role"] == "tool" for turn in row["turns"])
+    paid[-1] = (paid[-1] or 0.0) + looks % 2  # get_reward, when all is over
+    return paid
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_learns_turn_by_turn(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
+    path = models["qwen2_5_vl"]
+    trainer: Any = run(path, tmp_path / "run", algorithm={"turn_gamma": 0.5}, model={"dtype": dtype})
+    logged = rollouts_of(tmp_path / "run", 1)
+    assert {sum(turn["role"] == "assistant" for turn in row["turns"]) for row in logged} == {1, 2, 3}
+    for slot in {row["slot"] for row in logged}:
+        rows = [row for row in logged if row["slot"] == slot]
+        rewards = [by_hand(row) for row in rows]
+        returns: list[list[float]] = []
+        for row, own in zip(rows, rewards, strict=True):
+            turns = [turn for turn in row["turns"] if turn["role"] == "assistant"]
+            assert [turn["reward"] for turn in turns] == own
+            assert row["reward"] == math.fsum(r for r in own if r is not None)
+            assert row["advantage"] == turns[0]["advantage"]
+            returns.append(
+                [math.fsum(0.5**k * (r or 0.0) for k, r in enumerate(own[t:])) for t in range(len(own))]
+            )
+        for t in range(3):
+            known = [own[t] for own in returns if t < len(own)]
+            for row, own in zip(rows, returns, strict=True):
+                if t < len(own):
+                    scale = stdev(known) + 1e-4 if len(known) > 1 else 1.0
+                    got = [x for x in row["turns"] if x["role"] == "assistant"][t]["advantage"]
+                    assert got == pytest.approx((own[t] - fmean(known)) / scale, abs=1e-9)
+    first = rows_of(tmp_path / "run")[1]
+    gap = first["sampling/sampling_logp_difference/max"]
+    assert gap <= 1e-5 if dtype == "float32" else 0 < gap < 1.0
+    assert dtype == "float32" or first["sampling/sampling_logp_difference/mean"] <= 0.1
+    assert first["grad_norm"] > 0 and first["learner/update_norm"] > 0
+    weights = trainer.model.state_dict()
+    again = type(trainer.model).from_pretrained(path, dtype=getattr(torch, dtype)).state_dict()
+    assert sum(not torch.equal(weights[name], tensor) for name, tensor in again.items()) > len(again) / 2
+
+
+def test_without_a_discount_turns_are_summed(models: dict[str, Path], tmp_path: Path) -> None:
+    run(models["qwen2_5_vl"], tmp_path / "run", run={"max_steps": 1})
+    logged = rollouts_of(tmp_path / "run", 1)
+    for row in logged:
+        paid = [r for r in by_hand(row) if r is not None]
+        assert row["reward"] == math.fsum(paid)
+        assert not any({"reward", "advantage"} & turn.keys() for turn in row["turns"])
+    steps = {row["parts"]["Paying.step_reward"] for row in logged}
+    assert None in steps and len(steps) > 2  # no call, no reward: not a 0
+
+
+# what may not be -----------------------------------------------------------------------------
+
+
+def test_a_discount_without_tools_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    config = config_for(models["qwen2_5_vl"], tmp_path / "run", algorithm={"turn_gamma": 1.0})
+    with pytest.raises(
+        ConfigError, match=r"algorithm.turn_gamma = 1: .* set rollout.tools or rollout.environm"
+    ):
+        GRPOTrainer(config, train=ROWS, rewards=["length"])
+    config = config_for(models["qwen2_5_vl"], tmp_path / "run")
+    by_turn = {"name": lambda completion: [1.0], "as": "r", "per_turn": True}
+    with pytest.raises(RewardError, match=r"reward 'r': per_turn = true scores the turns of conversations"):
+        GRPOTrainer(config, train=ROWS, rewards=[by_turn])
+
+
+class Misspaying(Paying):
+    def look(self, side: int) -> Any:
+        """Look.
+
+        Args:
+            side: Pixels.
+        """
+        self.step_reward = "much"  # type: ignore[assignment]
+        return "seen"
+
+
+def test_a_reward_of_a_step_that_is_no_number_stops_the_run() -> None:
+    """Whatever is done about tools that raise: the model has done nothing wrong."""
+    limits = Limits(100, 100)
+    said = Answer(Observation(("seen",)), reward=1.5, raised="set step_reward to 'much'")
+    assert unpacked_answer(packed_answer(said, limits), limits) == said  # of a worker process
+    rollout = {"environment_workers": 0, "on_tool_error": "reply"}
+    toolbox = Toolbox(small_config("model", rollout=rollout), [], Misspaying)
+    try:
+        episode = toolbox.episode(sample("row"))
+        with pytest.raises(
+            ToolError, match="row: look set step_reward to 'much'; it must be a number, or None"
+        ):
+            episode.call("look", {"side": 3})
+    finally:
+        toolbox.close()
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_what_a_call_does_not_set_is_not_paid_again(workers: int) -> None:
+    toolbox = Toolbox(small_config("model", rollout={"environment_workers": workers}), [], Paying)
+    try:
+        episode = toolbox.episode(sample("row"))
+        paid = []
+        for sides in ((3,), (4,), (5, 4, 3), ()):
+            for side in sides:
+                episode.call("look", {"side": side})
+            paid.append(episode.take_step_reward())
+        assert paid == [1.0, None, 5.0, None] and episode.reward() == 1.0
+    finally:
+        toolbox.close()
+
+
+# guards --------------------------------------------------------------------------------------
+
+
+def group(*rewards: tuple[float | None, ...]) -> Group:
+    prompt = Prompt(sample("r"), (1,), EnginePrompt((1,), ()), torch.arange(1), {})
+    done = tuple(Completion((1,), (-1.0,), "", "stop", g) for g in range(len(rewards)))
+    totals = tuple(math.fsum(r for r in own if r is not None) for own in rewards)
+    return Group(0, prompt, done, totals, turn_rewards=rewards)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "flat"),
+    [
+        (((1.0, 0.0), (0.0, 1.0)), False),  # equal totals, and turns that were worth different things
+        (((1.0, 1.0), (1.0, 1.0)), True),
+        (((1.0,), (1.0, None)), True),
+        (((None, None), (None,)), True),
+        (((2.0,), (1.0, 2.0)), True),  # 1 now and 2 a turn later, at half
+        (((2.0,), (1.0, 3.0)), False),
+    ],
+)
+def test_groups_without_spread_are_those_whose_turns_are_worth_the_same(
+    rewards: tuple[Any, ...], flat: bool
+) -> None:
+    algorithm = small_config("model", algorithm={"turn_gamma": 0.5}).algorithm
+    one = group(*rewards)
+    assert has_zero_std(one, [], algorithm) is flat
+    (fields,) = advantage_fields([one], [], algorithm)
+    assert any(any(turns) for turns in fields["turn_advantages"]) is not flat
+    assert fields["advantages"] == tuple(turns[0] for turns in fields["turn_advantages"])
