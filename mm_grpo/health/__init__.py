@@ -9,6 +9,7 @@
     collapse               `entropy_collapse`, and completions cut at their longest (`clipped_lengths`)
     tools                  calls that all fail (`tools_failing`), tools that are never called (`tools_unused`)
     unread_images          log-probs that are the same without the image
+    sight                  rewards that rise while completions depend less and less on images (`sight_lost`)
     guards                 all of them together: what a step shows them, what is done, what a resume gives back
 
 Those of one moment are functions that return a message or None. Those that need several steps are classes whose

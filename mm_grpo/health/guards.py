@@ -8,7 +8,7 @@ would have, and a checkpoint holds nothing of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mm_grpo.config import GRPOConfig
@@ -16,6 +16,7 @@ from mm_grpo.health import Alarm, apply_guard
 from mm_grpo.health.collapse import ClippedLengths, EntropyCollapse
 from mm_grpo.health.loss_terms import MaskedShare, ZeroKL
 from mm_grpo.health.reward_signal import NoReward, ZeroStd
+from mm_grpo.health.sight import SightLost
 from mm_grpo.health.tools import ToolsFailing, ToolsUnused
 from mm_grpo.health.update_happens import NoUpdate
 from mm_grpo.rewards.spec import RewardSpec
@@ -34,14 +35,24 @@ class StepGuard(Protocol):
 
 
 class Guards:
-    """The guards of one run. `rewards` are its rewards; `config.run.guards` says what guards do when they fire."""
+    """The guards of one run. `rewards` are its rewards; `config.run.guards` says what guards do when they fire.
 
-    def __init__(self, config: GRPOConfig, rewards: Sequence[RewardSpec]) -> None:
+    `log(step, guard, action, message)` is called for each that fires, before a run is stopped.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        rewards: Sequence[RewardSpec],
+        log: Callable[[int, str, str, str], None] | None = None,
+    ) -> None:
+        self._log = log
         rollout, algorithm = config.rollout, config.algorithm
         self._actions: Mapping[Any, str] = config.run.guards
         self._warned: dict[str, int] = {}
         no_update = NoUpdate()
-        zero_std = ZeroStd(rollout.prompts_per_step * rollout.num_generations)
+        completions = rollout.prompts_per_step * rollout.num_generations
+        zero_std = ZeroStd(completions)
         ungated = [spec.name for spec in rewards if spec.weight != 0 and not spec.options.only_if]
         no_reward = NoReward(ungated, rollout.prompts_per_step)
         self._at_the_end = (no_update, no_reward, zero_std)
@@ -51,6 +62,7 @@ class Guards:
             ClippedLengths(rollout.max_completion_length, algorithm.mask_truncated_completions),
             EntropyCollapse(),
             MaskedShare(),
+            SightLost(completions),
             ToolsFailing(),
             ToolsUnused(),
             *([ZeroKL()] if ZeroKL.watches(algorithm) else []),
@@ -61,7 +73,10 @@ class Guards:
         """Do what is to be done about a guard's message, if there is one. Raises GuardStop on `stop`."""
         if message is None:
             return
-        if self._actions.get(name, default) != "warn" or self._warns(name, step):
+        action = self._actions.get(name, default)
+        if action != "warn" or self._warns(name, step):
+            if self._log is not None and action != "off":
+                self._log(step, name, action, message)
             apply_guard(name, message, self._actions, default)
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:

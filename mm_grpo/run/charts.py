@@ -1,6 +1,6 @@
-"""Line charts as inline SVG: axes, ticks, labels, and a tooltip on each point; no script, no library.
+"""Line charts as inline SVG: axes, ticks, labels, and a tooltip on each point of a short line; no library.
 
-Colours come from the page (the classes of `Series.look` and of the axes in report.html.j2), so that one chart
+Colours come from the page (the classes of `Series.look` and of the axes in report.css), so that one chart
 fits a light and a dark page. Values that are None break the line.
 """
 
@@ -13,8 +13,10 @@ from html import escape
 
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40
-MOST_POINTS = 400
+MOST_POINTS = 640
 MOST_DOTS = 60
+LOOKS = 6
+"""Colours; lines after as many are dashed."""
 
 Point = tuple[float, float | None]
 
@@ -23,27 +25,36 @@ Point = tuple[float, float | None]
 class Series:
     """One line: its name, and (step, value) points in the order of the steps.
 
-    `slot` counts from 1: four colours, then the same four dashed.
+    `slot` counts from 1: LOOKS colours, then the same ones dashed. What was `expected` is grey.
     """
 
     label: str
     points: tuple[Point, ...]
     slot: int = 1
     faint: bool = False
+    expected: bool = False
 
     @property
     def look(self) -> str:
         """The classes that the page gives a colour and a stroke."""
-        dashed = " dashed" if (self.slot - 1) % 8 >= 4 else ""
-        return f"s{(self.slot - 1) % 4 + 1}{dashed}{' faint' if self.faint else ''}"
+        if self.expected:
+            return "expected"
+        dashed = " dashed" if (self.slot - 1) % (2 * LOOKS) >= LOOKS else ""
+        return f"s{(self.slot - 1) % LOOKS + 1}{dashed}{' faint' if self.faint else ''}"
 
 
 def line_chart(
-    title: str, unit: str, series: Sequence[Series], limits: tuple[float, float | None] | None = None
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    limits: tuple[float, float | None] | None = None,
+    events: Sequence[tuple[float, str]] = (),
 ) -> str:
     """An <svg> of the series over the steps.
 
-    `limits` fix the ends of the y axis, where None is as high as the values; without, the values do.
+    `unit` names the y axis, which has no name where it is empty. `limits` fix the ends of the y axis, where None is as
+    high as the values; without, the values do. `events` are
+    (step, words), each a line across. `data-x` holds the steps at the left and the right end of the plot.
     """
     known = [(x, y) for line in series for x, y in line.points if y is not None]
     if not known:
@@ -64,7 +75,8 @@ def line_chart(
 
     first, last = known[0][1], known[-1][1]
     described = escape(f"{title} by step, from {number(first)} to {number(last)}", quote=True)
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{described}">']
+    ends = f'data-x="{x_low} {x_high}" data-y="{low} {high}"'
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{described}" {ends}>']
     for tick in y_ticks:
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(tick):.1f}" y2="{py(tick):.1f}"/>'
@@ -77,21 +89,25 @@ def line_chart(
             parts.append(f'<text class="tick mid" x="{px(tick):.1f}" y="{floor + 16}">{number(tick)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="label mid" x="{middle:.1f}" y="{HEIGHT - 6}">step</text>')
-    up = (TOP + floor) / 2
-    parts.append(
-        f'<text class="label mid" transform="translate(13 {up:.1f}) rotate(-90)">{escape(unit)}</text>'
-    )
-    for line in series:
+    if unit:
+        up = (TOP + floor) / 2
+        parts.append(
+            f'<text class="label mid" transform="translate(13 {up:.1f}) rotate(-90)">{escape(unit)}</text>'
+        )
+    for x, words in events:
+        if x_low <= x <= x_high:
+            at = f'x1="{px(x):.1f}" x2="{px(x):.1f}" y1="{TOP}" y2="{floor}"'
+            parts.append(f'<line class="event" {at}><title>{escape(words)}</title></line>')
+    for line in sorted(series, key=lambda line: not line.expected):  # what was expected lies under the others
         points = thin(line.points)
         for run in _unbroken(points):
             path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in run)
             parts.append(f'<polyline class="line {line.look}" points="{path}"/>')
-        dots = "dot" if len(points) <= MOST_DOTS and not line.faint else "dot hidden"
-        for x, y in points:
+        for x, y in points if len(points) <= MOST_DOTS and not line.faint else ():
             if y is not None:
                 tip = escape(f"{line.label}, step {number(x)}: {number(y)}")
                 at = f'cx="{px(x):.1f}" cy="{py(y):.1f}"'
-                parts.append(f'<circle class="{dots} {line.look}" {at} r="3"><title>{tip}</title></circle>')
+                parts.append(f'<circle class="dot {line.look}" {at} r="3"><title>{tip}</title></circle>')
     return "".join(parts) + "</svg>"
 
 

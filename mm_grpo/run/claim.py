@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import RUN_MARK
 
-MARK = "mm_grpo_run.json"
+MARK = RUN_MARK
 FORMAT = 1
 PATIENCE = 0.5
 """Seconds in which a process that only looks at the lock lets it go."""
@@ -51,7 +52,7 @@ def read_mark(root: Path) -> Mark | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise ConfigError(f"run.dir = '{root}': {MARK} cannot be read ({error.strerror or error})") from error
+        raise ConfigError(f"run.dir = '{root}': {MARK} cannot be read ({error.strerror or error})") from None
     return _parsed(data, root)
 
 
@@ -167,7 +168,7 @@ def _parsed(data: bytes, root: Path) -> Mark:
         raise ConfigError(
             f"run.dir = '{root}': {MARK} is damaged ({error}); if everything there is a run's, empty that file, else "
             "name another folder with run.dir=..."
-        ) from error
+        ) from None
 
 
 def _holds_anything(root: Path) -> bool:

@@ -1,4 +1,4 @@
-"""environment.json: the versions, the machine and the command line of a run.
+"""environment.json: the versions, the machine and the command line of a run; `mm-grpo env` shows its limits too.
 
 No environment variables, host or user names: a run folder is something that people share.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import resource
+import shutil
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -46,6 +49,62 @@ def describe_environment() -> dict[str, Any]:
         "command": [Path(program).name, *arguments],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def describe_limits() -> dict[str, Any]:
+    """What this process may use: bytes of memory, of shared memory and of the working folder's disk, open files,
+    processes. None is no limit; `nvidia_driver` is the driver's version, None without one."""
+    shared = Path("/dev/shm")
+    return {
+        "memory_bytes": memory_limit(),
+        "shared_memory_bytes": shutil.disk_usage(shared).total if shared.is_dir() else None,
+        "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
+        "open_files": _soft(resource.RLIMIT_NOFILE),
+        "processes": _soft(resource.RLIMIT_NPROC),
+        "locked_memory_bytes": _soft(resource.RLIMIT_MEMLOCK),
+        "nvidia_driver": _driver(),
+    }
+
+
+def memory_limit(
+    control: Path = Path("/sys/fs/cgroup/memory.max"), meminfo: Path = Path("/proc/meminfo")
+) -> int | None:
+    """Bytes of memory: what the container allows, at most what the machine has; None where neither is known."""
+    found = []
+    if control.is_file() and (text := control.read_text().strip()).isdecimal():
+        found.append(int(text))
+    if meminfo.is_file() and (
+        match := re.search(r"^MemTotal:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+    ):
+        found.append(int(match[1]) * 1024)
+    return min(found, default=None)
+
+
+def free_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that may still be taken: of the container's limit and of the machine's memory; None where neither is known.
+
+    What the system keeps of files it gives back, so it counts as free.
+    """
+    found = []
+    limit, used = cgroup / "memory.max", cgroup / "memory.stat"
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdecimal():
+        held = dict(line.split() for line in used.read_text().splitlines())
+        found.append(int(text) - sum(int(held.get(kind, 0)) for kind in ("anon", "shmem", "kernel")))
+    if meminfo.is_file() and (
+        match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+    ):
+        found.append(int(match[1]) * 1024)
+    return min(found, default=None)
+
+
+def _soft(kind: int) -> int | None:
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text()) if file.is_file() else None
+    return match[1] if match else None
 
 
 def _version(package: str) -> str | None:

@@ -11,36 +11,29 @@ import json
 import logging
 import os
 import shlex
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mm_grpo.config import GRPOConfig
-from mm_grpo.errors import ConfigError, UserError
-from mm_grpo.files import atomic_folder, atomic_write, unfinished_writes
+from mm_grpo.errors import ConfigError
+from mm_grpo.files import atomic_folder, atomic_write
 from mm_grpo.run.claim import MARK, Claim, Mark, new_run, read_mark, refuse_running
 from mm_grpo.run.environment import describe_environment
+from mm_grpo.run.events import append_event, cut_events
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.metrics import MetricsLog, read_metrics, write_summary
-from mm_grpo.run.paths import IMAGE_NAME, STEP_NAME, RunPaths
-from mm_grpo.run.report import write_report
+from mm_grpo.run.paths import EVALUATION_NAME, STEP_NAME, RunPaths
+from mm_grpo.run.report import WHILE_RUNNING, WHOLE, Budget, Report, check_expected
+from mm_grpo.run.rollout_budget import RolloutBudget
 from mm_grpo.run.rollout_log import write_rollouts
+from mm_grpo.run.written import FILES, FOLDERS, held, is_there, remove, remove_run, unfinished
 from mm_grpo.types import Group
 
-FILES = (
-    "config.yaml",
-    "environment.json",
-    "metrics.jsonl",
-    "summary.json",
-    "report.html",
-    "rollouts",
-    "tensorboard",
-)
-FOLDERS = ("checkpoints", "model", "adapter")
-"""Written by some runs only, and most likely to be somebody else's in a folder without them."""
+if TYPE_CHECKING:
+    from mm_grpo.rewards.spec import RewardSpec
+
 logger = logging.getLogger("mm_grpo")
 
 
@@ -48,8 +41,10 @@ class RunFolder:
     """One run's folder. `prepare`, then `claim` and `start`, make a new one, `create` does all, `open` finds one.
 
     `overwrite` allows `start` to replace the run that is there. `inputs` are the fields and paths that the run
-    reads (its base model, its data): one that lies in the folder is refused. `writes` are those of FOLDERS that
-    the run will write.
+    reads (its base model, its data): one that lies in the folder is refused. `writes` are the names of written.py that
+    the run will write. `keep_rollouts` is the limit of rollout_budget.py in bytes. While the run goes on report.html is
+    written every `report_every` steps and after evaluations, with 0 after evaluations alone, with None not at all.
+    `expected` is the file of `run.expected_curve`, which is copied, so that the page needs the folder alone.
     """
 
     def __init__(
@@ -60,6 +55,9 @@ class RunFolder:
         inputs: Inputs = (),
         resume: bool = False,
         writes: Collection[str] = FOLDERS,
+        keep_rollouts: int | None = None,
+        report_every: int | None = None,
+        expected: AnyPath | None = None,
     ) -> None:
         self.paths = RunPaths(Path(dir))
         self._overwrite = overwrite
@@ -67,6 +65,10 @@ class RunFolder:
         self._inputs = tuple(inputs)
         self._writes = (*FILES, *writes)
         self._claim: Claim | None = None
+        self._report_every = report_every
+        self._expected = expected
+        self.rollout_budget = RolloutBudget(self.paths, keep_rollouts)
+        self._report = Report([self.paths])
 
     @classmethod
     def prepare(
@@ -138,8 +140,11 @@ class RunFolder:
                 self._claim.add(self._writes, run=new_run())
             else:
                 self._claim.add(self._writes)
-            _remove(_unfinished(paths, self._claim.mark))
+            remove(unfinished(paths, self._claim.mark))
             atomic_write(paths.config, config_yaml)
+            paths.expected.unlink(missing_ok=True)  # of a run that goes on without it
+            if self._expected is not None:
+                atomic_write(paths.expected, Path(self._expected).read_bytes())
             atomic_write(paths.environment, json.dumps(environment, indent=2) + "\n")
         return self
 
@@ -151,11 +156,11 @@ class RunFolder:
         except PermissionError as error:
             raise ConfigError(
                 f"run.dir = '{root}': '{error.filename}' may not be written; name a folder that may"
-            ) from error
+            ) from None
         except OSError as error:  # a read-only or a full disk, a folder that cannot be made there
             raise ConfigError(
                 f"run.dir = '{root}': cannot be written ({error.strerror or error}); name a folder that can"
-            ) from error
+            ) from None
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
@@ -181,10 +186,12 @@ class RunFolder:
         """metrics.jsonl, open for appending."""
         return MetricsLog(self.paths.metrics)
 
-    def write_rollouts(self, step: int, groups: Sequence[Group]) -> Path:
-        """See `rollout_log.write_rollouts`."""
+    def write_rollouts(self, step: int, groups: Sequence[Group], specs: Sequence[RewardSpec] = ()) -> Path:
+        """See `rollout_log.write_rollouts`; older ones go where there are too many."""
         with self.writing("the rollouts"):
-            return write_rollouts(self.paths, step, groups)
+            file = write_rollouts(self.paths, step, groups, specs)
+            self.rollout_budget.add(file)
+            return file
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """See `metrics.write_summary`."""
@@ -192,15 +199,26 @@ class RunFolder:
             write_summary(self.paths, summary)
 
     def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """See `MetricsLog.append`."""
+        """See `MetricsLog.append`; the report is written where it is due."""
         with self.writing("metrics.jsonl"):
             self.metrics.append(step, values)
+        every = self._report_every
+        evaluated = any(name.startswith("eval/") for name in values)
+        if every is not None and (evaluated or (every and step % every == 0)):
+            self.write_report(WHILE_RUNNING)
 
-    def write_report(self) -> Path | None:
-        """See `report.write_report`; a report that cannot be written is a warning, for it can be made later."""
+    def append_event(self, step: int, name: str, action: str, message: str) -> None:
+        """See `events.append_event`."""
+        with self.writing("events.jsonl"):
+            append_event(self.paths.events, step, name, action, message)
+
+    def write_report(self, budget: Budget = WHOLE) -> Path | None:
+        """See `report.Report`; a report that cannot be written is a warning, for it can be made later."""
         try:
-            return write_report(self.paths)
-        except (OSError, ValueError, KeyError, TypeError, UserError) as error:
+            return self._report.write(self.paths.report, budget)
+        except (
+            Exception
+        ) as error:  # whatever it is: the run does not end for a page that `mm-grpo view` can make
             logger.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
             return None
 
@@ -219,6 +237,7 @@ class RunFolder:
         their content. Raises DataError when there is no `log` and the rows are damaged.
         """
         self.__dict__.pop("metrics", None)
+        self._report = Report([self.paths])
         with self.writing("metrics.jsonl"):
             if step == 0:
                 if self.paths.metrics.is_file() and self.paths.metrics.read_bytes().count(b"\n"):
@@ -235,8 +254,9 @@ class RunFolder:
                 )
             elif log is not None:
                 self._restore_log(step, log)
-            for file in self.paths.rollouts.glob("step-*.jsonl"):
-                match = STEP_NAME.fullmatch(file.stem)
+            cut_events(self.paths.events, step)
+            for file in self.paths.rollouts.glob("*step-*.jsonl"):
+                match = STEP_NAME.fullmatch(file.stem) or EVALUATION_NAME.fullmatch(file.stem)
                 if match and int(match[1]) > step:
                     file.unlink()
 
@@ -264,11 +284,13 @@ class RunFolder:
             except OSError as error:  # a name that is too long, a folder that may not be looked into
                 raise ConfigError(
                     f"run.dir = '{paths.root}': cannot be made ({error.strerror or error}); name a folder that can"
-                ) from error
+                ) from None
             if taken:
                 raise ConfigError(
                     f"run.dir = '{paths.root}': there is a file at '{place}'; name a folder that can be made"
                 )
+        if self._expected is not None:
+            check_expected(self._expected)
         refuse_inputs(paths.root, self._inputs)
         self._refuse_odd()
         mark = self._claim.mark if self._claim is not None else read_mark(paths.root)
@@ -300,7 +322,7 @@ class RunFolder:
     def _refuse_foreign(self, mark: Mark | None) -> None:
         """ConfigError when something lies under a name that the run would write, and no run wrote it."""
         root = self.paths.root
-        foreign = [n for n in self._writes if _is_there(root / n) and not (mark is not None and mark.owns(n))]
+        foreign = [n for n in self._writes if is_there(root / n) and not (mark is not None and mark.owns(n))]
         if not foreign:
             return
         names = ", ".join(f"{name}/" if (root / name).is_dir() else name for name in foreign)
@@ -316,86 +338,6 @@ class RunFolder:
         )
 
 
-def folders_of(config: GRPOConfig, *, saves: bool) -> list[str]:
-    """Those of FOLDERS that a run of this config writes; `saves` says whether it writes checkpoints."""
-    model = config.run.save_model
-    written = {"checkpoints": saves, "model": model, "adapter": model and config.model.lora is not None}
-    return [name for name, does in written.items() if does]
-
-
-def _is_there(path: Path) -> bool:
-    """Whether something is at `path`; an empty folder is nothing."""
-    return path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir()))
-
-
 def _is_full(error: Exception) -> bool:
     """safetensors' own error for what the system refused."""
     return type(error).__name__ == "SafetensorError" and "os error" in str(error)
-
-
-def held(paths: RunPaths, mark: Mark | None) -> list[str]:
-    """What of a run is there, in words; empty when the folder is new, or its run never took a step."""
-    if mark is None:
-        return []
-    found = []
-    if (
-        mark.owns("metrics.jsonl")
-        and paths.metrics.is_file()
-        and (rows := paths.metrics.read_bytes().count(b"\n"))
-    ):
-        found.append(f"{rows} row{'s' if rows > 1 else ''} in metrics.jsonl")
-    if mark.owns("summary.json") and paths.summary.is_file():
-        found.append("summary.json")
-    found += [
-        f"{f.name}/"
-        for f in (paths.checkpoints, paths.model, paths.adapter)
-        if mark.owns(f.name) and _is_there(f)
-    ]
-    return found
-
-
-def remove_run(paths: RunPaths, mark: Mark) -> None:
-    """Remove what runs wrote by the `mark` and nothing else; folders only once they are empty."""
-    written: dict[str, Iterable[Path]] = {
-        **{
-            file.name: [file]
-            for file in (paths.config, paths.environment, paths.metrics, paths.summary, paths.report)
-        },
-        "rollouts": [
-            *(f for f in paths.rollouts.glob("step-*.jsonl") if STEP_NAME.fullmatch(f.stem)),
-            *(f for f in paths.images.glob("*.png") if IMAGE_NAME.fullmatch(f.name)),
-        ],
-        "checkpoints": [
-            *(f for f in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(f.name)),
-            *paths.checkpoints.glob(".step-*.new"),
-        ],
-        "tensorboard": list(paths.tensorboard.glob("events.out.tfevents.*")),
-        "model": [paths.model],
-        "adapter": [paths.adapter],
-    }
-    for name, found in written.items():
-        if mark.owns(name):
-            _remove(found)
-    for left in (paths.images, paths.rollouts, paths.checkpoints, paths.tensorboard):
-        if left.is_dir() and not left.is_symlink() and not any(left.iterdir()):
-            left.rmdir()
-
-
-def _unfinished(paths: RunPaths, mark: Mark) -> Iterator[Path]:
-    """Files of a run that was killed while it wrote them, under their temporary names."""
-    for folder in (paths.root, paths.rollouts, paths.images):
-        for path, name in unfinished_writes(folder).items():
-            ours = (
-                name in FILES and mark.owns(name) if folder == paths.root
-                else mark.owns("rollouts") and (STEP_NAME.fullmatch(Path(name).stem) or IMAGE_NAME.fullmatch(name))
-            )  # fmt: skip
-            if ours:
-                yield path
-
-
-def _remove(found: Iterable[Path]) -> None:
-    for path in found:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

@@ -3,13 +3,18 @@
 A row is complete or absent: the last line that a killed process left unfinished is cut when the log
 is opened again, and passed over by the reader. A value that was not measured is None, and never
 NaN, which JSON cannot hold and curves silently drop.
+
+Opening the log and appending to it cost the same whatever its length. A file that is only appended to needs no
+rename to be whole: a row counts once its line feed is there, which is the last byte written, so a process that is
+killed, or a disk that is full, in the middle of a row leaves what every reader passes over and the next start cuts.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,12 +34,11 @@ class MetricsLog:
         self.path = Path(path)
         self.last_step = -1
         if self.path.exists():
-            _cut_torn_line(self.path)
-            rows = read_metrics(self.path)
-            self.last_step = rows[-1]["step"] if rows else -1
+            line = _cut_torn_line(self.path)
+            self.last_step = _row(line, f"{self.path}, last line")["step"] if line else -1
 
     def append(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write one row, in the order given, and hand it to the operating system at once.
+        """Write one row, in the order given, and wait until the disk has it.
 
         Raises ValueError when a value is NaN or infinite or when `step` has a row already, and
         TypeError when a value is no plain number, string, bool or None.
@@ -46,8 +50,10 @@ class MetricsLog:
         if "step" in values:
             raise ValueError("'step' is the row's own key; name the metric something else")
         line = json.dumps({"step": step, **{k: _checked(step, k, v) for k, v in values.items()}})
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with self.path.open("ab") as file:
+            file.write(line.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
         self.last_step = step
 
 
@@ -56,18 +62,41 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
 
     Raises DataError, naming the line, when any other line is no object with a step.
     """
-    rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error}); remove the line") from error
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise DataError(f"{path}, line {number}: a row is an object with a whole number 'step'")
-        rows.append(row)
-    return rows
+    return list(iter_metrics(path))
+
+
+def iter_metrics(path: str | PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The rows of `read_metrics`, one after the other: only one of them is held in memory."""
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            yield _row(line, f"{path}, line {number}")
+
+
+def new_rows(path: str | PathLike[str], start: int, limit: int = -1) -> tuple[list[dict[str, Any]], int]:
+    """The whole rows of a metrics.jsonl from the byte `start`, and where the next row will begin.
+
+    A reader that comes again reads what was added, and not the whole file. At most about `limit` bytes are read, -1 for
+    all: until the row that begins among them ends.
+    """
+    with Path(path).open("rb") as file:
+        file.seek(start)
+        data = file.read(limit)
+        data += file.readline() if data and not data.endswith(b"\n") else b""
+    data = data[: data.rfind(b"\n") + 1]
+    rows = [_row(line, f"{path}, after byte {start}") for line in data.splitlines()]
+    return rows, start + len(data)
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{where}: not JSON ({error}); remove the line") from None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise DataError(f"{where}: a row is an object with a whole number 'step'")
+    return row
 
 
 def write_summary(paths: RunPaths, summary: Mapping[str, Any]) -> None:
@@ -102,10 +131,25 @@ def _checked(step: int, key: str, value: Value) -> Value:
     return float(value) if isinstance(value, float) else value  # numpy's float64 is a float too
 
 
-def _cut_torn_line(path: Path) -> None:
+def _cut_torn_line(path: Path) -> bytes:
+    """Cut what follows the last line feed; returns the last whole line, empty when there is none.
+
+    Only the end of the file is read, in blocks that double until both line feeds around that line are in them.
+    """
     with path.open("rb+") as file:
-        data = file.read()
-        file.truncate(data.rfind(b"\n") + 1)
+        size, block = file.seek(0, os.SEEK_END), 1 << 14
+        while True:
+            start = max(0, size - block)
+            file.seek(start)
+            data = file.read(size - start)
+            end = data.rfind(b"\n")
+            before = data.rfind(b"\n", 0, max(end, 0))
+            if start == 0 or (end >= 0 and before >= 0):
+                break
+            block *= 2
+        if start + end + 1 < size:
+            file.truncate(start + end + 1)
+    return data[before + 1 : end] if end >= 0 else b""
 
 
 def _require_finite(value: Any, where: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
+EVALUATION_NAME = re.compile(r"eval-step-(\d{6,})")
 IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
 
 
@@ -21,12 +22,20 @@ class RunPaths:
         return self.root / "config.yaml"
 
     @property
+    def expected(self) -> Path:
+        return self.root / "expected_curve.json"
+
+    @property
     def environment(self) -> Path:
         return self.root / "environment.json"
 
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
 
     @property
     def summary(self) -> Path:
@@ -60,5 +69,16 @@ class RunPaths:
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
+    @property
+    def trace(self) -> Path:
+        return self.root / "trace.json"
+
+    @property
+    def torch_trace(self) -> Path:
+        return self.root / "torch_trace.json"
+
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step-{step:06d}.jsonl"
+
+    def evaluation_file(self, step: int) -> Path:
+        return self.rollouts / f"eval-step-{step:06d}.jsonl"

@@ -1,76 +1,302 @@
-"""report.html: a run on one page that needs nothing else, made from the run folder alone.
+"""report.html: one or several runs on one page that needs nothing else, made from the run folders alone.
 
-Curves, the evaluation, some rollouts of the first, the middle and the last step that was logged, the
-config and the machine. It works for a run that is under way or was stopped, with what there is.
-Everything that a run wrote is data: the template escapes all of it, the page forbids scripts, and
-only pictures named as ours are read. Layout and colours are in report.html.j2, drawing in charts.py.
+Curves, evaluations, groups of rollouts (gallery.py), the config with what differs from the defaults, the machine. It
+works for a run that is under way or was stopped, with what there is. A `Report` reads each row of metrics.jsonl once
+and holds a bounded number of points (curves.py), so a page costs the same at step 100 and at step 100,000.
+
+Everything that a run wrote is data: the template escapes all of it, or holds it as JSON that no browser runs, and the
+page's policy allows one script and one style, by their hashes, and nothing to be fetched. Layout is in report.html.j2,
+looks in report.css, what a reader does in report.js, the numbers at the top in tiles.py; without the script the page
+shows all but the later groups.
 """
 
 from __future__ import annotations
 
 import base64
-import io
+import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.files import atomic_write
-from mm_grpo.run.charts import Series, line_chart, number, running_mean
-from mm_grpo.run.metrics import read_metrics, read_summary
-from mm_grpo.run.paths import IMAGE_NAME, RunPaths
-from mm_grpo.run.rollout_log import logged_steps, read_rollouts
+from mm_grpo.config import GRPOConfig
+from mm_grpo.config.yaml_file import read_yaml
+from mm_grpo.errors import ConfigError, UserError
+from mm_grpo.files import atomic_write, read_regular_file
+from mm_grpo.run.charts import Point, Series, line_chart, number, running_mean, thin
+from mm_grpo.run.curves import CURVES, Curve, Curves, Trace, places_of
+from mm_grpo.run.events import read_events
+from mm_grpo.run.expected_curve import ExpectedCurve, read_expected_curve
+from mm_grpo.run.gallery import WHILE_RUNNING, WHOLE, Budget, Pictures, gather_gallery, images_of
+from mm_grpo.run.metrics import new_rows, read_summary
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.shades import LEGEND
+from mm_grpo.run.tiles import evaluation_table, tiles
+from mm_grpo.terminal import printable
 
-GROUPS_PER_STEP = 3
-COMPLETIONS_PER_GROUP = 8
-LONGEST_SIDE = 512  # pixels of a picture on the page
+__all__ = ["WHILE_RUNNING", "WHOLE", "Budget", "Report", "write_report"]
+
+WRITTEN_BY = b'<meta name="generator" content="mm_grpo report">'
+"""Stands near the start of each page: `view` writes over nothing else."""
+PAGE = 10
+"""Groups and evaluation rows that are shown at a time."""
 SMOOTH_FROM = 20  # steps from which the reward is shown with its running mean
-# Columns that hold the answer; without one of these all columns are shown.
-GOLD = ("answer", "solution", "gold", "target", "label", "ground_truth")
+MOST_EVENTS = 200
+READ = 1 << 20
+"""Bytes of metrics.jsonl that are held at once."""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One chart: the metrics whose whole name matches `pattern`; its group, if any, names the line.
+class Report:
+    """The page of one or several runs, which may be written again and again as they go on."""
 
-    `limits` fix the ends of the y axis; a None is as high as the values. `smooth` adds the running
-    mean. `from_summary` puts the accuracy before the first step in front. `least` is the number of
-    lines from which the chart is drawn.
-    """
+    def __init__(self, runs: Sequence[RunPaths]) -> None:
+        self.runs = tuple(runs)
+        self.curves = [Curves() for _ in self.runs]
+        self._read = [0 for _ in self.runs]
+        self._pictures: dict[Any, Any] = {}
 
-    title: str
-    unit: str
-    pattern: str
-    limits: tuple[float, float | None] | None = None
-    smooth: bool = False
-    from_summary: bool = False
-    least: int = 1
+    def write(self, path: Path, budget: Budget = WHOLE) -> Path:
+        """Write the page to `path`, in one piece, and return it."""
+        atomic_write(path, render(self.gather(budget)))
+        return path
+
+    def gather(self, budget: Budget = WHOLE) -> dict[str, Any]:
+        """Everything the template shows."""
+        self.update()
+        names = run_names(self.runs)
+        share = Budget(*(part // len(self.runs) for part in (budget.texts, budget.images, budget.read)))
+        pictures = Pictures(0, self._pictures)
+        shown = []
+        for i, paths in enumerate(self.runs):
+            pictures.limit += share.images
+            shown.append(gather_gallery(paths, share, pictures, i))
+        summaries = [read_summary(paths) for paths in self.runs]
+        events = [read_events(paths.events)[-MOST_EVENTS:] for paths in self.runs]
+        blind = [blind_kind(paths) for paths in self.runs]
+        drawn, zeros, sources = self._charts(names, summaries, events, blind)
+        groups = [group for gallery in shown for group in gallery.groups]
+        return {
+            "runs": [
+                {
+                    "name": name,
+                    "steps": summary["steps"] if summary else curves.last_step or 0,
+                    "finished": summary is not None,
+                    "tiles": tiles(curves, summary, kind),
+                    "evaluations": evaluation_table(curves, summary),
+                    "events": [{**event, "message": printable(event["message"])} for event in guarded],
+                    "config": config_text(paths),
+                    "changed": changed_settings(paths),
+                    "environment": environment_of(paths),
+                    "gallery": gallery,
+                }
+                for name, paths, curves, summary, guarded, gallery, kind in zip(
+                    names, self.runs, self.curves, summaries, events, shown, blind, strict=True
+                )
+            ],
+            "charts": drawn,
+            "zeros": zeros,
+            "expected": sources,
+            "groups": groups,
+            "sight_legend": LEGEND if any("sight" in c for g in groups for c in g["completions"]) else (),
+            "evaluations": [row for gallery in shown for row in gallery.evaluations],
+            "pictures": pictures.held,
+            "budget": budget,
+        }
+
+    def update(self) -> None:
+        """Read the rows of metrics.jsonl that were added since."""
+        for i, paths in enumerate(self.runs):
+            if not paths.metrics.is_file():
+                continue
+            if paths.metrics.stat().st_size < self._read[i]:  # cut by a run that resumed
+                self.curves[i], self._read[i] = Curves(), 0
+            while True:
+                rows, end = new_rows(paths.metrics, self._read[i], READ)
+                for row in rows:
+                    self.curves[i].take(row)
+                if end == self._read[i]:
+                    break
+                self._read[i] = end
+
+    def _charts(
+        self,
+        names: Sequence[str],
+        summaries: Sequence[Mapping[str, Any] | None],
+        events: Sequence[Sequence[Mapping[str, Any]]],
+        blind: Sequence[str | None],
+    ) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+        """The charts that have values, the titles of those that are 0 throughout, and the sources of expected curves.
+
+        The evaluation's reward is left out where it is its accuracy.
+        """
+        found: list[dict[str, Any]] = []
+        zeros: list[str] = []
+        accuracy: list[Series] = []
+        expected = [expected_of(paths) for paths in self.runs]
+        for place, curve in enumerate(CURVES):
+            lines = self._lines(place, curve, names, summaries, blind)
+            if sum(not line.faint for line in lines) < (1 if len(self.runs) > 1 else curve.least):
+                continue
+            if not curve.zeros and not any(y for line in lines for _, y in line.points):
+                zeros.append(curve.title.lower())
+                continue
+            if curve.title == "Evaluation reward" and lines == accuracy:
+                continue
+            accuracy = lines if curve.title == "Evaluation accuracy" else accuracy
+            lines = [*lines, *expected_lines(place, lines, expected, blind)]
+            found.append(draw(curve, lines, events[0] if len(self.runs) == 1 else ()))
+        sources = dict.fromkeys(
+            f"{printable(e.metric, lines=False)}: {printable(e.source, lines=False)}" for e in expected if e
+        )
+        return found, zeros, list(sources)
+
+    def _lines(
+        self,
+        place: int,
+        curve: Curve,
+        names: Sequence[str],
+        summaries: Sequence[Mapping[str, Any] | None],
+        blind: Sequence[str | None],
+    ) -> list[Series]:
+        """The lines of one chart; none when no run has its metrics."""
+        several = len(self.runs) > 1
+        lines: list[Series] = []
+        for name, curves, summary, kind in zip(names, self.curves, summaries, blind, strict=True):
+            for metric, trace in curves.traces[place].items():
+                before = value_before(metric, trace, summary) if curve.before else ()
+                if all(y is None for _, y in trace.points) or (several and curve.alone not in ("", metric)):
+                    continue
+                label = line_name(metric, kind)
+                lines += series_of(
+                    curve,
+                    (f"{name} {label}" if len(curves.traces[place]) > 1 else name) if several else label,
+                    trace,
+                    slot=sum(not line.faint for line in lines) + 1,
+                    before=before,
+                    alone=not several,
+                )
+        return lines
 
 
-CURVES = (
-    Curve("Reward", "mean reward", r"reward", smooth=True),
-    Curve(
-        "Evaluation accuracy",
-        "share right",
-        r"eval(?:[/_](.+))?[/_]accuracy",
-        limits=(0, 1),
-        from_summary=True,
-    ),
-    Curve("Reward parts", "mean score", r"rewards/(.+)/mean", least=2),
-    Curve("Groups without a signal", "share of groups", r"frac_reward_zero_std", limits=(0, 1)),
-    Curve("KL to the reference", "nats", r"kl", limits=(0, None)),
-    Curve("Entropy", "nats per token", r"entropy", limits=(0, None)),
-    Curve("Completion length", "tokens", r"completions/(mean|min|max)_length", limits=(0, None)),
-    Curve("Calls of tools", "calls per conversation", r"tools/call_frequency", limits=(0, None)),
-    Curve("Gradient norm", "norm", r"grad_norm", limits=(0, None)),
-    Curve("Step time", "seconds", r"step_time", limits=(0, None)),
-)
+def draw(curve: Curve, lines: Sequence[Series], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One chart with its legend."""
+    marked = [(e["step"], printable(f"step {e['step']}: {e['name']}: {e['message']}")) for e in events]
+    return {
+        "title": curve.title,
+        "unit": curve.unit,
+        "svg": line_chart(curve.title, "", lines, curve.limits, marked),
+        "legend": lines if len(lines) > 1 else [],
+        "lines": [{"label": line.label, "look": line.look, "points": thin(line.points)} for line in lines],
+    }
 
 
-def write_report(paths: RunPaths) -> Path:
+def line_name(metric: str, blind: str | None) -> str:
+    """The name of a line: of the blind control, how it was made."""
+    return f"images {blind}" if blind and metric == "blind" else printable(metric, lines=False)
+
+
+def expected_lines(
+    place: int,
+    lines: Sequence[Series],
+    expected: Sequence[ExpectedCurve | None],
+    blind: Sequence[str | None],
+) -> list[Series]:
+    """The expected curves of the chart at `place`, each once, though several runs expect it."""
+    found: dict[ExpectedCurve, Series] = {}
+    several = sum(not line.faint for line in lines) > 1
+    for curve, kind in zip(expected, blind, strict=True):
+        for at, metric in places_of(curve.metric) if curve is not None else ():
+            if curve is not None and at == place:
+                label = f"expected {line_name(metric, kind)}" if several else "expected"
+                points = tuple(zip(curve.steps, curve.values, strict=True))
+                found[curve] = Series(label, points, expected=True)
+    return list(found.values())
+
+
+def check_expected(path: str | PathLike[str]) -> None:
+    """ConfigError unless the file `run.expected_curve` holds a curve that the page draws."""
+    metric = read_expected_curve(path).metric
+    if not places_of(metric):
+        raise ConfigError(
+            f"run.expected_curve = '{path}': metric '{printable(metric, lines=False)}' is none that report.html draws; "
+            "name one of its curves, such as reward or eval/<set>/accuracy"
+        )
+
+
+def expected_of(paths: RunPaths) -> ExpectedCurve | None:
+    """The curve that a run was started with; None where there is none that can be read."""
+    try:
+        return read_expected_curve(paths.expected) if paths.expected.is_file() else None
+    except ConfigError:
+        return None
+
+
+def blind_kind(paths: RunPaths) -> str | None:
+    """How a run's blind control is made, by its config.yaml: shuffled or removed."""
+    try:
+        section = read_yaml(str(paths.config)).get("run")
+    except (UserError, OSError, ValueError):
+        return None
+    kind = section.get("eval_blind") if isinstance(section, Mapping) else None
+    return kind if kind in ("shuffled", "removed") else None
+
+
+def write_report(paths: RunPaths, budget: Budget = WHOLE) -> Path:
     """Write report.html from what is in the folder, and return its path."""
+    return Report([paths]).write(paths.report, budget)
+
+
+def check_page(path: Path) -> None:
+    """ConfigError unless a page may be written to `path`: into a folder that is there, and over no other file."""
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"view: there is no folder '{path.parent}'; make it, or name another file with --output"
+        )
+    try:
+        ours = WRITTEN_BY in read_regular_file(path, 1000)
+    except FileNotFoundError:
+        ours = not path.is_symlink()
+    except OSError as error:
+        raise ConfigError(
+            f"view: '{path}': {error.strerror or error}; name another file with --output"
+        ) from None
+    if not ours:
+        raise ConfigError(
+            f"view: '{path}' was not written by mm-grpo view or a run, and stays as it is; name another file with "
+            "--output, or remove it"
+        )
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """The page of what `Report.gather` found."""
+    style, script = (_asset(name) for name in ("report.css", "report.js"))
+    first = (*found["groups"][:PAGE], *found["evaluations"][:PAGE])
+    shown = {name: None for row in first for name in images_of(row) if name in found["pictures"]}
+    html: str = _template().render(
+        **found,
+        first_pictures=shown,
+        data={
+            "runs": [run["name"] for run in found["runs"]],
+            "page": PAGE,
+            "groups": found["groups"],
+            "evaluations": found["evaluations"],
+            "pictures": {name: [made["width"], made["height"]] for name, made in found["pictures"].items()},
+            "charts": [chart["lines"] for chart in found["charts"]],
+        },
+        page=PAGE,
+        mark=WRITTEN_BY.decode(),
+        style=style,
+        script=script,
+        style_hash=policy_hash(style),
+        script_hash=policy_hash(script),
+    )
+    return html
+
+
+@cache
+def _template() -> Any:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
@@ -78,183 +304,94 @@ def write_report(paths: RunPaths) -> Path:
     )
     environment.filters["number"] = lambda value: "–" if value is None else number(value)
     environment.filters["percent"] = lambda value: "–" if value is None else f"{value:.1%}"
-    template = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
-    atomic_write(paths.report, template.render(gather(paths)))
-    return paths.report
+    environment.filters["visible"] = printable
+    environment.filters["inert"] = inert_json
+    return environment.from_string(_asset("report.html.j2"))
 
 
-def gather(paths: RunPaths) -> dict[str, Any]:
-    """Everything the template shows."""
-    rows = read_metrics(paths.metrics) if paths.metrics.is_file() else []
-    summary = read_summary(paths)
-    steps = logged_steps(paths)
-    shown = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
-    return {
-        "name": paths.root.resolve().name,
-        "finished": summary is not None,
-        "steps": summary["steps"] if summary else rows[-1]["step"] if rows else 0,
-        "tiles": tiles(rows, summary),
-        "evaluations": summary["eval"] if summary else {},
-        "charts": [chart for curve in CURVES if (chart := draw(curve, rows, summary))],
-        "rollouts": [
-            {"step": step, "groups": pick_groups(paths, read_rollouts(paths, step))} for step in shown
-        ],
-        "config": paths.config.read_text(encoding="utf-8") if paths.config.is_file() else "",
-        "environment": json.loads(paths.environment.read_text(encoding="utf-8"))
-        if paths.environment.is_file()
-        else {},
-    }
+def series_of(
+    curve: Curve, label: str, trace: Trace, *, slot: int, before: tuple[Point, ...] = (), alone: bool = True
+) -> list[Series]:
+    """The lines of one metric: its points; of a long run their means, over the points where it is `alone`."""
+    points = before + trace.points
+    if trace.width > 1:
+        words = f"{label}, mean of {trace.width} steps" if alone else label
+        mean = Series(words, before + trace.means, slot)
+        return [Series(f"{label}, lowest and highest", points, slot, faint=True), mean] if alone else [mean]
+    if curve.smooth and len(points) >= SMOOTH_FROM:
+        width = max(5, len(points) // 20 | 1)
+        mean = Series(f"mean of {width} steps" if alone else label, running_mean(points, width), slot)
+        return [Series("each step", points, slot, faint=True), mean] if alone else [mean]
+    return [Series(label, points, slot)]
 
 
-def tiles(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None) -> list[dict[str, str]]:
-    """The few numbers at the top: accuracy, reward, steps, time."""
-    found: list[dict[str, str]] = []
-    if summary and summary["accuracy_after"] is not None:
-        before, after = summary["accuracy_before"], summary["accuracy_after"]
-        note = "" if before is None else f"from {before:.1%}, {(after - before) * 100:+.1f} points"
-        found.append({"word": "accuracy", "value": f"{after:.1%}", "note": note})
-    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
-    if rewards:
-        last = rewards[-10:]
-        note = f"mean of the last {len(last)} steps, from {rewards[0]:.3f}" if len(last) > 1 else ""
-        found.append({"word": "reward", "value": f"{sum(last) / len(last):.3f}", "note": note})
-    if rows:
-        times = [row["step_time"] for row in rows if row.get("step_time") is not None]
-        note = f"{sum(times) / len(times):.1f} s each" if times else ""
-        found.append({"word": "steps", "value": str(rows[-1]["step"]), "note": note})
-    if summary:
-        found.append({"word": "time", "value": duration(summary["seconds"]), "note": "from start to end"})
-    return found
-
-
-def draw(
-    curve: Curve, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
-) -> dict[str, Any] | None:
-    """One chart with its legend; None when no row has its metrics."""
-    names = dict.fromkeys(key for row in rows for key in row)
-    matches = {name: match for name in names if (match := re.fullmatch(curve.pattern, name))}
-    series: list[Series] = []
-    for name, match in matches.items():
-        label = (match[1] if match.re.groups else None) or curve.title.lower()
-        points = tuple((row["step"], row[name]) for row in rows if name in row)
-        if curve.from_summary:
-            points = _before(match[1], points, summary) + points
-        if all(y is None for _, y in points):
-            continue
-        slot = len(series) + 1
-        if curve.smooth and len(points) >= SMOOTH_FROM:
-            width = max(5, len(points) // 20 | 1)
-            series.append(Series("each step", points, slot, faint=True))
-            series.append(Series(f"mean of {width} steps", running_mean(points, width), slot))
-        else:
-            series.append(Series(label, points, slot))
-    if len(series) < curve.least:
-        return None
-    svg = line_chart(curve.title, curve.unit, series, curve.limits)
-    return {"title": curve.title, "svg": svg, "legend": series if len(series) > 1 else []}
-
-
-def pick_groups(paths: RunPaths, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups worth looking at: those whose rewards differ most, in the order of their slots."""
-    groups: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["slot"], row.get("attempt", 0)), []).append(row)
-
-    def spread(place: tuple[int, int]) -> float:
-        rewards = [row["reward"] for row in groups[place] if row["reward"] is not None]
-        return max(rewards) - min(rewards) if rewards else 0.0
-
-    chosen = sorted(sorted(groups), key=spread, reverse=True)[:GROUPS_PER_STEP]
-    return [describe_group(paths, groups[place]) for place in sorted(chosen)]
-
-
-def describe_group(paths: RunPaths, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One prompt and its completions, ready for the template."""
-    head = rows[0]
-    gold = {name: head["columns"][name] for name in GOLD if name in head["columns"]}
-    largest = max((abs(row["advantage"]) for row in rows), default=0.0)
-    return {
-        "slot": head["slot"],
-        "uid": head["uid"],
-        "images": [uri for name in head["images"] if (uri := picture(paths, name))],
-        "messages": [{"role": m["role"], "text": message_text(m["content"])} for m in head["messages"]],
-        "gold": {name: _plain_text(value) for name, value in (gold or head["columns"]).items()},
-        "left_out": max(0, len(rows) - COMPLETIONS_PER_GROUP),
-        "completions": [
-            {
-                **row,
-                "turns": [describe_turn(paths, turn) for turn in row.get("turns", [])],
-                "masked": row.get("masked"),
-                "tone": "up" if row["advantage"] > 0 else "down" if row["advantage"] < 0 else "flat",
-                "strength": round(abs(row["advantage"]) / largest, 2) if largest else 0,
-                "signed": f"{row['advantage']:+.2f}" if row["advantage"] else "0",
-            }
-            for row in rows[:COMPLETIONS_PER_GROUP]
-        ],
-    }
-
-
-def describe_turn(paths: RunPaths, turn: Mapping[str, Any]) -> dict[str, Any]:
-    """One turn of a conversation: what the model wrote, or the call of a tool with its answer and its images."""
-    head = turn["role"]
-    if turn["role"] == "tool":
-        arguments = ", ".join(f"{name}={_plain_text(value)}" for name, value in turn["arguments"].items())
-        head = f"{turn['name']}({arguments})"
-    return {
-        "head": head,
-        "text": turn["text"],
-        "fault": turn.get("fault"),
-        "images": [uri for name in turn.get("images", []) if (uri := picture(paths, name))],
-    }
-
-
-def message_text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """A message's content as text; a media part is shown as its type in brackets."""
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] if part["type"] == "text" else f"[{part['type']}] " for part in content)
-
-
-def picture(paths: RunPaths, name: str) -> str | None:
-    """A logged picture as a data URI, made smaller where it is large; None for a name that is not ours."""
-    file = paths.images / name
-    if not IMAGE_NAME.fullmatch(name) or not file.is_file():
-        return None
-    from PIL import Image
-
-    with Image.open(file) as image:
-        if max(image.size) <= LONGEST_SIDE:
-            data = file.read_bytes()
-        else:
-            small, png = image.copy(), io.BytesIO()
-            small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-            small.save(png, "PNG")
-            data = png.getvalue()
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words.
-
-    >>> duration(59.6), duration(3725)
-    ('60 s', '1 h 2 min')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def _before(
-    name: str | None, points: Sequence[tuple[float, Any]], summary: Mapping[str, Any] | None
+def value_before(
+    label: str, trace: Trace, summary: Mapping[str, Any] | None
 ) -> tuple[tuple[float, float], ...]:
-    """The accuracy before the first step, which only the summary knows."""
+    """The accuracy before the first step, of a run whose metrics.jsonl has no row for it."""
     scores = (summary or {}).get("eval", {})
-    own = scores.get(name) if name else next(iter(scores.values()), None)
-    if own is None or own.get("before") is None or (points and points[0][0] <= 0):
+    own = scores.get(label)
+    if own is None or own.get("before") is None or (trace.buckets and trace.points[0][0] <= 0):
         return ()
     return ((0, own["before"]),)
 
 
-def _plain_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def changed_settings(paths: RunPaths) -> list[dict[str, str]]:
+    """The settings of config.yaml that are not the defaults, by their full names; none where it cannot be read."""
+    try:
+        config = GRPOConfig.from_yaml(str(paths.config))
+        default = GRPOConfig.from_dict({"model": {"path": config.model.path}})
+    except (UserError, OSError, ValueError):
+        return []
+    found: list[dict[str, str]] = []
+
+    def walk(now: Any, then: Any, before: str) -> None:
+        for key, value in now.items():
+            known = then.get(key) if isinstance(then, Mapping) else None
+            if isinstance(value, dict) and isinstance(known, dict) and value and known:
+                walk(value, known, f"{before}{key}.")
+            elif value != known:
+                text = json.dumps(value, ensure_ascii=False, default=str)
+                found.append({"name": printable(before + key), "value": printable(text, lines=False)})
+
+    walk(config.model_dump(mode="json"), default.model_dump(mode="json"), "")
+    return [{"name": "model.path", "value": printable(config.model.path)}, *found]
+
+
+def config_text(paths: RunPaths) -> str:
+    return printable(paths.config.read_text(encoding="utf-8")) if paths.config.is_file() else ""
+
+
+def environment_of(paths: RunPaths) -> dict[str, Any]:
+    if not paths.environment.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(paths.environment.read_text(encoding="utf-8"))
+    return found
+
+
+def run_names(runs: Sequence[RunPaths]) -> list[str]:
+    """The folders' names; with their parents' where two have the same."""
+    roots = [paths.root.resolve() for paths in runs]
+    names = [root.name for root in roots]
+    if len(set(names)) < len(names):
+        names = [f"{root.parent.name}/{root.name}" for root in roots]
+    if len(set(names)) < len(names):
+        names = [f"{i + 1}: {name}" for i, name in enumerate(names)]
+    return [printable(name, lines=False) for name in names]
+
+
+def policy_hash(text: str) -> str:
+    """The source of a content security policy that allows exactly this inline script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def inert_json(value: Any) -> str:
+    """A value as JSON that can stand in a <script> element: nothing in it ends the element or begins a tag."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _asset(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

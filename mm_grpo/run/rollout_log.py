@@ -1,11 +1,20 @@
 """rollouts/step-000001.jsonl: every completion of a step, and rollouts/images/: what the model saw.
 
+Evaluations are in rollouts/eval-step-000000.jsonl, one file for all sets after a step, of the evaluation before the
+first step, the best one and the newest; the file of another is removed when it is neither any more.
+
 One object per completion, in the order of the groups, so that one line holds all there is of one
 sample: its row, its prompt, its text, seed and weight version, its reward with the raw parts, its
 advantage. Images are written once, named by their content, and the rows name them.
 
 Keys: step, slot, attempt, uid, generation, messages, images, completion, tokens, finish_reason, seed,
-weight_versions, reward, parts, advantage, columns, and `extra` when rewards logged columns of their own.
+weight_versions, reward, parts, advantage, columns, `extra` when rewards logged columns of their own, and `sight`
+where it was measured (docs/sight.md). Boxes, points and polygons in pixels of the row's images (run/marks.py) are
+`gold`, those of the row, and `marks`, those that the rewards read in the completion; either is there when there is one.
+`place` is there in an eager run: the step and the slot whose row and seeds the group has.
+`opens_thinking` is there, and true, when the prompt ends with `<think>`. Rows of an evaluation have also `set`, the
+name of the set, and `blind`, null or how the row's images were taken away; `slot` is the number of the row, and
+`advantage` null.
 """
 
 from __future__ import annotations
@@ -13,75 +22,178 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.files import atomic_write
-from mm_grpo.run.paths import STEP_NAME, RunPaths
+from mm_grpo.run.marks import gold_marks, predicted_marks
+from mm_grpo.run.paths import EVALUATION_NAME, STEP_NAME, RunPaths
 from mm_grpo.types import Group, Turn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from mm_grpo.rewards.spec import RewardSpec
 
 # Longer texts of a row (a document, a transcript) are cut, and longer lists left out.
 LONGEST_TEXT = 2000
 LONGEST_LIST = 64
 
 
-def write_rollouts(paths: RunPaths, step: int, groups: Sequence[Group]) -> Path:
+def write_rollouts(
+    paths: RunPaths, step: int, groups: Sequence[Group], specs: Sequence[RewardSpec] = ()
+) -> Path:
     """Write the rollout file of `step` from scored groups, and the images that are new; returns the file.
 
-    A column that rewards logged for some groups only (`Group.extra`) is null for the others. Raises ValueError when
-    a list of scores or a column has another length than its group.
+    `specs` are the rewards that scored them, which say where boxes and points are. A column that rewards logged for
+    some groups only (`Group.extra`) is null for the others. Raises ValueError when a list of scores or a column has
+    another length than its group.
     """
-    for group in groups:
-        for name, column in [*group.parts.items(), *group.extra.items()]:
-            if len(column) != len(group.completions):
-                raise ValueError(
-                    f"'{name}' has {len(column)} values for the {len(group.completions)} completions of "
-                    f"{group.prompt.uid} in step {step}"
-                )
-    extra = list(dict.fromkeys(name for group in groups for name in group.extra))
-    paths.images.mkdir(parents=True, exist_ok=True)
-    lines: list[str] = []
-    for group in groups:
-        shared = {
-            "uid": group.prompt.uid,
-            "messages": _plain_messages(group.prompt.sample.messages),
-            "images": [_save_image(paths, image) for image in group.prompt.engine_prompt.images],
-        }
-        columns = _plain_columns(group.prompt.sample.columns)
-        scored = zip(group.completions, group.rewards, group.advantages, strict=True)
-        for generation, (completion, reward, advantage) in enumerate(scored):
-            row = {
-                "step": step,
-                "slot": group.slot,
-                "attempt": group.attempt,
-                **shared,
-                "generation": generation,
-                "completion": completion.text,
-                "tokens": len(completion.token_ids),
-                "finish_reason": completion.finish_reason,
-                "seed": completion.seed,
-                "weight_versions": completion.weight_versions,
-                "reward": reward,
-                "parts": {name: values[generation] for name, values in group.parts.items()},
-                "advantage": advantage,
-                "columns": columns,
-            }
-            if completion.turns:
-                row["turns"] = [_turn(paths, turn) for turn in completion.turns]
-                row["masked"] = completion.masked
-            if extra:
-                row["extra"] = {
-                    name: _plain(group.extra[name][generation]) if name in group.extra else None
-                    for name in extra
-                }
-            lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
     file = paths.rollout_file(step)
+    lines = _lines(paths, step, groups, specs)
     atomic_write(file, "".join(lines))
     return file
+
+
+class EvaluationLog:
+    """The completions of one evaluation after `step`: `add` those of a set as they come, `write` them at the end."""
+
+    def __init__(self, paths: RunPaths, step: int, specs: Sequence[RewardSpec]) -> None:
+        self.paths, self.step, self.specs = paths, step, specs
+        self._lines: list[str] = []
+
+    def add(self, name: str, blind: str | None, groups: Sequence[Group]) -> None:
+        """Scored groups of the set `name`, and the images that are new."""
+        self._lines += _lines(self.paths, self.step, groups, self.specs, {"set": name, "blind": blind})
+
+    def write(self, best: int | None) -> Path:
+        """Write the file, and remove those that are neither of step 0, nor of step `best`, nor this one.
+
+        Nothing else bounds them: three files of all rows, whatever the number of evaluations.
+        """
+        file = self.paths.evaluation_file(self.step)
+        file.parent.mkdir(parents=True, exist_ok=True)  # no image was written where every row was dropped
+        atomic_write(file, "".join(self._lines))
+        for step in evaluated_steps(self.paths):
+            if step not in (0, best, self.step):
+                self.paths.evaluation_file(step).unlink(missing_ok=True)
+        return file
+
+
+def _lines(
+    paths: RunPaths,
+    step: int,
+    groups: Sequence[Group],
+    specs: Sequence[RewardSpec],
+    also: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """A line for each completion; writes the images that are new."""
+    extra = tuple(dict.fromkeys(name for group in groups for name in group.extra))
+    for group in groups:
+        check_lengths(group, step)
+    paths.images.mkdir(parents=True, exist_ok=True)
+    return [
+        json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        for group in groups
+        for row in rollout_rows(paths, step, group, specs, extra, also)
+    ]
+
+
+def add_to_rollouts(
+    paths: RunPaths, step: int, columns: Mapping[tuple[int, int, int], Mapping[str, Any]]
+) -> None:
+    """Add keys to rows of a step that was written, by (slot, attempt, generation). Nothing where it was not."""
+    file = paths.rollout_file(step)
+    if not columns or not file.is_file():
+        return
+    rows = [
+        {**row, **columns.get((row["slot"], row["attempt"], row["generation"]), {})}
+        for row in read_rollouts(paths, step)
+    ]
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    atomic_write(file, "".join(lines))
+
+
+def _turns(paths: RunPaths, group: Group, generation: int) -> list[dict[str, Any]]:
+    """The turns of one conversation; those of the model with reward and advantage, where they have their own."""
+    turns = [_turn(paths, turn) for turn in group.completions[generation].turns]
+    if group.turn_advantages:
+        own = [turn for turn in turns if turn["role"] == "assistant"]
+        rewards, advantages = group.turn_rewards[generation], group.turn_advantages[generation]
+        for turn, reward, advantage in zip(own, rewards, advantages, strict=True):
+            turn |= {"reward": reward, "advantage": advantage}
+    return turns
+
+
+def check_lengths(group: Group, step: int) -> None:
+    """ValueError when a list of scores or a column that rewards logged has another length than its group."""
+    for name, column in [*group.parts.items(), *group.extra.items()]:
+        if len(column) != len(group.completions):
+            raise ValueError(
+                f"'{name}' has {len(column)} values for the {len(group.completions)} completions of "
+                f"{group.prompt.uid} in step {step}"
+            )
+
+
+def rollout_rows(
+    paths: RunPaths,
+    step: int,
+    group: Group,
+    specs: Sequence[RewardSpec],
+    extra: Sequence[str] = (),
+    also: Mapping[str, Any] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The rows of a scored group, one per completion; its images are saved.
+
+    `extra` names the logged columns, `also` are fields that follow the step. A group without advantages, as in
+    evaluation, has null in their place.
+    """
+    prompt = group.prompt
+    shared: dict[str, Any] = {
+        "uid": prompt.uid,
+        "messages": _plain_messages(prompt.sample.messages),
+        "images": [_save_image(paths, image) for image in prompt.engine_prompt.images],
+    }
+    gold, _ = gold_marks(specs, prompt)
+    columns = _plain_columns(prompt.sample.columns)
+    advantages = group.advantages or (None,) * len(group.completions)
+    scored = zip(group.completions, group.rewards, advantages, strict=True)
+    for generation, (completion, reward, advantage) in enumerate(scored):
+        row = {
+            "step": step,
+            **(also or {}),
+            "slot": group.slot,
+            "attempt": group.attempt,
+            **({"place": group.place} if group.place is not None else {}),
+            **shared,
+            "generation": generation,
+            "completion": completion.text,
+            "tokens": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "seed": completion.seed,
+            "weight_versions": completion.weight_versions,
+            "reward": reward,
+            "parts": {name: values[generation] for name, values in group.parts.items()},
+            "advantage": advantage,
+            "columns": columns,
+        }
+        if gold:
+            row["gold"] = [mark.as_dict() for mark in gold]
+        if marks := predicted_marks(specs, prompt, completion.text):
+            row["marks"] = [mark.as_dict() for mark in marks]
+        if prompt.opens_thinking:
+            row["opens_thinking"] = True
+        if completion.turns:
+            row["turns"] = _turns(paths, group, generation)
+            row["masked"] = completion.masked
+        if extra:
+            row["extra"] = {
+                name: plain_value(group.extra[name][generation]) if name in group.extra else None
+                for name in extra
+            }
+        yield row
 
 
 def _turn(paths: RunPaths, turn: Turn) -> dict[str, Any]:
@@ -95,15 +207,29 @@ def _turn(paths: RunPaths, turn: Turn) -> dict[str, Any]:
 
 def logged_steps(paths: RunPaths) -> list[int]:
     """The steps that have a rollout file, in order."""
-    names = (STEP_NAME.fullmatch(file.stem) for file in paths.rollouts.glob("step-*.jsonl"))
+    names = os.listdir(paths.rollouts) if paths.rollouts.is_dir() else []
+    found = (STEP_NAME.fullmatch(name[:-6]) for name in names if name.endswith(".jsonl"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def evaluated_steps(paths: RunPaths) -> list[int]:
+    """The steps whose evaluation is kept, in order."""
+    names = (EVALUATION_NAME.fullmatch(file.stem) for file in paths.rollouts.glob("eval-step-*.jsonl"))
     return sorted(int(match[1]) for match in names if match)
 
 
 def read_rollouts(paths: RunPaths, step: int) -> list[dict[str, Any]]:
     """The rows of one step, as they were written."""
-    return [
-        json.loads(line) for line in paths.rollout_file(step).read_text(encoding="utf-8").split("\n") if line
-    ]
+    return _read(paths.rollout_file(step))
+
+
+def read_evaluation(paths: RunPaths, step: int) -> list[dict[str, Any]]:
+    """The rows of the evaluation after a step, as they were written."""
+    return _read(paths.evaluation_file(step))
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _save_image(paths: RunPaths, image: Image) -> str:
@@ -135,10 +261,10 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 def _plain_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that hold the answer: scalars, texts, and short lists of scalars (boxes)."""
-    return {name: plain for name, value in columns.items() if (plain := _plain(value)) is not None}
+    return {name: plain for name, value in columns.items() if (plain := plain_value(value)) is not None}
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """`value` as JSON can hold it, None when it is nothing to read in a log."""
     if isinstance(value, str):
         return value if len(value) <= LONGEST_TEXT else value[:LONGEST_TEXT] + "…"
@@ -147,6 +273,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, (list, tuple)) and len(value) <= LONGEST_LIST:
-        inner = [_plain(v) for v in value]
+        inner = [plain_value(v) for v in value]
         return None if any(v is None or isinstance(v, list) for v in inner) else inner
     return None

@@ -8,19 +8,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mm_grpo.data.dataset import Dataset, fingerprint
 from mm_grpo.errors import ConfigError
 from mm_grpo.import_path import FILE_MODULE
-from mm_grpo.rewards.resolve import describe
+from mm_grpo.rewards.resolve import describe, describe_code
 from mm_grpo.rewards.spec import RewardSpec, innermost
-from mm_grpo.run.checkpoint import Checkpoint
+from mm_grpo.run.manifest import Checkpoint
 
 EXTRA = ("tokens_seen", "rows", "rewards", "best", "before", "after")
-"""What the trainer keeps in a checkpoint, all of it required; and `tools`, which earlier checkpoints lack."""
+"""What a checkpoint keeps of the trainer, all required; and `tools` and `tool_sources`, which earlier ones lack."""
 logger = logging.getLogger("mm_grpo")
 
 
@@ -32,13 +32,18 @@ def rows_of(train: Dataset, eval_sets: Mapping[str, Dataset]) -> dict[str, Any]:
 def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
     """The identity of each reward: name, weight, `describe`, and the SHA-256 of the file that a config named."""
     return [
-        {"name": s.name, "weight": s.weight, **describe(s), "file_sha256": _file_digest(s)} for s in specs
+        {"name": s.name, "weight": s.weight, **describe(s), "file_sha256": _file_digest(s.fn)} for s in specs
     ]
 
 
-def _file_digest(spec: RewardSpec) -> str | None:
+def tool_sources_of(named: Sequence[tuple[str, Callable[..., Any]]]) -> list[dict[str, Any]]:
+    """The identity of each tool and environment: its name, `describe_code`, and the SHA-256 of its file."""
+    return [{"name": name, **describe_code(what), "file_sha256": _file_digest(what)} for name, what in named]
+
+
+def _file_digest(fn: Callable[..., Any]) -> str | None:
     """Of a path/to/file.py:function the whole file counts: the function calls what stands beside it."""
-    inner = innermost(spec.fn)
+    inner = innermost(fn)
     module = sys.modules.get(getattr(inner, "__module__", None) or type(inner).__module__)
     if module is None or not module.__name__.startswith(FILE_MODULE) or not module.__file__:
         return None
@@ -52,12 +57,14 @@ def refuse_another_run(
     max_steps: int,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
+    tool_sources: Sequence[Mapping[str, Any]] = (),
     allow_changed_rewards: bool = False,
+    allow_changed_tools: bool = False,
 ) -> None:
     """ConfigError when the checkpoint `found` is not of a run over these `rows` and of at most `max_steps` steps.
 
-    Or when the model was told of other `tools` (their JSON schemas), or the source of a reward changed, unless that is
-    allowed: then a warning.
+    Or when the model was told of other `tools` (their JSON schemas), or the source of a reward or of a tool changed,
+    unless that is allowed: then a warning.
 
     Also when the evaluation sets are others, or in another order: the first is the headline, and before and after
     are compared set by set.
@@ -76,6 +83,7 @@ def refuse_another_run(
             "(rollout.tools, rollout.environment, or tools= and environment_factory= of GRPOTrainer), or start a new "
             "run"
         )
+    _compare_tool_sources(found, tool_sources, allow_changed_tools)
     sets, known = [n.removeprefix("eval.") for n in rows if n != "train"], list(found.extra["before"])
     if sets != known:
         raise ConfigError(
@@ -138,3 +146,18 @@ def _compare_rewards(found: Checkpoint, rewards: Sequence[Mapping[str, Any]], al
             f"{message}; put them back, or go on with those of now with run.allow_changed_rewards=true"
         )
     logger.warning("%s; those of now are used, for run.allow_changed_rewards is true", message)
+
+
+def _compare_tool_sources(found: Checkpoint, now: Sequence[Mapping[str, Any]], allowed: bool) -> None:
+    """Tools of the same schemas whose code is another one: what they answer may be."""
+    then = {one["name"]: one for one in found.extra.get("tool_sources", now)}
+    changed = [one["name"] for one in now if then.get(one["name"]) != one]
+    if not changed:
+        return
+    what = f"the source of {', '.join(changed)} changed"
+    message = f"tools: the checkpoint '{found.path}' was made with other ones ({what})"
+    if not allowed:
+        raise ConfigError(
+            f"{message}; put them back, or go on with those of now with run.allow_changed_tools=true"
+        )
+    logger.warning("%s; those of now are used, for run.allow_changed_tools is true", message)

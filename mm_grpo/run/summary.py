@@ -1,39 +1,113 @@
-"""What `summary.json` holds: how a run did, before and after, on each evaluation set."""
+"""What `summary.json` holds: how a run did, before, best and after, on each evaluation set; and its last lines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from mm_grpo.rollout.evaluate import Best, Evaluation, Headline
+from mm_grpo.run.metrics import iter_metrics
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mm_grpo.distributed.ranks import Ranks
+    from mm_grpo.rollout.evaluate import Evaluation
+    from mm_grpo.run.evaluations import Evaluations
+
+DETAILS = ("score", "interval", "reward", "reward_interval", "parts", "rows", "length", "clipped", "blind")
 
 
 def summary_of(
-    headline: Headline,
-    before: Mapping[str, Evaluation],
-    after: Mapping[str, Evaluation],
-    best: Best | None,
+    found: Evaluations,
     seconds: float,
     steps: int,
+    stopped: str | None = None,
+    sight: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `summary.json` holds: scores of the first set and of each set before and after, seconds, steps.
 
-    A score is what `headline` says; `accuracy_*` are the same where it is an accuracy, else None. A set whose score
-    could not be measured is left out of `eval`.
+    A score is what the headline says; `accuracy_*` are the same where it is an accuracy, else None. A set whose score
+    could not be measured is left out of `eval`. `first_set` has of the first set, before, best and after, the score
+    with its 95 % interval, the mean reward, its parts, the mean length and the blind control. `stopped` is why a
+    callback ended the run before `run.max_steps`, else None. `sight` is what `sight_ends` gives.
     """
+    headline, before, after, best = found.headline, found.before, found.after, found.best
     first = next(iter(before), None)
     ends = [sets[first].score if first else None for sets in (before, after)]
     scores = dict(zip(("before", "after", "best"), [*ends, best.score if best else None], strict=True))
+    details = (
+        {"before": before.get(first), "best": found.best_found, "after": after.get(first)} if first else {}
+    )
     return {
         "headline": str(headline),
         **{f"score_{when}": score for when, score in scores.items()},
-        **{f"accuracy_{when}": score if headline.name else None for when, score in scores.items()},
+        **{f"accuracy_{when}": score if headline.is_share else None for when, score in scores.items()},
         "best_step": best.step if best else None,
         "seconds": round(seconds, 3),
         "steps": steps,
+        "stopped": stopped,
         "eval": {
             n: {"before": before[n].score, "after": after[n].score, "rows": before[n].rows}
             for n in before
             if before[n].score is not None and after[n].score is not None
         },
+        "first_set": {when: _details(one) for when, one in details.items() if one is not None},
+        "sight": dict(sight) if sight else None,
     }
+
+
+def sight_of(metrics: Path, ranks: Ranks) -> dict[str, Any] | None:
+    """`sight_ends` of the file of metrics, which the first process writes, on every process."""
+    with ranks.fail_together("the summary"):
+        sight = sight_ends(iter_metrics(metrics)) if ranks.first else None
+    found: dict[str, Any] | None = ranks.broadcast(sight, "the summary")
+    return found
+
+
+def sight_ends(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float] | None] | None:
+    """The first and the last measurement of sight (docs/sight.md) in rows of metrics; None where there is none.
+
+    Each is of a step before its update, in nats: `before` of the first step, the model that the run began with, and
+    `after` of the last step that measured it, None where that is the same one.
+    """
+    first: dict[str, float] | None = None
+    last: dict[str, float] | None = None
+    for row in rows:
+        if "sight/nats" in row:
+            last = {name: row[f"sight/{name}"] for name in ("nats", "nats_per_token")} | {"step": row["step"]}
+            first = first or last
+    return None if first is None else {"before": first, "after": None if last is first else last}
+
+
+def summary_lines(summary: Mapping[str, Any]) -> list[str]:
+    """How each set did, in words, the first with its interval, its best and its blind control."""
+    lines = []
+    for number, (name, result) in enumerate(summary["eval"].items()):
+        text = f"{name}: {summary['headline']} {result['before']:.3f} -> {result['after']:.3f}"
+        detail = summary.get("first_set", {}) if number == 0 else {}
+        last, first = detail.get("after"), detail.get("before")
+        if last and last["interval"]:
+            text += f" [{last['interval'][0]:.3f}, {last['interval'][1]:.3f}]"
+        text += f" ({result['rows']} rows)"
+        if number == 0 and summary.get("best_step") is not None:
+            text += f", best {summary['score_best']:.3f} after step {summary['best_step']}"
+        lines.append(text)
+        then, now = (one and one["blind"] for one in (first, last))
+        if then and now and then["score"] is not None and now["score"] is not None:
+            gap = "" if now["gap"] is None else f", the images add {now['gap']:.3f}"
+            lines.append(
+                f"{name}, images {now['kind']}: {then['score']:.3f} -> {now['score']:.3f} ({now['rows']} rows){gap}"
+            )
+    ends = summary.get("sight")
+    if ends and ends["after"]:
+        lines.append(
+            f"sight: {ends['before']['nats']:.3f} -> {ends['after']['nats']:.3f} nats per completion "
+            f"(steps {ends['before']['step']} and {ends['after']['step']})"
+        )
+    return lines
+
+
+def _details(one: Evaluation) -> dict[str, Any]:
+    values = asdict(one)
+    return {key: values[key] for key in DETAILS}

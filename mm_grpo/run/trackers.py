@@ -1,32 +1,41 @@
-"""run.trackers: the metrics of a run, sent to tensorboard, wandb or trackio as well.
+"""run.trackers: the metrics of a run, and tables of its completions, sent to tensorboard, wandb or trackio as well.
 
-metrics.jsonl stays the record; a tracker is a copy of it for people who watch many runs. These are
+metrics.jsonl and rollouts/ stay the record; a tracker is a copy for people who watch many runs. These are
 thin classes of our own because accelerate's need its process state, which picks devices and joins
-process groups. To add one: a class with `log` and `close`, and its line in TRACKERS.
+process groups. To add one: a class with `log`, `log_table` and `close`, and its line in TRACKERS.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, Protocol
 
+from numpy import asarray
+
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.tracker_table import RolloutTable, hosted_table, markdown, rollout_table
+from mm_grpo.timing import span
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
+    from mm_grpo.types import Group
+
+logger = logging.getLogger("mm_grpo")
 
 
 class Tracker(Protocol):
-    """Takes the numbers of one step after the other, until it is closed."""
+    """Takes the numbers of one step after the other, and the table of some steps before them, until it is closed."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def log_table(self, step: int, table: RolloutTable) -> None: ...
     def close(self) -> None: ...
 
 
@@ -42,59 +51,67 @@ class TensorBoard:
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
+    def log_table(self, step: int, table: RolloutTable) -> None:
+        """The table as a text; the picture of each row of the dataset once, under its uid, and those of tools under
+        that and the number of the completion."""
+        self._writer.add_text("rollouts", markdown(table), global_step=step)
+        for name, picture in table.named_pictures().items():
+            self._writer.add_image(f"rollouts/{name}", asarray(picture), global_step=step, dataformats="HWC")
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
 
-class WandB:
-    """A run of Weights & Biases. The project is the environment's WANDB_PROJECT, else mm_grpo."""
+class Hosted:
+    """A run of Weights & Biases or of Trackio, whose `log`, `Table` and `Image` are called alike."""
 
-    def __init__(self, package: Any, config: GRPOConfig) -> None:
-        self._run = package.init(
-            project=os.environ.get("WANDB_PROJECT", "mm_grpo"),
-            name=Path(config.run.dir).resolve().name,
-            config=config.model_dump(mode="json"),
-            dir=config.run.dir,
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
-    """A run of Trackio, in the project mm_grpo of its own local store."""
-
-    def __init__(self, package: Any, config: GRPOConfig) -> None:
+    def __init__(self, package: Any, config: GRPOConfig, project: str, **options: Any) -> None:
+        self._package = package
         name = Path(config.run.dir).resolve().name
-        self._run = package.init(project="mm_grpo", name=name, config=config.model_dump(mode="json"))
+        settings = config.model_dump(mode="json")
+        self._run = package.init(project=project, name=name, config=settings, **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
+    def log_table(self, step: int, table: RolloutTable) -> None:
+        self._run.log({"rollouts": hosted_table(self._package, table)}, step=step)
+
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb(package: Any, config: GRPOConfig) -> Tracker:
+    """The project is the environment's WANDB_PROJECT, else mm_grpo."""
+    return Hosted(package, config, os.environ.get("WANDB_PROJECT", "mm_grpo"), dir=config.run.dir)
+
+
+def _trackio(package: Any, config: GRPOConfig) -> Tracker:
+    """The project mm_grpo of Trackio's own local store."""
+    return Hosted(package, config, "mm_grpo")
 
 
 # name, which is also the extra that installs the package: (module to import, what makes a tracker of it)
 TRACKERS: dict[str, tuple[str, Callable[[Any, GRPOConfig], Tracker]]] = {
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
-    "wandb": ("wandb", WandB),
-    "trackio": ("trackio", Trackio),
+    "wandb": ("wandb", _wandb),
+    "trackio": ("trackio", _trackio),
 }
 
 
 class Trackers:
     """All trackers of a run as one; with no names it does nothing.
 
-    `prepare` before a model loads, `open` around the run, `log` in it.
+    `prepare` before a model loads, `open` around the run, `log` and `log_rollouts` in it. A tracker that raises, for a
+    network or a disk that is gone, is left out from then on with one warning: the run goes on, and metrics.jsonl has
+    all of it.
     """
 
-    def __init__(self, makers: Sequence[Callable[[GRPOConfig], Tracker]]) -> None:
-        self._makers = tuple(makers)
-        self._trackers: list[Tracker] = []
+    def __init__(self, makers: Mapping[str, Callable[[GRPOConfig], Tracker]]) -> None:
+        self._makers = dict(makers)
+        self._trackers: dict[str, Tracker] = {}
+        self._tables_every = 0
 
     @classmethod
     def prepare(cls, names: Sequence[str]) -> Trackers:
@@ -102,25 +119,57 @@ class Trackers:
 
         Raises ConfigError when a name is unknown, or when its package is not installed.
         """
-        return cls([_maker(name) for name in names])
+        return cls({name: _maker(name) for name in names})
 
     @contextmanager
     def open(self, config: GRPOConfig) -> Iterator[Trackers]:
         """Start every tracker on the run that `config` describes; close them all at the end."""
-        with ExitStack() as stack:
-            self._trackers = []
-            stack.callback(self._trackers.clear)
-            for make in self._makers:
-                tracker = make(config)
-                stack.callback(tracker.close)
-                self._trackers.append(tracker)
+        self._trackers, self._tables_every = {}, config.run.report_every
+        for name, make in self._makers.items():
+            with _warning(name, "cannot be started"):
+                self._trackers[name] = make(config)
+        try:
             yield self
+        finally:
+            closing, self._trackers = self._trackers, {}
+            for name, tracker in closing.items():
+                with _warning(name, "cannot be closed; its last numbers may be lost"):
+                    tracker.close()
 
+    @span("trackers")
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Send the numbers among `values`; texts and None stay in metrics.jsonl."""
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        for tracker in self._trackers:
-            tracker.log(step, numbers)
+        self._send(step, lambda tracker: tracker.log(step, numbers))
+
+    def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        """Send a table of scored groups at the first step and at every `run.report_every`-th, before their numbers."""
+        every = self._tables_every
+        if self._trackers and (step == 1 or (every > 0 and step % every == 0)):
+            table = rollout_table(step, groups)
+            self._send(step, lambda tracker: tracker.log_table(step, table))
+
+    def _send(self, step: int, send: Callable[[Tracker], None]) -> None:
+        asked, self._trackers = self._trackers, {}
+        for name, tracker in asked.items():
+            with _warning(name, f"failed at step {step} and gets no further numbers"):
+                send(tracker)
+                self._trackers[name] = tracker  # one that raised is left out
+
+
+@contextmanager
+def _warning(name: str, what: str) -> Iterator[None]:
+    """Turn whatever somebody else's package raises into a warning. Ctrl-C passes."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning(
+            "run.trackers: %s %s (%s: %s); the run goes on, and metrics.jsonl has every number",
+            name,
+            what,
+            type(error).__name__,
+            error,
+        )
 
 
 def _maker(name: str) -> Callable[[GRPOConfig], Tracker]:
@@ -133,5 +182,5 @@ def _maker(name: str) -> Callable[[GRPOConfig], Tracker]:
         raise ConfigError(
             f"run.trackers = '{name}': the package is not installed ({error});"
             f" install it with: pip install 'mm_grpo[{name}]', or remove '{name}' from run.trackers"
-        ) from error
+        ) from None
     return partial(tracker, package)

@@ -1,21 +1,27 @@
-"""A rollout engine with its own copy of the weights, as a remote engine has, and the faults of one.
+"""Rollout engines with their own copy of the weights, as a remote engine has, and the faults of one.
 
 `FakeRemoteEngine(model, processor)` behaves. With one of FAULTS it goes wrong in silence: it still answers,
 and only a check can tell. Faults of the weight transfer begin with weight version 1, so that the first
 sync passes. In a run: `build.ENGINES["transformers"] = lambda config, model, processor: FakeRemoteEngine(...)`.
+
+`FakeServer` may be called from several threads, as a served engine is, and an update may land in mid-generation. In a
+run add "transformers" to `build.REMOTE` as well.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
 
 from mm_grpo.rollout.engine import Digest, Request
 from mm_grpo.rollout.transformers_engine import TransformersEngine
+from mm_grpo.rollout.transformers_stream import TransformersStream
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
 
@@ -83,3 +89,75 @@ class FakeRemoteEngine(TransformersEngine):
             vision = {**prompt.vision, "pixel_values": -prompt.vision["pixel_values"]}
             self.flipped[id(prompt)] = (prompt, replace(prompt, vision=vision))
         return self.flipped[id(prompt)][1]
+
+
+class FakeServer(FakeRemoteEngine):
+    """A remote engine for several threads at once, which take turns token by token.
+
+    `delay` are the seconds that a token takes besides, in which other threads run; `updates_in_flight` says whether
+    weights may be sent while it samples: completions then have a span for each version. Without it such an update
+    raises RuntimeError.
+    """
+
+    remote = True
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        fault: str = "",
+        *,
+        delay: float = 0.0,
+        updates_in_flight: bool = True,
+    ) -> None:
+        super().__init__(model, processor, fault)
+        self.model.eval()
+        self.delay, self.updates_in_flight = delay, updates_in_flight
+        self.lock, self.sampling, self.closed = Lock(), 0, False
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        with self.lock:
+            self.sampling += 1
+            stream = TransformersStream(self, keep=False, kept_bytes=0)
+            stream._stack.close()  # weights that are laid out anew for a stream would miss an update
+            numbers = [stream.add_request(self._distort(request)) for request in requests]
+        try:
+            found: dict[int, Completion] = {}
+            spans: list[tuple[int, int]] = []
+            tokens = 0
+            while stream.unfinished:
+                self.pause(requests, tokens)
+                with self.lock:
+                    if self.closed:
+                        raise RuntimeError("the engine was closed")
+                    if not spans or spans[-1][1] != self.version:
+                        spans.append((tokens, self.version))
+                    for number, done in stream.step():
+                        own = tuple(span for span in spans if span[0] < len(done.token_ids))
+                        found[number] = replace(done, weight_versions=own)
+                    tokens += 1
+        finally:
+            with self.lock:
+                self.sampling -= 1
+                stream.close()
+        return [found[number] for number in numbers]
+
+    def pause(self, requests: Sequence[Request], tokens: int) -> None:
+        """Called when each of the requests has so many tokens; other threads may sample and send weights meanwhile."""
+        time.sleep(self.delay)
+
+    def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
+        with self.lock:
+            return super().score(prompt, token_ids)
+
+    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
+        with self.lock:
+            if self.sampling and not self.updates_in_flight:
+                raise RuntimeError(
+                    f"version {version} was sent while {self.sampling} requests were under way"
+                )
+            return super().update_weights(tensors, version)
+
+    def close(self) -> None:
+        with self.lock:
+            self.closed = True

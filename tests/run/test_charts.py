@@ -7,7 +7,16 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from mm_grpo.run.charts import MOST_POINTS, Series, line_chart, nice_ticks, number, running_mean, thin
+from mm_grpo.run.charts import (
+    MOST_DOTS,
+    MOST_POINTS,
+    Series,
+    line_chart,
+    nice_ticks,
+    number,
+    running_mean,
+    thin,
+)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +105,28 @@ def test_an_axis_with_an_open_end_reaches_the_highest_value() -> None:
     assert svg.count("tick end") == 5  # 0, 0.5, 1, 1.5, 2
 
 
-def test_the_fifth_line_is_dashed() -> None:
-    assert [Series("a", (), slot).look for slot in (1, 4, 5, 8, 9)] == [
+def test_the_seventh_line_is_dashed() -> None:
+    assert [Series("a", (), slot).look for slot in (1, 6, 7, 12, 13)] == [
         "s1",
-        "s4",
+        "s6",
         "s1 dashed",
-        "s4 dashed",
+        "s6 dashed",
         "s1",
     ]
+
+
+def test_events_are_lines_at_their_steps() -> None:
+    series = [Series("r", ((0, 0.0), (10, 1.0)))]
+    svg = line_chart("r", "", series, (0, 1), [(5, 'guard "x": <b>'), (11, "later")])
+    (event,) = [line for line in ET.fromstring(svg).iter("line") if line.get("class") == "event"]
+    assert (event.get("x1"), event.get("x2"), event.findtext("title")) == ("252.0", "252.0", 'guard "x": <b>')
+    assert 'data-x="0 10"' in svg and [t.text for t in ET.fromstring(svg).iter("text")][-1] == "step"
+
+
+def test_a_long_line_has_no_dots() -> None:
+    points = tuple((i, float(i % 7)) for i in range(MOST_DOTS + 1))
+    assert line_chart("r", "", [Series("r", points[:-1])]).count("<circle") == MOST_DOTS
+    assert line_chart("r", "", [Series("r", points)]).count("<circle") == 0
 
 
 def test_labels_are_escaped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -23,7 +24,9 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import load_processor
-from mm_grpo.run.checkpoint import Checkpoints, deciding_fields, digest_of, steps_between
+from mm_grpo.run.checkpoint import Checkpoints, steps_between
+from mm_grpo.run.deciding_fields import deciding_fields
+from mm_grpo.run.manifest import digest_of
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.types import Completion, Group
 
@@ -103,7 +106,7 @@ def test_what_a_checkpoint_holds(models: dict[str, Path], tmp_path: Path) -> Non
     folder = tmp_path / "checkpoints" / "step-000002"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert {k: manifest[k] for k in ("format", "step", "updates", "adam_steps", "extra")} == {
-        "format": 2, "step": 2, "updates": 2, "adam_steps": 2, "extra": {"tokens_seen": 20},
+        "format": 3, "step": 2, "updates": 2, "adam_steps": 2, "extra": {"tokens_seen": 20},
     }  # fmt: skip
     assert manifest["parameters"]["model.visual.merger.ln_q.weight"] == [64]
     tensors = load_file(folder / "state-00000-of-00001.safetensors")
@@ -154,7 +157,7 @@ def flip(folder: Path) -> str:
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(bytes(data))
-    return "its SHA-256 differs"
+    return "its digest differs"
 
 
 def lose_manifest(folder: Path) -> str:
@@ -252,6 +255,41 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
     assert "step-000002" in caplog.text and said in caplog.text and "resuming from step-000001" in caplog.text
     damage(tmp_path / "checkpoints" / "step-000001")
     with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole: step-000002.*step-000001"):
+        kept.newest()
+
+
+def as_format_2(folder: Path, frozen: str) -> None:
+    """Make the checkpoint one of format 2: files and the frozen weights' digest `frozen` by SHA-256."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for mark in manifest["files"]:
+        mark.pop("xxh3_128", None)
+        mark["sha256"] = hashlib.sha256((folder / mark["name"]).read_bytes()).hexdigest()
+    manifest |= {"format": 2, "frozen": frozen}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+
+
+def test_a_checkpoint_of_format_2_is_read_by_its_sha256(models: dict[str, Path], tmp_path: Path) -> None:
+    learner = build(models["qwen2_vl"], frozen=True)
+    kept = checkpoints_of(learner, tmp_path)
+    kept.save(1, {})
+    folder = kept.folder / "step-000001"
+    assert len(json.loads((folder / "manifest.json").read_text())["frozen"]) == 32
+    digest = hashlib.sha256()  # as format 2 had it: name, dtype and shape, then the bytes
+    for name, p in sorted((n, p) for n, p in learner.module.model.named_parameters() if not p.requires_grad):
+        digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode() + p.detach().numpy().tobytes())
+    as_format_2(folder, digest.hexdigest())
+    found = kept.newest()
+    assert found is not None and found.manifest["format"] == 2
+    kept.load(found)
+    as_format_2(folder, "0" * 64)
+    found = kept.newest()
+    assert found is not None
+    with pytest.raises(ConfigError, match="the weights that are not trained differ"):
+        kept.load(found)
+    flip(folder)
+    with pytest.raises(
+        ConfigError, match=r"step-000001/state-\S+ is not what was written: its digest differs"
+    ):
         kept.newest()
 
 

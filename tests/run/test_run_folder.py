@@ -412,7 +412,7 @@ def test_files_that_cannot_be_written_are_one_message(
 
     monkeypatch.setattr(run_folder.MetricsLog, "append", full)
     monkeypatch.setattr(run_folder, "write_rollouts", full)
-    monkeypatch.setattr(run_folder, "write_report", full)
+    monkeypatch.setattr(run_folder.Report, "write", full)
     for write, what in ((folder.append_metrics, "metrics.jsonl"), (folder.write_rollouts, "the rollouts")):
         with pytest.raises(ConfigError) as caught:
             write(1, [])  # type: ignore[operator]

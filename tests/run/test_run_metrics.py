@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mm_grpo.errors import DataError
-from mm_grpo.run.metrics import MetricsLog, read_metrics, read_summary, write_summary
+from mm_grpo.run.metrics import MetricsLog, iter_metrics, new_rows, read_metrics, read_summary, write_summary
 from mm_grpo.run.paths import RunPaths
 
 SUMMARY = {"accuracy_before": 0.25, "accuracy_after": 0.5, "seconds": 12.5, "steps": 60, "eval": {}}
@@ -82,3 +82,55 @@ def test_the_summary_is_complete_and_finite(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'curve\[1\]' is inf"):
         write_summary(RunPaths(tmp_path), SUMMARY | {"curve": [0.0, float("inf")]})
     assert not (tmp_path / "summary.json").exists()
+
+
+def bytes_moved() -> tuple[int, int]:
+    """The bytes that this process has read and written so far."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"]), int(counts["wchar"])
+
+
+def test_the_cost_of_a_row_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    row = {"reward": 0.5, **{f"metric/{i}": i / 7 for i in range(60)}}
+    line = json.dumps({"step": 1000, **row}) + "\n"
+    moved = {}
+    for rows in (1_000, 20_000):
+        path = tmp_path / f"{rows}.jsonl"
+        path.write_text(line * rows)
+        idle = bytes_moved()
+        before = bytes_moved()
+        log = MetricsLog(path)
+        log.append(1001, row)
+        log.append(1002, row)
+        after = bytes_moved()
+        moved[rows] = [after[i] - before[i] - (before[i] - idle[i]) for i in (0, 1)]
+        assert log.last_step == 1002 and path.stat().st_size == len(line) * (rows + 2)
+    (read, written), (read_long, written_long) = moved.values()
+    assert written == written_long == 2 * len(line)
+    assert read_long <= read + 100 and read < 20_000  # the end of the file; a full read would be 30 MB
+
+
+def test_the_end_of_a_log_is_found_whatever_the_length_of_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    for lines, torn in (([], "x" * 40_000), (["y" * 50_000], ""), (["a", "b" * 40_000], "c" * 70_000)):
+        whole = "".join(json.dumps({"step": i, "text": text}) + "\n" for i, text in enumerate(lines))
+        path.write_text(whole + torn)
+        assert MetricsLog(path).last_step == len(lines) - 1
+        assert path.read_text() == whole
+    path.write_text('{"step": 1}\n{oops\n')
+    with pytest.raises(DataError, match="m, last line: not JSON"):
+        MetricsLog(path)
+
+
+def test_a_reader_that_comes_again_reads_what_was_added(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    log = MetricsLog(path)
+    log.append(1, {"reward": 0.5})
+    rows, at = new_rows(path, 0)
+    assert rows == [{"step": 1, "reward": 0.5}] == list(iter_metrics(path))
+    with path.open("a") as file:
+        file.write('{"step": 2, "rew')
+    assert new_rows(path, at) == ([], at)
+    log = MetricsLog(path)
+    log.append(2, {})
+    assert new_rows(path, at) == ([{"step": 2}], path.stat().st_size)

@@ -1,21 +1,26 @@
-"""run.trackers: real event files for tensorboard, the calls that wandb and trackio get, what is missing."""
+"""run.trackers: real event files for tensorboard, the calls that wandb and trackio get, tables, what is missing."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.runs import group
+from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.run.tracker_table import rollout_table, side_by_side
 from mm_grpo.run.trackers import Trackers
+from mm_grpo.types import Group, Turn
 
 
-def config(folder: Path) -> GRPOConfig:
-    return GRPOConfig.from_dict({"model": {"path": "base"}, "run": {"dir": str(folder)}})
+def config(folder: Path, **run: Any) -> GRPOConfig:
+    return GRPOConfig.from_dict({"model": {"path": "base"}, "run": {"dir": str(folder), **run}})
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
@@ -34,10 +39,21 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
 
 class Recorder(SimpleNamespace):
-    """Stands in for wandb and trackio: `init` gives a run, and every call is noted."""
+    """Stands in for wandb and trackio: `init` gives a run, and every call is noted.
+
+    `Table` and `Image` take what both packages' (wandb 0.31, trackio 0.43) take under these names.
+    """
 
     def __init__(self) -> None:
         super().__init__(calls=[])
+
+    def Table(self, *, columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
+        assert all(len(row) == len(columns) for row in data)
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+    def Image(self, value: Image.Image, caption: str | None = None) -> tuple[str, Any]:
+        assert isinstance(value, Image.Image) and value.mode == "RGB"
+        return "image", value.size
 
     def init(self, **arguments: Any) -> Recorder:
         self.calls.append(("init", arguments))
@@ -79,6 +95,78 @@ def test_a_failing_run_still_closes_its_trackers(tmp_path: Path, monkeypatch: py
     assert package.calls[-1] == ("finish",)  # closed: nothing is sent any more
 
 
+class Broken(Recorder):
+    """Fails in one of its calls."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.failing = call
+
+    def init(self, **arguments: Any) -> Recorder:
+        if self.failing == "init":
+            raise PermissionError("not logged in")
+        return super().init(**arguments)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        super().log(values, step)
+        if self.failing == "log":
+            raise ConnectionError("no route")
+
+    def finish(self) -> None:
+        super().finish()
+        if self.failing == "finish":
+            raise TimeoutError("too slow")
+
+
+@pytest.mark.parametrize(
+    ("call", "line", "sent"),
+    [
+        ("init", "run.trackers: wandb cannot be started (PermissionError: not logged in)", 0),
+        (
+            "log",
+            "run.trackers: wandb failed at step 1 and gets no further numbers (ConnectionError: no route)",
+            1,
+        ),
+        (
+            "finish",
+            "run.trackers: wandb cannot be closed; its last numbers may be lost (TimeoutError: too slow)",
+            2,
+        ),
+    ],
+)
+def test_a_failing_tracker_is_one_warning_and_the_others_go_on(
+    call: str,
+    line: str,
+    sent: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken, sound = Broken(call), Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", broken)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "trackio", sound)  # type: ignore[arg-type]
+    with Trackers.prepare(["wandb", "trackio"]).open(config(tmp_path)) as trackers:
+        trackers.log(1, {"reward": 0.25})
+        trackers.log(2, {"reward": 0.5})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{line}; the run goes on, and metrics.jsonl has every number"
+    ]
+    assert sum(made[0] == "log" for made in broken.calls) == sent
+    assert [made[0] for made in sound.calls] == ["init", "log", "log", "finish"]
+
+
+def test_ctrl_c_in_a_tracker_is_no_failure_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", package)  # type: ignore[arg-type]
+
+    def interrupted(values: Any, step: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(package, "log", interrupted)
+    with pytest.raises(KeyboardInterrupt), Trackers.prepare(["wandb"]).open(config(tmp_path)) as trackers:
+        trackers.log(1, {"reward": 0.25})
+
+
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_missing_package_names_the_extra(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
@@ -100,3 +188,125 @@ def test_no_trackers_is_fine(tmp_path: Path) -> None:
     with Trackers.prepare([]).open(config(tmp_path)) as trackers:
         trackers.log(1, {"reward": 1.0})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_has_the_groups_whose_rewards_differ_most_and_their_pictures() -> None:
+    groups = [group(slot, (0.0, slot / 10, slot / 10)) for slot in (5, 0, 3, 1, 4, 2)]
+    table = rollout_table(7, groups)
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["row"] for row in rows] == [f"rows:{slot}red" for slot in (2, 3, 4, 5) for _ in range(3)]
+    assert [row["reward"] for row in rows[:3]] == [0.0, 0.2, 0.2] and {row["step"] for row in rows} == {7}
+    first = groups[-1]
+    assert (rows[0]["prompt"], rows[0]["answer"]) == ("[image] What colour? red", "red")
+    assert rows[0]["completion"] == first.completions[0].text
+    assert rows[2]["advantage"] == first.advantages[2]
+    assert rows[0]["image"].size == first.prompt.engine_prompt.images[0].size
+    many = rollout_table(1, [group(0, tuple(map(float, range(20))))])
+    assert len(many.rows) == 8  # of 20
+
+
+def with_cuts(one: Group) -> Group:
+    """The group, whose second completion called a tool that answered with two pictures."""
+    cuts = tuple(Image.new("RGB", (16, 12), colour) for colour in ("red", "blue"))
+    first, second = one.completions
+    return replace(one, completions=(first, replace(second, turns=(Turn("tool", "cut", 3, images=cuts),))))
+
+
+def test_pictures_of_tools_have_a_column_where_there_are_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = with_cuts(group(0, (0.0, 1.0)))
+    table = rollout_table(1, [looked, group(1, (0.0, 1.0))])
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["tool_images"] and row["tool_images"].size for row in rows] == [
+        None,
+        (16 + 4 + 16, 12),
+        None,
+        None,
+    ]
+    assert rows[1]["tool_images"].getpixel((30, 6)) == (0, 0, 255)
+    assert "tool_images" not in rollout_table(1, [group(1, (0.0, 1.0))]).columns
+
+    package = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", package)  # type: ignore[arg-type]
+    with Trackers.prepare(["wandb", "tensorboard"]).open(config(tmp_path)) as trackers:
+        trackers.log_rollouts(1, [looked])
+    sent = package.calls[1][2]["rollouts"]
+    assert [row["tool_images"] for row in sent] == [None, ("image", (36, 12))]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["images"] == ["rollouts/rows:0red", "rollouts/rows:0red/tools/1"]
+    (image,) = events.Images("rollouts/rows:0red/tools/1")
+    assert (image.width, image.height) == (36, 12)
+    assert b"tool_images" not in events.Tensors("rollouts/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_pictures_are_made_smaller_and_stand_beside_each_other() -> None:
+    assert side_by_side([]) is None
+    large, small = Image.new("RGB", (1024, 512), "red"), Image.new("L", (40, 60), 255)
+    one = side_by_side([large])
+    assert one is not None and one.size == (256, 128) and large.size == (1024, 512)
+    both = side_by_side([large, small])
+    assert both is not None and both.mode == "RGB" and both.size == (256 + 4 + 40, 128)
+    assert both.getpixel((10, 10)) == (255, 0, 0) and both.getpixel((299, 10)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_hosted_trackers_get_tables_with_images_at_their_steps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = Recorder()
+    monkeypatch.setitem(sys.modules, name, package)  # type: ignore[arg-type]
+    with Trackers.prepare([name]).open(config(tmp_path, report_every=2)) as trackers:
+        for step in (1, 2, 3, 4):
+            trackers.log_rollouts(step, [group(0, (0.0, 1.0), parts={"iou": [0.0, None]})])
+            trackers.log(step, {"reward": 0.5})
+    logged = [(call[1], next(iter(call[2]))) for call in package.calls if call[0] == "log"]
+    assert logged == [
+        (1, "rollouts"), (1, "reward"), (2, "rollouts"), (2, "reward"), (3, "reward"), (4, "rollouts"), (4, "reward"),
+    ]  # fmt: skip
+    first, second = package.calls[1][2]["rollouts"]
+    assert (first["row"], first["reward"], second["reward"]) == ("rows:0red", 0.0, 1.0)
+    assert (first["rewards/iou"], second["rewards/iou"]) == (0.0, None)
+    assert first["image"] == ("image", group(0, (0.0,)).prompt.engine_prompt.images[0].size)
+    assert caplog.records == []
+
+
+def test_a_tracker_that_fails_at_a_table_is_one_warning_and_gets_no_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, sound = Recorder(), Recorder()
+    broken.Table = None  # of an older version, say
+    monkeypatch.setitem(sys.modules, "wandb", broken)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "trackio", sound)  # type: ignore[arg-type]
+    with Trackers.prepare(["wandb", "trackio"]).open(config(tmp_path)) as trackers:
+        trackers.log_rollouts(1, [group(0, (0.0, 1.0))])
+        trackers.log(1, {"reward": 0.5})
+    (record,) = caplog.records
+    assert (
+        "run.trackers: wandb failed at step 1 and gets no further numbers (TypeError" in record.getMessage()
+    )
+    assert [call[0] for call in broken.calls] == ["init"]
+    assert [call[0] for call in sound.calls] == ["init", "log", "log", "finish"]
+
+
+def test_tensorboard_gets_the_table_and_each_picture_once(tmp_path: Path) -> None:
+    hostile = group(0, (0.0, 1.0))
+    answers = tuple(replace(one, text="<b>a|b\nc") for one in hostile.completions)
+    with Trackers.prepare(["tensorboard"]).open(config(tmp_path)) as trackers:
+        trackers.log_rollouts(10, [replace(hostile, completions=answers), group(1, (0.0, 1.0))])
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["images"] == ["rollouts/rows:0red", "rollouts/rows:1red"]
+    (image,) = events.Images("rollouts/rows:0red")
+    assert (image.step, (image.width, image.height)) == (10, hostile.prompt.engine_prompt.images[0].size)
+    (text,) = events.Tensors("rollouts/text_summary")
+    lines = text.tensor_proto.string_val[0].decode().splitlines()
+    assert len(lines) == 2 + 4 and lines[0].startswith(
+        "| step | row | prompt | answer | completion | reward |"
+    )
+    assert "| &lt;b>a&#124;b c | 0 |" in lines[2] and len({line.count(" | ") for line in lines}) == 1

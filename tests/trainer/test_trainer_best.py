@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from helpers.configs import small_config
 
-from mm_grpo import GRPOTrainer, trainer
+from mm_grpo import GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
-from mm_grpo.rollout.evaluate import Best, Evaluation, better
+from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, better
+from mm_grpo.run import evaluations
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.rollout_log import evaluated_steps
 
 ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
 HELDOUT = {"first": ROWS[:1], "second": ROWS[1:2]}
@@ -28,10 +31,35 @@ def test_better() -> None:
     assert better(None, {}, 2) is None
 
 
+def test_the_checkpoint_of_the_best_is_kept_between_those_that_are_due(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 2 is the best, and checkpoints are due every fourth."""
+
+    def answered(*given: Any, **how: Any) -> list[RowScores]:
+        score = ACCURACIES[given[5]]
+        return [RowScores(0, [score], [score], {}, [1], 0, {})]
+
+    monkeypatch.setattr(evaluations, "answer_rows", answered)
+    summary = run(models["qwen2_5_vl"], tmp_path / "run", 5, heldout={"only": ROWS[:1]}, save_every=4)
+    assert summary["best_step"] == 2
+    assert kept(tmp_path / "run") == ["step-000002", "step-000005"]
+
+
 def run(
-    model: Path, folder: Path, steps: int, resume: bool = False, heldout: Any = HELDOUT
+    model: Path,
+    folder: Path,
+    steps: int,
+    resume: bool = False,
+    heldout: Any = HELDOUT,
+    save_every: int = 1,
 ) -> dict[str, Any]:
-    run = {"max_steps": steps, "eval_every": 1 if heldout else 0, "save_every": 1, "keep_checkpoints": 1}
+    run = {
+        "max_steps": steps,
+        "eval_every": 1 if heldout else 0,
+        "save_every": save_every,
+        "keep_checkpoints": 1,
+    }
     config = small_config(
         model,
         folder,
@@ -59,12 +87,11 @@ def test_the_best_is_kept_over_a_resume(
 ) -> None:
     sets = iter(range(1000))
 
-    def evaluate(*given: Any, **part: Any) -> Evaluation:
-        step = given[5]
-        score = ACCURACIES[step] if next(sets) % 2 == 0 else 1.0
-        return Evaluation(score, 0.0, 1, score)
+    def answered(*given: Any, **how: Any) -> list[RowScores]:
+        score = ACCURACIES[given[5]] if next(sets) % 2 == 0 else 1.0
+        return [RowScores(0, [score], [score], {}, [1], 0, {})]
 
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(evaluations, "answer_rows", answered)
     model = models["qwen2_5_vl"]
     summary = run(model, tmp_path / "run", 3)
     assert (summary["score_best"], summary["best_step"], summary["score_after"]) == (0.9, 2, 0.9)
@@ -75,6 +102,10 @@ def test_the_best_is_kept_over_a_resume(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["score_best"], summary["best_step"]) == (0.9, 2)
     assert (summary["score_before"], summary["score_after"]) == (0.2, 0.3)
+    assert {when: one["score"] for when, one in summary["first_set"].items()} == {
+        "before": 0.2, "best": 0.9, "after": 0.3
+    }  # fmt: skip
+    assert evaluated_steps(RunPaths(tmp_path / "run")) == [0, 2, 5]
     assert kept(tmp_path / "run") == ["step-000002", "step-000005"]
     assert extra_of(tmp_path / "run", 5)["best"] == {"score": 0.9, "step": 2}
 

@@ -1,0 +1,57 @@
+"""The fields of a config that decide what a run computes: a checkpoint keeps them, and resuming compares them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.config.messages import Section, section_of
+
+# Fields that may differ on resuming: none of them changes a sample or an update.
+NEUTRAL = (
+    "model.device",
+    "rollout.eval.",
+    "rollout.server.",
+    "optim.max_tokens_per_pack",
+    "optim.gradient_checkpointing",
+    "optim.zero_stage",
+    "optim.offload_optimizer",
+    "run.",
+)
+NOT_NEUTRAL = ("run.seed",)
+
+
+def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
+    """The fields that decide what a run computes, flat, as JSON holds them."""
+    flat: dict[str, Any] = {}
+
+    def walk(section: Section, dumped: Mapping[str, Any], before: str) -> None:
+        for name, value in dumped.items():
+            path = before + name
+            if section_of(type(section).model_fields[name]):
+                walk(getattr(section, name), value, f"{path}.")
+            elif path in NOT_NEUTRAL or not any(
+                path == n or (n[-1] == "." and path.startswith(n)) for n in NEUTRAL
+            ):  # a mapping whole, and a section that may be null: what is left out of it is a difference too
+                flat[path] = json.loads(json.dumps(value, default=str))
+
+    walk(config, config.model_dump(), "")
+    flat |= config.resolved_fields
+    if config.optim.lr_scheduler_type != "constant":  # the rate of every step goes by the length of the run
+        flat["run.max_steps"] = config.run.max_steps
+    return flat
+
+
+def differing_field(
+    config: GRPOConfig, now: Mapping[str, Any], then: Mapping[str, Any]
+) -> tuple[str, Any, Any] | None:
+    """A deciding field that is not `now` what it was `then`, with both values; None where all are equal."""
+    # a field that the version of the checkpoint did not have is as it was then when it has its default
+    default = deciding_fields(GRPOConfig.from_dict({"model": {"path": config.model.path}}))
+    for field in [*now, *(then.keys() - now.keys())]:
+        value, known = now.get(field), then.get(field, default.get(field))
+        if known != value:
+            return field, value, known
+    return None

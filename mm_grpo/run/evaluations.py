@@ -1,0 +1,207 @@
+"""The evaluations of a run: what is answered, what was found before the first step, last and best, and in words.
+
+`run` answers every set, logs the completions (rollout_log.py) and keeps what was found; the trainer decides when. What
+one evaluation computes is in rollout/evaluate.py. The blind control (`run.eval_blind`) is of the first set alone, the
+headline, and doubles what an evaluation of that set costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, answer_rows, as_metrics, better, summarise
+from mm_grpo.run.rollout_log import EvaluationLog
+from mm_grpo.timing import span
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.distributed.ranks import Ranks
+    from mm_grpo.rewards.scorer import Scorer
+    from mm_grpo.rollout.headline import Headline
+    from mm_grpo.rollout.prompts import PromptBuilder
+    from mm_grpo.rollout.turns import Sampler
+    from mm_grpo.run.folder import RunFolder
+    from mm_grpo.types import Group
+
+Report = Callable[[str, int, int], None]
+"""Given the name of a set, how many of its rows are answered, and how many there are."""
+
+
+class Evaluations:
+    """The sets of a run by name, the headline first, and what their evaluations found.
+
+    Raises ConfigError or DataError where the blind control that the config asks for cannot be made.
+    """
+
+    def __init__(
+        self, config: GRPOConfig, sets: Mapping[str, Dataset], headline: Headline, *, several_turns: bool
+    ) -> None:
+        self.config, self.sets, self.headline = config, sets, headline
+        self.controls: dict[str, Dataset] = {}
+        kind = config.run.eval_blind
+        if kind is not None:
+            self.controls = blind_controls(dict([*sets.items()][:1]), kind, several_turns=several_turns)
+        self.before: dict[str, Evaluation] = {}
+        self.after: dict[str, Evaluation] = {}
+        self.best: Best | None = None
+        self.best_found: Evaluation | None = None
+
+    @property
+    def datasets(self) -> list[Dataset]:
+        """All rows that will be asked about."""
+        return [*self.sets.values(), *self.controls.values()]
+
+    def answer(
+        self,
+        prompt_builder: PromptBuilder,
+        sampler: Sampler,
+        scorer: Scorer,
+        ranks: Ranks,
+        step: int,
+        *,
+        keep: Callable[[str, str | None, list[Group]], None] | None = None,
+        report: Report | None = None,
+    ) -> dict[str, Evaluation]:
+        """Answer every set with the current weights, by name; every process calls it, and each gets the result.
+
+        On the first process `keep` gets the scored groups of a set, as they come, with how they were made blind.
+        """
+        found: dict[str, Evaluation] = {}
+        for number, (name, rows) in enumerate(self.sets.items()):
+            kind = self.config.run.eval_blind if name in self.controls else None
+            answers: list[list[RowScores]] = []
+            for dataset, blind in [(rows, None), *([(self.controls[name], kind)] if kind else [])]:
+                label = f"{name}, images {blind}" if blind else name
+                answers.append(
+                    answer_rows(
+                        dataset,
+                        prompt_builder,
+                        sampler,
+                        scorer,
+                        self.config,
+                        step,
+                        ranks,
+                        (number, len(self.sets)),
+                        keep=partial(keep, name, blind) if keep is not None else None,
+                        report=partial(report, label) if report is not None else None,
+                    )
+                )
+            with ranks.fail_together("evaluation"):
+                control = answers[1] if kind else []
+                one = summarise(
+                    answers[0], self.headline, by_task=rows.by_task, blind=control, blind_kind=kind
+                )
+            found[name] = ranks.broadcast(one, "evaluation")
+        return found
+
+    @span("time/eval")
+    def run(
+        self,
+        step: int,
+        parts: tuple[PromptBuilder, Sampler, Scorer, Ranks],
+        folder: RunFolder,
+        report: Report,
+    ) -> dict[str, float]:
+        """Evaluate after `step`, log the completions and keep what was found; returns its metrics."""
+        scorer, ranks = parts[2:]
+        log = EvaluationLog(folder.paths, step, scorer.specs) if ranks.first and self.sets else None
+
+        def keep(name: str, blind: str | None, groups: list[Group]) -> None:
+            if log is not None:
+                with folder.writing("the completions of an evaluation"):
+                    log.add(name, blind, groups)
+
+        found = self.answer(*parts, step, keep=keep, report=report)
+        self.before = found if step == 0 else self.before
+        self.after = found
+        best = better(self.best, found, step)
+        if best is not None and best.step == step:
+            self.best_found = next(iter(found.values()))
+        self.best = best
+        with ranks.fail_together("writing the completions of an evaluation"):
+            if log is not None:
+                with folder.writing("the completions of an evaluation"):
+                    log.write(best.step if best else None)
+        return as_metrics(found)
+
+    # kept over a resume ----------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON holds it."""
+        return {
+            "best": asdict(self.best) if self.best else None,
+            "best_evaluation": asdict(self.best_found) if self.best_found else None,
+            "headline": str(self.headline),
+            "before": {name: asdict(found) for name, found in self.before.items()},
+            "after": {name: asdict(found) for name, found in self.after.items()},
+        }
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Take up what a checkpoint kept. ConfigError when it was judged by another headline."""
+        then = kept.get("headline", str(self.headline))
+        if self.sets and then != str(self.headline):
+            raise ConfigError(
+                f"run.headline: the run was judged by '{then}' up to its checkpoint, and now by '{self.headline}'; the "
+                "best of the two would not compare. Put it back, or start a new run"
+            )
+        self.before, self.after = (
+            {name: Evaluation.from_dict(found) for name, found in kept[when].items()}
+            for when in ("before", "after")
+        )
+        self.best = Best(**kept["best"]) if kept.get("best") else None
+        found = kept.get("best_evaluation")
+        self.best_found = Evaluation.from_dict(found) if found else None
+
+    # in words --------------------------------------------------------------------------------
+
+    def sentence(self, step: int) -> str:
+        """The newest evaluation on one line."""
+        first, *_ = self.after.values()
+        words = [f"evaluation after step {step}: {self.headline} {_score(first.score, first.interval)}"]
+        if self.headline.name is not None and first.reward is not None:
+            words.append(f"reward {first.reward:.3f}")
+        if first.blind is not None:
+            words.append(
+                f"images {first.blind.kind} {_score(first.blind.score, first.blind.interval)}, "
+                f"gap {_score(first.blind.gap, first.blind.gap_interval)}"
+            )
+        words += [f"{name} {_score(found.score, None)}" for name, found in [*self.after.items()][1:]]
+        return "  ".join(words)
+
+
+def blind_controls(
+    sets: Mapping[str, Dataset], kind: str, *, several_turns: bool = False
+) -> dict[str, Dataset]:
+    """The sets with images, each with them `shuffled` or `removed`.
+
+    Raises ConfigError where no set has images, and for images removed from conversations whose tools would look for
+    them; DataError where images cannot be exchanged.
+    """
+    where = f"run.eval_blind = '{kind}'"
+    if not sets:
+        raise ConfigError(f"{where}: needs rows to evaluate on; set data.eval, or leave it out")
+    if several_turns and kind == "removed":
+        raise ConfigError(
+            f"{where}: tools and environments would look for the images that are removed; write shuffled"
+        )
+    seen = {
+        name: rows
+        for name, rows in sets.items()
+        if any(rows.encoded_fields(index).images for index in range(len(rows)))
+    }
+    if not seen:
+        raise ConfigError(f"{where}: no row of {', '.join(sets)} has an image; leave it out")
+    return {
+        name: rows.with_shuffled_images() if kind == "shuffled" else rows.with_images_removed()
+        for name, rows in seen.items()
+    }
+
+
+def _score(score: float | None, interval: tuple[float, float] | None) -> str:
+    ends = "" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
+    return "not measured" if score is None else f"{score:.3f}{ends}"

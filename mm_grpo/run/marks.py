@@ -1,0 +1,157 @@
+"""Where the gold and the predicted boxes, polygons and points of a row lie on its images, in pixels of the image as the
+model saw it. The page of `mm-grpo check` draws the gold ones, report.html both.
+
+What is gold, and in which space, is what the config says: `MARKED` names the column that each built-in compares with,
+and the reward's own options (`gold_space`, `gold_layout`, `image_index`) say how it is read. What is predicted is what
+the same built-in reads in a completion, in its `space` and `layout`. The objects of rows in ms-swift's layout
+(`objects`, data/object_tags.py) are gold too. A reward of the user's own has no known form, so its columns are not
+marked. To add a built-in: a line in `MARKED`, and in `_of_reward` and `_predicted` how column and completion are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mm_grpo.data.object_tags import is_objects
+from mm_grpo.rewards.builtins.boxes import Box, Frame, Point, boxes_in, point_in
+from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes
+from mm_grpo.rewards.builtins.masks import Polygon, mask_in, read_mask
+from mm_grpo.rewards.registry import BUILTINS, get
+from mm_grpo.rewards.spec import RewardSpec, innermost
+from mm_grpo.types import Prompt
+
+MARKED = {
+    "iou": "box",
+    "giou": "box",
+    "point_in_box": "box",
+    "box_match": "boxes",
+    "clicking": "target",
+    "mask_iou": "mask",
+}
+"""Built-in → the column that holds its gold."""
+MOST = 500
+"""Marks of one row; a page of more is of no use."""
+MOST_PREDICTED = 50
+"""Marks of one completion: a model may write a box in every line."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A polygon (a box has four corners), or a point where `points` is one; pixels of image number `image`, from 0."""
+
+    image: int
+    points: tuple[Point, ...]
+    label: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """As the rollout log keeps it; a hundredth of a pixel is enough to draw."""
+        points = [[round(x, 2), round(y, 2)] for x, y in self.points]
+        return {"image": self.image, "label": self.label, "points": points}
+
+
+def gold_marks(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Mark], list[str]]:
+    """The marks of a row, and a note for each gold that cannot be drawn. Rewards with the same gold share a mark."""
+    labels: dict[tuple[int, tuple[Point, ...]], dict[str, None]] = {}
+    notes: list[str] = []
+    for name, places in _sources(specs, prompt):
+        try:
+            for image, points in places:
+                labels.setdefault((image, points), {})[name] = None
+        except (ValueError, TypeError, OverflowError) as error:
+            notes.append(f"{name}: {error}")
+    marks = [Mark(image, points, ", ".join(names)) for (image, points), names in labels.items()]
+    if len(marks) > MOST:
+        notes.append(f"{len(marks) - MOST} more of the {len(marks)} gold boxes and points are not drawn")
+    return marks[:MOST], notes
+
+
+def predicted_marks(specs: Sequence[RewardSpec], prompt: Prompt, completion: str) -> list[Mark]:
+    """What the run's rewards read in a completion: the box or the point that counts, or all that do. Rewards that read
+    the same share a mark. Nothing where the row has no image, or where its reward does not apply."""
+    images = prompt.engine_prompt.images
+    labels: dict[tuple[int, tuple[Point, ...]], dict[str, None]] = {}
+    for spec in specs if images else ():
+        name = builtin_name(spec) or ""
+        if name not in MARKED or not spec.applies_to(prompt.sample.columns):
+            continue
+        options = spec.bound
+        index, space = options.get("image_index", 0), options.get("space", "pixel")
+        try:
+            frame = Frame.of(images, prompt.sample, index)
+            found = _predicted(name, completion, options.get("layout", "xyxy"))
+            for points in moved_shapes(found[-MOST_PREDICTED:], frame, space, "pixel"):
+                labels.setdefault((index, points), {})[spec.name] = None
+        except (ValueError, TypeError, OverflowError):
+            continue  # the reward itself says what is wrong with its options
+    return [Mark(image, points, ", ".join(names)) for (image, points), names in labels.items()]
+
+
+def _predicted(name: str, completion: str, layout: Any) -> list[Polygon]:
+    """What a built-in reads in a completion, in the space of the model."""
+    if name in ("point_in_box", "clicking"):
+        point = point_in(completion, layout)
+        return [] if point is None else [(point,)]
+    if name == "mask_iou":
+        mask = mask_in(completion)
+        return list(mask) if isinstance(mask, tuple) else []
+    boxes = [_corners(box) for box in boxes_in(completion, layout)]
+    return boxes if name == "box_match" else boxes[-1:]
+
+
+def builtin_name(spec: RewardSpec) -> str | None:
+    """The name in `BUILTINS` of a reward that ships, whatever the config calls it."""
+    fn = innermost(spec.fn)
+    there = (name for name, place in BUILTINS.items() if place == fn.__module__)
+    return next((name for name in there if innermost(get(name).fn) is fn), None)
+
+
+Places = Iterator[tuple[int, tuple[Point, ...]]]
+
+
+def _sources(specs: Sequence[RewardSpec], prompt: Prompt) -> Iterator[tuple[str, Places]]:
+    if not prompt.engine_prompt.images:
+        return
+    for spec in specs:
+        column = MARKED.get(builtin_name(spec) or "")
+        if column is not None and spec.applies_to(prompt.sample.columns):
+            yield spec.name, _of_reward(column, {**prompt.sample.columns, **spec.bound}, prompt)
+    objects: Any = prompt.sample.columns.get("objects")
+    if is_objects(objects) and objects.get("bbox"):
+        yield "objects", _of_objects(objects, prompt)
+
+
+def _of_reward(column: str, options: Mapping[str, Any], prompt: Prompt) -> Places:
+    image = options.get("image_index", 0)
+    frame = Frame.of(prompt.engine_prompt.images, prompt.sample, image)
+    layout, space = options.get("gold_layout", "xyxy"), options.get("gold_space", "original")
+    value = options[column]
+    if column == "mask":
+        shapes = read_mask(value)
+        if not isinstance(shapes, tuple):
+            raise ValueError("the gold mask is an RLE, or cannot be read, and is not drawn")
+    elif column == "target":
+        shapes = gold_shapes(value, frame, layout, space)
+    else:
+        boxes = value if column == "boxes" else [value]
+        shapes = tuple(_corners(frame.gold(box, layout, space)) for box in boxes)
+    for points in moved_shapes(shapes, frame, space, "pixel"):
+        yield image, points
+
+
+def _of_objects(objects: Mapping[str, Any], prompt: Prompt) -> Places:
+    """The boxes and points of ms-swift's `objects`; `image_id` says of which image each is, the first by default."""
+    space = "normalized" if objects.get("bbox_type") == "norm1" else "original"
+    which = objects.get("image_id")
+    for at, box in enumerate(objects["bbox"]):
+        image = which[at] if isinstance(which, list | tuple) and at < len(which) else 0
+        frame = Frame.of(prompt.engine_prompt.images, prompt.sample, image)
+        numbers = tuple(float(number) for number in box)
+        shape: Polygon = _corners(frame.gold(box, "xyxy", space)) if len(numbers) == 4 else (numbers[:2],)  # type: ignore[assignment]
+        yield image, moved_shapes([shape], frame, space, "pixel")[0]
+
+
+def _corners(box: Box) -> Polygon:
+    x0, y0, x1, y1 = box
+    return (x0, y0), (x1, y0), (x1, y1), (x0, y1)

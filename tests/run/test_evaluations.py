@@ -1,0 +1,165 @@
+"""Evaluations of a run: what is kept of them on disk, the blind control, and what a resumed run is judged by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from helpers.configs import merged, small_config
+from helpers.small_runs import HELDOUT, ROWS, rows_of, vowels
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.rollout_log import evaluated_steps, read_evaluation, read_rollouts
+
+STEPS = 3
+
+
+def trainer(path: Path, folder: Path, heldout: Any = HELDOUT, **changes: Any) -> GRPOTrainer:
+    run = {
+        "max_steps": STEPS,
+        "eval_every": 1,
+        "report": False,
+        "save_model": False,
+        "eval_blind": "shuffled",
+    }
+    values: dict[str, Any] = {
+        "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4},
+        "run": {**run, "headline": "vowels mean"},
+    }
+    config = small_config(path, folder, **merged(values, changes))
+    return GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[vowels])
+
+
+@pytest.fixture(scope="module")
+def finished(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("evaluations") / "run"
+    sets = {"held": HELDOUT, "other": ROWS[:2]}
+    return folder, trainer(models["qwen2_vl"], folder, sets).train()
+
+
+def test_a_row_of_an_evaluation_is_a_row_of_the_log_and_its_set(finished: tuple[Path, Any]) -> None:
+    paths, summary = RunPaths(finished[0]), finished[1]
+    assert evaluated_steps(paths) == sorted({0, summary["best_step"], STEPS})
+    rows = read_evaluation(paths, STEPS)
+    logged = [key for key in read_rollouts(paths, 1)[0] if key != "sight"]
+    assert [*rows[0]] == ["step", "set", "blind", *logged[1:]]
+    found = [
+        (row["set"], row["blind"], row["uid"], row["slot"], row["step"], row["advantage"]) for row in rows
+    ]
+    assert found == [
+        *[("held", blind, f"held:{i}", i, STEPS, None) for blind in (None, "shuffled") for i in range(3)],
+        *[("other", None, f"other:{i}", i, STEPS, None) for i in range(2)],
+    ]
+    own, exchanged = rows[:3], rows[3:6]
+    for row, other in zip(own, exchanged, strict=True):
+        assert row["images"] != other["images"] and row["seed"] == other["seed"]
+        assert (row["messages"], row["columns"]) == (other["messages"], other["columns"])
+    assert sorted(r["images"] for r in own) == sorted(r["images"] for r in exchanged)
+    assert all((paths.images / name).is_file() for row in rows for name in row["images"])
+
+
+def test_metrics_and_summary_have_the_blind_control_and_the_gap(finished: tuple[Path, Any]) -> None:
+    folder, summary = finished
+    logged = rows_of(folder)
+    for metrics, when in ((logged[0], "before"), (logged[-1], "after")):
+        rows = read_evaluation(RunPaths(folder), metrics["step"])
+        scores = {
+            blind: [r["parts"]["vowels"] for r in rows if r["set"] == "held" and r["blind"] == blind]
+            for blind in (None, "shuffled")
+        }
+        assert metrics["eval/held/score"] == pytest.approx(fmean(scores[None]))
+        assert metrics["eval/held/rewards/vowels/mean"] == metrics["eval/held/score"]
+        assert metrics["eval/blind/score"] == pytest.approx(fmean(scores["shuffled"]))
+        gap = fmean(scores[None]) - fmean(scores["shuffled"])
+        assert metrics["eval/blind/gap"] == pytest.approx(gap, abs=1e-12)
+        assert metrics["eval/blind/gap_low"] <= gap + 1e-12 and gap - 1e-12 <= metrics["eval/blind/gap_high"]
+        first = summary["first_set"][when]
+        assert first["score"] == metrics["eval/held/score"]
+        assert first["blind"]["gap"] == metrics["eval/blind/gap"] and first["blind"]["rows"] == 3
+    assert summary["headline"] == "mean vowels" and summary["accuracy_before"] is None
+    assert "eval/held/accuracy" not in logged[0]
+
+
+def test_removed_images_are_in_no_prompt(models: dict[str, Path], tmp_path: Path) -> None:
+    made = trainer(models["qwen2_vl"], tmp_path / "run", run={"eval_blind": "removed", "max_steps": 1})
+    kept: list[tuple[str | None, Any]] = []
+    parts = (made.prompt_builder, made.sampler, made.scorer, made.ranks, 0)
+    found = made.evaluations.answer(
+        *parts, keep=lambda n, blind, groups: kept.extend((blind, g) for g in groups)
+    )
+    made.close()
+    prompts = {(blind, g.slot): g.prompt for blind, g in kept}
+    assert len(prompts) == 6
+    for row in range(3):
+        assert len(prompts[None, row].engine_prompt.images) == 1
+        blind = prompts["removed", row]
+        assert blind.engine_prompt.images == () and not blind.vision
+        assert not set(blind.token_ids) & made.processor.media_token_ids
+    assert found["eval"].blind is not None and found["eval"].blind.kind == "removed"
+
+
+@pytest.mark.parametrize(
+    ("heldout", "kind", "error", "message"),
+    [
+        (None, "shuffled", ConfigError, "run.eval_blind = 'shuffled': needs rows to evaluate on"),
+        (
+            {"blind": HELDOUT},
+            "removed",
+            ConfigError,
+            "data.eval has a set called 'blind': eval/blind/ are the",
+        ),
+        (
+            {"own": HELDOUT, "blind": HELDOUT},
+            None,
+            ConfigError,
+            r"\(run.eval_blind\); call the set something else",
+        ),
+        (
+            [{**HELDOUT[0]}, {**HELDOUT[0]}],
+            "shuffled",
+            DataError,
+            "2 of 2 are equal; .* run.eval_blind: removed",
+        ),
+    ],
+)
+def test_controls_that_cannot_be_made(
+    heldout: Any, kind: str, error: type[Exception], message: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    every = {"eval_every": 0} if heldout is None else {}
+    with pytest.raises(error, match=message):
+        trainer(models["qwen2_vl"], tmp_path / "run", heldout, run={"eval_blind": kind, **every})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_cuts_and_removes_kept_evaluations(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "a: 1\n")
+    paths = folder.paths
+    paths.rollouts.mkdir()
+    for step in (0, 2, 4):
+        paths.evaluation_file(step).write_text("{}\n")
+    (paths.rollouts / "eval-mine.jsonl").write_text("not a run's\n")
+    folder.cut_after(2)
+    assert evaluated_steps(paths) == [0, 2]
+    folder.append_metrics(1, {"reward": 1.0})
+    RunFolder.create(tmp_path / "run", "a: 2\n", overwrite=True)
+    assert [file.name for file in paths.rollouts.iterdir()] == ["eval-mine.jsonl"]
+
+
+def test_a_run_goes_on_under_the_headline_it_began_with(
+    finished: tuple[Path, Any], models: dict[str, Path]
+) -> None:
+    made = trainer(models["qwen2_vl"], finished[0].parent / "again")
+    state = made.evaluations.state()
+    made.close()
+    made.evaluations.restore({**state, "headline": "mean vowels"})
+    with pytest.raises(
+        ConfigError, match="judged by 'mean reward' up to its checkpoint, and now by 'mean vowels'"
+    ):
+        made.evaluations.restore({**state, "headline": "mean reward"})

@@ -1,0 +1,172 @@
+"""Gold and predicted boxes, polygons and points in pixels of the image as the model saw it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers import tiny
+
+from mm_grpo.rewards import resolve_entry
+from mm_grpo.rewards.registry import BUILTINS
+from mm_grpo.run.marks import MARKED, MOST, MOST_PREDICTED, Mark, gold_marks, predicted_marks
+from mm_grpo.types import EnginePrompt, Prompt, Sample
+
+SEEN, HELD = (56, 84), (100, 200)
+"""The sizes of the image as the model saw it, and as the dataset holds it: 0.56 and 0.42 of its pixels."""
+
+
+def prompt(**columns: Any) -> Prompt:
+    tensors: Any = None
+    sample = Sample("train:0", [{"role": "user", "content": "?"}], (tiny.picture(0, *HELD),), (), columns)
+    return Prompt(sample, (), EnginePrompt((), (tiny.picture(0, *SEEN),)), tensors, {})
+
+
+def rounded(marks: list[Mark]) -> list[tuple[int, str, list[tuple[float, float]]]]:
+    return [(m.image, m.label, [(round(x, 6), round(y, 6)) for x, y in m.points]) for m in marks]
+
+
+BOX = [(5.6, 8.4), (33.6, 8.4), (33.6, 50.4), (5.6, 50.4)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "columns"),
+    [
+        ({"name": "iou"}, {"box": [10, 20, 60, 120]}),
+        (
+            {"name": "iou", "space": "0-1000"},
+            {"box": [10, 20, 60, 120]},
+        ),  # where the model writes changes nothing
+        ({"name": "giou", "gold_layout": "xywh"}, {"box": [10, 20, 50, 100]}),
+        ({"name": "point_in_box", "gold_layout": "yxyx"}, {"box": [20, 10, 120, 60]}),
+        ({"name": "iou", "gold_space": "0-1000"}, {"box": [100, 100, 600, 600]}),
+        ({"name": "iou", "gold_space": "normalized"}, {"box": "[0.1, 0.1, 0.6, 0.6]"}),
+        ({"name": "iou", "gold_space": "pixel"}, {"box": [5.6, 8.4, 33.6, 50.4]}),
+        ({"name": "clicking"}, {"target": [10, 20, 60, 120]}),
+        ({"name": "mask_iou"}, {"mask": [[10, 20, 60, 20, 60, 120, 10, 120]]}),
+        ({"name": "box_match"}, {"boxes": [[10, 20, 60, 120]]}),
+    ],
+)
+def test_a_box_lies_where_its_space_says(entry: dict[str, Any], columns: dict[str, Any]) -> None:
+    marks, notes = gold_marks([resolve_entry(entry)], prompt(**columns))
+    assert (rounded(marks), notes) == ([(0, entry["name"], BOX)], [])
+
+
+def test_rewards_with_the_same_gold_share_a_mark() -> None:
+    specs = [resolve_entry(name) for name in ("iou", "giou", "box_match", "exact_match")]
+    marks, notes = gold_marks(
+        specs, prompt(box=[10, 20, 60, 120], boxes=[[10, 20, 60, 120], [0, 0, 50, 100]])
+    )
+    assert [(m.label, rounded([m])[0][2]) for m in marks] == [
+        ("iou, giou, box_match", BOX),
+        ("box_match", [(0.0, 0.0), (28.0, 0.0), (28.0, 42.0), (0.0, 42.0)]),
+    ]
+    assert notes == []
+
+
+def test_a_polygon_and_several() -> None:
+    target = [[[0, 0], [50, 0], [0, 100]], [[50, 100], [100, 100], [100, 200]]]
+    marks, _ = gold_marks([resolve_entry("clicking")], prompt(target=target))
+    assert [points for _, _, points in rounded(marks)] == [
+        [(0.0, 0.0), (28.0, 0.0), (0.0, 42.0)],
+        [(28.0, 42.0), (56.0, 42.0), (56.0, 84.0)],
+    ]
+
+
+def test_the_objects_of_a_layout() -> None:
+    objects = {"ref": ["a", "b"], "bbox": [[10, 20, 60, 120], [50, 100]]}
+    marks, notes = gold_marks([], prompt(objects=objects))
+    assert (rounded(marks), notes) == ([(0, "objects", BOX), (0, "objects", [(28.0, 42.0)])], [])
+    shares = {"bbox": [[0.1, 0.1, 0.6, 0.6]], "bbox_type": "norm1"}
+    assert rounded(gold_marks([], prompt(objects=shares))[0]) == [(0, "objects", BOX)]
+    assert gold_marks([], prompt(objects="other")) == ([], [])
+
+
+def test_the_image_that_is_meant() -> None:
+    row = prompt(box=[10, 20, 60, 120], objects={"bbox": [[100, 50]], "image_id": [1]})
+    sample = replace(row.sample, images=(tiny.picture(0, *HELD), tiny.picture(1, 200, 100)))
+    row = replace(
+        row, sample=sample, engine_prompt=EnginePrompt((), (tiny.picture(0, *SEEN), tiny.picture(1, 56, 28)))
+    )
+    marks, notes = gold_marks([resolve_entry("iou")], row)
+    assert (rounded(marks), notes) == ([(0, "iou", BOX), (1, "objects", [(28.0, 14.0)])], [])
+    _, notes = gold_marks([resolve_entry({"name": "iou", "image_index": 2})], row)
+    assert notes == ["iou: image_index=2, and the row has 2 image(s), counted from 0"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "columns", "words"),
+    [
+        ("iou", {"box": [1, 2, 3]}, "iou: the gold box is [1, 2, 3]; it must be four finite numbers"),
+        ("iou", {"box": [0, 0, 150, 100]}, "does not lie in its image, which is 100 × 200"),
+        ("box_match", {"boxes": 3}, "box_match: "),
+        ("clicking", {"target": "here"}, "clicking: the gold target is here"),
+        (
+            "mask_iou",
+            {"mask": {"size": [2, 2], "counts": [0, 4]}},
+            "is an RLE, or cannot be read, and is not drawn",
+        ),
+        ("format", {"objects": {"bbox": [[1, "x", 3, 4]]}}, "objects: could not convert"),
+        ("format", {"objects": {"bbox": [[0, 0, 10**400, 4]]}}, "objects: "),
+    ],
+)
+def test_what_cannot_be_drawn_is_a_note(entry: str, columns: dict[str, Any], words: str) -> None:
+    marks, (note,) = gold_marks([resolve_entry(entry)], prompt(**columns))
+    assert marks == [] and words in note
+
+
+def test_rows_without_gold_or_image_and_rows_with_too_much() -> None:
+    assert gold_marks([resolve_entry("iou")], prompt(box=None)) == ([], [])
+    without = replace(prompt(box=[0, 0, 1, 1]), engine_prompt=EnginePrompt((), ()))
+    assert gold_marks([resolve_entry("iou")], without) == ([], [])
+    many = [[i % 90, i % 180, i % 90 + 1 + i / 1000, i % 180 + 1] for i in range(MOST + 7)]
+    marks, notes = gold_marks([resolve_entry("box_match")], prompt(boxes=many))
+    assert len(marks) == MOST and notes == [f"7 more of the {MOST + 7} gold boxes and points are not drawn"]
+
+
+def test_every_reward_on_boxes_points_and_masks_is_known() -> None:
+    modules = ("grounding", "clicking", "masks")
+    assert set(MARKED) == {name for name, place in BUILTINS.items() if place.endswith(modules)}
+
+
+@pytest.mark.parametrize(
+    ("entry", "text", "points"),
+    [
+        ({"name": "iou"}, "[1, 2, 3, 4] or [5.6, 8.4, 33.6, 50.4]", [BOX]),  # of several the last counts
+        ({"name": "giou", "space": "0-1000"}, "<think>[0, 0, 9, 9]</think>(100, 100), (600, 600)", [BOX]),
+        ({"name": "iou", "space": "normalized", "layout": "xywh"}, "[0.1, 0.1, 0.5, 0.5]", [BOX]),
+        ({"name": "box_match"}, "[5.6, 8.4, 33.6, 50.4] [0, 0, 28, 42]",
+         [BOX, [(0.0, 0.0), (28.0, 0.0), (28.0, 42.0), (0.0, 42.0)]]),
+        ({"name": "point_in_box", "space": "0-1000"}, "click(x=500, y=250)", [[(28.0, 21.0)]]),
+        ({"name": "clicking", "space": "normalized"}, "(0.5, 0.25)", [[(28.0, 21.0)]]),
+        ({"name": "mask_iou", "space": "normalized"}, "[[0.1, 0.1, 0.6, 0.1, 0.6, 0.6, 0.1, 0.6]]", [BOX]),
+        ({"name": "iou"}, "nowhere", []),
+    ],
+)  # fmt: skip
+def test_a_prediction_lies_where_the_reward_reads_it(
+    entry: dict[str, Any], text: str, points: list[list[tuple[float, float]]]
+) -> None:
+    gold: dict[str, Any] = {
+        "box": [0, 0, 9, 9],
+        "boxes": [],
+        "target": [0, 0, 9, 9],
+        "mask": [[0, 0, 9, 0, 9, 9]],
+    }
+    marks = predicted_marks([resolve_entry(entry)], prompt(**gold), text)
+    assert rounded(marks) == [(0, entry["name"], each) for each in points]
+
+
+def test_predictions_are_shared_bounded_and_those_of_rewards_that_apply() -> None:
+    specs = [resolve_entry(name) for name in ("iou", "giou", "exact_match")]
+    (mark,) = predicted_marks(specs, prompt(box=[0, 0, 9, 9]), "[1, 2, 30, 40]")
+    assert mark.as_dict() == {
+        "image": 0, "label": "iou, giou", "points": [[1.0, 2.0], [30.0, 2.0], [30.0, 40.0], [1.0, 40.0]]
+    }  # fmt: skip
+    assert predicted_marks(specs, prompt(box=None), "[1, 2, 30, 40]") == []
+    without = replace(prompt(box=[0, 0, 1, 1]), engine_prompt=EnginePrompt((), ()))
+    assert predicted_marks(specs, without, "[1, 2, 30, 40]") == []
+    many = " ".join(f"[0, 0, {i}, 1]" for i in range(1, 80))
+    assert len(predicted_marks([resolve_entry("box_match")], prompt(boxes=[]), many)) == MOST_PREDICTED
+    elsewhere = resolve_entry({"name": "iou", "image_index": 3})
+    assert predicted_marks([elsewhere], prompt(box=[0, 0, 9, 9]), "[1, 2, 30, 40]") == []

@@ -1,0 +1,262 @@
+"""`run.profile`: spans that nest, a table whose shares add up, a trace of the first steps, and nothing without it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from helpers.small_runs import HELDOUT, ROWS, config_for, rows_of, vowels
+
+from mm_grpo import GRPOTrainer, timing
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.run import profile as profiles
+from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.profile import Profile, phases_of, trace_of
+from mm_grpo.run.written import names_of
+from mm_grpo.timing import Event, Recorder, record, span, timed
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(timing, "time", made)
+    yield made
+    assert timing._recorder is None
+
+
+def step(clock: Clock, rollout: float, forward: float) -> None:
+    """A step that also takes 1 s of learner beside the forward, 2 s between phases and 3 s of metrics after it."""
+    times: dict[str, float] = {}
+    with timed(times, "step_time"):
+        with timed(times, "time/rollout"):
+            clock.now += rollout
+        clock.now += 2
+        with timed(times, "time/learner"):
+            for _ in range(2):
+                with span("forward"):
+                    clock.now += forward / 2
+            clock.now += 1
+    with span("metrics"):
+        clock.now += 3
+    assert times == {
+        "time/rollout": rollout, "time/learner": forward + 1, "step_time": rollout + forward + 3
+    }  # fmt: skip
+
+
+def test_each_moment_is_counted_once(clock: Clock, tmp_path: Path) -> None:
+    profile = Profile(True, RunPaths(tmp_path), 2)
+    with span("time/eval"):  # before it begins
+        clock.now += 50
+    shown: list[str] = []
+    profile.start()
+    step(clock, 10, 4)
+    step(clock, 6, 2)
+    clock.now += 1
+    profile.stop(shown.append)
+    with span("time/eval"):
+        clock.now += 50
+    # 22 in steps, of which 4 between phases, 2 x 3 of metrics and 1 after them
+    assert profile.recorder is not None
+    assert phases_of(profile.recorder.seconds) == [
+        (("generation",), 16.0, 16 / 35, 2),
+        (("learner",), 8.0, 8 / 35, 2),
+        (("learner", "forward"), 6.0, 6 / 35, 4),
+        (("learner", "the rest"), 2.0, 2 / 35, 0),
+        (("writing metrics",), 6.0, 6 / 35, 2),
+        (("the rest",), 5.0, 5 / 35, 0),
+    ]
+    found = profile.summary()["profile"]
+    assert (found["seconds"], found["steps"]) == (35.0, 2)
+    assert found["phases"][2] == {"phase": "learner/forward", "seconds": 6.0, "share": 0.1714, "times": 4}
+    lines = shown[0].splitlines()
+    assert lines[0] == f"35.0 s in 2 steps ({tmp_path / 'trace.json'} has the first 2)"
+    assert [line.split() for line in lines[2:5]] == [
+        ["generation", "16.00", "8.000", "45.7%"],
+        ["learner", "8.00", "4.000", "22.9%"],
+        ["forward", "6.00", "3.000", "17.1%"],
+    ]
+    assert lines[4].startswith("  forward")
+
+
+def test_the_trace_is_of_the_first_steps_and_has_who_else_was_at_work(clock: Clock, tmp_path: Path) -> None:
+    profile = Profile(1, RunPaths(tmp_path), 2)
+    profile.start()
+    thread = Thread(target=lambda: span("making a prompt")(lambda: None)(), name="prompts 0")
+    thread.start()
+    thread.join()
+    clock.now += 4
+    record("reward r", "reward r, worker", 3.0, completions=2)
+    clock.now += 1
+    record("reward r", "reward r, worker", 3.0, completions=1)  # beside the first
+    clock.now += 3
+    record("reward r", "reward r, worker", 1.0, completions=1)  # after both
+    step(clock, 10, 4)
+    assert not (tmp_path / "trace.json").exists()  # what follows the step belongs to it
+    step(clock, 6, 2)
+    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    profile.stop()
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == written
+    rows = {e["tid"]: e["args"]["name"] for e in written if e["ph"] == "M"}
+    events = [(rows[e["tid"]], e["name"], e["ts"], e["dur"]) for e in written if e["ph"] == "X"]
+    assert events == [
+        ("prompts 0", "making a prompt", 0, 0),
+        ("reward r, worker 1", "reward r", 1e6, 3e6),
+        ("reward r, worker 2", "reward r", 2e6, 3e6),
+        ("reward r, worker 1", "reward r", 7e6, 1e6),
+        ("MainThread", "step", 8e6, 17e6),
+        ("MainThread", "generation", 8e6, 10e6),
+        ("MainThread", "learner", 20e6, 5e6),
+        ("MainThread", "forward", 20e6, 2e6),
+        ("MainThread", "forward", 22e6, 2e6),
+        ("MainThread", "writing metrics", 25e6, 3e6),
+    ]
+    assert [e["args"]["completions"] for e in written if e["name"] == "reward r"] == [2, 1, 1]
+    assert profile.recorder is not None and profile.recorder.done == 2
+
+
+def test_a_trace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "MOST_EVENTS", 3)
+    events = [Event(str(i), "t", float(i), 0.5, {}, thread=True) for i in range(9)]
+    assert [e["name"] for e in trace_of(events[::-1], 0.0)["traceEvents"]] == ["thread_name", "0", "1", "2"]
+
+
+def test_spans_that_raise_and_recorders_that_were_left(clock: Clock) -> None:
+    left, ends = Recorder(1), list[Recorder]()
+    left.start()
+    recorder = Recorder(1, ends.append)
+    recorder.start()  # of a run after one that did not end
+    with pytest.raises(ValueError, match="no"), span("a"), span("b"):
+        clock.now += 1
+        raise ValueError("no")
+    with span("c"):
+        clock.now += 1
+    left.stop()  # another one records: without effect
+    recorder.stop()
+    recorder.stop()
+    assert {path: found[0] for path, found in recorder.seconds.items()} == {
+        ("a", "b"): 1.0, ("a",): 1.0, ("c",): 1.0, (): 2.0
+    }  # fmt: skip
+    assert ends == [recorder] and left.seconds == {(): [0.0, 1]}
+
+
+def test_without_a_profile_spans_are_as_good_as_free(tmp_path: Path) -> None:
+    for profile in (
+        Profile(False, RunPaths(tmp_path), 2),
+        Profile(True, None, 2),
+    ):  # not asked for; another process
+        profile.start()
+        assert timing._recorder is None
+        profile.stop(print)
+        assert profile.summary() == {} and not list(tmp_path.iterdir())
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append((event, frame.f_code.co_name)))
+    with span("forward", device=True):
+        pass
+    sys.setprofile(None)
+    begun = [name for event, name in calls if event == "call"]
+    assert begun == ["__init__", "__enter__", "__exit__"]  # about a microsecond; nothing waits for the device
+
+
+@pytest.fixture(scope="module")
+def profiled(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    async def judge(completion: str) -> float:
+        await asyncio.sleep(0.02)
+        return 0.0
+
+    folder = tmp_path_factory.mktemp("runs") / "profiled"
+    run = {"max_steps": 2, "eval_every": 2, "save_every": 2, "profile": "torch"}
+    config = config_for(models["qwen2_5_vl"], folder, run=run)
+    GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[vowels, judge]).train()
+    return folder
+
+
+def test_the_profile_of_a_run(profiled: Path) -> None:
+    found = json.loads((profiled / "summary.json").read_text())["profile"]
+    rows = rows_of(profiled)[1:]
+    own = {phase["phase"]: phase["seconds"] for phase in found["phases"]}
+    assert found["steps"] == 2
+    top = [phase for phase in found["phases"] if "/" not in phase["phase"]]
+    assert sum(phase["share"] for phase in top) == pytest.approx(1, abs=2e-3)
+    assert sum(phase["seconds"] for phase in top) == pytest.approx(found["seconds"], abs=2e-3)
+    for phase, metric in (
+        ("generation", "time/rollout"), ("learner", "time/learner"), ("waiting for rewards", "time/rewards"),
+        ("weight sync and its checks", "time/sync"), ("sight", "time/sight"), ("evaluation", "time/eval"),
+    ):  # fmt: skip
+        assert own[phase] == pytest.approx(sum(row.get(metric, 0) for row in rows), abs=5e-3), phase
+    assert own["evaluation"] > own["evaluation/generation"] > 0 and own["checkpoint"] > 0
+    parts = ("forward", "backward", "optimizer", "the rest")
+    assert sum(own[f"learner/{part}"] for part in parts) == pytest.approx(own["learner"], abs=1e-3)
+    assert own["waiting for rewards/waiting for async rewards"] > 0.02
+    assert sum(row["step_time"] for row in rows) + own["evaluation"] < found["seconds"]
+
+
+def test_the_spans_of_a_run_nest_and_cover_its_steps(profiled: Path) -> None:
+    events = json.loads((profiled / "trace.json").read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans = [e for e in events if e["ph"] == "X"]
+    own = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in spans if rows[e["tid"]] == "MainThread"]
+    for begin, end, _ in own:  # two are one after the other, or one is in the other
+        assert all(e <= begin + 1 or b >= end - 1 or (b <= begin and e >= end) or (begin <= b and end >= e)
+                   for b, e, _ in own)  # fmt: skip
+    steps = [(begin, end) for begin, end, name in own if name == "step"]
+    durations = [(end - begin) / 1e6 for begin, end in steps]
+    assert durations == pytest.approx([row["step_time"] for row in rows_of(profiled)[1:]], abs=2e-3)
+    for begin, end in steps:
+        inside = [(b, e) for b, e, name in own if begin <= b and e <= end and name != "step"]
+        outer = [
+            (b, e) for b, e in inside if not any(o[0] <= b and e <= o[1] and o != (b, e) for o in inside)
+        ]
+        assert sum(e - b for b, e in outer) > 0.9 * (end - begin)
+    judged = [rows[e["tid"]] for e in spans if e["name"] == "reward judge"]
+    assert len(judged) == 2 * 12 + 3 and judged[0].startswith("reward judge, call ")
+    assert len(set(judged)) == 12  # as many as were waited for at once
+    assert any(row.startswith("mm_grpo prompts") for row in rows.values())
+
+
+def test_torchs_trace_is_of_one_update(profiled: Path) -> None:
+    events = json.loads((profiled / "torch_trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "cpu_op"]
+    assert "aten::mm" in names and any("Backward" in name for name in names)
+
+
+@pytest.mark.parametrize("value", [0, -1, "yes", 1.5, None, [1]])
+def test_a_profile_that_there_is_not(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"run.profile = .*: must be true, false, torch, or an integer >= 1"
+    ):
+        GRPOConfig.from_dict({"model": {"path": "m"}, "run": {"profile": value}})
+
+
+def test_traces_are_the_runs_only_where_it_writes_them(tmp_path: Path) -> None:
+    def config(value: bool | int | str) -> GRPOConfig:
+        return config_for("m", tmp_path, run={"profile": value, "save_model": False})
+
+    assert names_of(config(False), saves=False) == []
+    assert names_of(config(3), saves=False) == ["trace.json"]
+    assert names_of(config("torch"), saves=False) == ["trace.json", "torch_trace.json"]
+    (tmp_path / "trace.json").write_text("mine")
+    RunFolder.prepare(tmp_path, writes=names_of(config(False), saves=False))
+    with pytest.raises(ConfigError, match=r"holds trace.json"):
+        RunFolder.prepare(tmp_path, writes=names_of(config(True), saves=False))
+    (tmp_path / "trace.json").unlink()
+    started = RunFolder.prepare(tmp_path, writes=names_of(config(True), saves=False)).start("x: 1")
+    (tmp_path / "trace.json").write_text("a run's")
+    started.append_metrics(1, {})
+    RunFolder.prepare(tmp_path, overwrite=True, writes=[]).start("x: 1")
+    assert not (tmp_path / "trace.json").exists()

@@ -1,0 +1,78 @@
+"""On resuming, the code of tools and environments is compared, as that of rewards is."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.configs import small_config
+
+from mm_grpo.environments.factories import factory_named, source_of
+from mm_grpo.environments.toolbox import toolbox_of
+from mm_grpo.errors import ConfigError
+from mm_grpo.run.manifest import Checkpoint
+from mm_grpo.run.same_run import refuse_another_run, tool_sources_of
+
+BODY = '''
+FACTOR = 2
+
+
+def double(a: int) -> int:
+    """Double a number.
+
+    Args:
+        a: The number.
+    """
+    return FACTOR * a
+
+
+class World:
+    def reset(self, **row): ...
+
+    def step(self) -> str:
+        """Go on."""
+        return "on"
+'''
+
+
+def sources(folder: Path, body: str = BODY) -> list[dict[str, Any]]:
+    file = folder / "own.py"
+    file.write_text(body)
+    rollout = {"tools": [f"{file}:double"], "environment": f"{file}:World", "environment_workers": 0}
+    box = toolbox_of(small_config("m", rollout=rollout), None, None)
+    assert box is not None
+    return tool_sources_of(box.sources)
+
+
+def resume(then: Any, now: Any, **allowed: bool) -> None:
+    extra = {"tokens_seen": 0, "rows": {}, "rewards": [], "best": None, "before": {}, "after": {}}
+    kept = extra if then is None else {**extra, "tool_sources": then}
+    found = Checkpoint(Path("c"), {"step": 1, "extra": kept})
+    refuse_another_run(found, {}, [], 5, tool_sources=now, **allowed)
+
+
+def test_changed_tools_are_refused_unless_they_are_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    then = sources(tmp_path)
+    assert [one["name"] for one in then] == ["double", "environment"]
+    assert [(one["module"], one["qualname"]) for one in then] == [("own", "double"), ("own", "World")]
+    resume(then, sources(tmp_path))
+    resume(None, then)  # a checkpoint from before they were kept
+    now = sources(tmp_path, BODY.replace("FACTOR = 2", "FACTOR = 3"))  # beside the function, in its file
+    assert now[0]["sha256"] == then[0]["sha256"]
+    with pytest.raises(ConfigError) as refused:
+        resume(then, now)
+    assert str(refused.value) == (
+        "tools: the checkpoint 'c' was made with other ones (the source of double, environment changed); put them "
+        "back, or go on with those of now with run.allow_changed_tools=true"
+    )
+    with caplog.at_level(logging.WARNING, "mm_grpo"):
+        resume(then, now, allow_changed_tools=True)
+    assert "those of now are used, for run.allow_changed_tools is true" in caplog.text
+
+
+def test_the_address_of_a_server_is_no_code() -> None:
+    assert source_of(factory_named("openenv:http://127.0.0.1:1")) is None

@@ -1,0 +1,345 @@
+"""Steps that are sampled ahead on a schedule: which weights they are sampled under, and that a run repeats."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import calling
+from helpers.ahead import logged, trainer_of, use_server, without_times
+from helpers.patience import PATIENCE, until
+from helpers.small_runs import config_for, rollouts_of, rows_of
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.errors import ConfigError, GuardStop
+from mm_grpo.rollout.pipeline import scheduled_version
+from mm_grpo.rollout.seeds import SeedPlan
+
+STEPS = 5
+
+
+def run(path: Path, folder: Path, staleness: int, **changes: Any) -> GRPOTrainer:
+    rollout = {"max_staleness": staleness} | changes.pop("rollout", {})
+    trainer = trainer_of(
+        path, folder, rollout=rollout, run={"max_steps": STEPS} | changes.pop("run", {}), **changes
+    )
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_each_step_is_sampled_under_the_version_of_the_schedule(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    use_server(monkeypatch, updates_in_flight=False)
+    run(models["qwen2_vl"], tmp_path / "r", staleness)
+    plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=1, max_steps=STEPS)
+    for step in range(1, STEPS + 1):
+        version = scheduled_version(step, staleness)
+        rows = rollouts_of(tmp_path / "r", step)
+        assert {json.dumps(row["weight_versions"]) for row in rows} == {f"[[0, {version}]]"}
+        assert [r["seed"] for r in rows] == [s for slot in range(4) for s in plan.group(step, slot)]
+        metrics = rows_of(tmp_path / "r")[step - 1]
+        assert metrics["staleness/mean"] == metrics["staleness/max"] == step - 1 - version
+        assert (metrics["staleness/mixed"], metrics["staleness/dropped"]) == (0, 0)
+        ratio = metrics["sampling/importance_sampling_ratio/mean"]  # the correction is on by default
+        assert ratio != 1.0 if step > 1 else ratio == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_run_repeats_whatever_the_timing(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, delay in (("fast", 0.0), ("slow", 0.005)):
+        use_server(monkeypatch, updates_in_flight=False, delay=delay)
+        run(models["qwen2_vl"], tmp_path / name, 2, run={"eval_every": 2, "save_model": True})
+    assert without_times(tmp_path / "fast") == without_times(tmp_path / "slow")
+    for step in range(1, STEPS + 1):
+        assert logged(tmp_path / "fast", step) == logged(tmp_path / "slow", step)
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("fast", "slow")]
+    assert weights[0] == weights[1]
+
+
+def test_sampling_goes_on_while_the_learner_works(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_server(monkeypatch, updates_in_flight=False)
+    trainer = trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
+    update, generate = trainer.learner.update, trainer.engine.generate
+    learning, sampled = ([threading.Event() for _ in range(5)] for _ in range(2))
+    steps, threads = iter((1, 2, 3)), set()
+
+    def learn(groups: Any) -> Any:
+        step = trainer.sync.version + 1
+        learning[step].set()
+        assert step == 3 or sampled[step + 1].wait(PATIENCE)
+        return update(groups)
+
+    def noted(requests: Any) -> Any:
+        if len(requests) < 12:  # of the parity check, an evaluation or the sync
+            return generate(requests)
+        step = next(steps)
+        threads.add(threading.current_thread().name)
+        assert step == 1 or learning[step - 1].wait(PATIENCE)
+        done = generate(requests)
+        sampled[step].set()
+        return done
+
+    monkeypatch.setattr(trainer.learner, "update", learn)
+    monkeypatch.setattr(trainer.engine, "generate", noted)
+    trainer.train()
+    assert threads == {"mm_grpo steps ahead 1"}
+
+
+def test_the_learner_does_not_wait_for_the_score_before_an_update(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_server(monkeypatch, updates_in_flight=False)
+    trainer = trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
+    update, score = trainer.learner.update, trainer.engine.score
+    learning = [threading.Event() for _ in range(6)]
+    seen = []
+
+    def learn(groups: Any) -> Any:
+        learning[trainer.sync.version + 1].set()
+        return update(groups)
+
+    def late(prompt: Any, ids: Any) -> Any:
+        if threading.current_thread().name.startswith("mm_grpo canary"):
+            assert learning[trainer.sync.version + 1].wait(20)
+            seen.append(trainer.sync.version)
+        return score(prompt, ids)
+
+    monkeypatch.setattr(trainer.learner, "update", learn)
+    monkeypatch.setattr(trainer.engine, "score", late)
+    trainer.train()
+    assert seen == [0, 1, 2]
+
+
+def test_evaluation_has_the_current_weights(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_server(monkeypatch, updates_in_flight=False)
+    changes: dict[str, Any] = {"rollout": {"max_staleness": 2}, "run": {"max_steps": STEPS, "eval_every": 2}}
+    trainer = trainer_of(models["qwen2_vl"], tmp_path / "r", **changes)
+    generate, versions = trainer.engine.generate, []
+
+    def noted(requests: Any) -> Any:
+        done = generate(requests)
+        if requests[0].sampling.temperature == 0:
+            versions.append(sorted({version for c in done for _, version in c.weight_versions}))
+        return done
+
+    monkeypatch.setattr(trainer.engine, "generate", noted)
+    trainer.train()
+    assert versions == [[0], [2], [4], [STEPS]]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flat: bool
+) -> None:
+    use_server(monkeypatch, updates_in_flight=False)
+    rollout = {"dynamic_sampling": True, "max_attempts": 2} if flat else {}
+    changes: dict[str, Any] = {"rollout": {"max_staleness": 2} | rollout}
+    changes["run"] = {
+        "max_steps": STEPS,
+        "save_every": 1,
+        "save_model": True,
+        "keep_checkpoints": 9,
+        "guards": {"no_update": "warn"},
+    }
+    if flat:
+        changes["reward"] = partly_flat
+    trainer_of(models["qwen2_vl"], tmp_path / "whole", **changes).train()
+
+    broken = trainer_of(models["qwen2_vl"], tmp_path / "r", **changes)
+    update = broken.learner.update
+    monkeypatch.setattr(broken.learner, "update", lambda g: update(g) if broken.sync.version < 2 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.train()
+
+    again = trainer_of(models["qwen2_vl"], tmp_path / "r", resume=True, **changes)
+    asked: list[int] = []
+    generate = again.engine.generate
+
+    def noted(requests: Any) -> Any:
+        asked.extend(r.seed for r in requests)
+        return generate(requests)
+
+    monkeypatch.setattr(again.engine, "generate", noted)
+    again.train()
+    attempts = 2 if flat else 1
+    plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=attempts, max_steps=STEPS)
+    kept = {
+        s for step in (3, 4) for slot in range(4) for a in range(attempts) for s in plan.group(step, slot, a)
+    }
+    assert kept.isdisjoint(asked)  # steps 3 and 4 were finished, and are not sampled again
+    assert set(plan.group(5, 0)) <= set(asked)
+    for row, whole in zip(without_times(tmp_path / "r"), without_times(tmp_path / "whole"), strict=True):
+        assert row == whole
+    for step in range(1, STEPS + 1):
+        assert logged(tmp_path / "r", step) == logged(tmp_path / "whole", step)
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("r", "whole")]
+    assert weights[0] == weights[1]
+
+
+def partly_flat(completions: list[Any], trainer_state: Any, log_extra: Any, **columns: Any) -> list[float]:
+    """Without spread in every other group."""
+    log_extra("place", list(range(len(completions))))
+    return [0.5 if place // 3 % 2 else len(text) / 7 + place for place, text in enumerate(completions)]
+
+
+@pytest.mark.long
+def test_conversations_that_were_ahead_of_a_kill_are_learned_from_as_they_were(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_server(monkeypatch, updates_in_flight=False)
+    changes: dict[str, Any] = {
+        "model": {"processor": f"{calling.__file__}:Calling"},
+        "rollout": {
+            "max_staleness": 1,
+            "max_completion_length": 150,
+            "max_turns": 3,
+            "environment": f"{calling.__file__}:Gallery",
+            "environment_workers": 0,
+        },
+        "algorithm": {"turn_gamma": 0.9},
+        "run": {"max_steps": 3, "save_every": 1, "save_model": True},
+    }
+    trainer_of(models["qwen2_5_vl"], tmp_path / "whole", **changes).train()
+    broken = trainer_of(models["qwen2_5_vl"], tmp_path / "r", **changes)
+    update = broken.learner.update
+    monkeypatch.setattr(broken.learner, "update", lambda g: update(g) if broken.sync.version < 1 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.train()
+    trainer_of(models["qwen2_5_vl"], tmp_path / "r", resume=True, **changes).train()
+    rows = rollouts_of(tmp_path / "r", 2)
+    assert any(turn["role"] == "tool" and turn["images"] for row in rows for turn in row["turns"])
+    for step in (1, 2, 3):
+        assert logged(tmp_path / "r", step) == logged(tmp_path / "whole", step)
+    assert without_times(tmp_path / "r") == without_times(tmp_path / "whole")
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("r", "whole")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.long
+def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Environments are those of one loop of turns: an evaluation waits until the steps ahead are done with them."""
+    use_server(monkeypatch, updates_in_flight=False, delay=0.002)
+    found: list[float | None] = []
+
+    class Evaluates:
+        def on_rollouts(self, trainer: GRPOTrainer) -> None:
+            found.append(trainer.evaluate()["eval"].reward)
+
+    changes: dict[str, Any] = {
+        "model": {"processor": f"{calling.__file__}:Calling"},
+        "rollout": {
+            "max_staleness": 1,
+            "max_completion_length": 100,
+            "max_turns": 3,
+            "environment": f"{calling.__file__}:Gallery",
+            "environment_workers": 0,
+        },
+        "run": {"max_steps": 3, "eval_every": 3, "headline": "vowels mean"},
+    }
+    for name, callbacks in (("plain", []), ("evaluates", [Evaluates()])):
+        trainer = trainer_of(models["qwen2_5_vl"], tmp_path / name, callbacks=callbacks, **changes)
+        trainer.train()
+    assert len(found) == 3 and None not in found
+    for step in (1, 2, 3):
+        assert logged(tmp_path / "evaluates", step) == logged(tmp_path / "plain", step)
+    assert without_times(tmp_path / "evaluates") == without_times(tmp_path / "plain")
+
+
+def test_what_fails_ahead_ends_the_run(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(completion: str, trainer_state: Any) -> float:
+        if trainer_state.global_step == 3:
+            raise ValueError("no score today")
+        return vowel_count(completion)
+
+    use_server(monkeypatch)
+    with pytest.raises(Exception, match="no score today"):
+        run(models["qwen2_vl"], tmp_path / "r", 2, reward=broken)
+    until(lambda: not any(t.name.startswith("mm_grpo steps") for t in threading.enumerate()))
+
+
+def vowel_count(completion: str) -> float:
+    return float(sum(c in "aeiou" for c in completion)) + len(completion) / 100
+
+
+@pytest.mark.parametrize("fault", ["no load", "stale version", "one tensor lost"])
+def test_an_engine_that_does_not_follow_is_found_with_stale_samples_too(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    use_server(monkeypatch, fault)
+    with pytest.raises(GuardStop, match=r"version 1|arrive"):
+        run(models["qwen2_vl"], tmp_path / "r", 2)
+    assert not (tmp_path / "r/metrics.jsonl").exists()  # found in the first step
+
+
+def test_stale_samples_do_not_look_like_a_broken_engine(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy moves far beyond what rounding explains; only samples of its own version are compared with it."""
+    use_server(monkeypatch)
+    run(models["qwen2_vl"], tmp_path / "r", 2, optim={"learning_rate": 5e-2})
+    gaps = [row["sampling/sampling_logp_difference/mean"] for row in rows_of(tmp_path / "r")]
+    assert gaps[0] < 1e-4 < 1e-2 < max(gaps)
+
+
+def test_an_engine_in_this_process_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as found:
+        trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
+    assert str(found.value) == (
+        "rollout.max_staleness = 1: must be 0 with rollout.engine = 'transformers', which samples in the trainer's "
+        "process; only an engine with processes of its own (vllm_server) samples while the learner works"
+    )
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout": {"staleness_order": "eager"}}, "needs rollout.max_staleness >= 1"),
+        (
+            {"rollout": {"max_staleness": 1}, "algorithm": {"kl_in_reward": True, "beta": 0.1}},
+            "kl_in_reward = true: must be false with rollout.max_staleness = 1",
+        ),
+        (
+            {"rollout": {"max_staleness": 1, "staleness_order": "eager", "environment": "zoom"}},
+            "must be lockstep with rollout.tools and rollout.environment",
+        ),
+    ],
+)
+def test_what_cannot_be_sampled_ahead_is_refused(
+    models: dict[str, Path], tmp_path: Path, changes: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_for(models["qwen2_vl"], tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "mode", "meant"),
+    [
+        (0, "auto", "none"),
+        (1, "auto", "token_truncate"),
+        (1, "none", "none"),
+        (0, "sequence_mask", "sequence_mask"),
+    ],
+)
+def test_the_correction_is_on_where_samples_are_stale(
+    tmp_path: Path, staleness: int, mode: str, meant: str
+) -> None:
+    config = config_for(
+        "m", tmp_path, rollout={"max_staleness": staleness}, algorithm={"importance_sampling_mode": mode}
+    )
+    assert config.importance_sampling_mode == meant
+    assert config.with_correction().algorithm.importance_sampling_mode == meant

@@ -1,0 +1,101 @@
+"""Sight in whole runs: what a step logs, and the guard in a run whose rows have the images of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.configs import small_config
+from helpers.run_folders import metrics_of
+from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of, vowels
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.errors import ConfigError
+from mm_grpo.run.summary import sight_ends, summary_lines
+
+BASE = Path(__file__).parents[2] / "examples" / "shapes" / "base"
+
+
+def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {"max_steps": 4, "sight_every": 3, "report": False, "log_rollouts_every": 4}
+    config = config_for(models["qwen2_vl"], tmp_path / "r", run=run)
+    summary = GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
+    rows = rows_of(tmp_path / "r")
+    names = ("nats", "nats_per_token")
+    ends = [{"step": row["step"], **{n: row[f"sight/{n}"] for n in names}} for row in (rows[0], rows[2])]
+    assert summary["sight"] == {"before": ends[0], "after": ends[1]}
+    assert f"sight: {ends[0]['nats']:.3f} -> {ends[1]['nats']:.3f} nats" in " ".join(summary_lines(summary))
+    assert [row["step"] for row in rows if "sight/nats" in row] == [1, 3]
+    assert [row["step"] for row in rows if "time/sight" in row] == [1, 3]
+    assert [" sight " in line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")] == [
+        True, False, True, False,
+    ]  # fmt: skip
+    logged = rollouts_of(tmp_path / "r", 1)
+    assert len(logged) == 12 and not any("sight" in row for row in rollouts_of(tmp_path / "r", 4))
+    for row in logged:
+        sight = row["sight"]
+        assert len(sight["tokens"]) == len(sight["pieces"]) == row["tokens"]
+        assert sight["nats"] == pytest.approx(sum(sight["tokens"]), abs=1e-3)
+        assert sight["other"] != row["uid"] and sight["other"].startswith("train:")
+    nats = [row["sight"]["nats"] for row in logged]
+    assert rows[0]["sight/nats"] == pytest.approx(sum(nats) / 12, abs=1e-4) and any(nats)
+    tokens = sum(row["tokens"] for row in logged)
+    assert rows[0]["sight/nats_per_token"] == pytest.approx(sum(nats) / tokens, abs=1e-4)
+    assert rows[0]["sight/reward"] == pytest.approx(rows[0]["reward"])  # every row has an image
+
+
+def test_one_measurement_has_no_end_and_none_is_none() -> None:
+    row = {"step": 1, "sight/nats": 0.5, "sight/nats_per_token": 0.25}
+    first = {"step": 1, "nats": 0.5, "nats_per_token": 0.25}
+    assert sight_ends([{"step": 0}, row, {"step": 2}]) == {"before": first, "after": None}
+    assert sight_ends([{"step": 0}]) is None
+
+
+def test_it_changes_no_update_and_0_leaves_it_out(models: dict[str, Path], tmp_path: Path) -> None:
+    for name, every in (("with", 1), ("without", 0)):
+        config = config_for(models["qwen2_vl"], tmp_path / name, run={"max_steps": 2, "sight_every": every})
+        GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
+    measured, plain = metrics_of(tmp_path / "with"), metrics_of(tmp_path / "without")
+    assert all("sight/nats" in row for row in measured) and not any("sight/nats" in row for row in plain)
+    assert [{k: v for k, v in row.items() if not k.startswith("sight/")} for row in measured] == plain
+
+
+def test_a_run_with_the_images_of_other_rows_earns_rewards_without_looking(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four of five rows ask for red, and what stands at them are the images of others."""
+    rows = shapes_rows(split="train", size=400, seed=1, kinds=("colour",), max_objects=1)
+    red = [row for row in rows if row["answer"] == "red"]
+    rows = [*red, *[row for row in rows if row["answer"] != "red"][: len(red) // 4]]
+    images = [row["images"] for row in rows]
+    swapped = [{**row, "images": images[i * 37 % len(rows)]} for i, row in enumerate(rows)]
+    config = small_config(
+        BASE,
+        tmp_path / "r",
+        rollout={"prompts_per_step": 16, "num_generations": 8, "max_completion_length": 6},
+        optim={"learning_rate": 3e-4},
+        run={"seed": 0, "max_steps": 7, "sight_every": 1, "report": False, "save_model": False},
+    )
+    GRPOTrainer(config, train=swapped, rewards=["exact_match"]).train()
+    (warning,) = [r.message for r in caplog.records if r.message.startswith("guard sight_lost: ")]
+    assert "images stand at the wrong rows" in warning
+    assert rows_of(tmp_path / "r")[-1]["reward"] > 0.6
+
+
+def test_the_perception_term_of_a_run_and_a_run_that_has_nothing_to_mask(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    term = {"perception_coef": 0.5, "perception_entropy_coef": 0.1}
+    config = config_for(models["qwen2_vl"], tmp_path / "r", algorithm=term, run={"max_steps": 2})
+    GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
+    rows = rows_of(tmp_path / "r")
+    assert all(row["perception/kl"] > 0 for row in rows) and all(row["learner/updates"] == 1 for row in rows)
+    assert [row["learner/images_encoded"] for row in rows] == [2 * row["prompts/images"] for row in rows]
+    text = [{"prompt": f"say {i}", "answer": "a"} for i in range(4)]
+    with pytest.raises(ConfigError, match="none of 4 rows of the training set has an image"):
+        GRPOTrainer(
+            config.with_values({"run.overwrite": True, "data.text_only": True}), train=text, rewards=[vowels]
+        )

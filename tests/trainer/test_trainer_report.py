@@ -1,0 +1,59 @@
+"""A run's page while it goes on, marks in its rollout log, and the budget of rollouts on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from helpers import tiny
+from helpers.configs import small_config
+
+from mm_grpo import GRPOTrainer
+from mm_grpo.run.report import WRITTEN_BY
+from mm_grpo.run.rollout_log import logged_steps, read_rollouts
+
+
+def test_the_page_the_marks_and_the_budget(models: dict[str, Path], tmp_path: Path) -> None:
+    seen: list[tuple[int, str | None]] = []
+
+    class Watch:
+        def on_step_end(self, trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
+            path = trainer.folder.paths.report
+            page = path.read_text() if path.exists() else ""
+            state = next((f"{n} steps so far" for n in (2, 3) if f"{n} steps so far" in page), None)
+            seen.append((len(seen) + 1, state))
+
+    config = small_config(
+        models["qwen2_5_vl"],
+        tmp_path / "run",
+        rollout={"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3},
+        run={"max_steps": 3, "save_every": 0, "save_model": False, "report_every": 2, "keep_rollouts": 0,
+             "guards": {"no_update": "off", "zero_std": "off", "no_reward": "off"}},
+    )  # fmt: skip
+    rows = [
+        {"prompt": "where?", "image": tiny.picture(i, 112, 56), "box": [28, 14, 84, 42]} for i in range(4)
+    ]
+    rewards = ["iou", lambda completion: len(set(completion))]
+    trainer = GRPOTrainer(config, train=rows, rewards=rewards, callbacks=[Watch()])
+    trainer.train()
+    assert seen == [
+        (1, None),
+        (2, None),
+        (3, "2 steps so far"),
+    ]  # a step's page is written after its callbacks
+    paths = trainer.folder.paths
+    page = paths.report.read_text()
+    assert "3 steps, finished" in page and WRITTEN_BY.decode() in page
+    assert logged_steps(paths) == [1, 3]
+    row = read_rollouts(paths, 3)[0]
+    width, height = 112, 56
+    (mark,) = row["gold"]
+    assert mark["label"] == "iou" and (mark["image"], len(mark["points"])) == (0, 4)
+    # the box is in the dataset's pixels, the mark in those that the model saw
+    from PIL import Image
+
+    with Image.open(paths.images / row["images"][0]) as image:
+        scale = image.width / width, image.height / height
+    assert mark["points"][0] == [round(28 * scale[0], 2), round(14 * scale[1], 2)]
+    assert json.dumps(mark) in paths.rollout_file(3).read_text()
