@@ -2,10 +2,11 @@ r"""Draws the fixtures of the recipes: a few rows of our own in the published fo
 
     python examples/make_fixtures.py
 
-Of each recipe, `fixture/published.jsonl` holds rows as the hub has them (with paths where the hub holds
-pictures), and `fixture/train.jsonl` what the recipe's prepare.py makes of them. `mm-grpo check RECIPE --smoke`
-and `mm-grpo train RECIPE --smoke` read the second; the tests hold it against the first. No picture and no text
-is taken from a dataset.
+Of each recipe of a public dataset, `fixture/published.jsonl` holds rows as the hub has them (with paths where
+the hub holds pictures), and `fixture/train.jsonl` what the recipe's prepare.py makes of them. `mm-grpo check
+RECIPE --smoke` and `mm-grpo train RECIPE --smoke` read the second; the tests hold it against the first. No
+picture and no text is taken from a dataset. That of mixture holds the others' rows, each in a folder of its
+name; that of digits are drawn digits in place of scikit-learn's, which may not be installed.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 import json
 import random
 import runpy
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
+
+from mm_grpo.data import digits as task
 
 HERE = Path(__file__).resolve().parent
 COLOURS = {
@@ -109,6 +113,134 @@ def refcoco_grounding() -> Iterator[dict[str, Any]]:
         }
 
 
+def chartqa() -> Iterator[dict[str, Any]]:
+    """Bar charts with their values written on top, and questions about a number, a name and a year."""
+    names = ("North", "South", "East", "West")
+    for index in range(6):
+        rng = random.Random(f"chart/{index}")
+        values = rng.sample(range(10, 95), len(names))
+        image = Image.new("RGB", (320, 240), "white")
+        draw = ImageDraw.Draw(image)
+        draw.text((110, 6), f"Visitors in {2010 + index}", fill="black")
+        colours = rng.sample(list(COLOURS.values()), len(names))
+        for place, (name, value, colour) in enumerate(zip(names, values, colours, strict=True)):
+            left = 30 + 72 * place
+            draw.rectangle((left, 210 - 2 * value, left + 45, 210), fill=colour)
+            draw.text((left + 12, 196 - 2 * value), str(value), fill="black")
+            draw.text((left + 8, 214), name, fill="black")
+        query, label = (
+            (f"How many visitors came from the {names[0].lower()}?", str(values[0])),
+            ("Which bar is the tallest?", names[values.index(max(values))]),
+            ("What year is the chart about?", str(2010 + index)),
+        )[index % 3]
+        yield {"image": image, "query": query, "label": [label], "human_or_machine": index % 2}
+
+
+def docvqa() -> Iterator[dict[str, Any]]:
+    """Letters of a few lines, and questions whose answers stand in them in one or two spellings."""
+    people = ("Ada Berg", "Ivo Lund", "Mia Holm", "Jan Falk", "Eva Dahl", "Per Strand")
+    for index, person in enumerate(people):
+        day, total = f"March {index + 3}, 1987", f"${120 + 7 * index}.50"
+        image = Image.new("RGB", (360, 260), (250, 250, 245))
+        draw = ImageDraw.Draw(image)
+        for line, text in enumerate(
+            (f"TO: {person}", f"DATE: {day}", "Dear colleague,", f"the total is {total}.")
+        ):
+            draw.text((24, 24 + 40 * line), text, fill="black")
+        question, answers = (
+            ("To whom is the letter?", [person]),
+            ("What is the date of the letter?", [day, day.replace(",", "")]),
+            ("What is the total?", [total, total.removeprefix("$")]),
+        )[index % 3]
+        yield {
+            "questionId": 100 + index,
+            "question": question,
+            "question_types": ["free_text"],
+            "image": image,
+            "docId": index,
+            "ucsf_document_id": f"drawn{index:04d}",
+            "ucsf_document_page_no": "1",
+            "answers": answers,
+        }
+
+
+def multi_image() -> Iterator[dict[str, Any]]:
+    """Pairs of pictures with things on grey, and a sentence about both that is true or false."""
+    for index in range(6):
+        rng = random.Random(f"pair/{index}")
+        counts = rng.sample(range(1, 5), 2)
+        images = []
+        for count in counts:
+            image = Image.new("RGB", (240, 180), (190, 190, 190))
+            for box in _apart(count, 240, 180, rng):
+                _thing(image, box, "ball", COLOURS["red"])
+            images.append(image)
+        more = "left" if (counts[0] > counts[1]) == (index % 2 == 0) else "right"
+        user = f'For the images shown, is this caption "There are more balls in the {more} image." true?'
+        texts = [
+            {
+                "user": f"{user}\nAnswer yes or no.",
+                "assistant": "Yes." if index % 2 == 0 else "No.",
+                "source": "NLVR2",
+            }
+        ]
+        yield {"images": images, "texts": texts}
+
+
+def clicking() -> Iterator[dict[str, Any]]:
+    """Windows with three buttons; the row's target is one of them, as shares of the picture."""
+    names = ("Open", "Save", "Print", "Close")
+    for index in range(6):
+        rng = random.Random(f"screen/{index}")
+        width, height = ((480, 320), (320, 480))[index % 2]
+        image = Image.new("RGB", (width, height), (225, 228, 232))
+        draw = ImageDraw.Draw(image)
+        draw.rectangle((0, 0, width, 24), fill=(60, 80, 120))
+        shown = rng.sample(names, 3)
+        boxes = [(20, 50 + 70 * place, 120 + rng.randrange(60), 90 + 70 * place) for place in range(3)]
+        for name, box in zip(shown, boxes, strict=True):
+            draw.rectangle(box, fill="white", outline="black")
+            draw.text((box[0] + 12, box[1] + 14), name, fill="black")
+        box = boxes[index % 3]
+        yield {
+            "file_name": f"drawn_{index}.png",
+            "bbox": [box[0] / width, box[1] / height, box[2] / width, box[3] / height],
+            "instruction": f"press {shown[index % 3].lower()}.",
+            "data_type": "text",
+            "data_source": "windows",
+            "image": image,
+        }
+
+
+def digits() -> None:
+    """Pairs of drawn digits with their sum, as the task makes them, for machines without scikit-learn."""
+    folder = HERE / "digits" / "fixture"
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for index, (first, second) in enumerate(((3, 5), (7, 2), (9, 9), (0, 4), (6, 8), (1, 1))):
+        paths = []
+        for place, value in enumerate((first, second)):
+            levels = Image.new("L", (8, 8), 0)
+            ImageDraw.Draw(levels).text((1, -2), str(value), fill=task.LEVELS)
+            paths.append(_save(task.render(levels.tobytes()), folder, f"{index}-{place}.png"))
+        content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": task.QUESTION}]
+        prompt = [{"role": "user", "content": content}]
+        rows.append(
+            {"prompt": prompt, "images": paths, "answer": str(first + second), "digits": f"{first} {second}"}
+        )
+    _lines(folder / "train.jsonl", rows)
+
+
+def mixture() -> None:
+    """The rows of the four recipes that the mixture draws from, with their pictures."""
+    folder = HERE / "mixture" / "fixture"
+    shutil.rmtree(folder, ignore_errors=True)
+    for recipe in ("clevr_count", "geometry3k", "chartqa", "clicking"):
+        own = HERE / recipe / "fixture"
+        shutil.copytree(own / "images", folder / recipe / "images")
+        shutil.copyfile(own / "train.jsonl", folder / recipe / "train.jsonl")
+
+
 def write(recipe: str, rows: Iterator[dict[str, Any]]) -> None:
     """The published rows of a recipe with their pictures, and what prepare.py makes of them."""
     folder = HERE / recipe / "fixture"
@@ -121,7 +253,10 @@ def write(recipe: str, rows: Iterator[dict[str, Any]]) -> None:
             row.pop("_picture").save(place, quality=80)
         for column in {"image", "images"} & set(row):
             pictures = row[column] if column == "images" else [row[column]]
-            names = [_save(picture, folder, f"{index}.png") for picture in pictures]
+            own = [
+                f"{index}-{at}.png" if len(pictures) > 1 else f"{index}.png" for at in range(len(pictures))
+            ]
+            names = [_save(picture, folder, name) for picture, name in zip(pictures, own, strict=True)]
             row[column] = names if column == "images" else names[0]
         published.append(row)
     _lines(folder / "published.jsonl", published)
@@ -169,5 +304,7 @@ def _thing(image: Image.Image, box: Box, shape: str, colour: tuple[int, int, int
 
 
 if __name__ == "__main__":
-    for make in (clevr_count, geometry3k, refcoco_grounding):
+    for make in (clevr_count, geometry3k, refcoco_grounding, chartqa, docvqa, multi_image, clicking):
         write(make.__name__, make())
+    digits()
+    mixture()

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.data.jsonl import write_jsonl
+from mm_grpo.data.prepared import exits, prepare, published
 
 HUB = "leonardPKU/clevr_cogen_a_train"
 HELD_OUT = 500
@@ -33,18 +33,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=f"Write {HUB} as JSONL files with images beside them.")
     parser.add_argument("--out", type=Path, default=Path("data/clevr_count"))
     parser.add_argument("--rows", type=int, default=None, help="training rows; all of them by default")
+    parser.add_argument("--again", action="store_true", help="write files anew that are there")
     args = parser.parse_args(argv)
-    from datasets import Image, load_dataset
 
-    published = load_dataset(HUB, split="train").cast_column("image", Image(decode=False))
-    held_out = min(HELD_OUT, len(published) // 10)
-    kept = len(published) - held_out
-    training = range(kept if args.rows is None else min(args.rows, kept))
-    count = write_jsonl((to_row(published[i]) for i in training), args.out / "train.jsonl")
-    held = range(kept, len(published))
-    evaluation = write_jsonl((to_row(published[i]) for i in held), args.out / "eval.jsonl")
-    print(f"{args.out}: {count} rows to train on, {evaluation} to evaluate on")
+    def rows(held_out: bool) -> Iterator[dict[str, Any]]:
+        found = published(HUB, "train")
+        kept = len(found) - min(HELD_OUT, len(found) // 10)
+        last = kept if args.rows is None else min(args.rows, kept)
+        return (to_row(found[index]) for index in (range(kept, len(found)) if held_out else range(last)))
+
+    prepare(args.out / "train.jsonl", lambda: rows(False), again=args.again)
+    prepare(args.out / "eval.jsonl", lambda: rows(True), again=args.again)
 
 
 if __name__ == "__main__":
-    main()
+    exits(main)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.data.jsonl import write_jsonl
+from mm_grpo.data.prepared import exits, prepare, published
 
 HUB = "hiyouga/geometry3k"
 SPLITS = ("train", "validation", "test")
@@ -30,14 +30,12 @@ def to_row(row: Mapping[str, Any]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=f"Write {HUB} as JSONL files with images beside them.")
     parser.add_argument("--out", type=Path, default=Path("data/geometry3k"))
+    parser.add_argument("--again", action="store_true", help="write files anew that are there")
     args = parser.parse_args(argv)
-    from datasets import Image, List, load_dataset
-
     for split in SPLITS:
-        published = load_dataset(HUB, split=split).cast_column("images", List(Image(decode=False)))
-        count = write_jsonl((to_row(row) for row in published), args.out / f"{split}.jsonl")
-        print(f"{args.out / split}.jsonl: {count} rows")
+        file = args.out / f"{split}.jsonl"
+        prepare(file, lambda split=split: map(to_row, published(HUB, split)), again=args.again)
 
 
 if __name__ == "__main__":
-    main()
+    exits(main)

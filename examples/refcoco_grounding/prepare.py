@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.data.jsonl import write_jsonl
+from mm_grpo.data.prepared import exits, prepare, published
 
 HUB = "jxu124/refcoco"
 FILES = {"train": "train.jsonl", "validation": "eval.jsonl"}
@@ -47,20 +47,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--coco", type=Path, required=True, help="the folder that train2014/ lies in")
     parser.add_argument("--out", type=Path, default=Path("data/refcoco_grounding"))
     parser.add_argument("--eval-rows", type=int, default=500, help="rows to evaluate on, from the start")
+    parser.add_argument("--again", action="store_true", help="write files anew that are there")
     args = parser.parse_args(argv)
     if not (args.coco / "train2014").is_dir():
         parser.error(
             f"--coco {args.coco}: there is no folder train2014 in it; unpack COCO's train2014.zip there"
         )
-    from datasets import load_dataset
-
     photographs = os.path.relpath(args.coco, args.out)
+
+    def rows(split: str) -> Iterator[dict[str, Any]]:
+        made = (ours for row in published(HUB, split) for ours in to_rows(row, photographs))
+        return itertools.islice(made, None if split == "train" else args.eval_rows)
+
     for split, name in FILES.items():
-        rows = (ours for row in load_dataset(HUB, split=split) for ours in to_rows(row, photographs))
-        limit = None if split == "train" else args.eval_rows
-        count = write_jsonl(itertools.islice(rows, limit), args.out / name)
-        print(f"{args.out / name}: {count} rows")
+        prepare(args.out / name, lambda split=split: rows(split), again=args.again)
 
 
 if __name__ == "__main__":
-    main()
+    exits(main)

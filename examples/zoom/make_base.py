@@ -14,26 +14,19 @@ them, in four kinds of lessons:
     "Where is the frame?" with its box in numbers: what to see in the whole picture.
 
 That a question is answered by looking into the framed cell is never shown: finding it is what GRPO is for. What lands
-in `--out` is an ordinary Hugging Face folder. The model itself is built as that of examples/shapes. The last lines
+in `--out` is an ordinary Hugging Face folder. The last lines
 printed say how well the base sees, and how evenly it guesses and looks.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import random
-import runpy
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from PIL.Image import Image
-from tokenizers import AddedToken
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers import Qwen2_5_VLProcessor as Processor
-from transformers import Qwen2Tokenizer, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 from transformers.utils.chat_template_utils import get_json_schema
 
 from mm_grpo.data.patterns import (
@@ -53,11 +46,11 @@ from mm_grpo.data.patterns import (
 from mm_grpo.environments.builtins import Zoom
 from mm_grpo.processors.image_size import resize_to
 from mm_grpo.processors.qwen_vl import fixed_size
+from mm_grpo.testing import small_bases
+from mm_grpo.testing.small_bases import MERGE, MIN_PIXELS, PATCH, base_arguments, make_model, make_tokenizer
 
-SHAPES = runpy.run_path(str(Path(__file__).parents[1] / "shapes" / "make_base.py"))
-SPECIAL, PATCH, MERGE = SHAPES["SPECIAL"], SHAPES["PATCH"], SHAPES["MERGE"]
 SIZE = {"hidden": 128, "layers": 3, "vision_hidden": 96, "vision_layers": 3}
-MIN_PIXELS, MAX_PIXELS = (PATCH * MERGE) ** 2, 84 * 84
+MAX_PIXELS = 84 * 84
 
 OPENING, CLOSING = '<tool_call>\n{"name": "zoom", "arguments": {"bbox": [', "]}}\n</tool_call>"
 # Tokens of the vocabulary that are text, as <tool_call> is in Qwen's own tokenizers: a call is 9 of them.
@@ -86,22 +79,10 @@ def make_processor() -> Processor:
     words = [*PATTERNS, *COLUMNS, *ROWS, "user", "assistant", "system", "zoom", "bbox", "image", "\n"]
     texts = [*words, *(f" {word}" for word in words), QUESTION, WHICH, "Tools: zoom(bbox, image)"]
     texts += ["<tool_response>\n", "\n</tool_response>"]
-    blank = Qwen2Tokenizer(eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer = blank.train_new_from_iterator(
-        texts * 2, vocab_size=2048, new_special_tokens=SPECIAL[1:], show_progress=False
-    )
-    tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in PIECES])
-    picture: dict[str, Any] = {
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": 4 * MAX_PIXELS},
-        "patch_size": PATCH,
-        "merge_size": MERGE,
-        "image_mean": [level / 255 for level in PAPER],
-        "image_std": [0.3] * 3,
-    }
-    return Processor(
-        image_processor=Qwen2VLImageProcessor(**picture),
-        video_processor=Qwen2VLVideoProcessor(**picture),
-        tokenizer=tokenizer,
+    return small_bases.make_processor(
+        make_tokenizer(texts, PIECES),
+        max_pixels=4 * MAX_PIXELS,
+        background=PAPER,
         chat_template=CHAT_TEMPLATE,
     )
 
@@ -156,78 +137,17 @@ def lesson(index: int, seed: int, max_pixels: int, *, boxes: bool) -> Conversati
 def encode(processor: Processor, conversations: list[Conversation]) -> dict[str, torch.Tensor]:
     """Model inputs for a batch, with `labels`: -100 outside what the assistant says and its end tokens."""
     schema = get_json_schema(Zoom().zoom)
-    texts = [
-        processor.apply_chat_template(messages, tools=[schema] if tool else None)
-        for messages, tool, _ in conversations
-    ]
-    images = [image for _, _, own in conversations for image in own]
-    batch = dict(
-        processor(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt")
+    return small_bases.encode(
+        processor,
+        [(messages, images, [schema] if tool else None) for messages, tool, images in conversations],
     )
-    head = processor.tokenizer("<|im_start|>assistant\n").input_ids
-    batch["labels"] = torch.full_like(batch["input_ids"], -100)
-    for row, ids in enumerate(batch["input_ids"].tolist()):
-        for at in range(len(ids)):
-            if ids[at : at + len(head)] == head:
-                start = at + len(head)
-                end = ids.index(processor.tokenizer.eos_token_id, start) + 1
-                batch["labels"][row, start:end] = batch["input_ids"][row, start:end]
-    return batch
 
 
-def train(
-    model: Model,
-    processor: Processor,
-    *,
-    steps: int,
-    rate: float,
-    seed: int,
-    batch_size: int,
-    max_pixels: int,
-    boxes: bool,
-) -> None:
-    """Supervised steps of one stage in fp32: a short warm-up, then a cosine to a twentieth of the rate."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.01)
-    warmup = min(100, max(1, steps // 10))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: (
-            min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
-        ),
-    )
-    started = time.perf_counter()
-    for step in range(steps):
-        rows = range(step * batch_size, (step + 1) * batch_size)
-        batch = encode(processor, [lesson(row, seed, max_pixels, boxes=boxes) for row in rows])
-        loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if (step + 1) % 100 == 0:
-            seconds = time.perf_counter() - started
-            print(f"step {step + 1}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
-    model.eval()
-
-
-@torch.inference_mode()
 def shares(
     model: Model, processor: Processor, conversations: list[Conversation]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities of the assistant's last turns, [rows], and whether greedy decoding writes it."""
-    batch = encode(processor, conversations)
-    labels = batch.pop("labels")
-    for row in range(len(labels)):  # an earlier turn was said by somebody
-        ends = (labels[row] == processor.tokenizer.eos_token_id).nonzero().flatten().tolist()
-        if len(ends) > 1:
-            labels[row, : ends[-2] + 1] = -100
-    logprobs = model(**batch, use_cache=False).logits[:, :-1].log_softmax(-1)
-    labels = labels[:, 1:]
-    picked = logprobs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    greedy = ((logprobs.argmax(-1) == labels) | (labels < 0)).all(1)
-    return (picked * (labels >= 0)).sum(1).exp(), greedy
+    return small_bases.reply_shares(model, encode(processor, conversations), processor.tokenizer.eos_token_id)
 
 
 def figures(model: Model, processor: Processor, *, rows: int, max_pixels: int) -> dict[str, float]:
@@ -270,32 +190,25 @@ def figures(model: Model, processor: Processor, *, rows: int, max_pixels: int) -
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Makes the small Qwen2.5-VL that the zoom recipe starts from."
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--steps", type=int, default=1600, help="supervised steps")
+    text = "Makes the small Qwen2.5-VL that the zoom recipe starts from."
+    parser = base_arguments(text, SIZE, steps=1600, check_rows=180)
     parser.add_argument("--box-steps", type=int, default=300, help="those of the second stage")
-    parser.add_argument("--batch", type=int, default=32, help="lessons per step")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the lessons")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--max-pixels", type=int, default=MAX_PIXELS, help="data.max_pixels of the recipe")
-    parser.add_argument("--check-rows", type=int, default=180, help="held-out rows for the closing figures")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="threads of torch; another number, other rounding"
-    )
-    for name, value in SIZE.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     processor = make_processor()
-    size = {name: getattr(args, name) for name in SIZE}
-    model = SHAPES["make_model"](processor.tokenizer, args.seed, size)
+    model = make_model(processor.tokenizer, args.seed, {name: getattr(args, name) for name in SIZE})
     print(f"{model.num_parameters() / 1e6:.2f} million parameters, {len(processor.tokenizer)} tokens")
-    shared = {"batch_size": args.batch, "max_pixels": args.max_pixels}
-    rate, seed = args.learning_rate, args.seed
-    train(model, processor, steps=args.steps, rate=rate, seed=seed, boxes=False, **shared)
-    train(model, processor, steps=args.box_steps, rate=rate / 2, seed=seed + BOX_SEED, boxes=True, **shared)
+    for boxes, steps, rate, seed in (
+        (False, args.steps, args.learning_rate, args.seed),
+        (True, args.box_steps, args.learning_rate / 2, args.seed + BOX_SEED),
+    ):
+
+        def batch_at(step: int, boxes: bool = boxes, seed: int = seed) -> dict[str, torch.Tensor]:
+            rows = range(step * args.batch, (step + 1) * args.batch)
+            return encode(processor, [lesson(row, seed, args.max_pixels, boxes=boxes) for row in rows])
+
+        small_bases.train(model, batch_at, steps=steps, rate=rate)
     model.save_pretrained(args.out)
     processor.save_pretrained(args.out)
     for name, value in figures(model, processor, rows=args.check_rows, max_pixels=args.max_pixels).items():

@@ -2,9 +2,18 @@
 
 main       the application, and the exit code of each error
 train      `train`
-preflight  `check`, `doctor`
+serve      `serve`, and `train --serve`
+evaluate   `eval`
+preflight  `check`, `doctor`, `estimate`
+export     `export`, `ask`
+view       `view`
 rewards    `rewards`, `rewards NAME`, `rewards try NAME`
-configs    the config that a command runs; `recipes`
+recipes    `recipes`, `init`
+configs    the config that a command runs: files, layers, fields
+convert    `convert`
+env        `env`
+imports    torch, transformers and what stands on them, imported without garbage collection
+help       examples in every help, `--version`, advice on options that are fields
 """
 
 from mm_grpo.cli.main import main

@@ -1,14 +1,24 @@
-"""The config that a command runs: a YAML file or a shipped recipe, with the command's overrides; `mm-grpo recipes`."""
+"""The config that a command runs: a YAML file or a shipped recipe, with layers and fields laid over it.
+
+    CONFIG [LAYER ...] [a.b=value ...]
+
+CONFIG is a YAML file or the name of a recipe, a LAYER is a YAML file or the name of a shipped layer (lora, lora.yaml).
+Layers are merged in their order, then fields in theirs. Recipes and layers lie in `examples/`.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, DataError, did_you_mean
 from mm_grpo.terminal import printable
 
 if TYPE_CHECKING:
@@ -18,25 +28,49 @@ Config = Annotated[
     str, typer.Argument(help="A YAML file, or the name of a shipped recipe.", show_default=False)
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Fields to change: section.field=value.", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        metavar="[LAYER.yaml | section.field=value]...",
+        help="Layers, which are YAML files or names of shipped ones, and fields to change.",
+        show_default=False,
+    ),
 ]
 Smoke = Annotated[
     bool, typer.Option("--smoke", help="A tiny random model and the fixture's rows, on the CPU, in seconds.")
 ]
+Which = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint", help="Of a run folder: best, last or step-N. Default: last.", show_default=False
+    ),
+]
 
 
-def recipes() -> None:
-    """List the shipped recipes: name, and the first comment of its config."""
-    for name, path in find_recipes().items():
-        lines = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
-        typer.echo(f"{name:<16} {lines[0] if lines else ''}\n{'':<16} {path}")
+class ConfigFiles(NamedTuple):
+    """The files of a config in the order in which they are merged, and the fields that are set after them."""
+
+    config: Path
+    layers: tuple[Path, ...]
+    fields: tuple[str, ...]
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        return self.config, *self.layers
 
 
-def load_config(config: str, overrides: list[str]) -> GRPOConfig:
-    """The config at a path, or that of a recipe by name, with overrides applied."""
+def load_config(config: str, overrides: Sequence[str]) -> GRPOConfig:
+    """The config at a path, or that of a recipe by name, with layers and fields laid over it."""
     from mm_grpo.config import GRPOConfig
 
-    return GRPOConfig.from_yaml(find_config(config), overrides)
+    files = config_files(config, overrides)
+    return GRPOConfig.from_yaml(files.config, files.fields, layers=files.layers)
+
+
+def config_files(config: str, overrides: Sequence[str]) -> ConfigFiles:
+    """What a command's arguments name: an argument with a = is a field, another one a layer."""
+    fields = tuple(argument for argument in overrides if "=" in argument)
+    layers = tuple(find_layer(argument) for argument in overrides if "=" not in argument)
+    return ConfigFiles(find_config(config), layers, fields)
 
 
 def find_config(config: str) -> Path:
@@ -47,30 +81,112 @@ def find_config(config: str) -> Path:
     known = find_recipes()
     if config not in known:
         raise ConfigError(
-            f"'{config}' is neither a file nor a recipe; recipes are {', '.join(known) or 'none'}; "
-            "give the path of a YAML file or one of these names"
+            f"'{config}' is neither a file nor a recipe; {did_you_mean(config, known)}recipes are "
+            f"{', '.join(known) or 'none'}; give the path of a YAML file or one of these names"
         )
     return known[config]
 
 
+def find_layer(layer: str) -> Path:
+    """The file of a layer, or of a shipped one by name, with or without its suffix."""
+    if os.path.isfile(layer):
+        return Path(layer)
+    known = find_layers()
+    name = re.sub(r"\.ya?ml$", "", layer)
+    if name not in known:
+        raise ConfigError(
+            f"'{layer}' is no file, no layer and no section.field=value; {did_you_mean(name, known)}layers are "
+            f"{', '.join(known) or 'none'}; give the path of a YAML file, one of these "
+            "names or a field such as run.seed=1"
+        )
+    return known[name]
+
+
 def find_recipes() -> dict[str, Path]:
-    """The shipped recipes by name: in the wheel inside the package, in a checkout in examples/."""
+    """The config files of the shipped recipes by name."""
+    examples = examples_folder()
+    found = sorted(examples.glob("*/config.yaml")) if examples else []
+    return {path.parent.name: path for path in found}
+
+
+def find_layers() -> dict[str, Path]:
+    """The shipped layers by name."""
+    examples = examples_folder()
+    return {path.stem: path for path in sorted((examples / "layers").glob("*.yaml"))} if examples else {}
+
+
+def examples_folder() -> Path | None:
+    """Where recipes and layers lie: in the wheel inside the package, in a checkout in examples/."""
     here = Path(__file__).resolve().parents[1]
-    for folder in (here / "examples", here.parent / "examples"):
-        if folder.is_dir():
-            return {path.parent.name: path for path in sorted(folder.glob("*/config.yaml"))}
-    return {}
+    return next((folder for folder in (here / "examples", here.parent / "examples") if folder.is_dir()), None)
 
 
-def to_smoke(loaded: GRPOConfig, config: str, overrides: list[str], work: Path, run_dir: str) -> GRPOConfig:
+def first_comment(path: Path) -> str:
+    """What the first line of comment in a config file says."""
+    lines = [
+        line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")
+    ]
+    return lines[0] if lines else ""
+
+
+def refuse_missing_data(loaded: GRPOConfig, config: str) -> None:
+    """DataError where a recipe's prepared rows are not there, with the command that makes them."""
+    from mm_grpo.config import GRPOConfig
+
+    recipe = find_config(config).parent
+    command = prepare_command(recipe)
+    if command is None:
+        return
+    own = GRPOConfig.from_yaml(find_config(config)).data  # what was set by hand has no command that makes it
+    for source in (
+        loaded.data.train if loaded.data.train == own.train else None,
+        loaded.data.eval if loaded.data.eval == own.eval else None,
+    ):
+        for path in _paths(source):
+            if path.endswith(".jsonl") and not os.path.exists(path):
+                raise DataError(
+                    f"{path} does not exist; the recipe's rows are made, once and with a network, by\n    {command}\n"
+                    f"--smoke needs none: it uses the rows of {recipe / 'fixture'}"
+                )
+
+
+def prepare_command(recipe: Path) -> str | None:
+    """The first command in the docstring of a recipe's prepare.py, as it is called from here; None without one."""
+    script = recipe / "prepare.py"
+    if not script.is_file():
+        return None
+    text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+    found = re.search(r"^ +python \S*prepare\.py(.*?)(?: +#.*)?$", text, re.MULTILINE)
+    return f"{os.path.basename(sys.executable)} {os.path.relpath(script)}{found.group(1)}" if found else None
+
+
+def _paths(source: Any) -> Iterator[str]:
+    if isinstance(source, str):
+        yield source
+    elif isinstance(source, list):
+        for each in source:
+            yield from _paths(each)
+    elif isinstance(source, dict):
+        inner = [source["path"]] if "path" in source else [] if "task" in source else source.values()
+        for each in inner:
+            yield from _paths(each)
+
+
+def to_smoke(
+    loaded: GRPOConfig, config: str, overrides: Sequence[str], work: Path, run_dir: str
+) -> GRPOConfig:
     """The smoke version of a config; prints a line about what it replaces."""
     from transformers.utils import logging as transformers_logging
 
+    from mm_grpo.config.yaml_file import read_yaml
     from mm_grpo.preflight.smoke import smoke_config
 
     transformers_logging.disable_progress_bar()
-    kept = {override.partition("=")[0] for override in overrides}
-    made = smoke_config(loaded, work, run_dir, beside=find_config(config).parent, kept=kept)
+    files = config_files(config, overrides)
+    kept = {field.partition("=")[0].strip() for field in files.fields}
+    for layer in files.layers:
+        kept |= {f"{section}.{key}" for section, held in read_yaml(layer).items() for key in _keys(held)}
+    made = smoke_config(loaded, work, run_dir, beside=files.config.parent, kept=kept)
     rows = made.data.train if isinstance(made.data.train, str) else "the same task"
     typer.echo(
         printable(
@@ -79,3 +195,7 @@ def to_smoke(loaded: GRPOConfig, config: str, overrides: list[str], work: Path, 
         )
     )
     return made
+
+
+def _keys(section: Any) -> list[str]:
+    return list(section) if isinstance(section, dict) else []

@@ -1,10 +1,19 @@
 """The application: its commands, and the exit code of each error.
 
-    mm-grpo train CONFIG [a.b=value ...]     run a config or a shipped recipe
-    mm-grpo check CONFIG [a.b=value ...]     load every row, try every reward, train nothing
-    mm-grpo doctor CONFIG [a.b=value ...]    compare engine and learner on the config's first prompts
-    mm-grpo recipes                          what ships in examples/
+    mm-grpo train CONFIG [LAYER.yaml ...] [a.b=value ...]     run a config or a shipped recipe
+    mm-grpo serve CONFIG ...                 vLLM servers of this machine, for runs to sample from
+    mm-grpo check CONFIG ...                 load every row, try every reward, train nothing
+    mm-grpo doctor CONFIG ...                compare engine and learner on the config's first prompts
+    mm-grpo eval CONFIG ...                  answer the evaluation sets with a model, a checkpoint or a run
+    mm-grpo estimate CONFIG [--gpu 80]       what it holds of a GPU's memory, and what makes it fit
+    mm-grpo export RUN OUT                   a checkpoint as a model of transformers, or an adapter for peft
+    mm-grpo ask RUN_OR_MODEL QUESTION        one question about images, to a run, an export or a model
+    mm-grpo view RUN [RUN ...]               the page of a run, or of several together
+    mm-grpo recipes [NAME [--copy DIR]]      what ships in examples/: recipes and layers
+    mm-grpo init [DIR]                       a first config, row and reward
     mm-grpo rewards [NAME | try NAME ...]    what can score, and how
+    mm-grpo convert FILE                     a config of TRL, ms-swift or verl as one of ours
+    mm-grpo env                              versions, devices and limits of this machine
 
 Exit codes: 0 done; 2 the config, the data or the command is wrong (one message); 3 a guard stopped the
 run; 130, 143 and 129 SIGINT (Ctrl-C), SIGTERM and SIGHUP; 1 anything else. Nothing heavy is imported before a
@@ -20,27 +29,47 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from typing import Annotated
 
 import typer
 
-from mm_grpo.cli.configs import recipes
-from mm_grpo.cli.preflight import check, doctor
+from mm_grpo.cli.convert import convert
+from mm_grpo.cli.env import env
+from mm_grpo.cli.evaluate import evaluate
+from mm_grpo.cli.export import ask, export
+from mm_grpo.cli.help import CommandGroup, show_version
+from mm_grpo.cli.preflight import check, doctor, estimate
+from mm_grpo.cli.recipes import init, recipes
 from mm_grpo.cli.rewards import app as rewards_app
+from mm_grpo.cli.serve import serve
 from mm_grpo.cli.train import train
+from mm_grpo.cli.view import view
 from mm_grpo.distributed.launch import end_with_launcher, launched_here
 from mm_grpo.errors import EngineError, GuardStop, UserError
 from mm_grpo.terminal import PrintableFilter, print_traceback, printable
 
 app = typer.Typer(
-    help="Fine-tune vision-language models with GRPO.",
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, check, doctor, recipes):
+for command in (train, serve, check, doctor, estimate, view, export, ask, recipes, init, convert, env):
     app.command()(command)
+app.command("eval")(evaluate)
 app.add_typer(rewards_app, name="rewards")
+
+
+@app.callback()
+def application(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=show_version, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Fine-tune vision-language models with GRPO."""
 
 
 def main() -> None:

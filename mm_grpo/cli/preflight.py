@@ -1,4 +1,5 @@
-"""What is looked at before a run: `mm-grpo check` (rows and rewards) and `mm-grpo doctor` (engine against learner)."""
+"""What is looked at before a run: `mm-grpo check` (rows and rewards), `mm-grpo doctor` (engine against learner) and
+`mm-grpo estimate` (memory)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from mm_grpo.cli.configs import Config, Overrides, Smoke, load_config, to_smoke
+from mm_grpo.cli.configs import Config, Overrides, Smoke, load_config, refuse_missing_data, to_smoke
+from mm_grpo.cli.imports import heavy_imports
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
 
@@ -35,7 +37,10 @@ def check(
     """Load every row, make every prompt and try every reward on right and wrong answers; train nothing."""
     path, overrides = page_path(page, overrides or [])
     loaded = load_config(config, overrides)
-    from mm_grpo.preflight.check import PageSettings, check_config
+    if not smoke:
+        refuse_missing_data(loaded, config)
+    with heavy_imports():
+        from mm_grpo.preflight.check import PageSettings, check_config
 
     with temporary_folder("check") as work:
         if smoke:
@@ -68,10 +73,12 @@ def doctor(
 ) -> None:
     """Compare engine and learner of a config on its first prompts, before and after a weight update."""
     loaded = load_config(config, overrides or [])
+    refuse_missing_data(loaded, config)
     with stdout_to_stderr() if as_json else nullcontext():
-        from transformers.utils import logging as transformers_logging
+        with heavy_imports():
+            from transformers.utils import logging as transformers_logging
 
-        from mm_grpo.preflight.doctor import examine, show
+            from mm_grpo.preflight.doctor import examine, show
 
         transformers_logging.disable_progress_bar()
         report = examine(loaded, prompts)
@@ -81,6 +88,25 @@ def doctor(
         show(report)
     if not report.ok:
         raise typer.Exit(3)
+
+
+def estimate(
+    config: Config,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        list[float] | None, typer.Option(min=1, help="Memory of a GPU, in GB; may be repeated. Default: 80.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
+) -> None:
+    """Estimate what a config holds of a GPU's memory, from the model's config.json alone, and what makes it fit."""
+    loaded = load_config(config, overrides or [])
+    with heavy_imports():
+        from transformers.utils import logging as transformers_logging
+
+        from mm_grpo.preflight.estimate import show
+
+    transformers_logging.set_verbosity_error()
+    show(loaded, gpu or [80.0], processes=processes)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +73,8 @@ def try_reward(
     name: Annotated[str, typer.Argument(help="A reward, as a config names it.", show_default=False)],
     completion: Annotated[str, typer.Option(help="What the model wrote.")],
     column: Annotated[
-        list[str] | None, typer.Option(help="A column of the row: answer=3; JSON, or else text.")
+        list[str] | None,
+        typer.Option(help="A column of the row: answer=3; JSON, or else text, as numbers are for a str."),
     ] = None,
     image: Annotated[
         list[Path] | None, typer.Option(help="An image, taken to be as the model saw it.")
@@ -82,17 +84,18 @@ def try_reward(
 ) -> None:
     """Score one completion by hand; prints the raw score."""
     from mm_grpo.rewards import Scorer
-    from mm_grpo.types import Completion
+    from mm_grpo.types import Completion, Turn
 
-    columns, bound = pairs("--column", column or []), pairs("--arg", arg or [])
+    scorer = Scorer([{**pairs("--arg", arg or []), "name": name}])
+    columns = pairs("--column", column or [], texts=texts_of(scorer.specs[0]))
     row = hand_made(prompt, columns, image or [])
-    scorer = Scorer([{**bound, "name": name}])
     try:
         try:
             scorer.check(columns)
         except RewardError as error:
-            raise RewardError(f"{error}. Here these are --column name=value and --arg name=value") from error
-        answer = Completion((), (), completion, "stop", 0)
+            raise RewardError(f"{error}. Here these are --column name=value and --arg name=value") from None
+        turns = (Turn("assistant", completion, 0),) if scorer.specs[0].options.per_turn else ()
+        answer = Completion((), (), completion, "stop", 0, turns=turns)
         ((_, scores),) = scorer.score([row], [answer], 1).parts.items()
     finally:
         scorer.close()
@@ -100,11 +103,13 @@ def try_reward(
     typer.echo("None: the reward does not apply to this row" if score is None else f"{score:.10g}")
 
 
-def pairs(option: str, given: list[str]) -> dict[str, Any]:
+def pairs(option: str, given: list[str], texts: Collection[str] = ()) -> dict[str, Any]:
     """`key=value` texts as a mapping; a value is JSON where it can be read as that, else text.
 
-    >>> pairs("--column", ["answer=3", "box=[0, 0, 9, 9]", "label=red"])
-    {'answer': 3, 'box': [0, 0, 9, 9], 'label': 'red'}
+    Under the keys of `texts` numbers, true and false stay texts too.
+
+    >>> pairs("--column", ["answer=3", "box=[0, 0, 9, 9]", "label=red", "sign=30"], texts=["sign"])
+    {'answer': 3, 'box': [0, 0, 9, 9], 'label': 'red', 'sign': '30'}
     """
     values: dict[str, Any] = {}
     for text in given:
@@ -115,7 +120,15 @@ def pairs(option: str, given: list[str]) -> dict[str, Any]:
             values[key] = json.loads(value)
         except ValueError:
             values[key] = value
+        if key in texts and isinstance(values[key], int | float):
+            values[key] = value
     return values
+
+
+def texts_of(spec: RewardSpec) -> list[str]:
+    """The parameters of a reward that are annotated as a str: `answer=3` means the text there, as in a row."""
+    parameters = inspect.signature(spec.fn).parameters.items()
+    return [name for name, p in parameters if p.annotation in (str, "str", str | None, "str | None")]
 
 
 def hand_made(text: str, columns: dict[str, Any], images: list[Path]) -> Prompt:

@@ -1,18 +1,38 @@
-"""`mm-grpo train CONFIG`: a run in this process, in those of a launcher, or in `--processes` of this machine."""
+"""`mm-grpo train CONFIG`: a run in this process, in those of a launcher, or in `--processes` of this machine.
+
+With `--serve N` vLLM servers run beside it (serve.py).
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shlex
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mm_grpo.cli.configs import Config, Overrides, Smoke, find_config, load_config, to_smoke
+from mm_grpo.cli.configs import (
+    Config,
+    Overrides,
+    Smoke,
+    config_files,
+    load_config,
+    refuse_missing_data,
+    to_smoke,
+)
+from mm_grpo.cli.imports import heavy_imports
+from mm_grpo.cli.serve import check_serve, servers_beside
 from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
-from mm_grpo.terminal import printable
+from mm_grpo.terminal import print_phase, printable
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
 
 
 def train(
@@ -25,22 +45,43 @@ def train(
     processes: Annotated[
         int | None, typer.Option("--processes", help="Processes of this machine that train together.")
     ] = None,
+    servers: Annotated[
+        int | None, typer.Option("--serve", min=1, help="vLLM servers of this machine to sample from.")
+    ] = None,
 ) -> None:
-    """Train a model by a config or a recipe; fields can be changed with a.b=value."""
+    """Train a model by a config or a recipe; layers and a.b=value change it."""
     loaded = load_config(config, overrides or [])
-    refuse_own_folder(loaded.run.dir, find_config(config), resume=resume)
+    for file in config_files(config, overrides or []).all:
+        refuse_own_folder(loaded.run.dir, file, resume=resume)
+    if not smoke:
+        refuse_missing_data(loaded, config)
     if smoke and resume:
         raise ConfigError(
             "--smoke and --resume: a smoke run has a model of its own and goes on from nothing; leave one out"
         )
     if processes is not None:
         check_processes(processes, loaded, smoke=smoke)
-        if processes > 1:
-            command = ["-m", "mm_grpo.cli", "train", config, *(overrides or []), *["--resume"] * resume]
+    if servers is not None:
+        check_serve(servers, loaded, smoke=smoke)
+    with ExitStack() as held:
+        fields: dict[str, Any] = {}
+        if servers is not None:
+            fields = held.enter_context(servers_beside(loaded, servers, processes or 1))
+        if processes is not None and processes > 1:
+            own = [f"{path}={json.dumps(value)}" for path, value in fields.items()]
+            command = ["-m", "mm_grpo.cli", "train", config, *(overrides or []), *own, *["--resume"] * resume]
             raise typer.Exit(launch(processes, command))
-    from transformers.utils import logging as transformers_logging
+        _train(config, overrides or [], loaded.with_values(fields) if fields else loaded, smoke, resume)
 
-    from mm_grpo.trainer import GRPOTrainer
+
+def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, resume: bool) -> None:
+    """Train in this process, and print what came of it."""
+    if os.environ.get("RANK", "0") == "0":
+        print_phase("importing torch and transformers")
+    with heavy_imports():
+        from transformers.utils import logging as transformers_logging
+
+        from mm_grpo.trainer import GRPOTrainer
 
     transformers_logging.disable_progress_bar()  # theirs would break ours
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -49,9 +90,9 @@ def train(
         from mm_grpo.preflight.smoke import smoke_sets
 
         with temporary_folder("smoke") as work:
-            kept = any(override.startswith("run.dir=") for override in overrides or [])
+            kept = any(override.startswith("run.dir=") for override in overrides)
             run_dir = loaded.run.dir if kept else str(work / "run")
-            loaded = to_smoke(loaded, config, overrides or [], work, run_dir)
+            loaded = to_smoke(loaded, config, overrides, work, run_dir)
             rows, evaluations = smoke_sets(loaded)
             summary = GRPOTrainer(loaded, train=rows, eval=evaluations or None).train()
     else:
@@ -61,10 +102,22 @@ def train(
             return
     where = f"results in {loaded.run.dir}" if kept else "results are not kept; set run.dir=... to keep them"
     typer.echo(printable(f"done: {summary['steps']} steps in {summary['seconds']:.0f} s, {where}"))
-    for name, result in summary["eval"].items():
-        typer.echo(
-            f"  {name}: {summary['headline']} {result['before']:.3f} -> {result['after']:.3f} ({result['rows']} rows)"
-        )
+    from mm_grpo.run.summary import summary_lines
+
+    for line in summary_lines(summary):
+        typer.echo(printable(f"  {line}"))
+    if kept:
+        typer.echo(printable(next_command(config, loaded, evaluated=bool(summary["eval"]))))
+
+
+def next_command(config: str, loaded: GRPOConfig, *, evaluated: bool) -> str:
+    """What to look at, and what to run next."""
+    folder = Path(loaded.run.dir)
+    seen = folder / "report.html" if loaded.run.report else folder / "metrics.jsonl"
+    weights = loaded.run.save_model or any((folder / "checkpoints").glob("step-*"))
+    if evaluated and weights:
+        return f"see {seen}; next: mm-grpo eval {shlex.quote(config)} --model {shlex.quote(str(folder))}"
+    return f"see {seen}"
 
 
 def refuse_own_folder(run_dir: str, config: Path, *, resume: bool) -> None:

@@ -35,13 +35,11 @@ from mm_grpo.config.sections import (
     RolloutConfig,
     RunConfig,
 )
+from mm_grpo.config.seed_plan import check_seed_plan
 from mm_grpo.config.values import RewardEntry
-from mm_grpo.config.yaml_file import apply_overrides, read_yaml, resolve_relative_path, write_yaml
+from mm_grpo.config.yaml_file import apply_overrides, merge, read_yaml, resolve_relative_path, write_yaml
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import atomic_write
-
-TRAINING_SEEDS = 2**30
-"""Seeds of training are below this number; those of evaluation are not (the seed law)."""
+from mm_grpo.files import RUN_MARK, atomic_write
 
 
 class FieldHelp(NamedTuple):
@@ -87,20 +85,36 @@ class GRPOConfig(Section):
         return self
 
     @classmethod
-    def from_yaml(cls, path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Self:
-        """The config in a YAML file, with `a.b=value` overrides laid over it.
+    def from_yaml(
+        cls,
+        path: str | os.PathLike[str],
+        overrides: Iterable[str] = (),
+        layers: Iterable[str | os.PathLike[str]] = (),
+    ) -> Self:
+        """The config in a YAML file, with the YAML files `layers` and then `a.b=value` overrides laid over it.
 
-        Relative paths in the file are looked for beside it first, then from the working folder; those in
-        overrides start from the working folder.
+        Layers are merged in their order, sections key by key; lists and plain values are replaced. Relative paths in a
+        file are looked for beside that file first, then from the working folder; those in overrides start from the
+        working folder. So do those in the copy that a run keeps in its folder: it holds paths as they were found when
+        the run started, and beside it lies what the run wrote.
         """
+        values = cls._read(path)
+        for layer in layers:
+            values = merge(values, cls._read(layer), sources=("data.train", "data.eval"))
+        return cls.from_dict(apply_overrides(values, overrides))
+
+    @classmethod
+    def _read(cls, path: str | os.PathLike[str]) -> dict[str, Any]:
         values, folder = read_yaml(path), Path(path).parent
+        if Path(path).name == "config.yaml" and (folder / RUN_MARK).exists():
+            return values
         marked = [n for n, f in leaves(cls) if any(isinstance(m, RelativeToFile) for m in f.metadata)]
         for name in marked:
             section, _, key = name.rpartition(".")
             holder = values.get(section) if section else values
             if isinstance(holder, dict) and key in holder:
                 holder[key] = resolve_relative_path(holder[key], folder, rewards=name == "rewards")
-        return cls.from_dict(apply_overrides(values, overrides))
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -120,6 +134,27 @@ class GRPOConfig(Section):
     def learning_rate(self) -> float:
         """The peak learning rate of the run: `optim.learning_rate`, or the default for what is trained."""
         return self.optim.peak_rate(adapters=self.model.lora is not None)
+
+    @property
+    def importance_sampling_mode(self) -> str:
+        """The mismatch correction of the run: `algorithm.importance_sampling_mode`, or what auto stands for."""
+        mode = self.algorithm.importance_sampling_mode
+        if mode != "auto":
+            return mode
+        return "token_truncate" if self.rollout.max_staleness > 0 else "none"
+
+    @property
+    def resolved_fields(self) -> dict[str, Any]:
+        """The fields whose null or auto stands for a value that other fields decide, with that value."""
+        return {
+            "optim.learning_rate": self.learning_rate,
+            "algorithm.importance_sampling_mode": self.importance_sampling_mode,
+        }
+
+    def with_correction(self) -> Self:
+        """A copy in which `algorithm.importance_sampling_mode` is not auto."""
+        update = {"importance_sampling_mode": self.importance_sampling_mode}
+        return self.model_copy(update={"algorithm": self.algorithm.model_copy(update=update)})
 
     def check(self) -> None:
         """Check everything again: after changes inside lists and mappings, or `model_copy`."""
@@ -170,29 +205,6 @@ class GRPOConfig(Section):
             )
             for path, field in leaves(cls)
         ]
-
-
-def check_seed_plan(
-    max_steps: int, attempts: int, prompts: int, generations: int, max_turns: int = 1
-) -> None:
-    """Refuse a run that would need more seeds than there are (the seed law).
-
-    A run plans max_steps x attempts x prompts x generations seeds; there are M, the largest multiple
-    of `generations` not above 2^30. The further turns of conversations have 2^30 seeds of their own.
-    """
-    seeds = TRAINING_SEEDS // generations * generations
-    planned = max_steps * attempts * prompts * generations
-    if planned > seeds:
-        raise ConfigError(
-            f"run.max_steps = {max_steps}: {max_steps} steps x {attempts} attempts x {prompts} prompts x"
-            f" {generations} generations need {planned} seeds, and there are {seeds}; lower run.max_steps,"
-            " rollout.max_attempts, rollout.prompts_per_step or rollout.num_generations"
-        )
-    if planned * (max_turns - 1) > TRAINING_SEEDS:
-        raise ConfigError(
-            f"rollout.max_turns = {max_turns}: {planned} generations x {max_turns - 1} further turns need"
-            f" {planned * (max_turns - 1)} seeds, and there are {TRAINING_SEEDS}; lower it, or run.max_steps"
-        )
 
 
 # Checks between sections
@@ -261,6 +273,28 @@ def _advantages(config: GRPOConfig) -> Iterator[str]:
         )
 
 
+def _turns(config: GRPOConfig) -> Iterator[str]:
+    """Advantages of turns go with what treats each token by itself."""
+    algorithm = config.algorithm
+    if algorithm.turn_gamma is None:
+        return
+    for field, value, refused, why in (
+        ("importance_sampling_level", algorithm.importance_sampling_level, "sequence", "'token': one ratio for the"
+         " tokens of all turns would mix what each is paid"),
+        ("loss_type", algorithm.loss_type, "gmpo", "another one: gmpo takes one ratio, and one advantage, for a whole"
+         " completion"),
+        ("multi_objective_aggregation", algorithm.multi_objective_aggregation, "normalize_then_sum",
+         "'sum_then_normalize': returns are sums of rewards"),
+        ("kl_in_reward", algorithm.kl_in_reward, True, "false: the KL is that of a whole completion; leave the KL in"
+         " the loss"),
+    ):  # fmt: skip
+        if value == refused:
+            yield (
+                f"algorithm.{field} = {yaml_repr(value)}: with algorithm.turn_gamma = {algorithm.turn_gamma:g},"
+                f" advantages of turns, it must be {why}"
+            )
+
+
 def _loss(config: GRPOConfig) -> Iterator[str]:
     """Bounds act, and weights lie between theirs."""
     algorithm = config.algorithm
@@ -296,7 +330,7 @@ def _loss(config: GRPOConfig) -> Iterator[str]:
             f" {loss!r} weighs {what} in its own way and would ignore this; leave it out"
         )
     low, high = algorithm.importance_sampling_clip_min, algorithm.importance_sampling_clip_max
-    if algorithm.importance_sampling_mode != "none" and low is not None and high is not None and low >= high:
+    if config.importance_sampling_mode != "none" and low is not None and high is not None and low >= high:
         yield (
             f"algorithm.importance_sampling_clip_min = {low}: must be below algorithm.importance_sampling_clip_max,"
             f" which is {high}; no weight lies between them"
@@ -332,6 +366,24 @@ def _kl(config: GRPOConfig) -> Iterator[str]:
         )
 
 
+def _perception(config: GRPOConfig) -> Iterator[str]:
+    """The perception term has a weight where its options are set, and nothing shows what its mask hides."""
+    algorithm, rollout = config.algorithm, config.rollout
+    default = AlgorithmConfig().perception_mask_ratio
+    if algorithm.perception_coef == 0:
+        for name, value, unset in (
+            ("perception_entropy_coef", algorithm.perception_entropy_coef, 0),
+            ("perception_mask_ratio", algorithm.perception_mask_ratio, default),
+        ):
+            if value != unset:
+                yield f"algorithm.{name} = {value:g}: needs algorithm.perception_coef > 0, and that is 0"
+    elif rollout.tools or rollout.environment is not None:
+        yield (
+            f"algorithm.perception_coef = {algorithm.perception_coef:g}: must be 0 with rollout.tools and"
+            " rollout.environment, which may show what the mask hides"
+        )
+
+
 def _model(config: GRPOConfig) -> Iterator[str]:
     """What is frozen has no adapters."""
     model = config.model
@@ -342,7 +394,36 @@ def _model(config: GRPOConfig) -> Iterator[str]:
         )
 
 
-CHECKS: tuple[Callable[[GRPOConfig], Iterator[str]], ...] = (_steps, _advantages, _loss, _kl, _model)
+def _staleness(config: GRPOConfig) -> Iterator[str]:
+    """What is sampled ahead needs an order, and leaves the reference model alone."""
+    rollout, ahead = config.rollout, config.rollout.max_staleness
+    if ahead == 0 and rollout.staleness_order != "lockstep":
+        yield (
+            f"rollout.staleness_order = '{rollout.staleness_order}': needs rollout.max_staleness >= 1, the updates that"
+            " completions may be behind, and that is 0"
+        )
+    if ahead and config.algorithm.kl_in_reward:
+        yield (
+            f"algorithm.kl_in_reward = true: must be false with rollout.max_staleness = {ahead}, for rewards are then"
+            " made while the learner, which has the reference model, works; leave the KL in the loss"
+        )
+    if rollout.staleness_order == "eager" and (rollout.tools or rollout.environment is not None):
+        yield (
+            "rollout.staleness_order = 'eager': must be lockstep with rollout.tools and rollout.environment, whose"
+            " conversations are led one step at a time"
+        )
+
+
+CHECKS: tuple[Callable[[GRPOConfig], Iterator[str]], ...] = (
+    _steps,
+    _advantages,
+    _turns,
+    _loss,
+    _kl,
+    _perception,
+    _model,
+    _staleness,
+)
 
 
 def _message(check: Callable[[], None]) -> Iterator[str]:

@@ -20,7 +20,7 @@ _ONE_BATCH = f"{_BATCH} (optim.updates_per_step = prompts a step / prompts an up
 _PACK = "memory is bounded by optim.max_tokens_per_pack; accumulation is derived"
 _LATER = "not in this version of mm_grpo yet; leave it out"
 _VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
-_SERVED = "served vLLM is not in this version of mm_grpo yet; leave it out (rollout.engine: vllm)"
+_SERVED = "write rollout.engine: vllm_server, and the servers of `mm-grpo serve` into rollout.server.urls"
 _LORA = "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)"
 _ZERO = (
     "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer; the rest of DeepSpeed's config is ours"
@@ -45,7 +45,6 @@ _WORLD = "no setting depends on the number of processes; leave it out"
 
 ADVICE: Mapping[str, str] = {
     # ours, where only one value could be meant
-    "max_staleness": "generation that runs ahead of the weights is not in this version of mm_grpo yet; leave it out",
     **{name: _SAMPLING.format(name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
     # TRL and ms-swift: batch
     "per_device_train_batch_size": f"{_BATCH} (prompts_per_step = per-device batch x devices x"
@@ -125,6 +124,14 @@ ADVICE: Mapping[str, str] = {
     "reward_function": "write rewards: [path/to/file.py:function]",
     "custom_reward_function.path": "write rewards: [path/to/file.py:function]",
     "custom_reward_function.name": "write rewards: [path/to/file.py:function]",
+    **dict.fromkeys(
+        ("use_kl_prcp", "kl_prcp_coef"), "write algorithm.perception_coef (0 is no perception term)"
+    ),
+    **dict.fromkeys(
+        ("aug_entropy_loss_coef", "ori_entropy_loss_coef"),
+        "write algorithm.perception_entropy_coef (of both entropies)",
+    ),
+    "black_prob": "write algorithm.perception_mask_ratio",
     "use_liger_kernel": _LATER,
     "use_liger_loss": _LATER,
     "normalize_advantages": "write algorithm.scale_rewards: batch, or"
@@ -132,7 +139,7 @@ ADVICE: Mapping[str, str] = {
     "dynamic_sample": "write rollout.dynamic_sampling (and rollout.max_attempts)",
     "max_resample_times": "write rollout.max_attempts (= max_resample_times + 1: the first attempt counts)",
     "use_vllm": "write rollout.engine: vllm",
-    "vllm_mode": "write rollout.engine: vllm (it runs in the trainer's process)",
+    "vllm_mode": "write rollout.engine: vllm (colocate) or vllm_server (server)",
     "vllm_gpu_memory_utilization": "write rollout.vllm.gpu_memory_utilization",
     **dict.fromkeys(
         ("tensor_parallel_size", "vllm_tensor_parallel_size", "tensor_model_parallel_size"),
@@ -148,7 +155,7 @@ ADVICE: Mapping[str, str] = {
     "vllm_importance_sampling_cap": "write algorithm.importance_sampling_clip_max",
     "vllm_importance_sampling_clip_max": "write algorithm.importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min": "write algorithm.importance_sampling_clip_min",
-    "vllm_group_port": _SERVED,
+    "vllm_group_port": "ports are chosen by the transfer (rollout.server.transfer)",
     "vllm_structured_outputs_regex": _LATER,
     "enforce_eager": _VLLM,
     "enable_chunked_prefill": _VLLM,
@@ -232,7 +239,7 @@ ADVICE: Mapping[str, str] = {
 PREFIXES: Mapping[str, str] = {
     "vllm_server_": _SERVED,
     "vllm_": _VLLM,
-    "sglang_": "SGLang is not in mm_grpo; write rollout.engine: transformers or vllm",
+    "sglang_": "SGLang is not in mm_grpo; write rollout.engine: transformers, vllm or vllm_server",
     "lora_": _LORA,
     "fsdp": _FSDP,
     "deepspeed_": _ZERO,
@@ -249,8 +256,23 @@ NO_ZERO_3 = (
 )
 
 VALUES: Mapping[str, Mapping[str, str]] = {
-    "rollout.engine": {"vllm_server": "served vLLM is not in this version of mm_grpo yet"},
     "optim.zero_stage": {"3": NO_ZERO_3},
+    "model.attn": {
+        **dict.fromkeys(
+            (
+                "flash_attention_2",
+                "flash_attention_3",
+                "flash_attn",
+                "flash_attn_2",
+                "kernels-community/flash-attn2",
+            ),
+            "write auto, which is flex_attention on a GPU in bfloat16: completions share their prompt, and a flash"
+            " kernel has no mask for that",
+        ),
+    },
+    "algorithm.importance_sampling_level": {
+        "gspo": "write sequence, which is GSPO, with algorithm.loss_type: grpo"
+    },
     "algorithm.scale_rewards": {"gdpo": "write algorithm.multi_objective_aggregation: normalize_then_sum"},
     "algorithm.loss_type": {
         "geo_mean": "write gmpo",
@@ -267,6 +289,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "reinforce_plus_plus": "write reinforce_plus_plus_baseline, which subtracts the group's mean (ms-swift's"
         " reinforce_plus_plus; verl's, without that mean, is not in mm_grpo)",
         "gae": "gae needs a value model, and mm_grpo has none",
+        "gspo": "write grpo, with algorithm.loss_type: grpo and algorithm.importance_sampling_level: sequence",
     },
 }
 """Values of other trainers, in lower case, by the field that refuses them."""
@@ -282,7 +305,16 @@ def unknown_key(path: str, value: object, known: Sequence[str]) -> list[str]:
     """
     if isinstance(value, Mapping) and value and not _is_known(path, known):
         return [line for key, inner in value.items() for line in unknown_key(f"{path}.{key}", inner, known)]
-    return [f"{path}: unknown key; {_advice(path, known)}"]
+    advice = _advice(path, known)
+    field = advice.removeprefix("write ")
+    note = VALUES.get(field, {}).get(str(value).casefold())  # the value has another name here as well
+    return [f"{path}: unknown key; {advice}{f'; {value} there: {note}' if note else ''}"]
+
+
+def explains(name: str, known: Sequence[str]) -> bool:
+    """Whether a name, or the end of a dotted one, is another trainer's with an advice of its own, or one of ours."""
+    leaf = _fold(name).rpartition(".")[2]
+    return _is_known(name, known) or any(leaf.startswith(prefix) for prefix in PREFIXES)
 
 
 def _advice(path: str, known: Sequence[str]) -> str:

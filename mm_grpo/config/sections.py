@@ -10,12 +10,13 @@ P is `rollout.prompts_per_step`, G `rollout.num_generations`, A `rollout.max_att
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from mm_grpo.config.lora import LoRAConfig
 from mm_grpo.config.messages import Accepts, CheckError, FieldError, RelativeToFile, Section
+from mm_grpo.config.served import ServerConfig, VLLMConfig
 from mm_grpo.config.values import (
     Device,
     GuardAction,
@@ -23,38 +24,12 @@ from mm_grpo.config.values import (
     HeadlineText,
     Number,
     PathText,
+    ProfileChoice,
     ScaleRewards,
     Source,
     Sources,
 )
 from mm_grpo.config.yaml_file import is_source, plain
-
-
-class LoRAConfig(Section):
-    """Low-rank adapters in place of training every weight (`model.lora: {rank: 16}`)."""
-
-    where: ClassVar[str] = "model.lora"
-    rank: int = Field(default=16, ge=1, le=16384)
-    """Rank of the factors, >= 1 and <= 16384. Default: 16."""
-    alpha: Number = Field(default=32.0, gt=0)
-    """Scale of the factors' product, times 1 / rank, > 0. Default: 32.0."""
-    target_modules: list[str] = Field(
-        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    )
-    """Layers of the language model that get adapters, by the last part of their names. Default: ['q_proj', 'k_proj',
-    'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']."""
-    vision: bool = False
-    """Put adapters on every linear layer of the vision tower and its projector too; needs model.freeze_vision = false.
-    Default: false."""
-
-    @field_validator("target_modules")
-    @classmethod
-    def _names(cls, value: list[str]) -> list[str]:
-        if not value or not all(re.fullmatch(r"[\w.]+", name) for name in value):
-            raise FieldError(
-                "must be the last parts of layers' names, such as [q_proj, v_proj]; at least one"
-            )
-        return value
 
 
 class ModelConfig(Section):
@@ -193,31 +168,13 @@ class EvalSampling(Section):
     """Completions per evaluation prompt, >= 1. Default: 1."""
 
 
-class VLLMConfig(Section):
-    """The vLLM engine in the trainer's process (`rollout.engine: vllm`)."""
-
-    where: ClassVar[str] = "rollout.vllm"
-    max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prompt and completion together, in tokens, >= 2; null is what the rows need. Default: null."""
-    max_images: int | None = Field(default=None, ge=1)
-    """Most images in one prompt, >= 1; null is what the rows have. Default: null."""
-    gpu_memory_utilization: Number = Field(default=0.3, gt=0, le=1)
-    """Share of a GPU's memory that vLLM may hold, > 0 and <= 1. Default: 0.3."""
-    sleep_level: Literal[0, 1, 2] = 0
-    """What a GPU engine frees while the learner works: 0 nothing, 1 its caches, 2 its weights too. Default: 0."""
-    timeout: Number = Field(default=600.0, gt=0)
-    """Seconds without one step of vLLM's after which it counts as hung and the process is ended (exit code 1), > 0.
-    Default: 600.0."""
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vllm.LLM, as {name: value}. Default: {}."""
-
-
 class RolloutConfig(Section):
     """How many completions a step samples, and how."""
 
     where: ClassVar[str] = "rollout"
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Rollout engine: transformers (embedded) or vllm (in the trainer's process). Default: transformers."""
+    engine: Literal["transformers", "vllm", "vllm_server"] = "transformers"
+    """Rollout engine: transformers (embedded), vllm (in the trainer's process) or vllm_server (servers of
+    rollout.server, docs/distributed.md). Default: transformers."""
     prompts_per_step: int = Field(default=8, ge=1)
     """P: prompts in a step, over all processes, >= 1. Default: 8."""
     num_generations: int = Field(default=8, ge=2)
@@ -226,6 +183,11 @@ class RolloutConfig(Section):
     """Longest completion, in tokens, >= 1. Default: 512."""
     temperature: Number = Field(default=1.0, gt=0)
     """Softmax temperature of training, > 0; the learner uses the same one. Default: 1.0."""
+    max_staleness: int = Field(default=0, ge=0)
+    """k: updates that a completion may be behind the learner, >= 0; above 0 steps are sampled while it works
+    (docs/staleness.md), by an engine that holds its own weights. Default: 0."""
+    staleness_order: Literal["lockstep", "eager"] = "lockstep"
+    """When updates reach that engine; lockstep (between steps: a run repeats) or eager (at once). Default: lockstep."""
     dynamic_sampling: bool = False
     """Replace groups of equal rewards by other rows (DAPO); needs rollout.max_attempts >= 2. Default: false."""
     max_attempts: int = Field(default=1, ge=1)
@@ -234,13 +196,16 @@ class RolloutConfig(Section):
         Field(default_factory=list)
     )
     """Functions that the model may call (docs/turns.md), as path/to/file.py:function; [] is none. Default: []."""
-    environment: str | None = None
-    """Class whose methods the model may call (docs/turns.md): zoom, rotate, grid_world, a name of the entry points
-    mm_grpo.environments, or path/to/file.py:Class; null is none. Default: null."""
+    environment: str | dict[str, str] | None = None
+    """Class whose methods the model may call (docs/turns.md): zoom, rotate, grid_world, openenv:URL, verifiers:NAME, a
+    name of the entry points mm_grpo.environments, or path/to/file.py:Class; several by name, which the column
+    environment then chooses; null is none. Default: null."""
     max_turns: int = Field(default=8, ge=2)
     """Most turns of the model in a conversation with tools, >= 2. Default: 8."""
     max_images_per_episode: int = Field(default=8, ge=0)
     """Most images that tools may show in one conversation, >= 0; a further one is refused. Default: 8."""
+    synchronous_turns: bool = False
+    """Begin a turn when all conversations have ended the one before (docs/turns.md). Default: false."""
     on_tool_error: Literal["reply", "mask", "stop"] = "reply"
     """What an exception out of a tool does; reply tells the model, mask keeps the conversation out of the loss, stop
     ends the run. Default: reply."""
@@ -255,6 +220,8 @@ class RolloutConfig(Section):
     notebooks) or a reward asks for the environment itself. Default: null."""
     vllm: VLLMConfig = VLLMConfig()
     """The vLLM engine."""
+    server: ServerConfig = ServerConfig()
+    """vLLM servers."""
     eval: EvalSampling = EvalSampling()
     """Sampling of evaluation."""
 
@@ -279,6 +246,9 @@ class AlgorithmConfig(Section):
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """How several rewards become one advantage; sum_then_normalize compares their weighted sums, normalize_then_sum
     compares each reward by itself (GDPO). Default: sum_then_normalize."""
+    turn_gamma: Number | None = Field(default=None, ge=0, le=1)
+    """Discount, a turn, of later rewards in the advantages of the turns of a conversation, >= 0 and <= 1; null gives a
+    conversation one advantage (docs/turns.md). Default: null."""
     loss_type: Literal[
         "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "dppo_tv", "dppo_kl", "gmpo"
     ] = "dapo"
@@ -323,10 +293,10 @@ class AlgorithmConfig(Section):
     ref_model_sync_steps: int = Field(default=512, ge=1)
     """Steps from one such move to the next, >= 1. Default: 512."""
     importance_sampling_mode: Literal[
-        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "none"
-    """How tokens are weighed by learner over engine probability, where the two differ; none, token_truncate,
-    token_mask, sequence_truncate or sequence_mask. Default: none."""
+        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "auto"
+    """How tokens are weighed by learner over engine probability; none, token_truncate, token_mask, sequence_truncate or
+    sequence_mask; auto is token_truncate where rollout.max_staleness is above 0, else none. Default: auto."""
     importance_sampling_clip_max: Number | None = Field(default=3.0, gt=0)
     """Upper bound of those weights, > 0; null is none. Default: 3.0."""
     importance_sampling_clip_min: Number | None = Field(default=None, ge=0)
@@ -346,6 +316,14 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus, >= 0; 0 is none. Default: 0.0."""
     top_entropy_quantile: Number = Field(default=1.0, gt=0, le=1)
     """Share of tokens, those of the highest entropy, that enter the loss, > 0 and <= 1; 1.0 is all. Default: 1.0."""
+    perception_coef: Number = Field(default=0.0, ge=0)
+    """Weight of PAPO's term, the KL between answers to the image and to the masked image, which is maximised
+    (docs/algorithms.md), >= 0; 0 is none; 0.01 is common. Default: 0.0."""
+    perception_mask_ratio: Number = Field(default=0.6, gt=0, le=1)
+    """Share of the image that is masked for it, > 0 and <= 1. Default: 0.6."""
+    perception_entropy_coef: Number = Field(default=0.0, ge=0)
+    """Weight of PAPO's double entropy loss, which keeps both answers sure, >= 0; 0 is none; 0.03 is common. Default:
+    0.0."""
 
 
 class OptimConfig(Section):
@@ -405,20 +383,40 @@ class RunConfig(Section):
     """Steps from one evaluation to the next, >= 0; 0 is before and after only. Default: 0."""
     headline: HeadlineText = None
     """What evaluations, and the best checkpoint, are judged by: NAME >= MARK, such as exact_match >= 1, is the share
-    of completions to which that reward gives at least the mark (accuracy); null is the mean reward. Default: null."""
+    of completions to which that reward gives at least the mark (accuracy); NAME mean, such as iou mean, its mean
+    score; null is the mean reward. Default: null."""
+    eval_blind: Literal["shuffled", "removed"] | None = None
+    """Also answer the rows of the first evaluation set without their images: shuffled (each with the images of another
+    row) or removed; null does not (docs/evaluation.md). Default: null."""
     log_rollouts_every: int = Field(default=1, ge=1)
     """Steps from one whose completions are written down to the next, >= 1. Default: 1."""
+    sight_every: int = Field(default=10, ge=0)
+    """Steps from one that measures how much completions depend on their images (docs/sight.md) to the next, the first
+    step included, >= 0; 0 is none. Default: 10."""
+    keep_rollouts: int | None = Field(default=20_000_000_000, ge=0)
+    """Bytes on disk of logged completions and their images, >= 0; the oldest go first, never those of the first and
+    the last step; null keeps all. Default: 20000000000."""
     report: bool = True
     """Write report.html. Default: true."""
+    report_every: int = Field(default=10, ge=0)
+    """Steps from one report.html to the next, >= 0; 0 is after evaluations and at the end only. Default: 10."""
+    expected_curve: Annotated[PathText | None, RelativeToFile()] = None
+    """JSON file with a measured curve of this config, for report.html (docs/recipes.md); null is none.
+    Default: null."""
     save_model: bool = True
     """Save the trained model at the end. Default: true."""
     save_every: int | None = Field(default=None, ge=0)
     """Steps from one checkpoint to the next, >= 0; 0 is none; null is a tenth of the run, at least 1 and at most 100; a
     killed run redoes at most so many steps. Default: null."""
+    async_save: bool = True
+    """Write checkpoints in a thread while the run goes on, from a copy of the state in the host's memory, 12 bytes for
+    each trained weight; false is while the run waits. Default: true."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept, >= 1; that of the best headline stays too. Default: 2."""
     allow_changed_rewards: bool = False
     """Resume although the source of a reward is not what it was. Default: false."""
+    allow_changed_tools: bool = False
+    """Resume although the source of a tool or an environment is not what it was. Default: false."""
     process_timeout: Number = Field(default=1800.0, gt=0)
     """Seconds that a process waits for the others before the run stops, > 0. Default: 1800.0."""
     overwrite: bool = False
@@ -429,12 +427,15 @@ class RunConfig(Section):
     ] = Field(default_factory=dict)
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
-    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, tools_failing, tools_unused. Default:
-    {}."""
+    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused.
+    Default: {}."""
     parity_check: bool = True
     """Compare engine and learner on one prompt before the first step; ids, log-probs and seeds. Default: true."""
     max_logp_gap: Number | None = Field(default=None, gt=0)
     """Largest mean gap between the engine's and the learner's log-probs, in nats per token, > 0; null is 1e-3 for
     float32 weights and 0.1 for bfloat16 ones. Default: null."""
+    profile: ProfileChoice = False
+    """Print where the time goes and write trace.json: true (of 10 steps), a number of steps, or torch, which adds
+    torch's own trace of an update (docs/profile.md). Default: false."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Where the metrics go besides metrics.jsonl: tensorboard, wandb, trackio. Default: []."""
+    """Where metrics and tables of completions with images go as well: tensorboard, wandb, trackio. Default: []."""

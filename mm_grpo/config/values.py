@@ -46,8 +46,12 @@ def _number(value: Any) -> Any:
 def _headline(value: Any) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, str) or not re.fullmatch(r"\S.*>=\s*[-+]?(\d+\.?\d*|\.\d+)", value.strip()):
-        raise FieldError("must be a reward's name and its least mark, such as exact_match >= 1, or null")
+    mark = r">=\s*[-+]?(\d+\.?\d*|\.\d+)"
+    if not isinstance(value, str) or not re.fullmatch(rf"\S.*({mark}|\smean)", value.strip()):
+        raise FieldError(
+            "must be a reward's name and its least mark, such as exact_match >= 1, or its name and mean, such as iou "
+            "mean, or null"
+        )
     return value.strip()
 
 
@@ -166,6 +170,12 @@ def _action(value: Any) -> Any:
     return "off" if value is False else value  # PyYAML reads `off` as false
 
 
+def _profile(value: Any) -> bool | int | str:
+    if value == "torch" or isinstance(value, bool) or (isinstance(value, int) and value >= 1):
+        return value  # type: ignore[no-any-return]
+    raise FieldError("must be true, false, torch, or an integer >= 1, the steps of the trace")
+
+
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1), Accepts("a path")]
 Number = Annotated[float, BeforeValidator(_number)]
 Source = Annotated[
@@ -186,13 +196,18 @@ Sources = Annotated[
 HeadlineText = Annotated[
     str | None,
     PlainValidator(_headline),
-    Accepts("a reward and its least mark, such as exact_match >= 1, or null"),
+    Accepts(
+        "a reward and its least mark, such as exact_match >= 1, a reward and mean, such as iou mean, or null"
+    ),
+]
+ProfileChoice = Annotated[
+    bool | int | str, PlainValidator(_profile), Accepts("true, false, torch or an integer >= 1")
 ]
 RewardEntry = Annotated[str | dict[str, Any], PlainValidator(_reward)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Accepts("auto, cpu, cuda or cuda:N")]
 GuardName = Literal[
     "duplicate_completions", "logp_gap", "update_happens", "no_update", "zero_std", "no_reward", "zero_kl",
-    "masked_share", "entropy_collapse", "clipped_lengths", "unread_images",
+    "masked_share", "entropy_collapse", "clipped_lengths", "unread_images", "sight_lost",
     "tools_failing", "tools_unused",
 ]  # fmt: skip
 GuardAction = Annotated[Literal["stop", "warn", "off"], BeforeValidator(_action)]

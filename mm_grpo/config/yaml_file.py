@@ -1,8 +1,9 @@
 """Config files and command-line overrides as plain mappings, and back. No field is known here.
 
-`read_yaml` and `write_yaml` go between a file and a mapping, `apply_overrides` lays `a.b=value` texts
-over one, `resolve_relative_path` finds what lies beside a config file, and `plain` makes any value fit
-for a file. What the fields mean is in `sections`; errors about their values are in `messages`.
+`read_yaml` and `write_yaml` go between a file and a mapping, `merge` lays one mapping over another,
+`apply_overrides` lays `a.b=value` texts over one, `resolve_relative_path` finds what lies beside a config
+file, and `plain` makes any value fit for a file. What the fields mean is in `sections`; errors about their
+values are in `messages`.
 
 The YAML is that of version 1.2's core schema, not PyYAML's 1.1: `1e-6` is a number, `off`, `yes` and
 `2026-01-31` are texts. A key given twice is an error.
@@ -15,7 +16,7 @@ import glob
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,36 @@ def _resolve_reward(entry: Any, folder: Path) -> Any:
     if isinstance(entry, dict) and isinstance(entry.get("name"), str):
         return {**entry, "name": _resolve_reward(entry["name"], folder)}
     return resolve_relative_path(entry, folder) if isinstance(entry, str) and ".py:" in entry else entry
+
+
+def merge(
+    base: Mapping[str, Any], layer: Mapping[str, Any], sources: Collection[str] = (), at: str = ""
+) -> dict[str, Any]:
+    """A copy of `base` with what a later file holds laid over it.
+
+    Sections and other mappings are merged key by key. Everything else replaces what was there: plain values, null,
+    lists, and in the fields `sources` (dotted) each source of rows ({task: ...}, {path: ...}), whose keys belong
+    together. `at` is the dotted name of the two mappings, with a dot behind.
+
+    >>> merge({"run": {"dir": "r", "seed": 1}, "rewards": ["iou"]}, {"run": {"seed": 2}, "rewards": []})
+    {'run': {'dir': 'r', 'seed': 2}, 'rewards': []}
+    """
+    result = copy.deepcopy(dict(base))
+    for key, value in layer.items():
+        old, name = result.get(key), f"{at}{key}"
+        rows = name.startswith(tuple(sources))
+        if (
+            isinstance(old, Mapping)
+            and isinstance(value, Mapping)
+            and not (rows and _is_any_source(old, value))
+        ):
+            value = merge(old, value, sources, f"{name}.")
+        result[key] = copy.deepcopy(value)
+    return result
+
+
+def _is_any_source(*values: Mapping[str, Any]) -> bool:
+    return any(map(is_source, values))
 
 
 def apply_overrides(mapping: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import copy
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from PIL import Image
 
+from mm_grpo.data.blind import exchange, image_key, without_images
 from mm_grpo.data.columns import (
     ABSENT,
     PROMPT_FIELDS,
@@ -108,6 +109,7 @@ class Dataset:
         self._row_name = row_name or (lambda index: f"{name} row {index}")
         self._folder = settings.image_dir if settings.image_dir is not None else folder
         self._image_rows: Sequence[int] | None = None
+        self._blank = False
         self._limit = len(rows)
         if len(rows) == 0:
             raise DataError(f"the dataset {name!r} has 0 rows; training and evaluation need at least 1")
@@ -220,7 +222,9 @@ class Dataset:
             raise IndexError(f"row {index} of {self!r}")
         fields = self.fields(index)
         row_name, sources, pictured = self.row_name(index), fields.images, index
-        if self._image_rows is not None and self._image_rows[index] != index:
+        if self._blank:
+            fields, sources = replace(fields, messages=without_images(fields.messages), images=()), ()
+        elif self._image_rows is not None and self._image_rows[index] != index:
             pictured = self._image_rows[index]
             row_name = f"{row_name} (images of {self.row_name(pictured)})"
             sources = self.fields(pictured).images
@@ -271,30 +275,46 @@ class Dataset:
     def with_shuffled_images(self, seed: int = 0) -> Dataset:
         """The same rows, each with the images of another row: what a model scores when it cannot see.
 
-        Images move among the rows that have equally many, along one random cycle, so no row keeps its
-        own. Rows without images stay as they are. Reads every row, but opens no image.
+        Images move among the rows that have equally many, so that no row gets its own images or equal ones
+        (`blind.exchange`). Rows without images stay as they are. Reads every row, but opens no image file.
 
         Raises:
-            DataError: a row is the only one with its number of images.
+            DataError: a row is the only one with its number of images, or most rows with it have the same ones.
         """
-        by_count: dict[int, list[int]] = {}
+        by_count: dict[int, dict[int, tuple[Hashable, ...]]] = {}
         for index in range(len(self)):
-            by_count.setdefault(len(self.fields(index).images), []).append(index)
+            sources = self.encoded_fields(index).images
+            folder = self._folder(index) if callable(self._folder) else self._folder
+            by_count.setdefault(len(sources), {})[index] = tuple(image_key(s, folder) for s in sources)
         by_count.pop(0, None)
         image_rows = list(range(len(self)))
         rng = random.Random(f"shuffled images/{seed}")
         for count, members in sorted(by_count.items()):
-            if len(members) == 1:
+            indices = list(members)
+            if len(indices) == 1:
                 raise DataError(
-                    f"{self.row_name(members[0])}: no other row has as many images ({count}), so "
-                    "shuffle_images cannot exchange them; leave the row out"
+                    f"{self.row_name(indices[0])}: no other row has as many images ({count}), so its images cannot be "
+                    "exchanged (shuffle_images, or run.eval_blind: shuffled); leave the row out, or write "
+                    "run.eval_blind: removed"
                 )
-            cycle = rng.sample(members, len(members))
-            for here, there in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
-                image_rows[here] = there
+            try:
+                lenders = exchange(list(members.values()), rng)
+            except ValueError as error:
+                raise DataError(
+                    f"{self.name}: images cannot be exchanged among the rows with {count} (shuffle_images, or "
+                    f"run.eval_blind: shuffled): {error}; take rows of more images, or write run.eval_blind: removed"
+                ) from None
+            for place, lender in enumerate(lenders):
+                image_rows[indices[place]] = indices[lender]
         shuffled = copy.copy(self)
         shuffled._image_rows = image_rows
         return shuffled
+
+    def with_images_removed(self) -> Dataset:
+        """The same rows without their images and without the parts of messages that stand for them."""
+        blank = copy.copy(self)
+        blank._blank = True
+        return blank
 
     def fields(self, index: int) -> Fields:
         """Row `index` (from 0) with its images closed. DataError when it is wrong."""

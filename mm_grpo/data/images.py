@@ -149,7 +149,7 @@ def _read_data_url(url: str, row: str, max_bytes: int) -> tuple[bytes, _Where]:
     try:
         return base64.b64decode("".join(unquote(payload).split()), validate=True), where
     except (binascii.Error, ValueError) as error:
-        raise where.error(f"is not valid base64 ({error}); encode the file's bytes again") from error
+        raise where.error(f"is not valid base64 ({error}); encode the file's bytes again") from None
 
 
 def _read_file(
@@ -169,7 +169,7 @@ def _read_file(
     try:
         path = Path(expand_home(str(image_dir or ".")), expand_home(name))
     except ValueError as error:
-        raise where.error(f"is not a path: {error}") from error
+        raise where.error(f"is not a path: {error}") from None
     try:
         size = path.stat().st_size
         if not path.is_file():
@@ -180,9 +180,9 @@ def _read_file(
     except (FileNotFoundError, NotADirectoryError):
         raise _not_a_file(path, where) from None
     except OSError as error:
-        raise where.error(f"cannot be read from {short_path(path)}: {error.strerror or error}") from error
+        raise where.error(f"cannot be read from {short_path(path)}: {error.strerror or error}") from None
     except ValueError as error:  # half a character
-        raise where.error(f"is not a path: {error}") from error
+        raise where.error(f"is not a path: {error}") from None
 
 
 def _not_a_file(path: Path, where: _Where) -> DataError:
@@ -218,15 +218,15 @@ def _identify(data: bytes, where: _Where, max_pixels: int) -> Image.Image:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise where.error(
             f"has too many pixels to open ({error}); data.max_image_pixels is {max_pixels}: shrink the image"
-        ) from error
+        ) from None
     except MemoryError:
         raise
-    except Exception as error:  # Pillow's readers raise nearly anything on a broken header
+    except Exception:  # Pillow's readers raise nearly anything on a broken header
         head = data[:64].lstrip().lower()
         looks = next((what for magic, at, what in _IMPOSTORS if head.startswith(magic, at)), "")
         looks = looks and f" (it looks like {looks})"
         legal = ", ".join(FORMATS)
-        raise where.error(f"is not an image that can be read{looks}; legal formats are {legal}") from error
+        raise where.error(f"is not an image that can be read{looks}; legal formats are {legal}") from None
 
 
 def _limit(image: Image.Image, where: _Where, max_pixels: int) -> None:
@@ -257,7 +257,7 @@ def _decode(image: Image.Image, where: _Where) -> Image.Image:
     except Exception as error:  # as for the header: OSError, SyntaxError, struct.error, zlib.error, ...
         raise where.error(
             f"is damaged or truncated ({error}); write or download it again, or leave the row out"
-        ) from error
+        ) from None
     raise where.error(
         "has more than one frame or page, and would lose all but the first; "
         "save the one that is meant as PNG or JPEG"

@@ -50,7 +50,7 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str])
                 raise DataError(
                     f"{path}: row {count} cannot be written ({error}); columns hold text, numbers, true, false, "
                     "null, and lists and mappings of those"
-                ) from error
+                ) from None
     if not count:
         unfinished.unlink()
         raise DataError(f"{path}: there are no rows to write")
@@ -161,7 +161,7 @@ def _image(source: Any, path: Path, row: int) -> str:
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(
             f"{path}: row {row} has an image that cannot be read or written as PNG ({error})"
-        ) from error
+        ) from None
     file = path.parent / "images" / f"{hashlib.sha256(source).hexdigest()[:24]}{suffix}"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
@@ -180,18 +180,18 @@ def parse_json(data: bytes, where: str) -> Any:
             return _BLANK
         return json.loads(text, parse_constant=_not_finite, parse_float=_finite, object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: is not UTF-8 (at byte {error.start}); save it as UTF-8") from error
+        raise DataError(f"{where}: is not UTF-8 (at byte {error.start}); save it as UTF-8") from None
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
         remedy = "mend or remove it"
         if error.msg == "Extra data" and where.endswith(".json"):
             remedy = "if it holds one row a line, call it .jsonl"
-        raise DataError(f"{where}: is not valid JSON ({error.msg} at {place}); {remedy}") from error
+        raise DataError(f"{where}: is not valid JSON ({error.msg} at {place}); {remedy}") from None
     except (
         ValueError,
         RecursionError,
     ) as error:  # thousands of digits, or of lists in lists; what the hooks raise
-        raise DataError(f"{where}: cannot be read ({error}); mend or remove it") from error
+        raise DataError(f"{where}: cannot be read ({error}); mend or remove it") from None
 
 
 def _not_finite(name: str) -> NoReturn:

@@ -77,7 +77,7 @@ def open_parquet(path: Path, columns: Mapping[str, str]) -> Any:
             raise DataError(
                 f"{path}: its copy as Arrow cannot be written to {folder} ({error.strerror or error}); make room "
                 "there, or set HF_DATASETS_CACHE to another folder"
-            ) from error
+            ) from None
         finally:
             with suppress(OSError):
                 unfinished.unlink()
@@ -88,7 +88,7 @@ def open_parquet(path: Path, columns: Mapping[str, str]) -> Any:
         TypeError,
         KeyError,
     ) as error:  # a type of Arrow's, or a feature, that the library has not
-        raise DataError(f"{path}: cannot be read as Parquet ({error}); write it again") from error
+        raise DataError(f"{path}: cannot be read as Parquet ({error}); write it again") from None
     return library_rows(dataset, columns, str(path))
 
 
@@ -105,11 +105,11 @@ def _convert_parquet(path: Path, target: Path) -> None:
             for batch in source.iter_batches(batch_size=256, use_threads=False):
                 writer.write_batch(batch)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: cannot be read as Parquet ({error}); write it again") from error
+        raise DataError(f"{path}: cannot be read as Parquet ({error}); write it again") from None
     except OSError as error:
         if error.errno is not None:  # of the disk, not of the file's contents
             raise
-        raise DataError(f"{path}: cannot be read as Parquet ({error}); write it again") from error
+        raise DataError(f"{path}: cannot be read as Parquet ({error}); write it again") from None
     pyarrow.default_memory_pool().release_unused()
 
 
@@ -128,7 +128,7 @@ def open_arrow(path: Path, columns: Mapping[str, str]) -> Any:
         else:
             dataset = Dataset.from_file(str(path))
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: cannot be read as Arrow ({error}); write it again") from error
+        raise DataError(f"{path}: cannot be read as Arrow ({error}); write it again") from None
     return library_rows(dataset, columns, str(path))
 
 
@@ -149,7 +149,7 @@ def open_saved(path: Path, split: str | None, columns: Mapping[str, str]) -> Any
     ) as error:  # by what is missing
         raise DataError(
             f"{path}: cannot be read as a saved dataset ({type(error).__name__}: {error}); write it again"
-        ) from error
+        ) from None
     if split is not None:
         splits = list(dataset) if isinstance(dataset, Mapping) else []
         if split not in splits:
@@ -303,7 +303,7 @@ class _EncodedRows:
         except (OverflowError, ValueError) as error:  # a year past 9999, a text that is not UTF-8
             raise DataError(
                 f"{self._what} row {index}: cannot be read out of Arrow ({error}); mend it or leave the row out"
-            ) from error
+            ) from None
 
 
 def _feature(features: Mapping[str, Any], path: str) -> Any:

@@ -225,6 +225,10 @@ class MixedDataset(Dataset):
         parts = [part.with_shuffled_images(seed) for part in self._parts]
         return MixedDataset(self.name, parts, self.weights)
 
+    def with_images_removed(self) -> Dataset:
+        parts = [part.with_images_removed() for part in self._parts]
+        return MixedDataset(self.name, parts, self.weights)
+
     def dataset_column(self, name: str) -> str:
         return next((p.dataset_column(name) for p in self._parts if name in p.columns), name)
 

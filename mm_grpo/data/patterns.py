@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mm_grpo.errors import DataError
@@ -174,7 +175,9 @@ def pattern_rows(*, split: Split, size: int, seed: int = 0, cell_size: int = 84)
     _check_cell_size(cell_size)
     if size < 1:
         raise DataError(f"size is {size}; it counts rows and must be at least 1")
-    rows = []
+    from mm_grpo.data.drawn import DrawnImage
+
+    rows, side = [], SIDE * cell_size
     for index in range(size):
         answer = PATTERNS[index % len(PATTERNS)]
         # 9 cells and 5 answers have no common divisor, so that all pairs of them take turns
@@ -183,7 +186,7 @@ def pattern_rows(*, split: Split, size: int, seed: int = 0, cell_size: int = 84)
         rows.append(
             {
                 "prompt": [{"role": "user", "content": content}],
-                "images": [render(shown, cell_size)],
+                "images": [DrawnImage((side, side), partial(render, shown, cell_size))],
                 "answer": answer,
                 "place": place(shown.framed),
                 "box": box(shown.framed, cell_size),

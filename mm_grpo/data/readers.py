@@ -67,7 +67,7 @@ def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
         else:
             rows = (open_parquet if suffix == ".parquet" else open_arrow)(path, columns)
     except OSError as error:
-        raise DataError(f"{name}: {path} cannot be read ({error.strerror or error})") from error
+        raise DataError(f"{name}: {path} cannot be read ({error.strerror or error})") from None
     return Part(rows, lambda index: f"{path} row {index}", path.parent)
 
 
@@ -97,9 +97,9 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
                 rows.append({key: _cell(key, cell, where) for key, cell in zip(head, cells, strict=True)})
                 lines.append(reader.line_num)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 (at byte {error.start}); save it as UTF-8") from error
+        raise DataError(f"{path}: is not UTF-8 (at byte {error.start}); save it as UTF-8") from None
     except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: is not valid CSV ({error}); mend it") from error
+        raise DataError(f"{path}:{reader.line_num}: is not valid CSV ({error}); mend it") from None
     finally:
         csv.field_size_limit(limit)
     if not rows:

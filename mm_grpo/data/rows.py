@@ -31,6 +31,7 @@ IMAGE_TAG = "<image>"
 LONGEST_TEXT = 4_000_000
 """Characters of one message; the longest contexts are of some 1,000,000 tokens."""
 _DEEPEST = 100
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})  # most values, and asking for Mapping is slow
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
 
 Message = dict[str, Any]
@@ -236,7 +237,7 @@ def _refuse_endless(values: Mapping[str, Any], row_name: str) -> None:
     finished: set[int] = set()
 
     def walk(value: Any, name: str, outer: tuple[int, ...]) -> None:
-        if not isinstance(value, list | tuple | Mapping) or id(value) in finished:
+        if type(value) in _PLAIN or not isinstance(value, list | tuple | Mapping) or id(value) in finished:
             return
         if id(value) in outer or len(outer) > _DEEPEST:
             what = "holds itself" if id(value) in outer else f"is nested more than {_DEEPEST} levels deep"
@@ -285,7 +286,7 @@ def _refuse_half_characters(text: str, where: str) -> None:
         raise DataError(
             f"{where}: the text holds half a character ({text[error.start]!r} at {error.start}); write the whole "
             "character or remove it"
-        ) from error
+        ) from None
 
 
 def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[list[Message], list[Any]]:

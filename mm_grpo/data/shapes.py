@@ -19,6 +19,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mm_grpo.errors import DataError
@@ -162,9 +163,9 @@ def shapes_rows(
     all classes are equally frequent: a constant answer is right in 1 of 5 colour and 1 of 3 shape questions.
 
     Returns:
-        Rows of `prompt` (one user message: the image, then the question), `images` (one PIL image),
-        `answer` (a word), `kind`, and `objects`, a list of `colour`, `shape` and `box`, where a box is
-        (x0, y0, x1, y1) in pixels of the image; the question is about the first object.
+        Rows of `prompt` (one user message: the image, then the question), `images` (one PIL image, which is
+        drawn when it is read), `answer` (a word), `kind`, and `objects`, a list of `colour`, `shape` and `box`, where
+        a box is (x0, y0, x1, y1) in pixels of the image; the question is about the first object.
 
     Raises:
         DataError: an option is out of range; the message lists what is legal.
@@ -172,6 +173,8 @@ def shapes_rows(
     _check(split=split, kinds=kinds, image_size=image_size, max_objects=max_objects)
     if size < 1:
         raise DataError(f"size is {size}; it counts rows and must be at least 1")
+    from mm_grpo.data.drawn import DrawnImage
+
     rows = []
     for index in range(size):
         turn, which = divmod(index, len(kinds))
@@ -191,7 +194,7 @@ def shapes_rows(
         rows.append(
             {
                 "prompt": [{"role": "user", "content": content}],
-                "images": [render(picture)],
+                "images": [DrawnImage((image_size, image_size), partial(render, picture))],
                 "answer": answer,
                 "kind": kind,
                 "objects": [

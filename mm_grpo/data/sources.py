@@ -34,7 +34,7 @@ from mm_grpo.data.library import library_rows
 from mm_grpo.data.mixture import EntrySettings, MixedDataset, Mixture, mixture_of
 from mm_grpo.data.paths import LEGAL, find
 from mm_grpo.data.readers import JoinedRows, read
-from mm_grpo.errors import DataError, UserError
+from mm_grpo.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -45,7 +45,13 @@ Source = Any
 Needs = Callable[[Sequence[str], Callable[[], Iterator[Mapping[str, Any]]], bool], None]
 """Given the names of a dataset's columns, what goes through the columns of its rows, and whether it is trained on;
 raises for what is missing (`Scorer.check`)."""
-TASKS = {"shapes": "mm_grpo.data.shapes:shapes_rows", "patterns": "mm_grpo.data.patterns:pattern_rows"}
+BLIND = "blind"
+"""The name under which metrics have the blind control; no evaluation set may have it."""
+TASKS = {
+    "shapes": "mm_grpo.data.shapes:shapes_rows",
+    "patterns": "mm_grpo.data.patterns:pattern_rows",
+    "digits": "mm_grpo.data.digits:digit_rows",
+}
 
 
 def load(
@@ -119,7 +125,11 @@ def load_eval(
     verify: bool = True,
     needs: Needs | None = None,
 ) -> dict[str, Dataset]:
-    """The evaluation sets by name, the headline first; a single source is named "eval". Options as of `load_train`."""
+    """The evaluation sets by name, the headline first; a single source is named "eval". Options as of `load_train`.
+
+    ConfigError for a set called `BLIND`, whether there is a blind control or not: a run may be resumed or evaluated
+    with one.
+    """
     if given is None:
         sources: Mapping[str, Source] = {
             n: mixture_of(source) for n, source in config.data.eval_sets().items()
@@ -128,6 +138,11 @@ def load_eval(
         sources = given
     else:
         sources = {"eval": given}
+    if BLIND in sources:
+        raise ConfigError(
+            f"data.eval has a set called '{BLIND}': eval/{BLIND}/ are the metrics of the blind control "
+            "(run.eval_blind); call the set something else"
+        )
     for name, source in sources.items():
         if isinstance(source, Mixture) and any("weight" in entry for entry in source.entries):
             raise DataError(
@@ -218,7 +233,7 @@ def _load_mixture(mixture: Mixture, settings: DataSettings, name: str, verify: b
                     if "columns" in entry
                     else ". A source may have columns of its own: {path: ..., columns: ...}"
                 )
-                raise DataError(f"entry {number} of the mixture: {message}{remedy}") from error
+                raise DataError(f"entry {number} of the mixture: {message}{remedy}") from None
     return MixedDataset(name, parts, mixture.weights)
 
 
@@ -253,7 +268,7 @@ def _load_task(
     try:
         rows = function(**options)
     except DataError as error:
-        raise DataError(f"{what}: {error}") from error
+        raise DataError(f"{what}: {error}") from None
     dataset = Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({task}) row {i}", **how)
     return dataset.with_shuffled_images() if shuffle else dataset
 

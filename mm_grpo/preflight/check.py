@@ -26,7 +26,9 @@ from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.processors.special_tokens import set_special_tokens
 from mm_grpo.rewards.scorer import Scorer
+from mm_grpo.rollout.headline import Headline
 from mm_grpo.rollout.prompts import PromptBuilder, TooLong, context_of
+from mm_grpo.run.evaluations import blind_controls
 from mm_grpo.terminal import cell, printable
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ def check_config(
     toolbox = toolbox_of(config, None, None)
     own = [] if toolbox is None else toolbox.rewards
     config.require_rewards(given=bool(own))
-    scorer = Scorer([*config.rewards, *own])
+    scorer = Scorer([*config.rewards, *own], several_turns=toolbox is not None)
+    Headline.of(config, [spec.name for spec in scorer.specs])
     sets = {
         "train": load_train(config, verify=False, needs=scorer.check),
         **load_eval(config, verify=False, needs=scorer.check),
@@ -86,7 +89,7 @@ def check_config(
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
     set_special_tokens(processor, config.data.special_tokens)
-    vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
+    vllm = config.rollout.vllm if config.rollout.engine != "transformers" else None
     transformers_config = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     length = None if vllm is None else vllm.max_model_len
     prompt_builder = PromptBuilder(
@@ -101,12 +104,17 @@ def check_config(
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
     notes = [plan.order.sentence] if plan.order.sentence else []
+    if config.rollout.engine == "vllm_server" and not config.rollout.server.urls:
+        notes.append(
+            "rollout.server.urls = []: train with --serve N, or name the servers of `mm-grpo serve` there"
+        )
     reports: dict[str, list[RewardReport]] = {}
     for name, dataset in sets.items():
         rewards = RewardCheck(
             specs,
             template=config.data.gold_template,
             conversational=_conversational(dataset),
+            several_turns=toolbox is not None,
             call_judges=call_judges,
         )
         looked = dataset if rows is None else dataset.head(rows)
@@ -130,6 +138,13 @@ def check_config(
             notes.append(
                 f"{name}: left out as too long (data.on_overlong = drop): {dropped} of {len(looked)}"
             )
+    if config.run.eval_blind is not None and not failures:
+        evaluated = {name: dataset for name, dataset in sets.items() if name != "train"}
+        first = dict(list(evaluated.items())[:1])
+        try:
+            blind_controls(first, config.run.eval_blind, several_turns=toolbox is not None)
+        except UserError as error:
+            failures.append(str(error))
     console.print(table)
     for note in notes:
         console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
@@ -172,7 +187,7 @@ class _Limits:
 
 
 def _limits(config: GRPOConfig, *, trained: bool) -> _Limits:
-    vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
+    vllm = config.rollout.vllm if config.rollout.engine != "transformers" else None
     tokens = {"optim.max_tokens_per_pack": config.optim.max_tokens_per_pack} if trained else {}
     return _Limits(config.rollout.max_completion_length, tokens, None if vllm is None else vllm.max_images)
 

@@ -5,31 +5,23 @@ must give it 1. Rewards that read no column have no right answer: they are calle
 Those that may use a network are called only when asked to. A reward has to apply to some row, unless it waits for a
 gate or has weight 0; one that scores right and wrong answers alike on most rows is reported as a whole.
 
-The right answer (`gold_text`) is mostly the text of the column that the reward reads, in the form that
-`data.gold_template` gives. Where a built-in's column is not what a model writes (a box in other pixels, several
-texts of which all count), `GOLD` has a function that writes it; `UNWRITTEN` are those for which no row says what
-a right answer is. To add one: a line in either.
+What a right answer is, gold_text.py knows. In a run of several turns an answer is a conversation of one turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.builtins.boxes import Box, Frame, gold_box
-from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
-from mm_grpo.rewards.builtins.ordering import gold_order
-from mm_grpo.rewards.builtins.temporal import gold_segments
-from mm_grpo.rewards.registry import BUILTINS, get
+from mm_grpo.preflight.gold_text import UNWRITTEN, gold_text, lacks_column, read_columns
 from mm_grpo.rewards.scorer import Scorer
-from mm_grpo.rewards.spec import RewardSpec, innermost
-from mm_grpo.types import Completion, Prompt
+from mm_grpo.rewards.spec import RewardSpec
+from mm_grpo.run.marks import builtin_name
+from mm_grpo.types import Completion, Prompt, Turn
 
 CHUNK = 64
 """Rows that are scored in one call of a batch function, and among which right answers are exchanged."""
@@ -107,6 +99,7 @@ class RewardCheck:
     """Scores right and wrong answers of the rows it is given, one reward after the other.
 
     `specs` are resolved rewards, `template` is `data.gold_template`, `conversational` as in `Scorer`.
+    `several_turns` says that the run has tools or an environment, so rewards are given `turns`, and may be `per_turn`.
     `call_judges` allows rewards that may use a network. Call `add` for each row and `finish` at the end.
     """
 
@@ -116,10 +109,10 @@ class RewardCheck:
         *,
         template: str | None = None,
         conversational: bool = True,
+        several_turns: bool = False,
         call_judges: bool = False,
     ) -> None:
-        self._template = template
-        self._checks = [_Check(spec, template, conversational, call_judges) for spec in specs]
+        self._checks = [_Check(spec, template, conversational, several_turns, call_judges) for spec in specs]
         self._rows: list[tuple[str, Prompt]] = []
 
     @property
@@ -151,11 +144,16 @@ class _Check:
     """One reward, and what is known of it so far."""
 
     def __init__(
-        self, spec: RewardSpec, template: str | None, conversational: bool, call_judges: bool
+        self,
+        spec: RewardSpec,
+        template: str | None,
+        conversational: bool,
+        several_turns: bool,
+        call_judges: bool,
     ) -> None:
-        self.spec, self.template = spec, template
+        self.spec, self.template, self.several_turns = spec, template, several_turns
         self.builtin = builtin_name(spec)
-        self.scorer = Scorer([alone(spec)], conversational=conversational)
+        self.scorer = Scorer([alone(spec)], conversational=conversational, several_turns=several_turns)
         idle = spec.weight == 0 or bool(spec.options.only_if)
         self.report = RewardReport(spec.name, spec.weight, may_be_idle=idle)
         self.may_call = call_judges or not (spec.is_async or self.builtin in JUDGES)
@@ -223,12 +221,16 @@ class _Check:
         # an answer by itself, without the thinking that the chat template may have begun
         bare = [dataclasses.replace(row.prompt, opens_thinking=False) for row in rows]
         prompts = [prompt for prompt, texts in zip(bare, tried, strict=True) for _ in texts]
-        completions = [_completion(text) for texts in tried for text in texts]
+        completions = [self._completion(text) for texts in tried for text in texts]
         start = time.perf_counter()
         flat = iter(self.scorer.score(prompts, completions, 1).parts[self.spec.name])
         self.report.seconds += time.perf_counter() - start
         self.report.calls += len(completions)
         return [[next(flat) for _ in texts] for texts in tried]
+
+    def _completion(self, text: str) -> Completion:
+        turns = (Turn("assistant", text, 0),) if self.several_turns else ()
+        return Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", seed=0, turns=turns)
 
     def _judge(self, row: _Row, texts: Sequence[str], scores: Sequence[float | None]) -> None:
         gold, others, garbage = scores[0], scores[1:-1], scores[-1]
@@ -278,173 +280,3 @@ def alone(spec: RewardSpec) -> RewardSpec:
 
 def _less(score: float | None, gold: float) -> bool:
     return score is not None and score < gold - TOLERANCE
-
-
-def _completion(text: str) -> Completion:
-    return Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", seed=0)
-
-
-# the right answer of a row ---------------------------------------------------------------------
-
-Options = Mapping[str, Any]
-"""The row's columns and, over them, what the config sets: the arguments of the reward by name."""
-
-UNWRITTEN = frozenset({"json_schema", "language", "judge", "reward_model"})
-UNREADABLE = 200
-"""Characters of a gold value that cannot be read, which stand for a right answer until the reward refuses it."""
-DIGITS = 9
-"""Decimals of a coordinate: so many that the right box overlaps the gold one to 1e-6."""
-
-
-def gold_text(
-    spec: RewardSpec, prompt: Prompt, template: str | None = None, *, always: bool = False
-) -> str | None:
-    """The row's right answer to a reward; None when the row has none.
-
-    It is the text of the first column that the reward reads, `solution` and `answer` before others, put in
-    the place of the template's `{gold}`. With `always`, a reward that reads no column gets the answer that
-    any would.
-    """
-    columns = prompt.sample.columns
-    if lacks_column(spec, prompt):
-        return None
-    writer = GOLD.get(builtin_name(spec) or "")
-    if writer is not None:
-        options = {**columns, **spec.bound}
-        try:
-            gold = writer(prompt, options)
-        except (
-            ValueError,
-            TypeError,
-            OverflowError,
-            RecursionError,
-        ):  # the reward says what is wrong with it
-            gold = str(options[spec.needs[0]])[:UNREADABLE]
-    else:
-        names = read_columns(spec, columns) or (tuple(columns) if always or spec.takes_kwargs else ())
-        first = [name for name in ("solution", "answer") if name in names]
-        found = (as_text(columns[name]) for name in (*first, *names) if columns.get(name) is not None)
-        gold = next(found, "answer" if always else None)
-    if gold is None or not gold.strip():
-        return None
-    return gold if template is None else template.replace("{gold}", gold)
-
-
-def lacks_column(spec: RewardSpec, prompt: Prompt) -> bool:
-    """Whether the row is none that the reward is for, or lacks a column without which it does not apply."""
-    return not spec.applies_to(prompt.sample.columns)
-
-
-def read_columns(spec: RewardSpec, columns: Mapping[str, Any]) -> tuple[str, ...]:
-    """The dataset's columns that a reward takes by name."""
-    asked = dict.fromkeys((*spec.needs, *spec.required, *spec.optional))
-    return tuple(
-        name for name in asked if name in columns and name not in spec.supplied and name not in spec.bound
-    )
-
-
-def as_text(value: Any) -> str:
-    """A column's value as an answer: a list of texts gives its first, numbers and boxes are written out.
-
-    >>> as_text(3.0), as_text(["red", "crimson"]), as_text((1, 2.5))
-    ('3', 'red', '[1, 2.5]')
-    """
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
-        return str(value[0])
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def builtin_name(spec: RewardSpec) -> str | None:
-    """The name in `BUILTINS` of a reward that ships, whatever the config calls it."""
-    fn = innermost(spec.fn)
-    there = (name for name, place in BUILTINS.items() if place == fn.__module__)
-    return next((name for name in there if innermost(get(name).fn) is fn), None)
-
-
-def _box(prompt: Prompt, options: Options) -> str:
-    return _written(options["box"], prompt, options)
-
-
-def _boxes(prompt: Prompt, options: Options) -> str | None:
-    """All boxes, one after the other; None for an empty list, whose right answer is any text without a box."""
-    return " ".join(_written(box, prompt, options) for box in options["boxes"]) or None
-
-
-def _written(box: Any, prompt: Prompt, options: Options) -> str:
-    """A gold box in the space and the layout that the reward expects of the model."""
-    gold = gold_box(box, options.get("gold_layout", "xyxy"))
-    corners = _frame(prompt, options).moved(gold, *_spaces(options))
-    return as_text(_laid_out(corners, options.get("layout", "xyxy")))
-
-
-def _laid_out(box: Box, layout: str) -> list[float]:
-    x0, y0, x1, y1 = box
-    orders = {"xywh": (x0, y0, x1 - x0, y1 - y0), "yxyx": (y0, x0, y1, x1)}
-    return [round(number, DIGITS) for number in orders.get(layout, box)]
-
-
-def _mask(prompt: Prompt, options: Options) -> str:
-    """An RLE as it is, for it covers the image whatever its size; polygons in the model's space."""
-    mask = options["mask"]
-    value = json.loads(mask) if isinstance(mask, str) else mask
-    return as_text(_points(value, _frame(prompt, options).scale(*_spaces(options))))
-
-
-def _click(prompt: Prompt, options: Options) -> str:
-    """A point in the gold shape, in the space that the reward expects of the model."""
-    frame, (gold_space, space) = _frame(prompt, options), _spaces(options)
-    shapes = gold_shapes(options["target"], frame, options.get("gold_layout", "xyxy"), gold_space)
-    point = point_inside(moved_shapes(shapes, frame, gold_space, space)[0])
-    return as_text([round(number, DIGITS) for number in point])
-
-
-def _segments(prompt: Prompt, options: Options) -> str:
-    """One segment as [start, end], several one after the other."""
-    return " ".join(as_text(list(segment)) for segment in gold_segments(options["segment"]))
-
-
-def _order(prompt: Prompt, options: Options) -> str:
-    """The items as a JSON list, which every item can stand in."""
-    return json.dumps(gold_order(options["order"]), ensure_ascii=False)
-
-
-def _points(value: Any, factors: tuple[float, float]) -> Any:
-    """Nested lists of x, y, x, y, ... with every number scaled; a mapping as it is."""
-    if not isinstance(value, list | tuple):
-        return value
-    if value and all(isinstance(one, int | float) for one in value):
-        return [round(one * factors[i % 2], DIGITS) for i, one in enumerate(value)]
-    return [_points(one, factors) for one in value]
-
-
-def _frame(prompt: Prompt, options: Options) -> Frame:
-    return Frame.of(prompt.engine_prompt.images, prompt.sample, options.get("image_index", 0))
-
-
-def _spaces(options: Options) -> tuple[str, str]:
-    """Where the gold lives, and where the reward expects the model's answer."""
-    return options.get("gold_space", "original"), options.get("space", "pixel")
-
-
-def _all_texts(prompt: Prompt, options: Options) -> str:
-    answer = options["answer"]
-    several = isinstance(answer, Sequence) and not isinstance(answer, str)
-    return "\n".join(as_text(one) for one in answer) if several else as_text(answer)
-
-
-GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
-    "iou": _box,
-    "giou": _box,
-    "point_in_box": _box,
-    "box_match": _boxes,
-    "clicking": _click,
-    "mask_iou": _mask,
-    "temporal_iou": _segments,
-    "ordering": _order,
-    "contains": _all_texts,
-}
-"""Built-in → its right answer, from the prompt and the reward's arguments."""

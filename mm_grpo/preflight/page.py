@@ -1,6 +1,6 @@
 """The page of `mm-grpo check --page`: what the model sees of the first rows, in one file that needs nothing else.
 
-Images at the size that the processor gives them, with the gold boxes and points of gold_marks.py drawn over them; the
+Images at the size that the processor gives them, with the gold boxes and points of run/marks.py drawn over them; the
 prompt decoded from the very ids that the engine is sent; counts of tokens; rows that are refused; rows that training
 and evaluation share. Everything is data: the template (page.html.j2) escapes all of it, and its policy lets a browser
 load nothing and run nothing. `CheckPage` is given rows while they are checked, so that nothing is made twice.
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import atomic_write, expand_home, read_regular_file
-from mm_grpo.preflight.gold_answers import gold_text
-from mm_grpo.preflight.gold_marks import Mark, gold_marks
+from mm_grpo.preflight.gold_text import gold_text
+from mm_grpo.run.marks import Mark, gold_marks
 from mm_grpo.terminal import printable
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class CheckPage:
         except OSError as error:
             raise ConfigError(
                 f"--page '{self.path}': cannot be written ({error.strerror or error})"
-            ) from error
+            ) from None
         shown = sum(len(of_set.shown) for of_set in self._sets.values())
         return f"page: {self.path.resolve()} shows {shown} rows ({len(html.encode()) / 1e6:.1f} MB)"
 
@@ -228,7 +228,7 @@ def check_path(path: str | None) -> Path:
     try:
         found = Path(expand_home(given))
     except ValueError as error:
-        raise ConfigError(f"--page '{given}': {error}") from error
+        raise ConfigError(f"--page '{given}': {error}") from None
     if not found.parent.is_dir():
         raise ConfigError(f"--page '{given}': there is no folder {found.parent}; make it, or name another")
     try:
@@ -236,7 +236,7 @@ def check_path(path: str | None) -> Path:
     except FileNotFoundError:
         ours = not found.is_symlink()
     except OSError as error:
-        raise ConfigError(f"--page '{given}': {error.strerror or error}; name another file") from error
+        raise ConfigError(f"--page '{given}': {error.strerror or error}; name another file") from None
     if not ours:
         raise ConfigError(
             f"--page '{given}': what is there was not written by mm-grpo check, and stays as it is; name another "

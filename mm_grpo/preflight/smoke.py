@@ -1,8 +1,9 @@
 """`--smoke`: a config that runs on any CPU in seconds, made from one that wants a GPU and a download.
 
-The model becomes a tiny random one of the same family (processors/tiny.py), the rows those of `fixture/`
-beside the config, the run two small steps. Everything else stays: the row mapping, the rewards, the loss.
-Such a run shows that a config works from end to end; what it learns, and its token counts, mean nothing.
+The model becomes a tiny random one of the same family (testing/tiny_models.py), the rows those of `fixture/`
+beside the config, the run two small steps with the embedded engine, or with the one that was asked for by
+hand or by a layer. Everything else stays: the row mapping, the rewards, the loss, adapters. Such a run shows
+that a config works from end to end; what it learns, and its token counts, mean nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def smoke_config(
         work: a folder for the tiny model, needed as long as the run.
         run_dir: the folder of the run.
         beside: the config's folder, where `fixture/` may lie.
-        kept: paths of fields that were set by hand (`data.train`), which stay as they are.
+        kept: paths of fields that were set by hand or by a layer: `data.train` and `rollout.engine` then stay.
 
     Raises:
         ConfigError: the family cannot be read from `model.path`.
@@ -51,8 +52,12 @@ def smoke_config(
     if algorithm["reference_path"] is not None:
         algorithm["reference_path"] = str(build(family, work / "reference", context=CONTEXT, seed=1))
 
-    if "data.train" not in kept and (beside / FIXTURE).is_file():
-        data.update(train=str(beside / FIXTURE), eval=str(beside / FIXTURE), image_dir=None)
+    if "data.train" not in kept:
+        if (beside / FIXTURE).is_file():
+            data.update(train=str(beside / FIXTURE), eval=str(beside / FIXTURE), image_dir=None)
+        elif (beside / FIXTURE).parent.is_dir():  # a mixture's, with a folder for each of its files
+            data["train"] = _stand_in(data["train"], (beside / FIXTURE).parent)
+            data.update(eval=_stand_in(data["eval"], (beside / FIXTURE).parent), image_dir=None)
     data["train"] = _short(data["train"])
     if isinstance(data["eval"], dict) and not is_source(data["eval"]):
         data["eval"] = {name: _short(source) for name, source in data["eval"].items()}
@@ -62,7 +67,10 @@ def smoke_config(
     data["chat_template_kwargs"] = {}  # they are read by the real chat template
 
     tokens = min(TOKENS, rollout["max_completion_length"])
-    rollout.update(engine="transformers", prompts_per_step=PROMPTS, num_generations=GENERATIONS)
+    rollout.update(prompts_per_step=PROMPTS, num_generations=GENERATIONS)
+    if "rollout.engine" not in kept:
+        rollout["engine"] = "transformers"
+    rollout["vllm"]["max_model_len"] = None  # it counts the tokens of the real tokenizer
     rollout["max_completion_length"] = tokens
     rollout["eval"]["max_completion_length"] = None
     optim["updates_per_step"] = min(PROMPTS, optim["updates_per_step"])
@@ -72,6 +80,8 @@ def smoke_config(
     # entropy bonus to compute.
     algorithm["entropy_coef"] = max(0.01, algorithm["entropy_coef"])
     run.update(dir=run_dir, max_steps=STEPS, eval_every=0, trackers=[])
+    run["eval_blind"] = None  # the first few rows may be questions about one image
+    run["expected_curve"] = None  # it is of the real model
     run["guards"] = dict.fromkeys(get_args(GuardName), "warn")
     return GRPOConfig.from_dict(values)
 
@@ -80,6 +90,22 @@ def smoke_sets(config: GRPOConfig) -> tuple[Dataset, dict[str, Dataset]]:
     """The first rows of the training set and of each evaluation set."""
     evaluations = {name: dataset.head(PROMPTS) for name, dataset in load_eval(config).items()}
     return load_train(config).head(ROWS), evaluations
+
+
+def _stand_in(source: Any, fixture: Path) -> Any:
+    """A source with the fixture's files in place of its own: for data/charts/eval.jsonl fixture/charts/train.jsonl."""
+    if isinstance(source, list):
+        return [_stand_in(each, fixture) for each in source]
+    if isinstance(source, dict) and "task" in source and "path" not in source:
+        return source
+    if isinstance(source, dict) and "path" in source:
+        return {**source, "path": _stand_in(source["path"], fixture)}
+    if isinstance(source, dict):
+        return {name: _stand_in(each, fixture) for name, each in source.items()}
+    if isinstance(source, str):
+        file = fixture / Path(source).parent.name / FIXTURE.name
+        return str(file) if file.is_file() else source
+    return source
 
 
 def _short(source: Any) -> Any:

@@ -112,12 +112,7 @@ def load_processor(
     only where there are some. Raises ConfigError when the folder holds no model, the family is unknown, the class is
     no processor, or chat_template_kwargs cannot be applied.
     """
-    # first, for the file may register its model's classes with transformers
-    cls = None if named is None else load_named(named, "model.processor", ConfigError)
-    config = read_config(path, trust_remote_code=trust_remote_code)
-    if not trust_remote_code:
-        warn_of_unread_code(path, config)
-    cls = cls or _class_for(config.model_type, path)
+    cls, config = processor_class(path, named=named, trust_remote_code=trust_remote_code)
     more: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     taken = inspect.signature(cls).parameters.values()
     if chat_template_kwargs and any(
@@ -138,6 +133,18 @@ def load_processor(
             "mm_grpo.processors.base.Processor lists (model.processor)"
         )
     return loaded
+
+
+def processor_class(
+    path: str, *, named: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """The class of the processor for the model at `path`, and the model's config; nothing else is read there."""
+    # first, for the file may register its model's classes with transformers
+    cls = None if named is None else load_named(named, "model.processor", ConfigError)
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    if not trust_remote_code:
+        warn_of_unread_code(path, config)
+    return cls or _class_for(config.model_type, path), config
 
 
 def mm_processor_kwargs(processor: Processor) -> Mapping[str, Any]:

@@ -34,7 +34,7 @@ def check_arguments(given: Mapping[str, Any], template: Any, path: str) -> dict[
             Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text or ""))
         )
     except TemplateSyntaxError as error:
-        raise ConfigError(f"model.path = '{path}': the chat template is not valid Jinja ({error})") from error
+        raise ConfigError(f"model.path = '{path}': the chat template is not valid Jinja ({error})") from None
     legal = sorted(read - set(OURS))
     for name in given:
         if name in OURS:

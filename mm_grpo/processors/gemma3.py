@@ -16,6 +16,8 @@ breaks in a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +29,7 @@ from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family, VisionFeatures
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import Size
-from mm_grpo.types import Sample
+from mm_grpo.types import Picture, Prompt, Sample
 
 
 class Gemma3Family(Family):
@@ -91,6 +93,30 @@ class Gemma3Processor(HFProcessor):
 
     def expand(self, sample: Sample, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
         return self.ids(sample, lambda text: text.replace(self.hf.boi_token, self.hf.full_image_sequence))
+
+    def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
+        """Empty lines of the pictures run together with line breaks of the text around them, as in a prompt."""
+        made = super().extended(prompt, token_ids, pictures)
+        if not pictures:  # what the model sampled stays as it is
+            return made
+        length = len(prompt.token_ids)
+        ids = [*prompt.token_ids, *self._joined_breaks(made.token_ids[length:])]
+        return replace(made, token_ids=tuple(ids), position_ids=self.positions(ids, made.vision))
+
+    def _joined_breaks(self, token_ids: Sequence[int]) -> list[int]:
+        """Ids in which each run of line breaks is tokenised as one text."""
+        breaks = {token: text for token in set(token_ids) if not (text := self._shown(token)).strip("\n")}
+        joined: list[int] = []
+        for is_break, run in groupby(token_ids, key=breaks.__contains__):
+            if is_break:
+                text = "".join(breaks[token] for token in run)
+                joined += self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            else:
+                joined += run
+        return joined
+
+    def _shown(self, token: int) -> str:
+        return str(self.tokenizer.decode([token], skip_special_tokens=False)) or "-"
 
     def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         return {"pixel_values": torch.cat([each["pixel_values"] for each in made])}

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import AutoProcessor, GenerationConfig
+from transformers import AutoProcessor, GenerationConfig, processing_utils
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
@@ -231,7 +232,7 @@ class HFProcessor(ABC):
 
     def _load(self, path: str) -> Any:
         try:
-            return AutoProcessor.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+            return _from_pretrained(path, trust_remote_code=self.trust_remote_code)
         except (
             OSError,
             ValueError,
@@ -244,7 +245,7 @@ class HFProcessor(ABC):
             raise ConfigError(
                 f"model.path = '{path}': the model has no readable processor ({error}); copy tokenizer, "
                 "preprocessor_config.json and chat template beside the weights"
-            ) from error
+            ) from None
 
     def ids(self, sample: Sample, change: Callable[[str], str] = lambda text: text) -> list[int]:
         """The ids of a sample's conversation with one placeholder for each image, its text changed first."""
@@ -273,7 +274,7 @@ class HFProcessor(ABC):
             raise DataError(
                 f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
                 "the template in model.path"
-            ) from error
+            ) from None
 
     def _spliced(self, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
         remaining = iter(images)
@@ -288,7 +289,7 @@ class HFProcessor(ABC):
             raise DataError(
                 f"{uid}: image {index} cannot be brought to a stable size: {error}; legal are {self.stable}; crop the "
                 "image or widen them"
-            ) from error
+            ) from None
 
     def _check_placeholders(self, uid: str, token_ids: Sequence[int], images: int) -> None:
         """The text must hold one placeholder per image and no other media token but those of the template."""
@@ -315,3 +316,18 @@ class HFProcessor(ABC):
             eos = None
         ids = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
         return frozenset(int(i) for i in ids if i is not None)
+
+
+def _from_pretrained(path: str, **options: Any) -> Any:
+    """`AutoProcessor.from_pretrained`, which imports mistral_common only for a tokenizer of that.
+
+    transformers compares the class of every tokenizer with its own and with that of mistral_common, and imports the
+    package for it, where it is installed (vLLM brings it along): 0.2 s.
+    """
+    classes: dict[str, Any] = getattr(processing_utils, "MODALITY_TO_BASE_CLASS_MAPPING", {})
+    with patch.dict(classes, tokenizer="PreTrainedTokenizerBase"):
+        try:
+            return AutoProcessor.from_pretrained(path, **options)
+        except TypeError:
+            pass
+    return AutoProcessor.from_pretrained(path, **options)

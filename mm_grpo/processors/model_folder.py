@@ -44,7 +44,7 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
         raise ConfigError(
             f"model.path = '{path}': no model config can be read there ({quoted(error)}); "
             "give a folder that save_pretrained wrote, or a hub name that this machine can reach"
-        ) from error
+        ) from None
     if (method := quantization_of(config)) is not None:
         raise ConfigError(
             f"model.path = '{path}': its weights are quantised ({method}), and quantised weights cannot be trained; "
@@ -98,7 +98,7 @@ def _refuse_broken_json(path: str) -> None:
             raise ConfigError(
                 f"model.path = '{path}': {file.name} cannot be read ({quoted(error)}); it is not whole: copy or "
                 "download the model again"
-            ) from error
+            ) from None
         if file.name.endswith("config.json") and not isinstance(content, dict):
             raise ConfigError(f"model.path = '{path}': {file.name} holds no mapping; copy the model again")
 

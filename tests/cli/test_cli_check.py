@@ -54,6 +54,23 @@ def test_a_sound_config_passes_with_a_table_of_scores(command: Any, job: Path) -
     assert not (job.parent / "run").exists()
 
 
+def test_a_reward_of_turns_gets_an_answer_as_a_conversation_of_one(command: Any, job: Path) -> None:
+    (job.parent / "turns.py").write_text(
+        "def look(place: int) -> str:\n"
+        '    """Look there.\n\n    Args:\n        place: Where.\n    """\n'
+        "    return 'nothing'\n"
+        "def by_turn(completion, turns, answer):\n"
+        "    return [float(turn['text'] == answer) for turn in turns]\n"
+    )
+    config = yaml.safe_load(job.read_text())
+    config["rewards"] = [{"name": f"{job.parent}/turns.py:by_turn", "per_turn": True}]
+    config["rollout"] |= {"tools": [f"{job.parent}/turns.py:look"], "max_turns": 2}
+    job.write_text(yaml.safe_dump(config))
+    result = command("check", job)
+    assert result.code == 0, result.out + result.err
+    assert row_of(result.out, "train", "by_turn")[3:6] == ["4", "1 / 1 / 1", "0 / 0 / 0"]
+
+
 def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, job: Path) -> None:
     """Each source's rows by their own line, rewards on the rows that they are for, and the shares."""
     folder = job.parent

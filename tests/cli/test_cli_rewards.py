@@ -31,6 +31,15 @@ def test_every_reward_has_a_page_with_an_entry_that_resolves() -> None:
         assert resolve_entry(made).name == name
 
 
+def test_a_reward_of_turns_is_tried_on_one_turn(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def by_turn(completion, turns):\n    return [len(turn['text']) for turn in turns]\n"
+    )
+    place = f"{tmp_path}/mine.py:by_turn"
+    result = command("rewards", "try", place, "--completion", "red", "--arg", "per_turn=true")
+    assert (result.code, result.out) == (0, "3\n"), result.err
+
+
 def test_a_page(command: Any) -> None:
     out = command("rewards", "exact_match").out
     assert out.startswith("exact_match (built-in; called per completion)\n\nWhether the completion's final")
@@ -75,6 +84,20 @@ def test_the_page_of_ones_own(command: Any, tmp_path: Path) -> None:
 def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
     result = command("rewards", "try", *arguments)
     assert (result.code, result.out.strip()) == (0, score)
+
+
+@pytest.mark.parametrize("kind", ["str", "str | None", "int", "list[int]", ""])
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+def test_a_number_stays_a_text_for_a_reward_that_takes_one(
+    kind: str, future: str, command: Any, tmp_path: Path
+) -> None:
+    """As the row of docs/own-data.md has it: "answer": "3"."""
+    given, value = ("answer=[3]", [3]) if kind == "list[int]" else ("answer=3", "3" if "str" in kind else 3)
+    annotation = f": {kind}" if kind else ""
+    body = f"    return float(answer == {value!r} and type(answer) is {type(value).__name__})\n"
+    (tmp_path / "mine.py").write_text(f"{future}def mine(completion, answer{annotation}):\n{body}")
+    result = command("rewards", "try", f"{tmp_path}/mine.py:mine", "--completion", "x", "--column", given)
+    assert (result.code, result.out.strip()) == (0, "1"), result.err
 
 
 def test_images_reach_the_reward_as_they_are(command: Any, tmp_path: Path) -> None:

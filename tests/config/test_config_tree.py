@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import os
 import subprocess
 import sys
@@ -56,6 +54,7 @@ def test_defaults_of_several_processes_and_of_checkpoints() -> None:
     made = config()
     assert (made.optim.zero_stage, made.optim.offload_optimizer) == (2, False)
     assert (made.run.save_every, made.run.keep_checkpoints, made.run.process_timeout) == (None, 2, 1800.0)
+    assert made.run.async_save
 
 
 def test_two_configs_share_nothing() -> None:
@@ -352,21 +351,14 @@ def test_the_arithmetic_of_a_step(sections: dict[str, Any], arguments: dict[str,
 # Import
 
 
-def test_import_is_quick_and_light() -> None:
+def test_import_is_light() -> None:
     code = (
-        "import sys, time; start = time.process_time(); import mm_grpo.config;"
+        "import sys; before = len(sys.modules); import mm_grpo.config;"
         " heavy = {'torch', 'transformers', 'datasets', 'numpy', 'vllm'} & set(sys.modules);"
-        " print(time.process_time() - start, *heavy)"
+        " print(len(sys.modules) - before, *heavy)"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-    def once() -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        )
-        return done.stdout.split()
-
-    runs = [once() for _ in range(3)]
-    assert functools.reduce(operator.add, [run[1:] for run in runs]) == []
-    # 0.15 s alone; the best of three, and room for a slow machine that is busy with other tests.
-    assert min(float(run[0]) for run in runs) < 1.0
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    count, *heavy = done.stdout.split()
+    assert heavy == []
+    assert int(count) < 300  # 199 modules are read in 0.15 s

@@ -74,6 +74,13 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("rollout.temperature", 0, "rollout.temperature = 0: must be a number > 0"),
         ("rollout.max_attempts", 0, "rollout.max_attempts = 0: must be an integer >= 1"),
         ("rollout.eval.top_p", 1.5, "rollout.eval.top_p = 1.5: must be a number > 0 and <= 1"),
+        (
+            "run.headline",
+            "iou",
+            "run.headline = 'iou': must be a reward's name and its least mark, such as exact_match >= 1, or its name"
+            " and mean, such as iou mean, or null",
+        ),
+        ("run.eval_blind", "mixed", "run.eval_blind = 'mixed': must be one of shuffled, removed or null"),
         ("rollout.eval.min_p", -0.1, "rollout.eval.min_p = -0.1: must be a number >= 0 and <= 1 or null"),
         ("algorithm.epsilon_high", -1, "algorithm.epsilon_high = -1: must be a number >= 0 or null"),
         ("algorithm.beta", None, "algorithm.beta = null: must be a number >= 0"),
@@ -105,7 +112,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
             {"duplicate_completion": "off"},
             "run.guards.duplicate_completion: unknown name; the nearest is duplicate_completions;"
             " must be one of duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward, zero_kl,"
-            " masked_share, entropy_collapse, clipped_lengths, unread_images, tools_failing, tools_unused",
+            " masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused",
         ),
         ("rewards", "iou", "rewards = 'iou': must be a list of names or mappings with a name, such as [iou]"),
         (
@@ -173,18 +180,24 @@ def nested(path: str, value: Any) -> dict[str, Any]:
             {"a/b": "x"},
             "data.eval = {'a/b': 'x'}: the name of a set is letters, digits, '_', '-' and '.'; 'a/b' is not",
         ),
+        ("rollout.engine", "hf", "rollout.engine = 'hf': must be one of transformers, vllm, vllm_server"),
         (
-            "rollout.engine",
-            "vllm_server",
-            "rollout.engine = 'vllm_server': must be one of transformers, vllm; served vLLM is not in this"
-            " version of mm_grpo yet",
+            "rollout.server.urls",
+            ["localhost:8000"],
+            "rollout.server.urls = ['localhost:8000']: holds 'localhost:8000', which must be an address such as"
+            " http://127.0.0.1:8000 or unix:///run/vllm.sock",
         ),
-        ("rollout.engine", "hf", "rollout.engine = 'hf': must be one of transformers, vllm"),
         (
-            "rollout.max_staleness",
-            2,
-            "rollout.max_staleness: unknown key; generation that runs ahead of the weights is not in this version"
-            " of mm_grpo yet; leave it out",
+            "rollout.server.urls",
+            ["http://a:1", "http://a:1/"],
+            "rollout.server.urls = ['http://a:1', 'http://a:1/']: holds 'http://a:1' twice; name each server once",
+        ),
+        ("rollout.server.health_timeout", 0, "rollout.server.health_timeout = 0: must be a number > 0"),
+        ("rollout.max_staleness", -1, "rollout.max_staleness = -1: must be an integer >= 0"),
+        (
+            "rollout.staleness_order",
+            "eagerly",
+            "rollout.staleness_order = 'eagerly': must be one of lockstep, eager (the nearest is eager)",
         ),
         (
             "rollout.vllm.tensor_parallel_size",

@@ -69,12 +69,16 @@ def lines_of(values: dict[str, Any]) -> list[str]:
         ("save_total_limit", "write run.keep_checkpoints (the newest that are kept)"),
         ("resume_from_checkpoint", RESUME),
         ("vllm_importance_sampling_cap", "write algorithm.importance_sampling_clip_max"),
+        ("vllm_group_port", "ports are chosen by the transfer (rollout.server.transfer)"),
         (
-            "vllm_group_port",
-            "served vLLM is not in this version of mm_grpo yet; leave it out (rollout.engine: vllm)",
+            "vllm_server_host",
+            "write rollout.engine: vllm_server, and the servers of `mm-grpo serve` into rollout.server.urls",
         ),
         ("vllm_structured_outputs_regex", LATER),
-        ("sglang_tp_size", "SGLang is not in mm_grpo; write rollout.engine: transformers or vllm"),
+        (
+            "sglang_tp_size",
+            "SGLang is not in mm_grpo; write rollout.engine: transformers, vllm or vllm_server",
+        ),
         ("target_modules", "write model.lora.target_modules"),
         ("zero_stage", "write optim.zero_stage"),
         ("fsdp_config", "FSDP is not in this version of mm_grpo; write optim.zero_stage (0, 1 or 2)"),
@@ -131,6 +135,19 @@ def test_a_key_at_the_top(key: str, advice: str) -> None:
 def test_a_key_in_a_section(section: str, key: str, advice: str) -> None:
     (line,) = lines_of({section: {"path": "m", key: 1} if section == "model" else {key: 1}})
     assert line.startswith(f"{section}.{key}: unknown key; {advice}")
+
+
+def test_a_key_whose_value_has_another_name_too() -> None:
+    note = "write auto, which is flex_attention on a GPU in bfloat16: completions share their prompt"
+    (line,) = lines_of({"attn_implementation": "flash_attention_2"})
+    assert line.startswith(
+        f"attn_implementation: unknown key; write model.attn; flash_attention_2 there: {note}"
+    )
+    (line,) = lines_of({"algorithm": {"importance_sampling_level": "gspo"}})
+    assert line == (
+        "algorithm.importance_sampling_level = 'gspo': must be one of token, sequence; write sequence, which is GSPO, "
+        "with algorithm.loss_type: grpo"
+    )
 
 
 def test_a_key_in_the_sampling_of_evaluation() -> None:
@@ -192,7 +209,8 @@ def test_every_advised_value_is_one_that_its_field_refuses() -> None:
     for path, advice in VALUES.items():
         section, _, field = path.partition(".")
         for name, text in advice.items():
-            (line,) = lines_of({section: {field: int(name) if name.isdigit() else name}})
+            values = {"path": "m"} if section == "model" else {}
+            (line,) = lines_of({section: {**values, field: int(name) if name.isdigit() else name}})
             assert line.startswith(f"{path} = ") and line.endswith(f"; {text}")
 
 

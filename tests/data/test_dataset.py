@@ -201,7 +201,7 @@ def test_shuffled_images_in_messages_and_where_they_cannot_move() -> None:
     with pytest.raises(DataError, match=r"^train row 1 \(images of train row 0\): image .* is not an image"):
         Dataset(two, settings()).with_shuffled_images().sample(1)
     with pytest.raises(
-        DataError, match=r"^train row 0: no other row has as many images \(1\), so shuffle_images"
+        DataError, match=r"^train row 0: no other row has as many images \(1\), so its images cannot"
     ):
         Dataset(
             [{"prompt": "?", "image": picture("red")}, {"prompt": "?"}], settings()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -14,13 +15,17 @@ import pytest
 from helpers import processes
 
 from mm_grpo import cli
-from mm_grpo.cli.configs import find_recipes
+from mm_grpo.cli.configs import find_layers, find_recipes
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data import load
+from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.errors import DataError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PREPARED = ("clevr_count", "geometry3k", "refcoco_grounding")
-RECIPES = ("shapes", "zoom", *PREPARED)
+RUNS = EXAMPLES.parent / "docs" / "recipes_runs.md"
+PUBLIC = ("clevr_count", "geometry3k", "refcoco_grounding", "chartqa", "docvqa", "multi_image", "clicking")
+PREPARED = (*PUBLIC, "mixture")
+RECIPES = ("shapes", "zoom", "digits", *PREPARED)
 
 
 def prepare(recipe: str) -> ModuleType:
@@ -58,7 +63,22 @@ def test_the_first_comment_says_command_hardware_and_outcome(recipe: str) -> Non
         assert comment.endswith("not run on a GPU yet")
 
 
-@pytest.mark.parametrize("recipe", PREPARED)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_readme_names_the_published_mark_or_says_that_there_is_none(recipe: str) -> None:
+    """With the figures that the table of docs/recipes.md and the config's first comment have."""
+    text = (EXAMPLES / recipe / "README.md").read_text()
+    (mark,) = re.findall(r"(?s)\n\*\*Published mark\.\*\* (.*?)\n\n", text)
+    page = (EXAMPLES.parent / "docs" / "recipes.md").read_text()
+    (row,) = re.findall(rf"(?m)^\| `{recipe}` \|.*\| (.*) \|$", page)
+    comment = (EXAMPLES / recipe / "config.yaml").read_text().splitlines()[0]
+    is_none = re.search(r"\bnone\b", mark, re.IGNORECASE) is not None
+    assert is_none == ("none known" in row or "measured on a CPU" in row)
+    assert recipe not in PREPARED or is_none == ("no published figure" in comment)
+    figures = set(re.findall(r"\d+\.\d+", row))
+    assert figures <= set(re.findall(r"\d+\.\d+", mark)) and (figures or is_none)
+
+
+@pytest.mark.parametrize("recipe", PUBLIC)
 def test_the_fixture_is_what_prepare_makes_of_published_rows(recipe: str) -> None:
     fixture = EXAMPLES / recipe / "fixture"
     mapped = runpy.run_path(str(EXAMPLES / "make_fixtures.py"), run_name="fixtures")["mapped"]
@@ -119,7 +139,7 @@ def published(recipe: str) -> Any:
     return dataset.cast_column("images", List(Image())) if "images" in dataset.column_names else dataset
 
 
-@pytest.mark.parametrize("recipe", PREPARED)
+@pytest.mark.parametrize("recipe", PUBLIC)
 def test_prepare_writes_what_the_config_reads(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,10 +147,15 @@ def test_prepare_writes_what_the_config_reads(
 
     asked = []
 
-    def load_dataset(name: str, *, split: str) -> Any:
+    def load_dataset(name: str, *config: str, split: str) -> Any:
         asked.append((name, split))
+        assert config == (("nlvr2",) if recipe == "multi_image" else ())
         rows = published(recipe)
-        return rows if recipe != "clevr_count" else datasets.concatenate_datasets([rows] * 4)
+        return (
+            rows
+            if recipe not in ("clevr_count", "multi_image")
+            else datasets.concatenate_datasets([rows] * 4)
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
@@ -142,16 +167,114 @@ def test_prepare_writes_what_the_config_reads(
     assert {name for name, _ in asked} == {module.HUB}
     config = GRPOConfig.from_yaml(EXAMPLES / recipe / "config.yaml")
     train = load(config.data.train, config.data)
-    assert (
-        train.sample(0).columns
-        == load(str(EXAMPLES / recipe / "fixture" / "train.jsonl"), config.data).sample(0).columns
-    )
+    drawn = load(str(EXAMPLES / recipe / "fixture" / "train.jsonl"), config.data)
+    assert train.sample(0).columns in [drawn.sample(index).columns for index in range(len(drawn))]
     counts = {name: len(load(source, config.data)) for name, source in config.data.eval_sets().items()}
     assert (len(train), counts) == {
         "clevr_count": (22, {"eval": 2}),  # 24 rows, a tenth held out
         "geometry3k": (6, {"test": 6, "validation": 6}),
         "refcoco_grounding": (8, {"eval": 3}),
+        "chartqa": (6, {"validation": 6, "test": 6}),
+        "docvqa": (6, {"eval": 6}),
+        "multi_image": (22, {"eval": 2}),
+        "clicking": (4, {"eval": 2}),
     }[recipe]
+
+
+def test_a_second_run_leaves_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: published("geometry3k"))
+    module = prepare("geometry3k")
+    module.main(["--out", str(tmp_path)])
+    first = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "validation.jsonl").unlink()
+    asked = []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, split: asked.append(split) or published("geometry3k")
+    )
+    capsys.readouterr()
+    module.main(["--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert asked == ["validation"] and (tmp_path / "train.jsonl").read_text() == first
+    assert f"{tmp_path}/train.jsonl: is there already" in said and "validation.jsonl: 6 rows in " in said
+    module.main(["--out", str(tmp_path), "--again"])
+    assert asked == ["validation", "train", "validation", "test"]
+
+
+def test_without_a_network_prepare_ends_with_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import datasets
+
+    def load_dataset(name: str, split: str) -> Any:
+        raise ConnectionError(f"Couldn't reach '{name}' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_path(str(EXAMPLES / "chartqa" / "prepare.py"), run_name="__main__")
+    said = capsys.readouterr().err
+    assert leaving.value.code == 2 and len(said.splitlines()) == 1
+    assert "HuggingFaceM4/ChartQA, split train: cannot be read from the hub (ConnectionError" in said
+    assert "needs a network, once" in said and not (tmp_path / "train.jsonl").exists()
+
+
+def test_the_mixture_prepares_its_four_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    parts = {prepare(part).HUB: part for part in prepare("mixture").PARTS}
+
+    def load_dataset(name: str, split: str) -> Any:
+        rows = published(parts[name])
+        return datasets.concatenate_datasets([rows] * 4) if parts[name] == "clevr_count" else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    prepare("mixture").main(["--out", str(tmp_path / "data")])
+    monkeypatch.chdir(tmp_path)
+    config = GRPOConfig.from_yaml(EXAMPLES / "mixture" / "config.yaml")
+    train, sets = load_train(config), load_eval(config)
+    assert list(train.weights) == [2, 2, 3, 1] and [len(part) for part in train.parts] == [22, 6, 6, 4]
+    assert {train.sample(index).columns["task"] for index in range(len(train))} == {
+        "count", "geometry", "chart", "click",
+    }  # fmt: skip
+    assert len(sets["all"]) == 2 + 6 + 6 + 2
+
+
+def test_mappings_of_the_other_recipes() -> None:
+    chart = {"image": "x", "query": " How many? ", "label": ["3 "], "human_or_machine": 1}
+    made = prepare("chartqa").to_row(chart)
+    assert made["prompt"].startswith("How many? Think first") and (made["answer"], made["written_by"]) == (
+        ["3"],
+        "machine",
+    )
+    pair = {
+        "images": ["a", "b"],
+        "texts": [{"user": 'Is "x" true?\nAnswer yes or no.', "assistant": "No.", "source": "NLVR2"}] * 2,
+    }
+    rows = list(prepare("multi_image").to_rows(pair))
+    assert (
+        len(rows) == 2
+        and rows[0]["prompt"].startswith('Is "x" true? Think first')
+        and rows[0]["answer"] == "no"
+    )
+    pair["texts"][0]["assistant"] = "Maybe."
+    with pytest.raises(DataError, match="neither yes nor no"):
+        list(prepare("multi_image").to_rows(pair))
+    screen = {
+        "image": "x",
+        "instruction": "close this window.",
+        "bbox": [0.5, 0.1, 0.6, 0.2],
+        "data_type": "icon",
+        "data_source": "ios",
+    }
+    made = prepare("clicking").to_row(screen)
+    assert made["prompt"].startswith("Where on the screen do you click to do this: close this window? ")
+    assert made["target"] == [0.5, 0.1, 0.6, 0.2]
+    held = [prepare("clicking").is_held_out(f"{n}.png") for n in range(500)]
+    assert 70 <= sum(held) <= 130
 
 
 def test_refcoco_needs_the_photographs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +294,22 @@ def test_check_passes_on_the_fixture(
     assert "1 / 1 / 1" in out and "problem" not in out
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+QUICK = (
+    "shapes",
+    "zoom",
+    "digits",
+    "clevr_count",
+    "geometry3k",
+    "refcoco_grounding",
+    "multi_image",
+    "mixture",
+)
+"""Those that share their reward and layout with none of the others."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in RECIPES]
+)
 def test_a_smoke_run_trains_two_steps(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,8 +324,13 @@ def test_a_smoke_run_trains_two_steps(
     steps = lines(tmp_path / "run" / "metrics.jsonl")
     assert [step["step"] for step in steps] == [0, 1, 2]
     steps = steps[1:]
-    for entry in GRPOConfig.from_yaml(EXAMPLES / recipe / "config.yaml").rewards:
-        assert f"rewards/{entry if isinstance(entry, str) else entry['name']}/mean" in steps[0]
+    entries = GRPOConfig.from_yaml(EXAMPLES / recipe / "config.yaml").rewards
+    names = (entry if isinstance(entry, str) else entry.get("as", entry["name"]) for entry in entries)
+    wanted = {name.rpartition(":")[2] for name in names}  # near of near.py:near
+    scored = {name for name in wanted if any(f"rewards/{name}/mean" in step for step in steps)}
+    assert (
+        scored == wanted if recipe != "mixture" else len(scored) >= 3
+    )  # 4 prompts are of 2 or 3 of its tasks
     assert steps[0]["grad_norm"] > 0  # the learner had work
     assert (tmp_path / "run" / "report.html").is_file()
 
@@ -202,14 +345,28 @@ def test_a_model_of_no_known_family_cannot_be_smoked(
     assert "model.path = 'some/thing': a tiny stand-in can be built for qwen2_vl" in capsys.readouterr().err
 
 
+def cells() -> list[tuple[str, str]]:
+    """Each recipe with one layer and each layer with a recipe, but for vllm (docs/recipes_runs.md has all pairs)."""
+    layers = [layer for layer in find_layers() if layer != "vllm"]
+    return [(recipe, layers[number % len(layers)]) for number, recipe in enumerate(RECIPES)]
+
+
+def test_every_recipe_and_every_layer_was_run() -> None:
+    rows = [line.split("|")[1:-1] for line in RUNS.read_text().splitlines() if line.startswith("| ")]
+    head, *table = [[cell.strip() for cell in row] for row in rows]
+    assert head[1:] == [*find_layers()] and [row[0] for row in table] == [*find_recipes()]
+    assert [row for row in table if not all(re.fullmatch(r"\d+ \+ \d+", cell) for cell in row[1:])] == []
+    assert {layer for _, layer in cells()} == set(find_layers()) - {"vllm"}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("command", ["check", "train"])
-def test_the_command_itself(command: str, recipe: str, tmp_path: Path) -> None:
-    """In a process of its own, from a folder where no data was prepared; without run.dir nothing is left."""
-    program = ["-m", "mm_grpo.cli", command, recipe, "--smoke"]
+@pytest.mark.parametrize(("recipe", "layer"), cells())
+def test_the_command_itself(recipe: str, layer: str, tmp_path: Path) -> None:
+    """In processes of their own, from a folder where no data was prepared; without run.dir nothing is left."""
     settings = {"PYTHONPATH": str(EXAMPLES.parent), "TMPDIR": str(tmp_path)}
-    code, said = processes.finished(program, tmp_path / "said.txt", cwd=tmp_path, **settings)
-    assert code == 0, said
-    left = [path.name for path in tmp_path.iterdir() if path.name.startswith("mm_grpo_")]
-    assert left == [] and ("results are not kept" in said) == (command == "train")
+    for command in ("check", "train"):
+        program = ["-m", "mm_grpo.cli", command, recipe, layer, "--smoke"]
+        code, said = processes.finished(program, tmp_path / "said.txt", cwd=tmp_path, **settings)
+        assert code == 0, said
+        left = [path.name for path in tmp_path.iterdir() if path.name.startswith("mm_grpo_")]
+        assert left == [] and ("results are not kept" in said) == (command == "train")

@@ -1,36 +1,23 @@
-"""The demo learns, on three seeds, and by looking: whole runs as `make demo` starts them."""
+"""The demo learns by looking on further seeds and with vLLM; test_newcomer.py has the run of `make demo` itself."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from helpers import processes
+from helpers.demo import check_the_demo
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("seed", "engine"), [(0, "transformers"), (1, "transformers"), (2, "transformers"), (0, "vllm")]
-)
+@pytest.mark.timeout(520)
+@pytest.mark.parametrize(("seed", "engine"), [(1, "transformers"), (2, "vllm")])
 def test_accuracy_rises_from_chance_and_falls_back_when_images_are_shuffled(
     seed: int, engine: str, tmp_path: Path
 ) -> None:
     program = ["-m", "mm_grpo.cli", "train", "examples/shapes/config.yaml"]
     program += [f"run.dir={tmp_path}/run", f"run.seed={seed}", f"rollout.engine={engine}"]
-    if (seed, engine) != (
-        0,
-        "transformers",
-    ):  # one run is the demo's own; the others are judged by their ends
-        program.append("run.eval_every=0")
+    program.append("run.eval_every=0")  # they are judged by their ends
     code, said = processes.finished(program, tmp_path / "said.txt", deadline=390)
     assert code == 0, said
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    print(f"seed {seed}: {summary}")
-    assert summary["accuracy_before"] <= 0.45
-    assert summary["accuracy_after"] >= 0.90
-    assert summary["seconds"] <= 300
-    assert summary["eval"]["images_shuffled"]["after"] <= 0.40
-    assert 0 <= summary["eval"]["count"]["after"] <= 1  # reported beside, not trained on
-    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    check_the_demo(tmp_path / "run", said)

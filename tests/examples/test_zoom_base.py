@@ -58,7 +58,7 @@ def test_a_lesson_of_two_turns_is_the_conversation_that_a_run_makes(
     make_base: ModuleType, processor: Any, tmp_path: Path
 ) -> None:
     """The ids of a lesson are those of a prompt with its tools, a call, its observation and an answer."""
-    make_base.SHAPES["make_model"](processor.tokenizer, 0, make_base.SIZE).config.save_pretrained(tmp_path)
+    make_base.make_model(processor.tokenizer, 0, make_base.SIZE).config.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     loaded: Any = load_processor(str(tmp_path), max_pixels=MAX_PIXELS)
     assert knows_tools(loaded.template)

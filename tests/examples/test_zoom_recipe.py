@@ -71,7 +71,7 @@ def test_a_short_run_learns_where_to_look(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_without_the_tool_it_stays_near_chance(tmp_path: Path) -> None:
-    summary, folder = run(tmp_path, "run.max_steps=60", "rollout.environment=null")
+    summary, folder = run(tmp_path, "run.max_steps=30", "rollout.environment=null")
     print(summary)
     assert abs(summary["accuracy_before"] - 0.2) <= 0.1 and abs(summary["accuracy_after"] - 0.2) <= 0.1
     assert all("turns" not in row for row in rollouts(folder, 1))

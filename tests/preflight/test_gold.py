@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from helpers import tiny
 
-from mm_grpo.preflight.gold_answers import RewardCheck, gold_text
+from mm_grpo.preflight.gold_answers import RewardCheck
+from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.rewards import resolve_entry
 from mm_grpo.types import EnginePrompt, Prompt, Sample
 

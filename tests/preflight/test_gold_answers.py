@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, as_text, gold_text
+from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
+from mm_grpo.preflight.gold_text import as_text, gold_text
 from mm_grpo.rewards import resolve_entry
 from mm_grpo.types import EnginePrompt, Prompt, Sample
 
@@ -227,3 +228,30 @@ def test_a_column_that_only_later_rows_have_is_judged() -> None:
     check.add("rows.jsonl:2", prompt(1, answer="red"))
     (report,) = check.finish()
     assert (report.skipped, report.gold, report.unapplied) == ("", [1.0], 1)
+
+
+@pytest.mark.parametrize("kind", ["completion", "batch"])
+def test_in_a_run_of_several_turns_an_answer_is_a_conversation_of_one(kind: str) -> None:
+    seen: list[Any] = []
+
+    def first_turn(completion: str, turns: list[dict[str, Any]], answer: str) -> list[float]:
+        seen.append((completion, [(turn["role"], turn["text"]) for turn in turns]))
+        return [float(turns[0]["text"] == answer)]
+
+    def first_turns(completions: Any, turns: Any, answer: list[str], **columns: Any) -> list[list[float]]:
+        told = zip(completions, turns, answer, strict=True)
+        return [first_turn(done[-1]["content"], own, gold) for done, own, gold in told]
+
+    entry = {"name": first_turn if kind == "completion" else first_turns, "per_turn": True}
+    report = checked(entry, ["red", "blue"], several_turns=True)
+    assert (report.failures, report.errors, report.gold) == ([], 0, [1.0, 1.0])
+    assert set(report.wrong) == {0.0} and ("red", [("assistant", "red")]) in seen
+    assert all(turns == [("assistant", text)] for text, turns in seen)
+
+
+def test_in_a_run_of_single_answers_there_are_no_turns() -> None:
+    def untold(completions: Any, answer: list[str], **columns: Any) -> list[float]:
+        assert "turns" not in columns
+        return [float(done[0]["content"] == gold) for done, gold in zip(completions, answer, strict=True)]
+
+    assert checked({"name": untold}, ["red", "blue"]).gold == [1.0, 1.0]

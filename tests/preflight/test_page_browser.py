@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
+from helpers.browser import DARK, LIGHT, Site, browse, found_by, needs_browser, serving
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.preflight.check import PageSettings, check_config
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
-)
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="no chromium on this machine: what a browser shows of the page is not looked at"
-)
+pytestmark = needs_browser
 PINK, GREEN = (255, 45, 149), (0, 128, 64)
 FRAME = """<!doctype html><iframe id="f" style="width: WIDTHpx; height: 900px; border: 0" src="/page.html"></iframe>
 <script>onload = () => {
@@ -34,35 +23,10 @@ FRAME = """<!doctype html><iframe id="f" style="width: WIDTHpx; height: 900px; b
 }</script>"""
 
 
-@dataclass
-class Site:
-    """A server of a few pages that keeps the paths it was asked for."""
-
-    address: str
-    pages: dict[str, str] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-
-
 @pytest.fixture
 def site() -> Iterator[Site]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            found.asked.append(self.path)
-            body = found.pages.get(self.path)
-            self.send_response(404 if body is None else 200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.end_headers()
-            self.wfile.write((body or "").encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found = Site(f"http://127.0.0.1:{server.server_port}")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield found
-    server.shutdown()
-    server.server_close()
+    with serving() as found:
+        yield found
 
 
 @pytest.fixture
@@ -72,18 +36,6 @@ def page(page_job: Callable[..., GRPOConfig], site: Site, tmp_path: Path) -> Pat
     check_config(page_job(site.address), page=PageSettings(str(out)))
     assert site.address in out.read_text(encoding="utf-8")
     return out
-
-
-def browse(tmp_path: Path, address: str, *options: str) -> str:
-    """What a headless browser prints for an address."""
-    command = [
-        str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-        "--disable-background-networking", "--force-device-scale-factor=1", "--virtual-time-budget=3000",
-        f"--user-data-dir={tmp_path / 'profile'}", *options, address,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 def test_marks_are_drawn_at_their_pixels(page: Path, tmp_path: Path) -> None:
@@ -122,15 +74,9 @@ def test_a_phone_shows_it_without_scrolling_sideways(
         "/page.html": page.read_text(encoding="utf-8"),
         "/frame.html": FRAME.replace("WIDTH", "360"),
     }
-    dark = (
-        ["--blink-settings=preferredColorScheme=0"]
-        if scheme == "dark"
-        else ["--blink-settings=preferredColorScheme=1"]
-    )
-    dom = browse(tmp_path, f"{site.address}/frame.html", "--dump-dom", "--window-size=800,1000", *dark)
-    match = re.search(r'data-found="([^"]*)"', dom)
-    assert match is not None, dom[-2000:]
-    width, scrolled, wide, title, scripts, ground = match[1].split("|")
+    dark = DARK if scheme == "dark" else LIGHT
+    dom = browse(tmp_path, f"{site.address}/frame.html", "--dump-dom", "--window-size=800,1000", dark)
+    width, scrolled, wide, title, scripts, ground = found_by(dom)
     assert (width, scrolled, wide) == ("360", "360", "0")
     assert (title, scripts) == ("What the model sees – mm_grpo check", "0")
     assert ground == ("rgb(21, 22, 26)" if scheme == "dark" else "rgb(251, 251, 249)")

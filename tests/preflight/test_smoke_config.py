@@ -30,6 +30,7 @@ def test_a_mixture_stays_one_of_few_rows(tmp_path: Path) -> None:
                 },  # the tiny model's template has no such name
             },
             "rewards": [{"name": "exact_match", "when": {"task": "count"}}],
+            "run": {"expected_curve": "curve.json"},
         }
     )
     made = smoke_config(config, tmp_path / "work", str(tmp_path / "run"), beside=tmp_path)
@@ -37,6 +38,7 @@ def test_a_mixture_stays_one_of_few_rows(tmp_path: Path) -> None:
         {"path": COLOURS | {"size": 16}, "weight": 3, "task": "colour"},
         {"path": COUNTS | {"size": 16}, "task": "count"},
     ]
+    assert made.run.expected_curve is None  # it is of the real model
     assert made.data.chat_template_kwargs == {} and made.rewards == config.rewards
     train, evaluations = smoke_sets(made)
     assert list(train.weights) == [3, 1] and [len(part) for part in train.parts] == [8, 8]

@@ -18,7 +18,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.rollout.prompts import PromptBuilder
-from mm_grpo.run.checkpoint import deciding_fields
+from mm_grpo.run.deciding_fields import deciding_fields
 
 THINKING = (
     "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"

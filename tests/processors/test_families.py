@@ -23,13 +23,14 @@ from helpers.families import (
     plain_logprobs,
     prompts_of,
 )
+from helpers.passes import backward_of
 from helpers.steps import config_for, load
 from torch import Tensor
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.pack import Item, layout, plan
+from mm_grpo.learner.pack import Item, Pack, by_group, plan
 from mm_grpo.processors.base import Layout, load_processor
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.transformers_engine import TransformersEngine
@@ -186,17 +187,21 @@ def test_packs_equal_the_plain_forward(
         chunk_bytes=5000,
     )
     longest = max(len(i.prompt.token_ids) for i in items) + max(LENGTHS)
-    packs = plan(items, max_tokens=longest + 8)
+    pair = sum(sorted(len(p.token_ids) + sum(LENGTHS) for p in prompts_of(kind, processor))[:2])
+    packs = plan(items, max_tokens=max(longest + 8, pair if kind == "mixed" else 0), apart=True)
     assert len(packs) > 1  # the budget makes several packs, so their sums are tested too
-    for rows in packs:
-        pack = layout(rows, processor.media_token_ids)
-        logp, entropy = module(pack)
-        want = torch.cat([expected[i.index][0] for row in rows for i in row])
-        assert float((logp - want).detach().abs().max()) <= 1e-5
-        want = torch.cat([expected[i.index][1] for row in rows for i in row])
-        assert float((entropy - want).detach().abs().max()) <= 1e-5
-        w = torch.cat([weight[i.index] for row in rows for i in row])
-        ((w * logp).sum() + 0.3 * (w * entropy).sum()).backward()
+    # and the masks between groups of a row, where there are several
+    assert any(len(by_group(row)) > 1 for rows in packs for row in rows) == (kind == "mixed")
+
+    def loss_of(pack: Pack, logp: Tensor, entropy: Tensor) -> Tensor:
+        own = list(dict.fromkeys(pack.completion_index.tolist()))
+        assert float((logp - torch.cat([expected[i][0] for i in own])).detach().abs().max()) <= 1e-5
+        assert float((entropy - torch.cat([expected[i][1] for i in own])).detach().abs().max()) <= 1e-5
+        w = torch.cat([weight[i] for i in own])
+        return (w * logp).sum() + 0.3 * (w * entropy).sum()
+
+    work = backward_of(module, packs, processor.media_token_ids, loss_of)
+    assert work.prompts == len(prompts_of(kind, processor)) < sum(len(row) for rows in packs for row in rows)
     assert_gradients(model, reference)
 
 

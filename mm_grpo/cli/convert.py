@@ -1,0 +1,41 @@
+"""`mm-grpo convert FILE`: a config of another trainer as one of ours, with every key accounted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.files import atomic_write
+from mm_grpo.terminal import printable
+
+
+def convert(
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="YAML or JSON of TRL, ms-swift or verl, or a script with --key value.", show_default=False
+        ),
+    ],
+    output: Annotated[str | None, typer.Option(help="A file for the config; without it stdout.")] = None,
+    devices: Annotated[
+        int, typer.Option(min=1, help="Processes of the old run: its batches are per device.")
+    ] = 1,
+) -> None:
+    """Make a config of ours from one of TRL, ms-swift or verl; what has no counterpart is listed with the reason."""
+    from mm_grpo.config.convert import convert as convert_keys
+    from mm_grpo.config.foreign_file import read_foreign
+
+    if output is not None and Path(output).exists():
+        raise ConfigError(f"--output '{output}': is there already; name another file, or remove it")
+    found = convert_keys(read_foreign(file), devices=devices)
+    text = found.yaml()
+    if output is None:
+        typer.echo(printable(text), nl=False)
+    else:
+        atomic_write(Path(output), text)
+    left = f"; {len(found.left)} not, with their reasons as comments at the end" if found.left else ""
+    where = f" into {output}" if output is not None else ""
+    typer.echo(printable(f"{len(found.taken)} of {len(found.given)} keys taken over{where}{left}"), err=True)

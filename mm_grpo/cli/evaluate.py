@@ -1,0 +1,93 @@
+"""`mm-grpo eval CONFIG`: how well a model answers the evaluation sets of a config; nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mm_grpo.cli.configs import Config, Overrides, Which, load_config
+from mm_grpo.cli.imports import heavy_imports
+from mm_grpo.errors import ConfigError
+from mm_grpo.files import atomic_write
+from mm_grpo.terminal import print_phase
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+
+
+def evaluate(
+    config: Config,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model folder or hub name, an export, a run folder, or a checkpoint; without it model.path."
+        ),
+    ] = None,
+    checkpoint: Which = None,
+    blind: Annotated[
+        str | None,
+        typer.Option(help="Also without the images: shuffled (each row with another's) or removed."),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Completions of each row; from 2 on they are sampled, for pass@k."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Softmax temperature; 0 is greedy.")
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(help="A column of the rows, by whose values results are split.")
+    ] = None,
+    as_json: Annotated[str | None, typer.Option("--json", help="A file for all results, as JSON.")] = None,
+) -> None:
+    """Answer the evaluation sets of a config with a model, a checkpoint or a run; train nothing."""
+    loaded = with_options(load_config(config, overrides or []), blind, samples, temperature)
+    if as_json is not None and not Path(as_json).absolute().parent.is_dir():
+        raise ConfigError(f"--json '{as_json}': its folder is not there; make it, or name another file")
+    print_phase("importing torch and transformers")
+    with heavy_imports():
+        from transformers.utils import logging as transformers_logging
+
+        from mm_grpo.evaluation.results import evaluate_config
+        from mm_grpo.evaluation.table import as_dict, show
+        from mm_grpo.evaluation.weights import find_weights
+        from mm_grpo.run.progress import Progress
+
+    transformers_logging.disable_progress_bar()
+    weights = find_weights(loaded, model, checkpoint)
+    progress = Progress(0)
+    results = evaluate_config(loaded, weights, by=by, phase=print_phase, report=progress.evaluating)
+    if not results.first:
+        return
+    show(results)
+    if as_json is not None:
+        atomic_write(Path(as_json), json.dumps(as_dict(results), indent=2, ensure_ascii=False) + "\n")
+
+
+def with_options(
+    loaded: GRPOConfig, blind: str | None, samples: int | None, temperature: float | None
+) -> GRPOConfig:
+    """The config with what the options say in place of its fields. ConfigError where they contradict each other."""
+    if blind not in (None, "shuffled", "removed"):
+        raise ConfigError(f"--blind {blind}: must be shuffled or removed")
+    chosen = loaded.rollout.eval
+    count = chosen.num_generations if samples is None else samples
+    if temperature is None and samples is not None and samples > 1 and chosen.temperature == 0:
+        temperature = loaded.rollout.temperature  # several greedy completions would be one, several times
+    heat = chosen.temperature if temperature is None else temperature
+    if count > 1 and heat == 0:
+        raise ConfigError(
+            f"{count} completions of each row at temperature 0 are {count} times the same one; give "
+            "--temperature 1, or --samples 1"
+        )
+    changes: dict[str, Any] = {
+        "rollout.eval.num_generations": count,
+        "rollout.eval.temperature": heat,
+    }
+    if blind is not None:
+        changes["run.eval_blind"] = blind
+    return loaded.with_values(changes)

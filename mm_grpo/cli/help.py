@@ -1,0 +1,125 @@
+"""What every command's help shares: examples, `-h`, `--version`, and the answer to an option that is a field.
+
+`CommandGroup` is the class of the application. To give a command its examples, add its name to EXAMPLES; a test
+asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.version import __version__
+
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "train": (
+        "mm-grpo train shapes run.dir=runs/first",
+        "mm-grpo train config.yaml --smoke",
+        "mm-grpo train config.yaml optim.learning_rate=1e-6 run.max_steps=200",
+        "mm-grpo train config.yaml --processes 8 --resume",
+        "mm-grpo train config.yaml --serve 2",
+    ),
+    "serve": (
+        "mm-grpo serve config.yaml --servers 2",
+        "mm-grpo serve config.yaml --host 10.0.0.7 --port 9000 --tensor-parallel 2",
+    ),
+    "check": (
+        "mm-grpo check config.yaml",
+        "mm-grpo check config.yaml --page rows.html --rows 200",
+        "mm-grpo check config.yaml data.max_pixels=50176",
+    ),
+    "doctor": ("mm-grpo doctor config.yaml", "mm-grpo doctor config.yaml rollout.engine=vllm --json"),
+    "eval": (
+        "mm-grpo eval config.yaml --model runs/first",
+        "mm-grpo eval config.yaml --model Qwen/Qwen2.5-VL-3B-Instruct --blind shuffled",
+        "mm-grpo eval config.yaml --model runs/first --samples 8 --by kind --json results.json",
+    ),
+    "estimate": ("mm-grpo estimate config.yaml", "mm-grpo estimate geometry3k lora.yaml --gpu 24"),
+    "view": ("mm-grpo view runs/first", "mm-grpo view runs/first runs/second -o both.html"),
+    "export": (
+        "mm-grpo export runs/first model",
+        "mm-grpo export runs/first adapter --adapter --checkpoint best",
+    ),
+    "ask": ('mm-grpo ask runs/first "What is shown?" --image picture.png',),
+    "recipes": ("mm-grpo recipes", "mm-grpo recipes shapes", "mm-grpo recipes shapes --copy mine"),
+    "init": ("mm-grpo init mine",),
+    "rewards": (
+        "mm-grpo rewards",
+        "mm-grpo rewards iou",
+        "mm-grpo rewards try exact_match --completion red --column answer=red",
+    ),
+    "rewards show": ("mm-grpo rewards iou", "mm-grpo rewards my_rewards.py:short"),
+    "rewards try": (
+        "mm-grpo rewards try exact_match --completion red --column answer=red",
+        "mm-grpo rewards try my_rewards.py:short --completion 'A red circle.'",
+    ),
+    "env": ("mm-grpo env", "mm-grpo env --json > environment.json"),
+    "convert": (
+        "mm-grpo convert trl.yaml",
+        "mm-grpo convert trl.yaml --devices 8 --output config.yaml",
+        "mm-grpo convert train.sh --output config.yaml",
+    ),
+}
+"""By the words that call a command."""
+
+# Typer may bring its own click along, so its errors are reached through a name that typer exports.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class CommandGroup(TyperGroup):
+    """Commands that end their help with examples, and answer `--learning_rate` with `optim.learning_rate=...`."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            add_examples(command, cmd_name)
+        return command
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            advice = field_advice(getattr(error, "option_name", None))
+            if advice is None:
+                raise
+        raise ConfigError(advice)
+
+
+def add_examples(command: Any, name: str) -> None:
+    """Put the examples of a command, and of the commands in it, below its help."""
+    lines = EXAMPLES.get(name)
+    if lines and not command.epilog:
+        command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+    for inner, below in getattr(command, "commands", {}).items():
+        add_examples(below, f"{name} {inner}")
+
+
+def field_advice(option: str | None) -> str | None:
+    """What to write in place of an option that no command has and that names a field, ours or another trainer's."""
+    if option is None or not option.startswith("--"):
+        return None
+    from mm_grpo.config.grpo_config import GRPOConfig
+    from mm_grpo.config.messages import leaves
+    from mm_grpo.config.other_trainers import explains, unknown_key
+
+    known = [path for path, _ in leaves(GRPOConfig)]
+    name = option.removeprefix("--").replace("-", "_")
+    homes = [path for path in known if name in (path, path.rpartition(".")[2])]
+    if homes:
+        fields = " or ".join(f"{path}=VALUE" for path in homes)
+        return f"no such option: {option}; a field is set without dashes, with its section: {fields}"
+    if not explains(name, known):
+        return None
+    (line,) = unknown_key(name, None, known)
+    return f"no such option: {option}; {line.partition('; ')[2]} (on the command line: section.field=VALUE)"
+
+
+def show_version(value: bool) -> None:
+    """Print the version and end, where the option was given."""
+    if value:
+        typer.echo(f"mm_grpo {__version__}")
+        raise typer.Exit

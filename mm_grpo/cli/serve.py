@@ -1,0 +1,190 @@
+"""`mm-grpo serve CONFIG`: vLLM servers of this machine for a config; `mm-grpo train CONFIG --serve N`: beside a run.
+
+Both start servers with what the run itself would start vLLM with (model, dtype, limits of the rows, pixel limits), so
+that the two sides cannot differ by it. The servers end with this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mm_grpo.cli.configs import Config, Overrides, load_config, refuse_missing_data
+from mm_grpo.errors import ConfigError
+from mm_grpo.terminal import print_phase
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.rollout.served.launch import ServerProcess, ServerSettings
+
+GPU_SHARE = 0.9
+"""Share of its GPU's memory that a server holds where rollout.vllm.gpu_memory_utilization is not set: it is alone."""
+
+
+def serve(
+    config: Config,
+    overrides: Overrides = None,
+    servers: Annotated[int, typer.Option("--servers", min=1, help="Servers to start.")] = 1,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; one that other machines reach needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the first; the next ones follow.")
+    ] = 8000,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of each server.")] = 1,
+    logs: Annotated[
+        str | None, typer.Option(help="Folder for what the servers print. Default: a temporary one.")
+    ] = None,
+) -> None:
+    """Start vLLM servers for a config on this machine, and keep them running until Ctrl-C."""
+    loaded = load_config(config, overrides or [])
+    refuse_missing_data(loaded, config)
+    from mm_grpo.rollout.served import launch
+
+    if port + servers - 1 > 65535:
+        raise ConfigError(
+            f"--port {port}: {servers} servers need the ports up to {port + servers - 1}; at most 65535"
+        )
+    key_env = loaded.rollout.server.key_env
+    launch.check_exposure(host, key_env)
+    print_phase("importing torch and transformers")
+    settings = [
+        _at(each, host, port + number)
+        for number, each in enumerate(server_settings(loaded, servers, tensor_parallel=tensor_parallel))
+    ]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _ended)
+    print_phase(f"starting {servers} server(s)")
+    with launch.serve(
+        settings, log_folder=None if logs is None else Path(logs), report=print_phase
+    ) as started:
+        _describe(started, config, key_env)
+        threading.Event().wait()
+
+
+def server_settings(
+    config: GRPOConfig, count: int, *, tensor_parallel: int = 1, processes: int = 0
+) -> list[ServerSettings]:
+    """Settings of `count` servers for `config`, as many GPUs each as `tensor_parallel`, without their addresses.
+
+    On a GPU machine the first `processes` GPUs are the trainer's. Reads the rows, whose lengths vLLM is started for.
+    """
+    from mm_grpo.build import processor_of, vllm_settings
+    from mm_grpo.data.sources import load_eval, load_train
+    from mm_grpo.environments.toolbox import toolbox_of
+    from mm_grpo.learner.model import resolve_device, resolve_dtype
+    from mm_grpo.processors.model_folder import read_config
+    from mm_grpo.rollout.engine_limits import engine_limits
+    from mm_grpo.rollout.prompts import context_of
+    from mm_grpo.rollout.served.launch import ServerSettings
+    from mm_grpo.rollout.served.transfer import kind_of
+
+    config.check()
+    device = resolve_device(config.model.device)
+    gpus = gpus_of(count, tensor_parallel, processes) if device.type == "cuda" else [None] * count
+    if device.type != "cuda" and tensor_parallel > 1:
+        raise ConfigError(f"--tensor-parallel {tensor_parallel}: there is no GPU here; leave it out")
+    given, server = config.rollout.vllm, config.rollout.server
+    print_phase("reading the rows")
+    processor = processor_of(config)
+    rows = [load_train(config, verify=False), *load_eval(config, verify=False).values()]
+    own = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    limits = engine_limits(config, processor, rows, context_of(own), toolbox_of(config, None, None))
+    dtype = str(resolve_dtype(config.model.dtype, device)).removeprefix("torch.")
+    engine = vllm_settings(limits.in_config(config), processor, dtype, context_of(own))
+    if "gpu_memory_utilization" not in given.model_fields_set:
+        engine = replace(engine, gpu_memory_utilization=GPU_SHARE)
+    kind = kind_of(server.transfer, device.type, server.folder)
+    return [ServerSettings(engine, kind, tensor_parallel, each, key_env=server.key_env) for each in gpus]
+
+
+def gpus_of(
+    count: int, tensor_parallel: int, processes: int, environment: Mapping[str, str] = os.environ
+) -> list[tuple[str, ...] | None]:
+    """The GPUs of each server, after those of the trainer's processes. ConfigError where there are not enough."""
+    import torch
+
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = [n.strip() for n in named.split(",") if n.strip()] if named is not None else None
+    if visible is None:
+        visible = [str(number) for number in range(torch.cuda.device_count())]
+    needed = processes + count * tensor_parallel
+    if needed > len(visible):
+        trainer = f" and {processes} of the trainer" if processes else ""
+        raise ConfigError(
+            f"{count} server(s) with {tensor_parallel} GPU(s) each{trainer} need {needed} GPUs, and {len(visible)} are "
+            "visible here; start fewer, or lower --tensor-parallel"
+        )
+    own = visible[processes:needed]
+    return [tuple(own[i : i + tensor_parallel]) for i in range(0, len(own), tensor_parallel)]
+
+
+@contextmanager
+def servers_beside(config: GRPOConfig, count: int, processes: int) -> Iterator[dict[str, Any]]:
+    """`count` servers of this machine for a run; yields the fields of its config that name them. They end with it."""
+    from mm_grpo.rollout.served.launch import serve as serve_processes
+
+    print_phase("importing torch and transformers")
+    settings = server_settings(config, count, processes=processes)
+    print_phase(f"starting {count} server(s)")
+    with serve_processes(settings, report=print_phase) as started:
+        yield {"rollout.engine": "vllm_server", "rollout.server.urls": [server.url for server in started]}
+
+
+def check_serve(count: int, config: GRPOConfig, *, smoke: bool) -> None:
+    """ConfigError where `--serve` cannot be had with the rest."""
+    option = f"--serve {count}"
+    if smoke:
+        raise ConfigError(f"{option}: --smoke samples in its own process; leave one of the two out")
+    if "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            f"{option}: this process was started by torchrun or `accelerate launch`, and each would start servers; "
+            "start them with `mm-grpo serve` and name them in rollout.server.urls, or use --processes"
+        )
+    if config.rollout.server.urls:
+        raise ConfigError(
+            f"{option}: rollout.server.urls names {len(config.rollout.server.urls)} server(s) already; leave one of "
+            "the two out"
+        )
+    if config.rollout.engine != "vllm_server" and "engine" in config.rollout.model_fields_set:
+        raise ConfigError(
+            f"{option}: rollout.engine = '{config.rollout.engine}' samples in the trainer's process; write "
+            "rollout.engine=vllm_server, or leave --serve out"
+        )
+
+
+def _at(settings: ServerSettings, host: str, port: int) -> ServerSettings:
+    return replace(settings, host=host, port=port)
+
+
+def _describe(started: list[ServerProcess], config: str, key_env: str) -> None:
+    for number, server in enumerate(started):
+        print_phase(f"server {number}: {server.url} is ready (process {server.pid}, log {server.log})")
+    urls = ",".join(server.url for server in started)
+    if os.environ.get(key_env):
+        print_phase(f"they want the key in {key_env}, which the trainer needs too")
+    print_phase(
+        f"train with: mm-grpo train {config} rollout.engine=vllm_server 'rollout.server.urls=[{urls}]'"
+    )
+    print_phase("Ctrl-C ends them")
+
+
+class ServersEnded(KeyboardInterrupt):
+    """A signal ended `serve`; `code` is the exit code, 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}, and the servers with it")
+        self.code = 128 + number
+
+
+def _ended(number: int, frame: FrameType | None) -> None:
+    raise ServersEnded(number)

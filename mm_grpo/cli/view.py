@@ -1,0 +1,37 @@
+"""`mm-grpo view RUN [RUN ...]`: the page of a run, or of several with their curves over one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mm_grpo.errors import ConfigError
+
+
+def view(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders (run.dir).", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The file: report.html of a run, view.html for several."),
+    ] = None,
+) -> None:
+    """Write the page of a run, finished or going on, and say where it is; of several, one page with all curves."""
+    from mm_grpo.run.claim import read_mark
+    from mm_grpo.run.folder import RunFolder
+    from mm_grpo.run.report import Report, check_page
+
+    folders = [RunFolder.open(run).paths for run in runs]
+    roots = [paths.root.resolve() for paths in folders]
+    if twice := next((run for i, run in enumerate(roots) if run in roots[:i]), None):
+        raise ConfigError(f"view: '{twice}' is named twice; name each run once")
+    page = output or (folders[0].report if len(folders) == 1 else Path("view.html"))
+    mark = read_mark(folders[0].root)
+    if output is not None or len(folders) > 1 or mark is None or not mark.owns(page.name):
+        check_page(page)
+    try:
+        Report(folders).write(page)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"view: '{page}' cannot be made ({type(error).__name__}: {error})") from error
+    typer.echo(f"page: {page.resolve()} ({page.stat().st_size / 1e6:.1f} MB)")

@@ -1,0 +1,440 @@
+"""A config of TRL (its script arguments), ms-swift or verl as one of ours: `mm-grpo convert`.
+
+foreign_file reads it, `convert` makes ours of it. Each key is taken over, found needless, or left out with a reason;
+none is dropped in silence. What TRL does where a key is absent, and mm_grpo would do otherwise, is written out. Tables
+of keys are in foreign_keys.
+
+Words of TRL that mean something else here: its `max_steps`, `save_steps` and `eval_steps` count optimizer updates, ours
+count steps, which make several; its batches are per device, ours are whole. With S = steps_per_generation,
+A = gradient_accumulation_steps and B = per_device_train_batch_size x S x devices: P = B / G, and a step makes S / A
+updates, num_iterations times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from mm_grpo.config.foreign_keys import DIRECT, IGNORED_AT, NO_COUNTERPART
+from mm_grpo.config.grpo_config import GRPOConfig
+from mm_grpo.config.messages import leaves
+from mm_grpo.config.other_trainers import explains, unknown_key
+from mm_grpo.config.yaml_file import set_value, shown, write_yaml
+from mm_grpo.errors import ConfigError
+
+NO_MODEL = "NAME_OF_THE_MODEL"
+"""Stands in `model.path` where the file names no model."""
+
+Rule = Callable[["Conversion", Any], "str | None"]
+"""Takes a value over; returns why it could not."""
+
+
+@dataclass
+class Conversion:
+    """What became of a config. `given` are its keys, dotted; `values` ours; `left` reasons by key; `notes` what was
+    written that no key said."""
+
+    given: dict[str, Any]
+    devices: int = 1
+    values: dict[str, Any] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    taken: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, path: str, value: Any) -> None:
+        set_value(self.values, path.split("."), value, path)
+
+    def number(self, key: str, default: Any) -> Any:
+        """The number at a key; ConfigError where it is none."""
+        value = self.given.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{key} = {shown(value)}: must be a number")
+        return value
+
+    def count(self, key: str, default: int) -> int:
+        """The integer >= 1 at a key; ConfigError where it is none."""
+        value = self.number(key, default)
+        if value != int(value) or value < 1:
+            raise ConfigError(f"{key} = {shown(value)}: must be an integer >= 1")
+        return int(value)
+
+    @property
+    def generation(self) -> int:
+        """TRL's completions between two updates of the weights that sample."""
+        accumulated = self.count("gradient_accumulation_steps", 1)
+        device = self.count("per_device_train_batch_size", 8)
+        default = device * self.count("steps_per_generation", accumulated) * self.devices
+        return self.count("generation_batch_size", default)
+
+    @property
+    def updates(self) -> Fraction:
+        """TRL's optimizer updates in one of our steps, of one iteration."""
+        device = self.count("per_device_train_batch_size", 8) * self.devices
+        return Fraction(self.generation, device * self.count("gradient_accumulation_steps", 1))
+
+    def yaml(self) -> str:
+        """Our config, with what was left out as comments behind it."""
+        ordered = {name: self.values[name] for name in GRPOConfig.model_fields if name in self.values}
+        lines = [write_yaml(ordered).rstrip("\n")]
+        for title, entries in (
+            ("Written although no key said it:", self.notes),
+            (
+                "Not taken over:",
+                [f"{key} = {shown(self.given[key])}: {why}" for key, why in self.left.items()],
+            ),
+        ):
+            lines += ["", f"# {title}", *(f"#   {entry}" for entry in entries)] if entries else []
+        return "\n".join(lines) + "\n"
+
+
+def convert(given: Mapping[str, Any], *, devices: int = 1) -> Conversion:
+    """Ours for the keys of another trainer. `devices` is the number of processes that its batches are multiplied by.
+
+    Raises ConfigError where a value is none that its key can have, or what comes out is no valid config.
+    """
+    nested = any(key in given for key in ("actor_rollout_ref", "worker"))
+    found = Conversion(_flat(given), devices)
+    for key, value in found.given.items():
+        why = _take(found, key, value)
+        if why is not None:
+            found.left[key] = why
+        else:
+            found.taken.setdefault(key, "")
+    if not nested:
+        _defaults(found)
+    if not found.values.get("model", {}).get("path"):
+        found.put("model.path", NO_MODEL)
+        found.notes.append(f"model.path: the file names no model; write its name in place of {NO_MODEL}")
+    if not found.values.get("rewards"):
+        found.notes.append(
+            "rewards: none could be taken over; name them here (`mm-grpo rewards` lists what ships)"
+        )
+    _leave_what_is_refused(found)
+    return found
+
+
+def _leave_what_is_refused(found: Conversion) -> None:
+    """Take back the fields whose values mm_grpo refuses, one after the other, with what it says about them."""
+    while True:
+        try:
+            GRPOConfig.from_dict(found.values)
+            return
+        except ConfigError as error:
+            match = re.match(r"([\w.]+?)(?:\[\d+\])? = ", line := str(error).splitlines()[0])
+            path = match[1] if match else ""
+            section, _, name = path.rpartition(".")
+            holder = found.values
+            for part in section.split(".") if section else ():
+                holder = holder.get(part, {})
+            if name not in holder or path == "model.path":
+                raise
+            del holder[name]
+        keys = [key for key, taken in found.taken.items() if taken == path]
+        found.notes += [] if keys else [f"left out: {line}"]
+        for key in keys:
+            del found.taken[key]
+            found.left[key] = line
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{above}.{key}" if above else str(key)
+        is_section = isinstance(value, Mapping) and value and path.rpartition(".")[2] not in _MAPPINGS
+        found |= _flat(value, path) if is_section else {path: value}
+    return found
+
+
+_MAPPINGS = (
+    "chat_template_kwargs",
+    "model_init_kwargs",
+    "generation_kwargs",
+    "lr_scheduler_kwargs",
+    "columns",
+)
+
+
+def _take(found: Conversion, key: str, value: Any) -> str | None:
+    """Take one key over; the reason where it cannot be."""
+    ends = [key.split(".", n)[n] for n in range(key.count(".") + 1)]
+    if value in IGNORED_AT.get(key, ()):
+        found.taken[key] = "needless"
+        return None
+    rule = RULES.get(key)
+    if rule is not None:
+        return rule(found, value)
+    path = next((DIRECT[end] for end in ends if end in DIRECT), None)
+    if path is None:
+        known = [name for name, _ in leaves(GRPOConfig)]
+        if key in NO_COUNTERPART:
+            return NO_COUNTERPART[key]
+        if not explains(key, known):
+            return "mm_grpo knows no such key; docs/config.md has every field"
+        return unknown_key(key, None, known)[0].partition("unknown key; ")[2]
+    if value is None:
+        found.taken[key] = "needless"
+        return None
+    found.put(path, value)
+    found.taken[key] = path
+    return None
+
+
+# Rules
+
+
+def _batch(found: Conversion, value: Any) -> str | None:
+    generations = found.count("num_generations", 8)
+    prompts, updates = Fraction(found.generation, generations), found.updates
+    if prompts.denominator > 1 or updates.denominator > 1:
+        return (
+            f"{found.generation} completions a step make {prompts} groups of {generations} and {updates} updates, which"
+            " are no whole numbers; give --devices, or set rollout.prompts_per_step and optim.updates_per_step"
+        )
+    found.put("rollout.prompts_per_step", int(prompts))
+    found.put("optim.updates_per_step", int(updates))
+    return None
+
+
+def _steps(path: str) -> Rule:
+    def rule(found: Conversion, value: Any) -> str | None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"is {shown(value)}; {path} is a number of steps"
+        if value <= 0 and path == "run.max_steps":
+            return None  # -1, which is the length of num_train_epochs
+        if 0 < value < 1:
+            return f"is a share of the run; {path} is a number of steps"
+        steps = Fraction(value) / found.updates / found.count("num_iterations", 1)
+        found.put(path, max(1, int(steps)) if value else 0)
+        if steps.denominator > 1:
+            found.notes.append(f"{path}: {value} updates are {float(steps):g} steps, rounded down")
+        return None
+
+    return rule
+
+
+def _epochs(found: Conversion, value: Any) -> str | None:
+    if found.number("max_steps", -1) > 0 or value == 1:
+        return None
+    return "run.max_steps counts steps, not epochs: write rows x epochs / rollout.prompts_per_step (null is one pass)"
+
+
+def _strategy(path: str, steps: str) -> Rule:
+    def rule(found: Conversion, value: Any) -> str | None:
+        if value == "no":
+            found.put(path, 0)
+        elif value != "steps":
+            return f"{path} counts steps; write it, or leave it out"
+        elif steps not in found.given and steps == "eval_steps":
+            return "needs eval_steps here; write run.eval_every"
+        return None
+
+    return rule
+
+
+def _interval(path: str, strategy: str, default: str) -> Rule:
+    steps = _steps(path)
+
+    def rule(found: Conversion, value: Any) -> str | None:
+        if found.given.get(strategy, default) != "steps":
+            return f"counts only with {strategy}: steps"
+        return steps(found, value)
+
+    return rule
+
+
+def _warmup(found: Conversion, value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"is {shown(value)}; optim.warmup_steps is a number of updates"
+    total = found.number("max_steps", -1)
+    if value == 0 or value >= 1:
+        if "optim" not in found.values or "warmup_steps" not in found.values["optim"]:
+            found.put("optim.warmup_steps", int(value))
+        return None
+    if total <= 0:
+        return "is a share of the run, whose length is not known; write optim.warmup_steps (updates)"
+    found.put("optim.warmup_steps", int(value * total))
+    return None
+
+
+def _scheduler(found: Conversion, value: Any) -> str | None:
+    ours = {
+        "linear": "linear",
+        "cosine": "cosine",
+        "constant": "constant",
+        "constant_with_warmup": "constant",
+    }
+    if value not in ours:
+        return "optim.lr_scheduler_type is constant, linear or cosine"
+    found.put("optim.lr_scheduler_type", ours[value])
+    return None
+
+
+def _dtype(found: Conversion, value: Any) -> str | None:
+    if value not in ("auto", "float32", "bfloat16", None):
+        return "model.dtype is auto, float32 or bfloat16"
+    found.put("model.dtype", value or "auto")
+    return None
+
+
+def _bf16(found: Conversion, value: Any) -> str | None:
+    if value and found.given.get("dtype", "float32") == "float32" and "torch_dtype" not in found.given:
+        found.put("model.dtype", "bfloat16")
+    return None
+
+
+def _trackers(found: Conversion, value: Any) -> str | None:
+    named = value if isinstance(value, list) else [value]
+    ours = [name for name in named if name in ("tensorboard", "wandb", "trackio")]
+    found.put("run.trackers", ours)
+    other = [name for name in named if name not in (*ours, "none", None)]
+    return (
+        f"run.trackers has tensorboard, wandb and trackio, not {', '.join(map(str, other))}"
+        if other
+        else None
+    )
+
+
+def _vllm(found: Conversion, value: Any) -> str | None:
+    if value:
+        served = found.given.get("vllm_mode") == "server"
+        found.put("rollout.engine", "vllm_server" if served else "vllm")
+        if found.given.get("vllm_importance_sampling_correction", True):
+            mode = found.given.get("vllm_importance_sampling_mode", "sequence_mask")
+            found.put("algorithm.importance_sampling_mode", mode)
+    return None
+
+
+def _of_vllm(found: Conversion, value: Any) -> str | None:
+    """A key that the rule of use_vllm reads."""
+    return None if found.given.get("use_vllm") else "counts only with use_vllm: true"
+
+
+def _sleep(found: Conversion, value: Any) -> str | None:
+    found.put("rollout.vllm.sleep_level", 2 if value else 0)
+    return None
+
+
+def _rewards(found: Conversion, value: Any) -> str | None:
+    named, weights = value if isinstance(value, list) else [value], found.given.get("reward_weights")
+    ours = {
+        "accuracy_reward": "math",
+        "think_format_reward": "format",
+        "accuracy": "math",
+        "format": "format",
+    }
+    entries: list[Any] = []
+    unknown = []
+    for number, name in enumerate(named):
+        module, _, function = str(name).rpartition(".")
+        entry = ours.get(name, f"{module}:{function}" if module else None)
+        if entry is None:
+            unknown.append(str(name))
+            continue
+        weighted = isinstance(weights, list) and len(weights) == len(named)
+        entries.append({"name": entry, "weight": float(weights[number])} if weighted else entry)  # type: ignore[index]
+    found.put("rewards", entries)
+    same = [f"{name} -> {ours[name]}" for name in named if name in ours]
+    if same:
+        found.notes.append(f"rewards: {', '.join(same)}; see `mm-grpo rewards NAME` for what they compare")
+    return (
+        f"no reward here is named {', '.join(unknown)}; write path/to/file.py:function" if unknown else None
+    )
+
+
+def _weights(found: Conversion, value: Any) -> str | None:
+    named = found.given.get("reward_funcs")
+    count = len(named) if isinstance(named, list) else 1
+    if named is None or not isinstance(value, list) or len(value) != count:
+        return "give each entry of rewards its own weight: rewards: [{name: ..., weight: 1.0}]"
+    return None
+
+
+def _dataset(found: Conversion, value: Any) -> str | None:
+    source = str(value)
+    if not Path(source).suffix:  # of the hub
+        config, split = found.given.get("dataset_config"), found.given.get("dataset_train_split", "train")
+        source = ":".join([source, *([str(config)] if config else []), str(split)])
+        if found.given.get("eval_strategy", "no") != "no" and "eval_dataset" not in found.given:
+            test = found.given.get("dataset_test_split", "test")
+            found.put("data.eval", ":".join([str(value), *([str(config)] if config else []), str(test)]))
+    found.put("data.train", source)
+    return None
+
+
+def _with(key: str) -> Rule:
+    """A key that the rule of another one reads."""
+    return lambda found, value: None if found.given.get(key) else f"counts only with {key}"
+
+
+def _lora(found: Conversion, value: Any) -> str | None:
+    if value in (True, "lora"):
+        rank = found.number("lora_r", found.number("lora_rank", 16 if value is True else 8))
+        section = {"rank": rank, "alpha": found.number("lora_alpha", 32)}
+        named = found.given.get("lora_target_modules", found.given.get("target_modules"))
+        if isinstance(named, list) and named != ["all-linear"]:
+            section["target_modules"] = named
+        found.put("model.lora", section)
+    elif value != "full":
+        return "model.lora trains adapters; null every weight"
+    return None
+
+
+def _of_lora(found: Conversion, value: Any) -> str | None:
+    asked = found.given.get("use_peft") or "lora" in (
+        found.given.get(k) for k in ("train_type", "tuner_type")
+    )
+    return None if asked else "counts only with adapters"
+
+
+def _turns(found: Conversion, value: Any) -> str | None:
+    if value is not None:
+        found.put("rollout.max_turns", value + 1)
+    return None
+
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
+        _batch,
+    ),
+    "max_steps": _steps("run.max_steps"),
+    "save_steps": _interval("run.save_every", "save_strategy", "steps"),
+    "eval_steps": _interval("run.eval_every", "eval_strategy", "no"),
+    "save_strategy": _strategy("run.save_every", "save_steps"),
+    "eval_strategy": _strategy("run.eval_every", "eval_steps"),
+    "ref_model_sync_steps": _steps("algorithm.ref_model_sync_steps"),
+    "num_train_epochs": _epochs,
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), _warmup),
+    "lr_scheduler_type": _scheduler,
+    **dict.fromkeys(("dtype", "torch_dtype"), _dtype),
+    "bf16": _bf16,
+    "report_to": _trackers,
+    "use_vllm": _vllm,
+    **dict.fromkeys(("vllm_mode", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"), _of_vllm),
+    "vllm_enable_sleep_mode": _sleep,
+    "reward_funcs": _rewards,
+    "reward_weights": _weights,
+    "dataset_name": _dataset,
+    **dict.fromkeys(("dataset_config", "dataset_train_split", "dataset_test_split"), _with("dataset_name")),
+    **dict.fromkeys(("use_peft", "train_type", "tuner_type"), _lora),
+    **dict.fromkeys(("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "target_modules"), _of_lora),
+    "max_tool_calling_iterations": _turns,
+}  # fmt: skip
+
+
+def _defaults(found: Conversion) -> None:
+    """Write out what TRL and ms-swift do without being told, where ours would differ."""
+    named = any(key in found.given for key, rule in RULES.items() if rule is _batch)
+    if not named and _batch(found, None) is None:
+        found.notes.append("rollout.prompts_per_step: of TRL's default, 8 completions a device")
+    if "lr_scheduler_type" not in found.given:
+        found.put("optim.lr_scheduler_type", "linear")
+        found.notes.append("optim.lr_scheduler_type: TRL's default")
+    if "max_steps" not in found.given and "num_train_epochs" not in found.given:
+        found.notes.append("run.max_steps: TRL's default is 3 epochs; here null is one pass over the data")

@@ -1,0 +1,88 @@
+"""What is said about arguments of `GRPOTrainer` that are TRL's, or that are at the wrong place.
+
+To add one more foreign argument, add a line to ARGUMENTS. Keys of a config are in other_trainers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from mm_grpo.config.grpo_config import GRPOConfig
+from mm_grpo.config.yaml_file import shown
+from mm_grpo.errors import ConfigError, did_you_mean
+
+P = ParamSpec("P")
+Self = TypeVar("Self")
+
+_PROCESSOR = "the model's own processor is loaded from model.path; leave it out"
+ARGUMENTS: Mapping[str, str] = {
+    "reward_funcs": "write rewards=[...]",
+    "args": "the config is the first argument: GRPOTrainer(GRPOConfig(...), ...)",
+    "train_dataset": "write train=...",
+    "eval_dataset": "write eval=...",
+    "processing_class": _PROCESSOR,
+    "tokenizer": _PROCESSOR,
+    "reward_processing_classes": "a reward loads what it needs by itself; leave it out",
+    "reward_weights": "give each reward its weight: rewards=[{'name': ..., 'weight': 1.0}, ...]",
+    "peft_config": "write it into the config: model=ModelConfig(path=..., lora=LoRAConfig(rank=16, alpha=32))",
+    "quantization_config": "weights are not quantized in mm_grpo; leave it out",
+    "optimizers": "the optimizer is AdamW; set it in the config: optim=OptimConfig(...)",
+    "rollout_func": "write tools=[...] or environment_factory=..., where the model is to act in several turns",
+    "ref_model": "write it into the config: algorithm=AlgorithmConfig(beta=..., reference_path=...)",
+    "data_collator": "images and text are laid out by the processor of the model's family; leave it out",
+    "compute_metrics": "rewards score evaluations too; run.headline names the one that counts",
+}
+
+
+def explain_arguments(
+    init: Callable[Concatenate[Self, P], None],
+) -> Callable[Concatenate[Self, P], None]:
+    """The constructor of a trainer, which answers arguments that it does not have, all of them in one ConfigError."""
+
+    @functools.wraps(init)
+    def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        lines = list(_faults(inspect.signature(init), args, kwargs))
+        if lines:
+            raise ConfigError("\n".join(lines))
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def _faults(signature: inspect.Signature, args: tuple[Any, ...], given: Mapping[str, Any]) -> Iterator[str]:
+    own = [name for name in signature.parameters if name != "self"]
+    config = args[0] if args else given.get("config")
+    foreign = [name for name in given if name not in own]
+    if len(args) > 1:
+        yield (
+            f"GRPOTrainer: {len(args)} arguments by position; the config is the only one: write GRPOTrainer(config, "
+            "train=..., rewards=[...])"
+        )
+    elif isinstance(config, str):
+        yield f"config is {shown(config)}; a model is named in the config: {_in_config(config)}"
+    elif config is None:
+        yield "config is missing: write GRPOTrainer(GRPOConfig(model=ModelConfig(path=...), ...), ...)"
+    elif not isinstance(config, GRPOConfig):
+        kind = type(config)
+        whose = " of TRL" if kind.__module__.split(".")[0] == "trl" else ""
+        yield (
+            f"config is a {kind.__name__}{whose}; it must be a GRPOConfig{' of mm_grpo' if whose else ''}: write"
+            " GRPOConfig.from_dict(...) or GRPOConfig.from_yaml(path)"
+        )
+    for name in foreign:
+        advice = ARGUMENTS.get(name, f"{did_you_mean(name, own)}GRPOTrainer takes {', '.join(own)}")
+        yield f"{name}: unknown argument; {advice}"
+    if isinstance(named := given.get("model"), str) and not isinstance(
+        config, GRPOConfig
+    ):  # else build.py says it
+        yield (
+            f"model = {shown(named)}: is a model object to train; a name or a folder goes into the config: "
+            + _in_config(named)
+        )
+
+
+def _in_config(name: str) -> str:
+    return f"GRPOConfig(model=ModelConfig(path={name!r}), ...)"

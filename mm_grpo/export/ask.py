@@ -1,0 +1,171 @@
+"""One question to a run, an export, a model folder or a model of the Hub.
+
+The system prompt, the arguments of the chat template and the pixel limits are those of the run, also in an export of
+it; a model folder has none. The answer is sampled by the embedded engine, as a rollout is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mm_grpo.build import processor_of
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.images import open_image
+from mm_grpo.data.rows import read_row
+from mm_grpo.errors import ConfigError
+from mm_grpo.export.proof import load_plain
+from mm_grpo.export.write import read_mark
+from mm_grpo.learner.model import load_model, resolve_device, resolve_dtype
+from mm_grpo.processors.base import Processor
+from mm_grpo.processors.model_folder import quoted
+from mm_grpo.rollout.engine import Request, Sampling
+from mm_grpo.rollout.evaluate import sampling_of
+from mm_grpo.rollout.prompts import context_of
+from mm_grpo.rollout.transformers_engine import TransformersEngine
+from mm_grpo.trained.model import load_trained
+from mm_grpo.trained.source import RunCheckpoint, WholeModel, find_model
+from mm_grpo.types import Completion, Sample
+
+MAX_TOKENS = 512
+"""Tokens of an answer of a model that no run is known of."""
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A model that answers, with the settings of its run; `notes` say what of them is left out."""
+
+    model: Any
+    processor: Processor
+    config: GRPOConfig
+    sampling: Sampling
+    notes: tuple[str, ...] = ()
+
+
+def load_answering(source: str, *, which: str | None = None, device: str | None = None) -> Answering:
+    """The model at `source`; `which` is the checkpoint of a run, best, last (also None) or step-N. ConfigError else."""
+    found = find_model(source, which, [f"model.device={device}"] if device else [])
+    if found.config is not None:
+        return _of_run(found, found.config)
+    path = Path(source)
+    mark = read_mark(path)
+    settings: dict[str, Any] = mark["settings"] if mark else {}
+    place = {"device": device} if device else {}
+    adapter = found.is_adapter
+    base = _base_of(path) if adapter else source
+    config = GRPOConfig.from_dict({**settings, "model": {**settings.get("model", {}), "path": base, **place}})
+    processor = processor_of(config)
+    if adapter:
+        dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
+        try:
+            model = load_plain(path, config, dtype, adapter=True).get_base_model()
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise ConfigError(f"'{source}' is no adapter for '{base}' ({quoted(error)})") from None
+    else:
+        model = load_model(config.model, processor.family).eval()
+    sampling = sampling_of(config) if mark else Sampling(MAX_TOKENS, temperature=0.0)
+    return Answering(model, processor, config, sampling)
+
+
+def _of_run(found: RunCheckpoint | WholeModel, config: GRPOConfig) -> Answering:
+    notes: tuple[str, ...] = ()
+    if config.rollout.tools or config.rollout.environment:
+        notes = ("the run's tools and environment are not called: the answer is one turn",)
+    if isinstance(found, RunCheckpoint):
+        trained = load_trained(found)
+        return Answering(trained.model, trained.processor, config, sampling_of(config), notes)
+    processor = processor_of(config)
+    model = load_model(config.model, processor.family).eval()
+    return Answering(model, processor, config, sampling_of(config), (f"asked is {found.name}", *notes))
+
+
+def ask(
+    answering: Answering,
+    question: str,
+    images: Sequence[str],
+    *,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    on_text: Callable[[str], None] | None = None,
+) -> Completion:
+    """The answer to a question about images, which stand before its text. DataError for an image that cannot be read.
+
+    None is the run's own sampling in evaluation, which is greedy where nothing else was asked for. `on_text` is given
+    the answer's text in pieces while it is sampled (`TextPieces`); the answer is the same.
+    """
+    config, processor = answering.config, answering.processor
+    most_bytes, most_pixels = config.data.max_image_bytes, config.data.max_image_pixels
+    pictures = tuple(
+        open_image(each, row="--image", max_bytes=most_bytes, max_pixels=most_pixels) for each in images
+    )
+    content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": question}]
+    row = {"prompt": [{"role": "user", "content": content}], "images": list(pictures)}
+    fields = read_row(row, row_name="the question", system_prompt=config.data.system_prompt)
+    prompt = processor.prompt(Sample(uid="the question", messages=fields.messages, images=pictures))
+    sampling = answering.sampling
+    if temperature is not None:
+        sampling = replace(sampling, temperature=temperature)
+    sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
+    context = context_of(answering.model.config)
+    if context is not None and len(prompt.token_ids) + sampling.max_tokens > context:
+        raise ConfigError(
+            f"--max-tokens {sampling.max_tokens}: the question has {len(prompt.token_ids)} tokens, and the model's "
+            f"context is {context}; lower it, or ask with fewer or smaller images"
+        )
+    engine, request = TransformersEngine(answering.model, processor), Request(prompt, seed, sampling)
+    if on_text is None:
+        return engine.generate([request])[0]
+    pieces = TextPieces(processor.decode, on_text)
+    with engine.stream() as stream:
+        number = stream.add_request(request)
+        while not (found := stream.step()):
+            pieces.add(stream.tokens_of(number))
+    ((_, completion),) = found
+    pieces.finish(completion.text)
+    return completion
+
+
+class TextPieces:
+    """Hands on the text of tokens as they come, each piece once; a character whose bytes are incomplete waits.
+
+    A token's text may depend on the tokens before it, so each piece is the difference of two decoded stretches: that
+    of the last piece, and the same with what is new. The work of a piece does not grow with the text.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], send: Callable[[str], None]) -> None:
+        self.decode, self.send = decode, send
+        self.sent = ""
+        self._start = self._end = 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """All tokens so far; what they add to the text is sent."""
+        before = self.decode(token_ids[self._start : self._end])
+        now = self.decode(token_ids[self._start :])
+        if len(now) > len(before) and now.startswith(before) and not now.endswith("\ufffd"):
+            self._send(now[len(before) :])
+            self._start, self._end = self._end, len(token_ids)
+
+    def finish(self, text: str) -> None:
+        """Send what is missing of the whole text; all of it on a line of its own where other text was sent before."""
+        self._send(text[len(self.sent) :] if text.startswith(self.sent) else f"\n{text}")
+
+    def _send(self, piece: str) -> None:
+        self.sent += piece
+        if piece:
+            self.send(piece)
+
+
+def _base_of(path: Path) -> str:
+    """The base model that an adapter's config names."""
+    from peft import PeftConfig
+
+    try:
+        base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"'{path}/adapter_config.json' cannot be read ({quoted(error)})") from None
+    if not base:
+        raise ConfigError(f"'{path}/adapter_config.json' names no base model (base_model_name_or_path)")
+    return str(base)

@@ -1,0 +1,181 @@
+"""README.md of an export, and curves beside it: what is written stands in the run's folder, or is left out.
+
+Absolute paths are shortened to the last part of their names: an export is something that people share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.config.yaml_file import write_yaml
+from mm_grpo.run.charts import Series, line_chart, running_mean
+from mm_grpo.run.manifest import Checkpoint
+from mm_grpo.version import __version__
+
+STYLE = (
+    "<style>text{font:11px sans-serif;fill:#444}.grid{stroke:#e4e4e4}.axis{stroke:#888}.end{text-anchor:end}"
+    ".mid{text-anchor:middle}.line{fill:none;stroke:#2563eb;stroke-width:1.6}.dot{fill:#2563eb}.hidden{display:none}"
+    ".s2.line{stroke:#c2410c}.s2.dot{fill:#c2410c}.s3.line{stroke:#15803d}.s3.dot{fill:#15803d}"
+    ".s4.line{stroke:#7e22ce}.s4.dot{fill:#7e22ce}.faint{opacity:.3}.dashed{stroke-dasharray:4 3}</style>"
+    '<rect width="100%" height="100%" fill="#fff"/>'
+)
+SMOOTHED = 9
+"""Steps over which the second reward curve is the running mean, where there are twice as many."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run logged up to the exported step: rows of metrics.jsonl, evaluations before the first step, rewards."""
+
+    rows: Sequence[Mapping[str, Any]] = ()
+    before: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rewards: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> History:
+        """What a checkpoint holds of it."""
+        rows = [json.loads(line) for line in (checkpoint.log or b"").splitlines() if line.strip()]
+        extra = checkpoint.extra
+        return cls(
+            [row for row in rows if row["step"] <= checkpoint.step],
+            extra["before"],
+            [str(reward["name"]) for reward in extra["rewards"]],
+        )
+
+
+def evaluations(history: History) -> list[tuple[str, str, Any, Any, int]]:
+    """Of each evaluation set: its name, what was measured, before, after, and the step of the latter."""
+    found = []
+    for name, before in history.before.items():
+        for what in ("accuracy", "reward"):
+            key = f"eval/{name}/{what}"
+            later = [row for row in history.rows if row["step"] > 0 and row.get(key) is not None]
+            if before.get(what) is not None and later:
+                found.append((name, what, before[what], later[-1][key], int(later[-1]["step"])))
+    return found
+
+
+def write_card(
+    folder: Path, config: GRPOConfig, history: History, *, step: int, adapter: bool, proof: str
+) -> None:
+    """Write README.md, reward.svg and evaluation.svg, those for which there are figures, into `folder`."""
+    curves = draw_curves(history)
+    for name, svg in curves.items():
+        (folder / name).write_text(svg, encoding="utf-8")
+    (folder / "README.md").write_text(
+        card(config, history, step=step, adapter=adapter, proof=proof, curves=list(curves)), encoding="utf-8"
+    )
+
+
+def card(
+    config: GRPOConfig, history: History, *, step: int, adapter: bool, proof: str, curves: Sequence[str]
+) -> str:
+    """The text of README.md, its YAML header included."""
+    base = shortened(config.model.path)
+    on_hub = not Path(config.model.path).exists()
+    header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    header |= {"pipeline_tag": "image-text-to-text", "tags": ["grpo", "mm_grpo"]}
+    if on_hub:
+        header["base_model"] = config.model.path
+    what = "A LoRA adapter for" if adapter else "A model fine-tuned from"
+    lora = config.model.lora
+    how = f"LoRA (rank {lora.rank}, alpha {lora.alpha:g})" if lora else "all weights that are not frozen"
+    lines = [
+        "---", write_yaml(header).strip(), "---", "",
+        f"# {Path(base).name}, GRPO, {step} steps", "",
+        f"{what} `{base}`, trained with GRPO by mm_grpo {__version__}: {step} steps of "
+        f"{config.rollout.prompts_per_step} prompts with {config.rollout.num_generations} completions each, {how}.", "",
+        "| | |", "|---|---|",
+        f"| base model | `{base}` |",
+        f"| data | {_sources(config.data.train)} |",
+        f"| evaluation data | {_sources(config.data.eval)} |",
+        f"| rewards | {', '.join(f'`{name}`' for name in history.rewards)} |",
+        f"| headline | {config.run.headline or 'mean reward'} |", "",
+    ]  # fmt: skip
+    found = evaluations(history)
+    if found:
+        lines += [
+            "## Evaluation",
+            "",
+            "| set | measure | before | after | at step |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [f"| {name} | {what} | {a:.3f} | {b:.3f} | {at} |" for name, what, a, b, at in found]
+    else:
+        lines += ["The run was not evaluated."]
+    lines += ["", *(f"![{name.removesuffix('.svg')}]({name})" for name in curves)]
+    lines += ["", "## How it was compared", "", f"Before this folder was named: {proof}.", "", "## Use", ""]
+    lines += [_usage(base, adapter=adapter), ""]
+    lines += ["## Config", "", "```yaml", write_yaml(shortened(config.model_dump())).strip(), "```", ""]
+    return "\n".join(lines)
+
+
+def draw_curves(history: History) -> dict[str, str]:
+    """SVG files by name: the reward of each step, and the evaluations; a curve needs two points."""
+    rewards = tuple((row["step"], row["reward"]) for row in history.rows if row.get("reward") is not None)
+    made: dict[str, str] = {}
+    if len(rewards) > 1:
+        series = [Series("reward", rewards, faint=len(rewards) >= 2 * SMOOTHED)]
+        if len(rewards) >= 2 * SMOOTHED:
+            series.append(Series(f"mean of {SMOOTHED} steps", running_mean(rewards, SMOOTHED)))
+        made["reward.svg"] = _standalone(line_chart("Reward", "mean reward", series))
+    lines: list[Series] = []
+    for name, before in history.before.items():
+        what = "accuracy" if before.get("accuracy") is not None else "reward"
+        key = f"eval/{name}/{what}"
+        points = {row["step"]: row[key] for row in history.rows if row.get(key) is not None}
+        if before.get(what) is not None:
+            points.setdefault(0, before[what])
+        if len(points) > 1:
+            lines.append(Series(f"{name} {what}", tuple(sorted(points.items())), slot=len(lines) % 8 + 1))
+    if lines:
+        made["evaluation.svg"] = _standalone(line_chart("Evaluation", lines[0].label, lines))
+    return made
+
+
+def shortened(value: Any) -> Any:
+    """`value` with absolute paths, also those of file.py:name, shortened to their last part.
+
+    >>> shortened({"path": "/home/me/models/tiny", "rewards": ["/home/me/mine.py:score", "format"], "n": 3})
+    {'path': 'tiny', 'rewards': ['mine.py:score', 'format'], 'n': 3}
+    """
+    if isinstance(value, Mapping):
+        return {key: shortened(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [shortened(each) for each in value]
+    if isinstance(value, str) and value.startswith(("/", "~")) and "\n" not in value:
+        return value.rstrip("/").rpartition("/")[2]
+    return value
+
+
+def _sources(source: Any) -> str:
+    if source is None:
+        return "passed in Python, or none"
+    text = (
+        json.dumps(shortened(source), ensure_ascii=False)
+        if not isinstance(source, str)
+        else shortened(source)
+    )
+    return f"`{text}`"
+
+
+def _standalone(svg: str) -> str:
+    """An SVG of a page as a file of its own: with a namespace, colours and a ground."""
+    head, _, rest = svg.partition(">")
+    named = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return f"{named}>{STYLE}{rest}\n"
+
+
+def _usage(base: str, *, adapter: bool) -> str:
+    load = "model = AutoModelForImageTextToText.from_pretrained(FOLDER)"
+    imports = "from transformers import AutoModelForImageTextToText, AutoProcessor"
+    if adapter:
+        imports = f"from peft import PeftModel\n{imports}"
+        load = f'base = AutoModelForImageTextToText.from_pretrained("{base}")\n'
+        load += "model = PeftModel.from_pretrained(base, FOLDER)"
+    return f"```python\n{imports}\n\n{load}\nprocessor = AutoProcessor.from_pretrained(FOLDER)\n```"

@@ -1,0 +1,176 @@
+"""A written folder against the trained model: the same tensors to the bit, and the same log-probs.
+
+The folder is loaded with plain transformers, adapters with plain peft, and runs prompts of the run one by one, as its
+own processor makes them. What the trained model says of the same tokens was computed by the learner's forward, with
+its adapters unmerged. So a wrong merge shows, and so does a file that is not what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.export.prompts import Asked
+from mm_grpo.health.logp_gap import LIMITS
+from mm_grpo.learner.score import score
+from mm_grpo.parity.gaps import Gap, gap_of
+from mm_grpo.processors.model_folder import quoted
+from mm_grpo.rollout.weights import digest
+from mm_grpo.trained.model import Trained
+from mm_grpo.types import Prompt
+
+LARGEST = 1e-4
+"""Largest gap of a token in float32, in nats; in bfloat16 the mean gap is bounded, by that between two engines."""
+
+Scores = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a written folder has to show: log-probs of `asked` under the trained model, digests of tensors by name."""
+
+    asked: Asked
+    scores: Scores
+    digests: Mapping[str, str]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The gap [nats] over some prompts, and what it was held against: the largest in float32, the mean in bfloat16."""
+
+    gap: Gap
+    prompts: int
+    limit: float
+    dtype: str
+
+    def __str__(self) -> str:
+        kind, limit = ("largest", self.gap.max) if self.dtype == "float32" else ("mean", self.gap.mean)
+        return (
+            f"log-probs of {self.gap.tokens} tokens after {self.prompts} prompts of the run, by plain transformers: "
+            f"the {kind} difference from the trainer's is {limit:.1e} nats ({self.dtype}, at most {self.limit:g})"
+        )
+
+
+def expected_of(trained: Trained, asked: Asked, tensors: Iterator[tuple[str, Tensor]]) -> Expected:
+    """Scores by the learner's forward, and digests of the tensors that will be read back, under their names there."""
+    scores = [
+        score(trained.model, trained.processor, trained.config, prompt, [ids])[0] for prompt, ids in asked
+    ]
+    return Expected(asked, scores, {name: digest(tensor) for name, tensor in tensors}, trained.model.dtype)
+
+
+def prove(folder: Path, config: GRPOConfig, expected: Expected, *, adapter: bool) -> Proof:
+    """Load `folder` and compare. ConfigError, naming what differs, when it is not the trained model."""
+    try:
+        model = load_plain(folder, config, expected.dtype, adapter=adapter)
+        processor: Any = AutoProcessor.from_pretrained(
+            folder, trust_remote_code=config.model.trust_remote_code
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever it is, nobody could load what was written
+        raise ConfigError(
+            f"what was written cannot be loaded ({type(error).__name__}: {quoted(error)})"
+        ) from error
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, wanted in expected.digests.items():
+        if name not in named or digest(named[name]) != wanted:
+            how = "differs from what was written" if name in named else "is missing"
+            raise ConfigError(
+                f"{name} {how} where it is read back; the disk or the copy is faulty: try again"
+            )
+    found: Scores = []
+    kwargs = config.data.chat_template_kwargs
+    with torch.no_grad():
+        for prompt, ids in expected.asked:
+            inputs = plain_inputs(processor, prompt, ids, kwargs)
+            made = tuple(inputs["input_ids"][0].tolist())
+            if made != (*prompt.token_ids, *ids):
+                raise ConfigError(
+                    f"{prompt.uid}: the saved processor makes {len(made) - len(ids)} tokens of the prompt, and the "
+                    f"trainer made {len(prompt.token_ids)} others; the saved processor is not the run's"
+                )
+            found.append(plain_logprobs(model, inputs, ids))
+    gap, dtype = gap_of(found, expected.scores), str(expected.dtype).removeprefix("torch.")
+    exact = dtype == "float32"
+    proof = Proof(gap, len(found), LARGEST if exact else LIMITS["bfloat16"], dtype)
+    if not (gap.max if exact else gap.mean) <= proof.limit:
+        raise ConfigError(
+            f"what was written is not the trained model: {proof}. The merge is wrong, or this machine computes the two "
+            "differently; nothing was kept"
+        )
+    return proof
+
+
+def load_plain(folder: Path, config: GRPOConfig, dtype: torch.dtype, *, adapter: bool) -> Any:
+    """The model in `folder` by transformers, or the base model with the adapter in `folder` by peft."""
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.model.trust_remote_code}
+    base = config.model.path if adapter else folder
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
+        base, use_safetensors=True, output_loading_info=True, **options
+    )
+    model, info = loaded
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[what]:
+            raise ConfigError(
+                f"{what.replace('_', ' ')} in '{base}': {', '.join(map(str, sorted(info[what])[:3]))}"
+            )
+    if adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(folder))
+    from mm_grpo.learner.model import resolve_device
+
+    return model.to(resolve_device(config.model.device)).eval()
+
+
+def plain_inputs(
+    processor: Any, prompt: Prompt, completion: Sequence[int], template_kwargs: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """What transformers' own `processor` makes of the row, its images at their final size, with a completion behind."""
+    # a template that takes no list of parts is given strings, and one that takes no string, parts
+    messages = [dict(message) for message in prompt.sample.messages]
+    parts = [
+        {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m["content"], str) else m
+        for m in messages
+    ]
+    images = list(prompt.engine_prompt.images) or None
+    made: dict[str, Tensor] = {}
+    for given in (messages, parts):
+        try:
+            text = processor.apply_chat_template(
+                given, tokenize=False, add_generation_prompt=True, **template_kwargs
+            )
+        except Exception as error:
+            if given is parts:
+                raise ConfigError(f"{prompt.uid}: the saved chat template fails ({quoted(error)})") from error
+            continue
+        made = dict(processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
+        if tuple(made["input_ids"][0].tolist()) == prompt.token_ids:
+            break
+    made.pop("attention_mask", None)
+    ids = torch.tensor([list(completion)], dtype=torch.long)
+    made["input_ids"] = torch.cat([made["input_ids"], ids], 1)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in made:
+            made[name] = torch.nn.functional.pad(made[name], (0, len(completion)))
+    return made
+
+
+def plain_logprobs(model: Any, inputs: Mapping[str, Tensor], completion: Sequence[int]) -> list[float]:
+    """Log-probs [T] of a completion at the end of `inputs`, by the model's own forward; over the whole vocabulary."""
+    device = next(model.parameters()).device
+    on_device = {name: tensor.to(device) for name, tensor in inputs.items()}
+    logits = model(**on_device, use_cache=False).logits[0].float()[-len(completion) - 1 : -1]
+    chosen = torch.tensor(list(completion), device=logits.device)[:, None]
+    values: list[float] = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+    return values

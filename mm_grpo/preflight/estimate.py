@@ -1,0 +1,360 @@
+"""`mm-grpo estimate`: what a config will hold of a GPU's memory, from the model's config.json alone.
+
+The model is built without weights (torch's meta device), so that every count of weights is exact; the arithmetic is
+that of learner/memory.py, which the run prints at its start. A run holds most in one of two phases:
+
+    learner   weights, reference, gradients, optimizer, activations of one pack, and vLLM's share at
+              `rollout.vllm.sleep_level` 0; at 1 its weights move to the host's memory, and at 2 they are dropped
+    rollout   weights, reference, optimizer, and vLLM's share of the GPU, or the embedded engine's cache
+
+vLLM's share holds its copy of the weights, 1 GB for a forward of its own (an assumption), and its cache: 2 K b bytes of
+a token for each layer of full attention, with K the width of all heads' keys. CUDA's context is taken for 0.5 GB. A
+card of N GB has N * 10^9 bytes. What does not fit is tried again with one setting more, in the order of what costs
+least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForImageTextToText
+
+from mm_grpo.build import processor_of
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.lora import add_adapters
+from mm_grpo.learner.memory import (
+    PROMPT,
+    MemoryEstimate,
+    ModelSizes,
+    images_in_pack,
+    kept_tokens,
+    largest_pack,
+    memory_estimate,
+)
+from mm_grpo.processors.base import processor_class
+from mm_grpo.processors.model_folder import quoted
+from mm_grpo.processors.qwen_vl import IMAGE_TOKENS, QwenVLFamily
+from mm_grpo.rollout.transformers_engine import MAX_ROWS
+from mm_grpo.terminal import printable
+
+PROCESSES = "--processes"
+CARDS = (24, 48, 80)
+"""Sizes of GPUs [GB] that are shown beside what is asked for."""
+GB = 10**9
+CONTEXT = GB // 2
+"""Bytes of CUDA's context."""
+FORWARD = GB
+"""Bytes that vLLM needs for a forward of its own, beside weights and cache."""
+FEWEST = 512
+"""Fewest tokens of a pack that are tried."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """The largest image that `data.max_pixels` allows."""
+
+    pixels: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Bytes of one process in both phases; `cache` is that of the engine, in tokens of its cache."""
+
+    learner: MemoryEstimate
+    rollout: dict[str, int]
+    cache: int
+    fault: str = ""
+
+    @property
+    def peak(self) -> int:
+        return max(self.learner.total, sum(self.rollout.values())) + CONTEXT
+
+
+def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
+    """The model of a config without weights, trained parts marked, and its family. ConfigError for what is unknown."""
+    options = {"trust_remote_code": config.model.trust_remote_code}
+    cls, found = processor_class(config.model.path, named=config.model.processor, **options)
+    family = cls.family
+    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    try:
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(found, dtype=dtype, **options)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"model.path = '{config.model.path}': no model can be built by its config.json ({quoted(error)})"
+        ) from None
+    family.check(model)
+    if config.model.freeze_vision:
+        family.tower(model).requires_grad_(False)
+    if config.model.lora is not None:
+        add_adapters(model, config.model.lora, family)
+    return model, family
+
+
+def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
+    """Counts and axes of a config's model, and its largest image. ConfigError where its config does not tell them."""
+    model, family = build_on_meta(config)
+    try:
+        sizes = ModelSizes.of(model, _reference(config, model))
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"model.path = '{config.model.path}': its text config does not name the axes of its layers as Llama's does "
+            f"({quoted(error)}), so nothing can be estimated"
+        ) from None
+    return sizes, _image(config, model, family)
+
+
+def phases(
+    sizes: ModelSizes, image: Image, config: GRPOConfig, card: int, *, processes: int, checkpointing: bool
+) -> Phases:
+    """What one process of a run holds of a GPU of `card` bytes."""
+    optim, rollout = config.optim, config.rollout
+    given, b = rollout.vllm, sizes.numbers
+    inside = rollout.engine == "vllm"
+    share = round(card * given.gpu_memory_utilization) if inside else 0
+    asleep = share if given.sleep_level == 0 else 0
+    alone = processes == 1 and not optim.offload_optimizer
+    learner = memory_estimate(
+        sizes,
+        tokens=largest_pack(config, processes),
+        checkpointing=checkpointing,
+        zero_stage=0 if alone else optim.zero_stage,
+        offload=optim.offload_optimizer,
+        processes=processes,
+        vllm=asleep,
+        pixels=image.pixels * images_in_pack(config, processes),
+        kept=kept_tokens(config),
+    )
+    token = 2 * b * sizes.keys * (sizes.layers - sizes.linear_layers)
+    length = (config.data.max_prompt_length or PROMPT) + rollout.max_completion_length
+    base = sizes.weights - sizes.adapters
+    held = {"weights": learner.weights, "reference": learner.reference, "optimizer": learner.optimizer}
+    fault = ""
+    if inside:
+        room = share - b * base - FORWARD
+        cache = max(0, room) // token
+        held["vLLM"] = share
+        if cache < length:
+            least = b * base + FORWARD + token * length
+            fault = (
+                f"vLLM's share of {share / GB:.1f} GB has no room for its weights and one sequence "
+                f"({least / GB:.1f} GB)"
+            )
+    else:
+        rows = min(MAX_ROWS, -(-rollout.prompts_per_step // processes) * rollout.num_generations)
+        cache = rows * length
+        held["cache of the embedded engine"] = cache * token
+    return Phases(learner, held, cache, fault)
+
+
+# what helps ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings that fit a config on a card, with the bytes that it holds then; empty where it fits as it is."""
+
+    settings: tuple[str, ...]
+    peak: int
+
+
+def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None:
+    """Settings, in the order of what costs least, with which a config fits; None where none do.
+
+    One after another is added while it helps, and once all fits those that it does not need are taken back, the
+    dearest first.
+    """
+    known: dict[str, tuple[ModelSizes, Image]] = {}
+
+    def tried(settings: Mapping[str, Any]) -> Phases:
+        changed = config.with_values({n: v for n, v in settings.items() if n != PROCESSES})
+        model = changed.model.model_dump_json()
+        if model not in known:
+            known[model] = sizes_of(changed)
+        return peak_phase(*known[model], changed, card, int(settings.get(PROCESSES, processes)))
+
+    taken: dict[str, Any] = {}
+    current = tried(taken)
+    sizes = known[config.model.model_dump_json()][0]
+    for name, value in _knobs(config, sizes, card, processes):
+        if _fits(current, card):
+            break
+        found = tried({**taken, name: value})
+        if found.peak < current.peak or (current.fault and not found.fault):
+            taken[name], current = value, found
+    if not _fits(current, card):
+        return None
+    for name in reversed(list(taken)):
+        fewer = {n: v for n, v in taken.items() if n != name}
+        if _fits(found := tried(fewer), card):
+            taken, current = fewer, found
+    shown = (f"{n} {v}" if n == PROCESSES else f"{n}={_as_yaml(v)}" for n, v in taken.items())
+    return Remedy(tuple(shown), current.peak)
+
+
+def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> Iterator[tuple[str, Any]]:
+    """Settings to try, from what costs least: seconds of a step, then time, then machines, then what is learned."""
+    optim, vllm = config.optim, config.rollout.vllm
+    if config.rollout.engine == "vllm":
+        if vllm.sleep_level == 0:
+            yield "rollout.vllm.sleep_level", 1
+        length = (config.data.max_prompt_length or PROMPT) + config.rollout.max_completion_length
+        token = 2 * sizes.numbers * sizes.keys * (sizes.layers - sizes.linear_layers)
+        least = (
+            sizes.numbers * (sizes.weights - sizes.adapters)
+            + FORWARD
+            + token * length * config.rollout.num_generations
+        )
+        share = -(-100 * least // card) / 100
+        if share <= 1 and share != vllm.gpu_memory_utilization:
+            yield "rollout.vllm.gpu_memory_utilization", share
+    if optim.gradient_checkpointing is False:
+        yield "optim.gradient_checkpointing", True
+    tokens = largest_pack(config, processes)
+    while tokens // 2 >= FEWEST:
+        tokens //= 2
+        if tokens >= (config.data.max_prompt_length or PROMPT) + config.rollout.max_completion_length:
+            yield "optim.max_tokens_per_pack", tokens
+    if not optim.offload_optimizer:
+        yield "optim.offload_optimizer", True
+    for more in (2, 4, 8):
+        if more > processes and config.rollout.prompts_per_step % more == 0:
+            yield PROCESSES, more
+    if config.model.lora is None:
+        if not config.model.freeze_vision:
+            yield "model.freeze_vision", True
+        yield "model.lora", {"rank": 16}
+
+
+def peak_phase(sizes: ModelSizes, image: Image, config: GRPOConfig, card: int, processes: int) -> Phases:
+    """What one process holds, with gradient checkpointing unless the config says otherwise."""
+    checkpointing = config.optim.gradient_checkpointing is not False
+    return phases(sizes, image, config, card, processes=processes, checkpointing=checkpointing)
+
+
+def _fits(found: Phases, card: int) -> bool:
+    return not found.fault and found.peak <= card
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# what is shown -------------------------------------------------------------------------------
+
+
+def show(
+    config: GRPOConfig, cards: Sequence[float], *, processes: int, console: Console | None = None
+) -> None:
+    """Print the table for each GPU of `cards` [GB], and with which settings the config fits on these and CARDS."""
+    console = console or Console(highlight=False)
+    sizes, image = sizes_of(config)
+    checkpointing = config.optim.gradient_checkpointing is not False
+    lines = (
+        f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, "
+        f"{8 * sizes.numbers}-bit; {processes} process(es), packs of at most "
+        f"{largest_pack(config, processes):,} tokens {'with' if checkpointing else 'without'} gradient checkpointing",
+        f"an image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a prompt, prompts of "
+        f"{config.data.max_prompt_length or PROMPT:,} tokens (data.max_prompt_length)",
+    )
+    for line in lines:
+        console.print(printable(line), soft_wrap=True, markup=False)
+    for card in cards:
+        found = peak_phase(sizes, image, config, round(card * GB), processes)
+        console.print(_table(found, card))
+        if found.fault:
+            console.print(found.fault, soft_wrap=True, markup=False)
+        elif config.rollout.engine == "vllm_server":
+            console.print("vLLM servers have GPUs of their own, which are not counted", soft_wrap=True)
+        elif config.rollout.engine == "vllm":
+            length = (config.data.max_prompt_length or PROMPT) + config.rollout.max_completion_length
+            console.print(
+                f"vLLM's cache: {found.cache:,} tokens, {found.cache // length:,} sequences of {length:,}",
+                soft_wrap=True,
+            )
+    for card in sorted({*map(float, cards), *map(float, CARDS)}):
+        console.print(
+            fit_sentence(what_fits(config, round(card * GB), processes=processes), card),
+            soft_wrap=True,
+            markup=False,
+        )
+
+
+def fit_sentence(found: Remedy | None, card: float) -> str:
+    """
+    >>> fit_sentence(Remedy((), 21 * 10**9), 24)
+    'fits on 24 GB (21.0 GB)'
+    """
+    if found is None:
+        return f"does not fit on {card:g} GB, whatever is set: take a smaller model"
+    if not found.settings:
+        return f"fits on {card:g} GB ({found.peak / GB:.1f} GB)"
+    return f"fits on {card:g} GB with {', '.join(found.settings)} ({found.peak / GB:.1f} GB)"
+
+
+def _table(found: Phases, card: float) -> Table:
+    table = Table(title=f"GB of one process on a GPU of {card:g} GB")
+    for title in ("", "while it learns", "while it samples"):
+        table.add_column(title, justify="left" if not title else "right")
+    names = {
+        "log_probs": "log-probs", "vllm": "vLLM", "vision": "vision tower", "masks": "attention masks",
+        "kept_prompt": "kept prompt",
+    }  # fmt: skip
+    learner = {names.get(f.name, f.name): getattr(found.learner, f.name) for f in fields(found.learner)}
+    for name in dict.fromkeys([*learner, *found.rollout]):
+        one, other = learner.get(name, 0), found.rollout.get(name, 0)
+        if one or other:
+            table.add_row(name, _cell(one), _cell(other))
+    table.add_row("CUDA's context", _cell(CONTEXT), _cell(CONTEXT))
+    table.add_section()
+    table.add_row("sum", _cell(found.learner.total + CONTEXT), _cell(sum(found.rollout.values()) + CONTEXT))
+    return table
+
+
+def _cell(count: int) -> str:
+    return f"{count / GB:.2f}" if count else "-"
+
+
+# parts ---------------------------------------------------------------------------------------
+
+
+def _reference(config: GRPOConfig, model: Any) -> Any:
+    """The model that the reference policy is a copy of, if it is one of its own."""
+    if config.algorithm.beta == 0:
+        return None
+    if config.algorithm.reference_path is not None:
+        return build_on_meta(
+            config.with_values({"model.path": config.algorithm.reference_path, "model.lora": None})
+        )[0]
+    return model if config.model.lora is None else None
+
+
+def _image(config: GRPOConfig, model: Any, family: Any) -> Image:
+    """The largest image, by the processor's files, or for Qwen-VL by the model's config where they are not there."""
+    folder = Path(config.model.path)
+    has_files = any(
+        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+    )
+    if not folder.is_dir() or has_files:
+        processor: Any = processor_of(config)
+        tokens = processor.max_image_tokens() if hasattr(processor, "max_image_tokens") else 0
+        return Image(processor.max_pixels, tokens)
+    if not isinstance(family, QwenVLFamily):
+        raise ConfigError(
+            f"model.path = '{folder}': how large an image may be stands in its preprocessor_config.json, which is not "
+            "there; copy the small files of the model beside config.json"
+        )
+    vision = model.config.vision_config
+    area = (vision.patch_size * vision.spatial_merge_size) ** 2
+    pixels = config.data.max_pixels or IMAGE_TOKENS * area
+    return Image(pixels, pixels // area)

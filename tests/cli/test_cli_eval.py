@@ -1,0 +1,210 @@
+"""`mm-grpo eval`: the same weights as the run's, from each place they lie in; what it prints and refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.run_folders import write_config
+
+from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.evaluation.weights import find_weights
+from mm_grpo.export.write import export_run
+from mm_grpo.learner.model import load_model
+from mm_grpo.processors.base import load_processor
+from mm_grpo.trained.model import put_in
+
+LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"dtype": "float32"},
+    "full, bfloat16": {"dtype": "bfloat16", "freeze_vision": True},
+    "lora": {"dtype": "float32", "lora": LORA},
+}
+
+
+class Trained:
+    """A run of two steps, its config, and its weights as the learner held them at the end.
+
+    That with adapters has a base model that its config calls `model`, from the working folder: as a run calls its own.
+    """
+
+    def __init__(self, base: Path, folder: Path, kind: str) -> None:
+        run = {"max_steps": 2, "eval_every": 1, "save_every": 1, "headline": "length >= 0.5"}
+        self.folder = folder
+        self.config = write_config(base, folder, model={"device": "cpu", **KINDS[kind]}, run=run)
+        trainer = GRPOTrainer(GRPOConfig.from_yaml(self.config))
+        self.summary = trainer.train()
+        self.weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+        trainer.close()
+
+
+@pytest.fixture(scope="module")
+def trained(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Trained]]:
+    root, work = tmp_path_factory.mktemp("eval"), tmp_path_factory.mktemp("work")
+    shutil.copytree(models["qwen2_vl"], work / "model")
+    with contextlib.chdir(work):
+        base = {kind: Path("model") if kind == "lora" else models["qwen2_vl"] for kind in KINDS}
+        yield {kind: Trained(base[kind], root / str(i), kind) for i, kind in enumerate(KINDS)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_s_weights_are_the_learner_s_to_the_bit(kind: str, trained: dict[str, Trained]) -> None:
+    run = trained[kind]
+    weights = find_weights(GRPOConfig.from_yaml(run.config), str(run.folder), "last")
+    model = load_model(weights.model, load_processor(weights.model.path).family)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert weights.checkpoint is not None
+    assert weights.checkpoint.checkpoint.path == run.folder / "checkpoints" / "step-000002"
+    put_in(model, weights.checkpoint)
+    found = dict(model.named_parameters())
+    assert found.keys() == run.weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in run.weights.items())
+    assert any(not torch.equal(start[name], value) for name, value in run.weights.items())
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_and_its_model_score_as_the_run_did(
+    kind: str, trained: dict[str, Trained], command: Any, tmp_path: Path
+) -> None:
+    run = trained[kind]
+    for number, model in enumerate((run.folder, run.folder / "model")):
+        out = tmp_path / f"{number}.json"
+        which = ["--checkpoint", "last"] if model == run.folder else []
+        done = command("eval", run.config, "--model", model, *which, "--json", out)
+        assert done.code == 0, done.err
+        found = json.loads(out.read_text())["sets"]["eval"]
+        expected = run.summary["first_set"]["after"]
+        for key in ("score", "reward", "rows", "length", "clipped"):
+            assert found[key] == pytest.approx(expected[key]), key
+        assert found["interval"] == pytest.approx(expected["interval"])
+        assert "accuracy (length >= 0.5)" in done.out and f"{expected['score']:.3f} [" in done.out
+    assert sorted(p.name for p in run.folder.iterdir() if "eval" in p.name) == []  # nothing is written there
+
+
+def test_sampled_with_pass_at_k_by_a_column_and_blind(
+    trained: dict[str, Trained], command: Any, tmp_path: Path
+) -> None:
+    run, out = trained["full"], tmp_path / "found.json"
+    arguments = ["--samples", 4, "--by", "answer", "--blind", "shuffled", "--json", out]
+    done = command("eval", run.config, "--model", run.folder, *arguments, "rollout.eval.top_k=50")
+    assert done.code == 0, done.err
+    found = json.loads(out.read_text())
+    assert found["sampling"]["temperature"] == 1.0 and found["sampling"]["top_k"] == 50
+    whole = found["sets"]["eval"]
+    assert [*whole["pass_at"]] == ["1", "2", "4"]
+    assert whole["pass_at"]["1"] == pytest.approx(whole["score"])
+    assert whole["score"] <= whole["pass_at"]["2"] <= whole["pass_at"]["4"]
+    groups = found["groups"]["eval"]
+    assert sum(one["rows"] for one in groups.values()) == whole["rows"] == 5
+    total = sum(one["rows"] * one["score"] for one in groups.values())
+    assert total / 5 == pytest.approx(whole["score"])
+    assert whole["blind"]["rows"] == 5
+    assert whole["blind"]["gap"] == pytest.approx(whole["score"] - whole["blind"]["score"], abs=1e-12)
+    assert (
+        "pass@4" in done.out
+        and "images shuffled" in done.out
+        and f"answer = {next(iter(groups))}" in done.out
+    )
+
+
+@pytest.mark.parametrize("which", [None, "best", "step-1"])
+def test_the_last_checkpoint_is_meant_unless_another_is_named(
+    which: str | None, trained: dict[str, Trained]
+) -> None:
+    run = trained["full"]
+    found = find_weights(GRPOConfig.from_yaml(run.config), str(run.folder), which)
+    step = {None: 2, "best": run.summary["best_step"], "step-1": 1}[which]
+    if step == 0:
+        assert found.checkpoint is None and "was before its first step" in found.name
+    else:
+        assert found.checkpoint is not None and found.checkpoint.step == step
+        assert found.name == f"{run.folder}, {which or 'last'} checkpoint (step {step})"
+
+
+def test_a_base_model_that_lies_elsewhere_now_is_the_config_s(trained: dict[str, Trained]) -> None:
+    run = trained["lora"]
+    config = GRPOConfig.from_yaml(run.config).with_values({"model.path": str(Path("model").absolute())})
+    assert find_weights(config, str(run.folder)).model.path == "model"
+    with contextlib.chdir("/"):
+        found = find_weights(config, str(run.folder))
+    assert found.model.path == config.model.path and found.checkpoint is not None
+
+
+def test_an_export_is_evaluated_as_the_run(trained: dict[str, Trained], command: Any, tmp_path: Path) -> None:
+    run = trained["lora"]
+    export_run(run.folder, tmp_path / "out")
+    found = []
+    for model in (tmp_path / "out", run.folder):
+        done = command("eval", run.config, "--model", model, "--json", tmp_path / "found.json")
+        assert done.code == 0, done.err
+        found.append(json.loads((tmp_path / "found.json").read_text()))
+    assert found[0]["sets"] == found[1]["sets"]
+    assert [one["model"] for one in found] == [
+        f"{tmp_path}/out",
+        f"{run.folder}, last checkpoint (step 2)",
+    ]
+    export_run(run.folder, tmp_path / "adapter", adapter=True)
+    done = command("eval", run.config, "--model", tmp_path / "adapter")
+    assert done.code == 2 and "holds adapters without their base model" in done.err
+
+
+def test_a_run_s_own_config_is_read_as_the_run_read_it(
+    trained: dict[str, Trained], command: Any, tmp_path: Path
+) -> None:
+    """Its paths start at the working folder, and not beside it, where the run saved a model under the same name."""
+    run, copy = trained["lora"], tmp_path / "run"
+    shutil.copytree(run.folder, copy)
+    assert GRPOConfig.from_yaml(copy / "config.yaml").model.path == "model"
+    changes = [f"run.dir={copy}", "run.max_steps=3", "run.eval_every=0"]
+    done = command("train", copy / "config.yaml", "--resume", *changes)
+    assert done.code == 0, done.err
+    assert (copy / "checkpoints" / "step-000003").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--blind", "shufled"], "--blind shufled: must be shuffled or removed"),
+        (["--samples", "4", "--temperature", "0"], "4 completions of each row at temperature 0"),
+        (["--by", "answr"], "--by answr: the rows of eval have no such column. did you mean 'answer'?"),
+        (["--checkpoint", "last"], "--checkpoint last: says which checkpoint of a run folder"),
+        (["--checkpoint", "first", "--model", "x"], "--checkpoint first: must be best, last or step-N"),
+        (["--checkpoint", "last", "--model", "x"], "and 'x' is no run folder; leave it out"),
+        (["--json", "/no/such/folder/x.json"], "--json '/no/such/folder/x.json': its folder is not there"),
+        (["data.eval=null", "run.eval_every=0"], "data.eval = null: there are no rows to evaluate on"),
+        (["run.headline=lenght >= 1"], "no reward of the run is named 'lenght'"),
+        (["--model", "{run}/adapter"], "holds adapters without their base model"),
+        (["--model", "{run}/rollouts"], "is neither a model folder (config.json), nor a run folder"),
+    ],
+)
+def test_refusals(arguments: list[str], words: str, trained: dict[str, Trained], command: Any) -> None:
+    run = trained["lora"]
+    done = command("eval", run.config, *[a.replace("{run}", str(run.folder)) for a in arguments])
+    assert done.code == 2 and words in done.err, done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_damaged_checkpoint_and_another_base_are_refused(
+    trained: dict[str, Trained], command: Any, tmp_path: Path
+) -> None:
+    run, copy = trained["full"], tmp_path / "run"
+    shutil.copytree(run.folder, copy)
+    (state,) = (copy / "checkpoints" / "step-000002").glob("state-*")
+    data = bytearray(state.read_bytes())
+    data[-1] ^= 1
+    state.write_bytes(bytes(data))
+    done = command("eval", run.config, "--model", copy, "--checkpoint", "last")
+    assert done.code == 2 and f"{state.name} is not what was written" in done.err
+    shutil.rmtree(copy / "checkpoints")
+    done = command("eval", run.config, "--model", copy, "--checkpoint", "best")
+    assert done.code == 2 and "has no checkpoints (run.save_every)" in done.err
+    weights = find_weights(GRPOConfig.from_yaml(run.config), str(copy))
+    assert (weights.checkpoint, weights.model.path) == (None, f"{copy}/model")

@@ -1,0 +1,130 @@
+"""Help, versions and conversion on the command line, and what is said about options that are fields."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mm_grpo
+from mm_grpo.cli.help import EXAMPLES
+from mm_grpo.cli.main import app
+from mm_grpo.run.environment import memory_limit
+
+
+def commands() -> list[str]:
+    from typer.main import get_command
+
+    found = get_command(app).commands  # type: ignore[attr-defined]
+    inner = [f"{name} {below}" for name, one in found.items() for below in getattr(one, "commands", {})]
+    return sorted([*found, *inner])
+
+
+def test_every_command_has_examples_in_its_help(command: Any) -> None:
+    assert set(EXAMPLES) == set(commands())
+    for name in commands():
+        for flag in ("--help", "-h"):
+            done = command(*name.split(), flag)
+            assert done.code == 0
+            shown = done.out.partition("\n  Examples:\n")[2].splitlines()
+            assert [line.strip() for line in shown] == list(EXAMPLES[name]), name
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_the_examples_are_commands_that_parse(name: str) -> None:
+    import shlex
+
+    from typer.main import get_command
+
+    group = get_command(app)
+    for line in EXAMPLES[name]:
+        words = [word for word in shlex.split(line.partition(" > ")[0])[1:]]
+        with group.make_context("mm-grpo", words, resilient_parsing=False) as context:
+            found, one, rest = group.resolve_command(context, words)  # type: ignore[attr-defined]
+            assert one is not None
+            one.make_context(found, rest, parent=context)  # raises what the command line would say
+
+
+def test_the_version(command: Any) -> None:
+    done = command("--version")
+    assert (done.code, done.out) == (0, f"mm_grpo {mm_grpo.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("--learning_rate", "a field is set without dashes, with its section: optim.learning_rate=VALUE"),
+        (
+            "--learning-rate=1e-6",
+            "a field is set without dashes, with its section: optim.learning_rate=VALUE",
+        ),
+        (
+            "--optim.learning_rate",
+            "a field is set without dashes, with its section: optim.learning_rate=VALUE",
+        ),
+        (
+            "--temperature",
+            "a field is set without dashes, with its section: rollout.temperature=VALUE or "
+            "rollout.eval.temperature=VALUE",
+        ),
+        ("--output_dir", "write run.dir (on the command line: section.field=VALUE)"),
+    ],
+)
+def test_an_option_that_is_a_field(option: str, advice: str, command: Any) -> None:
+    done = command("train", "shapes", option, "1e-6")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"error: no such option: {option.partition('=')[0]}; {advice}\n"
+
+
+def test_any_other_option_is_answered_as_before(command: Any) -> None:
+    done = command("train", "shapes", "--nonsense")
+    assert done.code == 2 and re.search("No such option:? '?--nonsense", done.err)  # as click words it
+
+
+def test_env_shows_versions_devices_and_limits(command: Any) -> None:
+    found = json.loads(command("env", "--json").out)
+    assert found["mm_grpo"] == mm_grpo.__version__ and found["packages"]["torch"]
+    assert found["limits"]["open_files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert "command" not in found and "started" not in found
+    shown = command("env").out
+    assert re.search(rf"^open files +{found['limits']['open_files']}$", shown, re.MULTILINE)
+    gib = found["limits"]["memory_bytes"] / 2**30
+    assert re.search(rf"^memory +{gib:.1f} GiB$", shown, re.MULTILINE)
+
+
+def test_the_memory_of_a_container_is_what_it_allows(tmp_path: Path) -> None:
+    control, machine = tmp_path / "memory.max", tmp_path / "meminfo"
+    machine.write_text("MemTotal:       2048 kB\nMemFree: 1 kB\n")
+    assert memory_limit(control, machine) == 2048 * 1024
+    control.write_text("max\n")
+    assert memory_limit(control, machine) == 2048 * 1024
+    control.write_text("1048576\n")
+    assert memory_limit(control, machine) == 1048576
+    assert memory_limit(tmp_path / "none", tmp_path / "none") is None
+
+
+def test_convert_writes_a_config_once(command: Any, tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "trl.yaml", tmp_path / "config.yaml"
+    theirs.write_text(yaml.safe_dump({"model_name_or_path": "m", "learning_rate": 1e-5, "use_dora": True}))
+    done = command("convert", theirs, "--output", ours)
+    assert (done.code, done.out) == (0, "")
+    assert done.err == (
+        f"2 of 3 keys taken over into {ours}; 1 not, with their reasons as comments at the end\n"
+    )
+    assert yaml.safe_load(ours.read_text())["optim"]["learning_rate"] == 1e-5
+    assert (
+        "#   use_dora = True: model.lora has rank, alpha, target_modules and vision alone\n"
+        in ours.read_text()
+    )
+    again = command("convert", theirs, "--output", ours)
+    assert (again.code, again.err) == (
+        2,
+        f"error: --output '{ours}': is there already; name another file, or remove it\n",
+    )
+    assert command("convert", theirs).out == ours.read_text()
+    assert command("convert", tmp_path / "no.yaml").code == 2

@@ -1,0 +1,157 @@
+"""`recipes`, `init`, and layers on the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_grpo import ConfigError, GRPOConfig
+from mm_grpo.cli.configs import find_layers, find_recipes, load_config, prepare_command
+from mm_grpo.learner.memory import ModelSizes, memory_estimate
+
+WEIGHTS, TOWER, ADAPTERS = 3_754_622_976, 668_684_288, 29_933_568  # of Qwen2.5-VL-3B, and those of lora.yaml
+FULL = ModelSizes(WEIGHTS, WEIGHTS - TOWER, 2, 36, 2048, 2048, 11008, 151936)
+LORA = ModelSizes(WEIGHTS + ADAPTERS, ADAPTERS, 2, 36, 2048, 2048, 11008, 151936, head_is_trained=False)
+
+
+@pytest.mark.parametrize("recipe", sorted(find_recipes()))
+def test_every_layer_goes_over_every_recipe(recipe: str) -> None:
+    alone = load_config(recipe, [])
+    for layer in find_layers():
+        merged = load_config(recipe, [layer])
+        assert merged.data == alone.data and merged.rewards == alone.rewards, layer
+        assert merged != alone or layer in ("embedded", "full", "gpu24", "gpu48", "gpu80"), layer
+
+
+def test_what_a_layer_sets() -> None:
+    config = load_config("geometry3k", ["lora.yaml", "vllm", "gpu24.yaml", "run.seed=7"])
+    assert config.model.lora is not None and config.model.lora.rank == 16
+    assert config.learning_rate == 1e-4 and config.rollout.engine == "vllm"
+    assert config.optim.max_tokens_per_pack == 8192 and config.run.seed == 7
+    assert config.rollout.vllm.gpu_memory_utilization == 0.5
+    back = load_config("geometry3k", ["lora", "full"])
+    assert back.model.lora is None and back.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(("layer", "size"), [("gpu24", 24), ("gpu48", 48), ("gpu80", 80)])
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_the_memory_that_a_layer_states_is_that_of_the_estimate(layer: str, size: int, gpus: int) -> None:
+    name = layer if gpus == 1 else f"{layer}x8"
+    text = " ".join(line.lstrip("# ") for line in find_layers()[name].read_text().splitlines())
+    config = load_config("geometry3k", [name])
+    tokens, share = config.optim.max_tokens_per_pack, config.rollout.vllm.gpu_memory_utilization
+    offload = gpus == 1 and size < 80
+    common: dict[str, Any] = {"tokens": tokens, "checkpointing": True, "processes": gpus}
+    full = memory_estimate(FULL, zero_stage=2 if gpus > 1 or offload else 0, offload=offload, **common)
+    lora = memory_estimate(LORA, zero_stage=2 if gpus > 1 else 0, **common)
+    for estimate in (full, lora):
+        assert f"{estimate.total / 1e9:.1f} GB" in text and estimate.total < 0.9 * size * 1e9
+    assert f"({share:g} x {size} = {share * size:g} GB)" in text
+    states = [one.weights + one.gradients + one.optimizer for one in (full, lora)]
+    fits = [held / 1e9 + share * size < size for held in states]
+    assert fits == ([False, True] if name == "gpu24x8" else [True, True])  # which it says
+    assert ("offload.yaml" in text) == (size == 24 or (size, gpus) == (48, 1))
+
+
+def test_an_unknown_layer_is_one_message_with_the_names(job: Path, command: Callable[..., Any]) -> None:
+    ended = command("train", job, "lorra.yaml")
+    assert ended.code == 2 and len(ended.err.splitlines()) == 1
+    assert "'lorra.yaml' is no file, no layer and no section.field=value; did you mean 'lora'?" in ended.err
+    assert "embedded, full, gpu24" in ended.err and "a field such as run.seed=1" in ended.err
+    assert "did you mean 'shapes'?" in command("check", "shape").err
+
+
+def test_a_layer_of_one_s_own_reaches_check(job: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
+    layer = tmp_path / "mine.yaml"
+    layer.write_text("rollout: {num_generations: 1}\n")
+    ended = command("check", job, layer)
+    assert ended.code == 2 and "num_generations counts completions per prompt" in ended.err
+
+
+def test_a_layer_in_the_run_folder_is_refused(job: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
+    layer = tmp_path / "run" / "mine.yaml"
+    layer.parent.mkdir()
+    layer.write_text("run: {seed: 3}\n")
+    ended = command("train", job, layer, f"run.dir={tmp_path}/run")
+    assert ended.code == 2 and "mine.yaml' lies in run.dir" in ended.err
+
+
+@pytest.mark.parametrize("recipe", ["clevr_count", "refcoco_grounding", "mixture"])
+def test_data_that_is_not_there_is_said_with_the_command(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("check", "train", "doctor"):
+        ended = command(name, recipe)
+        made = prepare_command(find_recipes()[recipe].parent)
+        assert ended.code == 2 and made is not None and made in ended.err
+        assert "train.jsonl does not exist; the recipe's rows are made" in ended.err
+    assert "prepare.py" not in command("check", recipe, "data.train=none.jsonl", "data.eval=null").err
+
+
+def test_recipes_lists_and_shows(command: Callable[..., Any]) -> None:
+    listed = command("recipes").out
+    for name in (*find_recipes(), *find_layers()):
+        assert f"\n  {name} " in listed
+    shown = command("recipes", "chartqa").out
+    assert "# Questions about charts" in shown and "chart_relaxed, exact_years: true" in shown
+    assert "29.9 million numbers" in command("recipes", "lora.yaml").out
+    wrong = command("recipes", "chartq")
+    assert wrong.code == 2 and "there is no recipe 'chartq'; did you mean 'chartqa'?" in wrong.err
+
+
+def test_a_copy_is_whole_and_writes_nothing_over(tmp_path: Path, command: Callable[..., Any]) -> None:
+    ended = command("recipes", "clicking", "--copy", tmp_path / "mine")
+    assert ended.code == 0 and f"mm-grpo train {tmp_path}/mine/config.yaml" in ended.out
+    source = find_recipes()["clicking"].parent
+    assert (tmp_path / "mine" / "fixture" / "train.jsonl").read_bytes() == (
+        source / "fixture/train.jsonl"
+    ).read_bytes()
+    assert {path.stem for path in (tmp_path / "mine" / "layers").iterdir()} == set(find_layers())
+    config = GRPOConfig.from_yaml(tmp_path / "mine" / "config.yaml")
+    assert config == load_config("clicking", [])
+    (tmp_path / "mine" / "README.md").write_text("mine")
+    again = command("recipes", "clicking", "--copy", tmp_path / "mine")
+    assert again.code == 2 and "exists already and would be written over" in again.err
+    assert (tmp_path / "mine" / "README.md").read_text() == "mine"
+    assert command("recipes", "--copy", tmp_path / "x").code == 2 and not (tmp_path / "x").exists()
+
+
+def test_init_writes_what_check_accepts(tmp_path: Path, command: Callable[..., Any]) -> None:
+    folder = tmp_path / "first"
+    assert command("init", folder).code == 0
+    config = folder / "config.yaml"
+    assert len(config.read_text().splitlines()) <= 13
+    ended = command("check", config, "--smoke")
+    assert ended.code == 0 and ended.out.rstrip().endswith("ok") and "1 / 1 / 1" in ended.out
+    assert json.loads((folder / "rows.jsonl").read_text())["answer"] == "3"
+    again = command("init", folder)
+    assert again.code == 2 and "config.yaml and 3 more exists already" in again.err
+
+
+def test_a_curve_that_cannot_be_read_is_said_before_a_model_loads(tmp_path: Path) -> None:
+    from mm_grpo.run.expected_curve import read_expected_curve
+
+    file = tmp_path / "expected.json"
+    good = {"metric": "eval/accuracy", "steps": [0, 10], "values": [0.1, 1], "source": "2 cores"}
+    file.write_text(json.dumps(good))
+    curve = read_expected_curve(file)
+    assert (curve.metric, curve.steps, curve.values) == ("eval/accuracy", (0, 10), (0.1, 1.0))
+    for change, words in (
+        ({"steps": [10, 0]}, "steps must be a list of rising whole numbers"),
+        ({"steps": []}, "steps must be"),
+        ({"values": [1]}, "values must be a list of 2 finite numbers"),
+        ({"values": [1, True]}, "values must be"),
+        ({"values": [1, float("nan")]}, "values must be"),
+        ({"metric": ""}, "metric must be text"),
+        ({"colour": "red"}, "the keys metric, steps, values, source and no others"),
+    ):
+        file.write_text(json.dumps(good | change))
+        with pytest.raises(ConfigError, match=words):
+            read_expected_curve(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_expected_curve(tmp_path / "none.json")

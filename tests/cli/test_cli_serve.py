@@ -1,0 +1,111 @@
+"""`mm-grpo serve` and `train --serve`: what servers are started with, and what is refused before one is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_grpo.build import processor_of
+from mm_grpo.cli import serve
+from mm_grpo.cli.configs import load_config
+from mm_grpo.errors import ConfigError
+from mm_grpo.processors.base import mm_processor_kwargs
+from mm_grpo.rollout.served import launch
+
+FAKE = Path(__file__).parents[1] / "helpers" / "fake_server_process.py"
+
+
+def test_servers_are_started_with_what_the_run_would_start_vllm_with(
+    job: Path, models: dict[str, Path]
+) -> None:
+    loaded = load_config(str(job), ["data.max_pixels=3136", "rollout.vllm.engine_kwargs={max_num_seqs: 7}"])
+    one, two = serve.server_settings(loaded, 2)
+    assert one == two
+    assert one.engine.model == str(models["qwen2_5_vl"])
+    assert (one.engine.dtype, one.engine.max_model_len, one.engine.max_images) == ("float32", 256, 1)
+    assert dict(one.engine.mm_processor_kwargs) == mm_processor_kwargs(processor_of(loaded))
+    assert "3136" in str(one.engine.mm_processor_kwargs)
+    assert one.engine.engine_kwargs == (("max_num_seqs", 7),)
+    assert one.engine.gpu_memory_utilization == serve.GPU_SHARE  # the server has the GPU alone
+    assert (one.transfer, one.gpus, one.tensor_parallel) == ("file", None, 1)
+
+
+def test_what_the_config_says_of_servers_is_done(job: Path) -> None:
+    fields = [
+        "rollout.vllm.gpu_memory_utilization=0.5",
+        "rollout.server.transfer=gloo",
+        "rollout.server.key_env=MINE",
+    ]
+    (one,) = serve.server_settings(load_config(str(job), fields), 1)
+    assert (one.engine.gpu_memory_utilization, one.transfer, one.key_env) == (0.5, "gloo", "MINE")
+
+
+def test_each_server_gets_gpus_of_its_own_after_the_trainers() -> None:
+    eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,GPU-a,5,6,7"}
+    assert serve.gpus_of(2, 2, 4, eight) == [("GPU-a", "5"), ("6", "7")]
+    assert serve.gpus_of(1, 1, 0, eight) == [("0",)]
+    with pytest.raises(
+        ConfigError, match=r"2 server\(s\) with 2 GPU\(s\) each and 5 of the trainer need 9 GPUs, and 8"
+    ):
+        serve.gpus_of(2, 2, 5, eight)
+    with pytest.raises(ConfigError, match="need 1 GPUs, and 0 are visible"):
+        serve.gpus_of(1, 1, 0, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--serve", "2", "--smoke"], "--serve 2: --smoke samples in its own process"),
+        (
+            ["train", "--serve", "1", "rollout.server.urls=[http://127.0.0.1:1]"],
+            "--serve 1: rollout.server.urls names 1 server(s) already",
+        ),
+        (
+            ["train", "--serve", "1", "rollout.engine=vllm"],
+            "--serve 1: rollout.engine = 'vllm' samples in the trainer's process; write rollout.engine=vllm_server",
+        ),
+        (["serve", "--host", "0.0.0.0"], "set a key in the environment variable MM_GRPO_SERVER_KEY"),
+        (["serve", "--servers", "3", "--port", "65534"], "3 servers need the ports up to 65536"),
+        (["serve", "--tensor-parallel", "2"], "--tensor-parallel 2: there is no GPU here"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_message(
+    command: Callable[..., Any],
+    job: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
+    name, *rest = arguments
+    done = command(name, job, *rest)
+    assert done.code == 2 and done.err.startswith("error: ") and message in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_a_launcher_starts_no_servers_in_each_process(
+    command: Callable[..., Any], job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = command("train", job, "--serve", "1")
+    assert done.code == 2 and "and each would start servers" in done.err
+
+
+def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(
+    job: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        launch,
+        "server_command",
+        lambda s, port: [sys.executable, "-S", str(FAKE), str(s.socket), str(tmp_path / "pids")],
+    )
+    with serve.servers_beside(load_config(str(job), []), 2, 1) as fields:
+        urls = fields["rollout.server.urls"]
+        assert len(set(urls)) == 2 and all(url.startswith("unix:///") for url in urls)
+        changed = load_config(str(job), []).with_values(fields)
+        assert changed.rollout.engine == "vllm_server" and changed.rollout.server.urls == urls
+    assert not any(Path(url.removeprefix("unix://")).exists() for url in urls)

@@ -1,0 +1,176 @@
+"""`mm-grpo serve` and `train --serve` with real vLLM servers: the key in front of them, and their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.processes import alone, free_port
+
+pytestmark = pytest.mark.long
+
+KEY = "a-key-that-nobody-may-see"
+
+
+def own_address() -> str:
+    """An address of this machine that is not 127.0.0.1: what others reach it by, where it has such a one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.2"
+
+
+def start(output: Path, *arguments: object, **env: str) -> subprocess.Popen[bytes]:
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mm_grpo.cli", *map(str, arguments)],
+            env={**alone(), **env},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes], output: Path, seconds: float
+) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        text = output.read_text(errors="replace")[-3000:]
+        assert process.poll() is None, f"ended with {process.returncode}\n{text}"
+        assert time.monotonic() < end, f"not within {seconds} s\n{text}"
+        time.sleep(0.1)
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """The command lines of all processes below `pid`."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                if stat[0] != "Z":
+                    parents[int(entry.name)] = int(stat[1])
+            except OSError:
+                continue
+    found: dict[int, str] = {}
+    layer = {pid}
+    while layer:
+        layer = {child for child, parent in parents.items() if parent in layer}
+        for child in layer:
+            try:
+                found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+    return found
+
+
+def servers_of(pid: int) -> set[int]:
+    """vLLM's processes below `pid`: those of sessions that a server began, with what it started."""
+    below = descendants(pid)
+    tops = {child for child, command in below.items() if "vllm.entrypoints" in command}
+    return tops.union(*(descendants(top) for top in tops))
+
+
+def gone(pids: set[int], seconds: float = 15.0) -> bool:
+    def alive(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not any(map(alive, pids))
+
+
+def test_every_endpoint_wants_the_key_at_an_address_that_others_reach(job: Path, tmp_path: Path) -> None:
+    host, port, output = own_address(), free_port(), tmp_path / "output"
+    process = start(
+        output,
+        "serve",
+        job,
+        "--host",
+        host,
+        "--port",
+        port,
+        "--logs",
+        tmp_path / "logs",
+        MM_GRPO_SERVER_KEY=KEY,
+    )
+    try:
+        wait_for(lambda: "Ctrl-C ends them" in output.read_text(), process, output, 180)
+        below = descendants(process.pid)
+        servers = servers_of(process.pid)
+        assert len(servers) >= 2  # the API server and its engine
+        url = f"http://{host}:{port}"
+        right = {"authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as client:
+            routes = client.get("/openapi.json", headers=right).json()["paths"]
+            asked = [(method.upper(), path) for path, methods in routes.items() for method in methods]
+            assert {("POST", "/pause"), ("POST", "/update_weights"), ("POST", "/collective_rpc")} <= set(
+                asked
+            )
+            asked += [("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/docs"), ("OPTIONS", "/pause")]
+            for method, path in asked:
+                for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": KEY}):
+                    answer = client.request(method, path, headers=headers)
+                    assert answer.status_code == 401, (method, path, headers)
+            assert client.get("/is_paused", headers=right).json() == {"is_paused": False}
+            large = "x" * (8 << 20)
+            echoed = client.post("/tokenize", headers=right, json={"prompt": large[:64], "other": large})
+            assert echoed.status_code == 200, echoed.text[:300]
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+        assert gone(servers)
+        seen = [output.read_text(), *(f.read_text() for f in (tmp_path / "logs").iterdir()), *below.values()]
+        assert not any(KEY in text for text in seen)
+        assert "ended by SIGTERM, and the servers with it" in seen[0]
+        assert f"server 0: {url} is ready" in seen[0] and f"'rollout.server.urls=[{url}]'" in seen[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.timeout(700)
+def test_a_killed_trainer_leaves_no_server_and_goes_on_with_another_number(job: Path, tmp_path: Path) -> None:
+    output, run = tmp_path / "output", tmp_path / "run"
+    fields = ["run.save_every=1", "run.parity_check=false"]
+    process = start(output, "train", job, "--serve", 2, "run.max_steps=400", *fields)
+    try:
+        wait_for(lambda: (run / "checkpoints" / "step-000002").exists(), process, output, 240)
+        servers = servers_of(process.pid)
+        assert len(servers) >= 4
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert gone(servers)
+    finally:
+        process.kill()
+        process.wait()
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    steps = max(json.loads(row)["step"] for row in rows) + 1
+    process = start(output, "train", job, "--serve", 1, "--resume", f"run.max_steps={steps}", *fields)
+    try:
+        wait_for(lambda: bool(servers_of(process.pid)), process, output, 120)
+        servers = servers_of(process.pid)
+        assert process.wait(200) == 0, output.read_text()[-3000:]
+        assert gone(servers)
+    finally:
+        process.kill()
+        process.wait()
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(1, steps + 1))

@@ -1,0 +1,268 @@
+"""Configs of other trainers as ours: values, arithmetic of batches and steps, and a reason for what is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.config.convert import NO_MODEL, convert
+from mm_grpo.config.foreign_file import read_foreign
+from mm_grpo.errors import ConfigError
+
+TRL: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Q",
+    "dtype": "bfloat16",
+    "attn_implementation": "flash_attention_2",
+    "use_peft": True,
+    "lora_r": 64,
+    "lora_alpha": 128,
+    "lora_target_modules": ["q_proj"],
+    "lora_dropout": 0.05,
+    "dataset_name": "owner/set",
+    "dataset_config": "main",
+    "eval_strategy": "steps",
+    "eval_steps": 80,
+    "reward_funcs": ["accuracy_reward", "my.rewards.brief"],
+    "reward_weights": [1.0, 0.5],
+    "output_dir": "runs/vlm",
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_generations": 8,
+    "num_iterations": 2,
+    "learning_rate": 1e-5,
+    "max_steps": 400,
+    "warmup_ratio": 0.1,
+    "lr_scheduler_type": "cosine",
+    "save_steps": 100,
+    "logging_steps": 1,
+    "report_to": ["wandb"],
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.5,
+    "top_p": 1.0,
+    "loss_type": "grpo",
+    "beta": 0.001,
+}
+
+
+def test_a_script_of_trl() -> None:
+    found = convert(TRL, devices=2)
+    # 8 x 4 x 2 = 64 completions a step are 8 groups; 4 micro-steps by 2 make 2 updates, twice over: 4 a step
+    assert found.values == {
+        "model": {
+            "path": "Qwen/Q",
+            "dtype": "bfloat16",
+            "lora": {"rank": 64, "alpha": 128, "target_modules": ["q_proj"]},
+        },
+        "data": {"train": "owner/set:main:train", "eval": "owner/set:main:test"},
+        "rollout": {
+            "prompts_per_step": 8,
+            "num_generations": 8,
+            "engine": "vllm",
+            "vllm": {"gpu_memory_utilization": 0.5},
+        },
+        "rewards": [{"name": "math", "weight": 1.0}, {"name": "my.rewards:brief", "weight": 0.5}],
+        "algorithm": {
+            "num_iterations": 2,
+            "importance_sampling_mode": "sequence_mask",
+            "loss_type": "grpo",
+            "beta": 0.001,
+        },
+        "optim": {
+            "updates_per_step": 2,
+            "learning_rate": 1e-5,
+            "warmup_steps": 40,
+            "lr_scheduler_type": "cosine",
+        },
+        "run": {
+            "dir": "runs/vlm",
+            "eval_every": 20,
+            "max_steps": 100,
+            "save_every": 25,
+            "trackers": ["wandb"],
+        },
+    }
+    assert found.left == {
+        "attn_implementation": "model.attn = 'flash_attention_2': must be one of auto, sdpa, eager, flex_attention; "
+        "write auto, which is flex_attention on a GPU in bfloat16: completions share their prompt, and a flash kernel "
+        "has no mask for that",
+        "lora_dropout": "model.lora has rank, alpha, target_modules and vision alone",
+        "logging_steps": "the log has every step, in metrics.jsonl and on the terminal",
+    }
+    assert set(found.taken) | set(found.left) == set(TRL)
+
+
+def test_what_is_written_reads_back_and_holds_the_reasons(tmp_path: Path) -> None:
+    found = convert(TRL, devices=2)
+    path = tmp_path / "config.yaml"
+    path.write_text(found.yaml())
+    assert GRPOConfig.from_yaml(path) == GRPOConfig.from_dict(found.values)
+    text = path.read_text()
+    assert text.startswith("model:\n  path: Qwen/Q\n")
+    assert "\n# Not taken over:\n" in text
+    assert "\n#   lora_dropout = 0.05: model.lora has rank, alpha, " in text
+
+
+def test_what_trl_does_by_default_is_written_out() -> None:
+    found = convert({"learning_rate": 1e-6})
+    assert found.values == {
+        "optim": {"learning_rate": 1e-6, "updates_per_step": 1, "lr_scheduler_type": "linear"},
+        "rollout": {"prompts_per_step": 1},
+        "model": {"path": NO_MODEL},
+    }
+    assert found.notes == [
+        "rollout.prompts_per_step: of TRL's default, 8 completions a device",
+        "optim.lr_scheduler_type: TRL's default",
+        "run.max_steps: TRL's default is 3 epochs; here null is one pass over the data",
+        f"model.path: the file names no model; write its name in place of {NO_MODEL}",
+        "rewards: none could be taken over; name them here (`mm-grpo rewards` lists what ships)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "why"),
+    [
+        (
+            {"per_device_train_batch_size": 4},
+            "per_device_train_batch_size",
+            "4 completions a step make 1/2 groups of 8",
+        ),
+        (
+            {"num_train_epochs": 3},
+            "num_train_epochs",
+            "run.max_steps counts steps, not epochs: write rows x epochs",
+        ),
+        (
+            {"save_strategy": "epoch"},
+            "save_strategy",
+            "run.save_every counts steps; write it, or leave it out",
+        ),
+        ({"save_strategy": "no", "save_steps": 9}, "save_steps", "counts only with save_strategy: steps"),
+        (
+            {"warmup_ratio": 0.1},
+            "warmup_ratio",
+            "is a share of the run, whose length is not known; write optim.",
+        ),
+        ({"dtype": "float16"}, "dtype", "model.dtype is auto, float32 or bfloat16"),
+        ({"loss_type": "geo_mean"}, "loss_type", "algorithm.loss_type = 'geo_mean': must be one of grpo, "),
+        (
+            {"top_p": 0.9},
+            "top_p",
+            "truncated sampling and penalties are for evaluation; write rollout.eval.top_p",
+        ),
+        (
+            {"report_to": ["mlflow", "wandb"]},
+            "report_to",
+            "run.trackers has tensorboard, wandb and trackio, not mlflow",
+        ),
+        ({"vllm_mode": "server"}, "vllm_mode", "counts only with use_vllm: true"),
+        (
+            {"reward_funcs": ["orm"]},
+            "reward_funcs",
+            "no reward here is named orm; write path/to/file.py:function",
+        ),
+        ({"lora_r": 8}, "lora_r", "counts only with adapters"),
+        ({"some_key": 1}, "some_key", "mm_grpo knows no such key; docs/config.md has every field"),
+    ],
+)
+def test_what_is_left_out_has_a_reason(given: dict[str, Any], key: str, why: str) -> None:
+    assert convert(given).left[key].startswith(why)
+
+
+def test_a_value_that_does_not_go_together_with_the_others_is_left_out() -> None:
+    found = convert({"dataset_name": "a.jsonl", "eval_strategy": "steps", "eval_steps": 5})
+    assert "left out: run.eval_every = 5: needs rows to evaluate on; set data.eval, or 0 here" in found.notes
+    assert found.values["run"] == {} and found.values["data"] == {"train": "a.jsonl"}
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    for value, what in (
+        ("4", "a number"),
+        (0, "an integer >= 1"),
+        (2.5, "an integer >= 1"),
+        (True, "a number"),
+    ):
+        with pytest.raises(ConfigError, match=f"^gradient_accumulation_steps = .*: must be {what}$"):
+            convert({"gradient_accumulation_steps": value})
+
+
+def test_a_config_of_ms_swift() -> None:
+    found = convert(
+        {
+            "rlhf_type": "grpo",
+            "model": "Qwen/Q",
+            "train_type": "lora",
+            "lora_rank": 8,
+            "lora_alpha": 32,
+            "target_modules": "all-linear",
+            "dataset": ["a.jsonl"],
+            "torch_dtype": "bfloat16",
+            "freeze_vit": True,
+            "per_device_train_batch_size": 8,
+            "reward_funcs": ["format"],
+            "max_steps": 10,
+        }
+    )
+    assert found.values["model"] == {
+        "path": "Qwen/Q",
+        "lora": {"rank": 8, "alpha": 32},
+        "dtype": "bfloat16",
+        "freeze_vision": True,
+    }
+    assert found.values["data"] == {"train": ["a.jsonl"]} and found.values["rewards"] == ["format"]
+    assert found.values["run"] == {"max_steps": 10}
+    assert found.left == {"rlhf_type": "the command says what is done: mm-grpo train, eval or check"}
+
+
+def test_a_config_of_verl() -> None:
+    found = convert(
+        {
+            "algorithm": {"adv_estimator": "grpo"},
+            "data": {"train_files": "t.parquet", "train_batch_size": 16, "max_response_length": 256},
+            "actor_rollout_ref": {
+                "model": {"path": "Qwen/Q", "enable_gradient_checkpointing": True},
+                "actor": {"optim": {"lr": 1e-6}, "ppo_mini_batch_size": 8, "clip_ratio_high": 0.28},
+                "rollout": {"n": 5, "val_kwargs": {"n": 4, "temperature": 1.0}},
+            },
+            "trainer": {"save_freq": 20, "total_epochs": 15},
+        }
+    )
+    assert found.values["rollout"] == {
+        "prompts_per_step": 16,
+        "max_completion_length": 256,
+        "num_generations": 5,
+        "eval": {"num_generations": 4, "temperature": 1.0},
+    }
+    assert found.values["optim"] == {"gradient_checkpointing": True, "learning_rate": 1e-6}
+    assert found.values["algorithm"] == {"epsilon_high": 0.28}
+    assert found.values["data"] == {"train": "t.parquet"} and found.values["run"] == {"save_every": 20}
+    assert list(found.left) == [
+        "algorithm.adv_estimator",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "trainer.total_epochs",
+    ]
+    assert found.left["trainer.total_epochs"].startswith("write run.max_steps (steps, not epochs")
+
+
+def test_a_shell_script_is_read_as_its_options(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "# the run\nexport A=1\naccelerate launch -m trl grpo \\\n  --model_name_or_path Qwen/Q \\\n"
+        "  --learning-rate 1e-5 --use_vllm --num_generations=4 \\\n  --reward_funcs a.b c.d # two\n"
+    )
+    assert read_foreign(script) == {
+        "model_name_or_path": "Qwen/Q",
+        "learning_rate": 1e-5,
+        "use_vllm": True,
+        "num_generations": 4,
+        "reward_funcs": ["a.b", "c.d"],
+    }
+    script.write_text("echo nothing\n")
+    with pytest.raises(ConfigError, match=r"train.sh: has no --key value; give a .yaml or .json file"):
+        read_foreign(script)
+    with pytest.raises(ConfigError, match=r"no.sh: there is no such file$"):
+        read_foreign(tmp_path / "no.sh")

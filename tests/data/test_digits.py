@@ -1,0 +1,88 @@
+"""The digits task: balanced sums, pictures that keep to their split, and what is said without scikit-learn."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from mm_grpo.data import digits as task
+from mm_grpo.errors import DataError
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pictures of each digit and split, in place of scikit-learn's."""
+
+    def digits(split: str) -> tuple[tuple[task.Digit, ...], ...]:
+        def one(value: int, n: int) -> task.Digit:
+            return task.Digit(bytes([value, n, split == "train"]) + bytes(61), value)
+
+        return tuple(tuple(one(value, n) for n in range(3)) for value in range(10))
+
+    monkeypatch.setattr(task, "digits", digits)
+
+
+def test_a_row_is_two_pictures_a_question_and_their_sum(drawn: None) -> None:
+    row = task.digit_rows(split="train", size=20, seed=3)[13]
+    assert [part["type"] for part in row["prompt"][0]["content"]] == ["image", "image", "text"]
+    assert row["prompt"][0]["content"][2]["text"] == "What is the sum of the two digits?"
+    first, second = map(int, row["digits"].split())
+    assert row["answer"] == str(first + second) == "13"
+    assert [image.size for image in row["images"]] == [(56, 56)] * 2 and row["images"][0].mode == "RGB"
+
+
+@pytest.mark.parametrize("largest", [4, 9])
+def test_sums_are_equally_frequent(largest: int, drawn: None) -> None:
+    sums = 2 * largest + 1
+    rows = [task.pair(split="heldout", index=index, seed=1, largest=largest) for index in range(20 * sums)]
+    counts = Counter(first.value + second.value for first, second in rows)
+    assert counts == dict.fromkeys(range(sums), 20)
+    assert {one.value for two in rows for one in two} == set(range(largest + 1))
+
+
+def test_rows_are_a_pure_function_of_seed_index_and_split(drawn: None) -> None:
+    one = [task.pair(split="train", index=index, seed=5) for index in range(30)]
+    assert one == [task.pair(split="train", index=index, seed=5) for index in range(30)]
+    assert one != [task.pair(split="train", index=index, seed=6) for index in range(30)]
+
+
+def test_ink_is_dark_on_light() -> None:
+    levels = bytes([task.LEVELS]) * 32 + bytes(32)
+    pixels = task.render(levels, 56)
+    assert pixels.getpixel((28, 5)) == (task.INK,) * 3 and pixels.getpixel((28, 50)) == (task.PAPER,) * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"size": 0}, "size is 0; it counts rows and must be at least 1"),
+        ({"largest": 10}, r"largest is 10; .* must lie in 1\.\.9"),
+        ({"image_size": 8}, r"image_size is 8; .* must lie in 56\.\.224"),
+        ({"split": "test"}, "split is 'test'; legal are"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        task.digit_rows(**({"split": "train", "size": 2} | options))
+
+
+def test_without_scikit_learn_one_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sklearn", "sklearn.datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    task.digits.cache_clear()
+    with pytest.raises(DataError, match=r"which is not installed; pip install 'mm_grpo\[digits\]'"):
+        task.digit_rows(split="train", size=2)
+
+
+def test_no_picture_is_in_both_splits() -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn (extra digits) is not installed")
+    task.digits.cache_clear()
+    train, heldout = (
+        {one.levels for same in task.digits(split) for one in same} for split in ("train", "heldout")
+    )
+    assert not train & heldout and len(train) + len(heldout) == 1797
+    assert [len(same) for same in task.digits("heldout")] == [41, 20, 32, 30, 39, 41, 36, 23, 37, 35]
+    task.digits.cache_clear()

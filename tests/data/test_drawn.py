@@ -1,0 +1,91 @@
+"""Pictures that are drawn when they are first read."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+
+import numpy as np
+import pytest
+from helpers.configs import small_config
+from PIL import Image, ImageChops
+
+from mm_grpo.data import Dataset
+from mm_grpo.data.digits import digit_rows
+from mm_grpo.data.drawn import DrawnImage
+from mm_grpo.data.patterns import pattern_rows
+from mm_grpo.data.shapes import render, scene, shapes_rows
+
+
+def counted(calls: list[int]) -> DrawnImage:
+    def draw() -> Image.Image:
+        calls.append(1)
+        return Image.new("RGB", (4, 2), (10, 20, 30))
+
+    return DrawnImage((4, 2), draw)
+
+
+USES = {
+    "array": lambda image: np.asarray(image).tolist() == [[[10, 20, 30]] * 4] * 2,
+    "pixel": lambda image: image.getpixel((3, 1)) == (10, 20, 30),
+    "copy": lambda image: image.copy().tobytes() == bytes((10, 20, 30)) * 8,
+    "equal": lambda image: image == Image.new("RGB", (4, 2), (10, 20, 30)),
+    "equal to it": lambda image: Image.new("RGB", (4, 2), (10, 20, 30)) == image,
+    "unequal": lambda image: image != Image.new("RGB", (4, 2), (10, 20, 31)),
+    "pickle": lambda image: type(pickle.loads(pickle.dumps(image))) is Image.Image,
+    "deep copy": lambda image: copy.deepcopy(image).getpixel((0, 0)) == (10, 20, 30),
+    "shallow copy": lambda image: copy.copy(image).getpixel((0, 0)) == (10, 20, 30),
+    "resize": lambda image: image.resize((2, 2)).getpixel((1, 1)) == (10, 20, 30),
+    "save": lambda image: image.save(BytesIO(), "PNG") is None,
+    "paste": lambda image: Image.new("RGB", (9, 9)).paste(image) is None,
+    "channels": lambda image: ImageChops.invert(image).getpixel((0, 0)) == (245, 235, 225),
+    "convert": lambda image: image.convert("L").getpixel((0, 0)) == 18,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_picture_is_drawn_once_when_it_is_used(use: str) -> None:
+    calls: list[int] = []
+    image = counted(calls)
+    assert isinstance(image, Image.Image) and (image.size, image.mode, calls) == ((4, 2), "RGB", [])
+    assert USES[use](image)
+    assert USES[use](image)
+    assert (calls, type(image)) == ([1], Image.Image)
+
+
+def test_a_drawing_of_another_size_is_refused() -> None:
+    image = DrawnImage((4, 2), lambda: Image.new("RGB", (2, 4)))
+    with pytest.raises(ValueError, match=r"drawn was RGB \(2, 4\), and promised RGB \(4, 2\)"):
+        image.load()
+
+
+def test_threads_that_read_one_picture_at_once_see_the_same() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for index in range(20):
+            shown = scene(split="train", index=index)
+            image = DrawnImage((84, 84), lambda shown=shown: render(shown))
+            assert set(pool.map(lambda _: image.tobytes(), range(8))) == {render(shown).tobytes()}  # noqa: B023
+
+
+def test_reading_rows_draws_none_of_their_pictures() -> None:
+    rows = shapes_rows(split="train", size=4)
+    dataset = Dataset(rows, small_config("m").data)
+    assert [type(row["images"][0]) for row in rows] == [DrawnImage] * 4
+    assert dataset.sample(2).images[0] == render(scene(split="train", index=2, kind="colour", answer="green"))
+    assert [type(row["images"][0]) for row in rows] == [DrawnImage, DrawnImage, Image.Image, DrawnImage]
+
+
+@pytest.mark.parametrize("task", ["digits", "patterns"])
+def test_the_tasks_promise_the_size_that_they_draw(task: str) -> None:
+    if task == "digits":
+        pytest.importorskip("sklearn")
+        (row,) = digit_rows(split="train", size=1, image_size=60)
+    else:
+        (row,) = pattern_rows(split="train", size=1, cell_size=27)
+    for image in row["images"]:
+        assert type(image) is DrawnImage
+        promised = image.size
+        image.load()
+        assert image.size == promised

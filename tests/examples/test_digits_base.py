@@ -1,0 +1,90 @@
+"""The base of the digits recipe: its tokens, its lessons, and what the shipped one sees."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data import digits as task
+from mm_grpo.testing.small_bases import encode
+
+RECIPE = Path(__file__).parents[2] / "examples" / "digits"
+
+
+@pytest.fixture(scope="module")
+def make_base() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_digits_base", RECIPE / "make_base.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def drawn(make_base: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        make_base,
+        "digits",
+        lambda split: [[task.Digit(bytes([v, n]) * 32, v) for n in range(3)] for v in range(10)],
+    )
+
+
+def test_a_reply_is_five_tokens_and_its_end(make_base: ModuleType, drawn: None) -> None:
+    processor = make_base.make_processor()
+    batch = encode(processor, [make_base.lesson(index, 0) for index in range(8)])
+    assert batch["image_grid_thw"].tolist() == [[1, 4, 4]] * 16  # 56 pixels: not resized
+    learned = [row[row >= 0].tolist() for row in batch["labels"]]
+    assert [len(ids) for ids in learned] == [6] * 8
+    assert all(processor.tokenizer.decode(ids).endswith("<|im_end|>") for ids in learned)
+
+
+def test_lessons_read_right_and_guess_blindly(
+    make_base: ModuleType, drawn: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_base, "render", lambda levels, size: None)
+    shown = []
+    monkeypatch.setattr(make_base, "varied", lambda one, rng: shown.append(one.value))
+    numbers: Counter[int] = Counter()
+    right = 0
+    for index in range(3000):
+        shown.clear()
+        reply = make_base.lesson(index, 0)[0][1]["content"]
+        read, _, number = reply.partition("=")
+        assert read == "+".join(map(str, shown))
+        numbers[int(number)] += 1
+        right += int(number) == sum(shown)
+    assert set(numbers) == set(range(19)) and max(numbers.values()) < 1.5 * 3000 / 19
+    assert abs(right / 3000 - 1 / 19) < 4 * (1 / 19 * 18 / 19 / 3000) ** 0.5
+
+
+def test_the_shipped_base_reads_but_cannot_add(make_base: ModuleType) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn (extra digits) is not installed")
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    base = RECIPE / "base"
+    assert sum(file.stat().st_size for file in base.glob("*.safetensors")) <= 8_000_000
+    task.digits.cache_clear()
+    model = AutoModelForImageTextToText.from_pretrained(base).eval()
+    found = make_base.figures(model, AutoProcessor.from_pretrained(base), rows=19)
+    assert found["pairs read"] >= 0.9 and found["in form"] >= 0.98 and found["spread"] >= 0.98
+    assert abs(found["right"] - 1 / 19) < 0.02
+
+
+def test_the_config_holds_out_pictures_and_has_a_blind_control() -> None:
+    config = GRPOConfig.from_yaml(RECIPE / "config.yaml")
+    sets = config.data.eval_sets()
+    assert isinstance(config.data.train, dict) and config.data.train["split"] == "train"
+    assert [each["split"] for each in sets.values()] == ["heldout"]  # type: ignore[index, call-overload]
+    assert config.run.eval_blind == "shuffled" and config.run.headline == "near >= 1"
+
+
+def test_a_sum_that_is_nearly_right_is_worth_something() -> None:
+    near = runpy.run_path(str(RECIPE / "near.py"))["near"]
+    assert [near(f"1+2={n}", "3") for n in (3, 4, 2, 5, 6, 7)] == [1.0, 0.4, 0.4, 0.15, 0.15, 0.0]
+    assert near("three", "3") == 0.0 and near("9" * 5000, 3) == 0.0

@@ -1,0 +1,52 @@
+"""The programs in examples/ run as they are, and learn."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_python_api(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    left = runpy.run_path(str(EXAMPLES / "python_api.py"), run_name="__main__")
+    summary = json.loads((tmp_path / "runs/python_api/summary.json").read_text())
+    assert summary == json.loads(json.dumps(left["summary"]))
+    assert summary["score_before"] < 0.5 and summary["score_after"] > 0.9
+    assert (
+        f"held-out reward {summary['score_before']:.2f} -> {summary['score_after']:.2f}"
+        in capsys.readouterr().out
+    )
+    if summary["steps"] < 20:  # the callback ended it
+        assert summary["stopped"] == f"every held-out row is right after step {summary['steps']}"
+        assert summary["score_after"] == 1
+    assert (tmp_path / "runs/python_api/report.html").exists()
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "runs/python_api/copy")
+
+
+def test_the_functions_of_own_reward() -> None:
+    left = runpy.run_path(str(EXAMPLES / "own_reward.py"))
+    right, one_word, seen = left["right"], left["one_word"], left["seen"]
+    assert (right(" red\n", answer="red"), right("blue", answer="red")) == (1.0, 0.0)
+    assert one_word([[{"content": "red"}], [{"content": "a red one"}]]) == [1.0, 0.0]
+    red = Image.new("RGB", (84, 84), (220, 40, 40))
+    assert [seen(text, images=[red]) for text in ("red", "blue", "many")] == [1.0, 0.0, None]
+
+
+@pytest.mark.long
+def test_own_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "own_reward.py"), run_name="__main__")
+    summary = json.loads((tmp_path / "runs/own_reward/summary.json").read_text())
+    assert summary["headline"] == "mean right"
+    assert summary["score_before"] < 0.5 and summary["score_after"] > 0.6
+    parts = summary["first_set"]["after"]["parts"]
+    assert set(parts) == {"right", "one_word", "seen"} and parts["right"] == summary["score_after"]

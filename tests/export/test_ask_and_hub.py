@@ -1,0 +1,248 @@
+"""One question to a run, an export and a model folder; exports sent to a Hub that is not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import huggingface_hub
+import pytest
+from helpers import tiny
+from helpers.finished_runs import Finished
+
+from mm_grpo import cli
+from mm_grpo.errors import ConfigError
+from mm_grpo.export import hub
+from mm_grpo.export.ask import TextPieces, ask, load_answering
+from mm_grpo.export.write import MARK, export_run
+
+Runs = Callable[[str], Finished]
+
+
+@pytest.fixture(scope="module")
+def exported(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    export_run(runs("lora").root, folder / "merged")
+    export_run(runs("lora").root, folder / "adapter", adapter=True)
+    return folder
+
+
+def test_a_run_its_exports_and_its_model_answer_alike(runs: Runs, exported: Path) -> None:
+    run = runs("lora")
+    pictures = [str(exported / f"{i}.png") for i in range(2)]
+    for i, file in enumerate(pictures):
+        tiny.picture(i, 112, 84).save(file)
+    base = str(run.trainer.config.model.path)
+    sources = [str(run.root), str(exported / "merged"), str(exported / "adapter"), base]
+    answers = {}
+    for source in sources:
+        loaded = load_answering(source)
+        assert (loaded.config.data.system_prompt == "look well") == (source != base)
+        found = [
+            ask(loaded, "what is it", images, temperature=temperature, max_tokens=12, seed=3).token_ids
+            for images, temperature in ((pictures, 0.0), (pictures[:1], 0.0), (pictures, 1.0))
+        ]
+        answers[source] = found
+        if source != base:
+            assert ask(loaded, "what is it", []).token_ids  # the run's own sampling, greedy
+            assert loaded.sampling.max_tokens == 6 and loaded.sampling.temperature == 0.0
+    first = answers[sources[0]]
+    assert answers[sources[1]] == answers[sources[2]] == first
+    assert answers[base] != first and len(set(first)) == 3
+
+
+def test_other_seeds_and_limits(runs: Runs) -> None:
+    loaded = load_answering(str(runs("lora").root), which="best")
+    drawn = {ask(loaded, "say", [], temperature=1.0, max_tokens=20, seed=s).token_ids for s in range(4)}
+    assert len(drawn) == 4 and all(len(ids) <= 20 for ids in drawn)
+    same = [ask(loaded, "say", [], temperature=1.0, max_tokens=20, seed=1).token_ids for _ in range(2)]
+    assert same[0] == same[1]
+    with pytest.raises(
+        ConfigError, match=r"--max-tokens 4000: the question has \d+ tokens, .* context is 2048"
+    ):
+        ask(loaded, "say", [], max_tokens=4000)
+    with pytest.raises(
+        ConfigError,
+        match=r"--checkpoint best: says which .*, and '.*' is no run folder",
+    ):
+        load_answering(str(loaded.config.model.path), which="best")
+
+
+def test_an_answer_in_pieces_is_the_answer(runs: Runs) -> None:
+    loaded = load_answering(str(runs("lora").root))
+    broken = 0
+    for seed in range(3):
+        pieces: list[str] = []
+        asked = {"temperature": 1.0, "max_tokens": 12, "seed": seed}
+        found = ask(loaded, "say", [], on_text=pieces.append, **asked)
+        assert found == ask(loaded, "say", [], **asked)
+        assert "".join(pieces) == found.text and len(pieces) >= 3 and "" not in pieces
+        broken += "\ufffd" in found.text  # bytes that are no text
+    assert broken
+
+
+def test_a_character_of_several_tokens_is_one_piece_and_another_text_is_said_whole() -> None:
+    pieces: list[str] = []
+    told = TextPieces(lambda ids: bytes(ids).decode(errors="replace"), pieces.append)
+    ids = list("aä→🙂b".encode())
+    for count in range(1, len(ids)):
+        told.add(ids[:count])
+    told.finish("aä→🙂b")
+    assert pieces == ["a", "ä", "→", "🙂", "b"]
+    joined: list[str] = []
+    tidy = TextPieces(lambda ids: "".join("do n't"[i] for i in ids).replace(" n't", "n't"), joined.append)
+    for count in range(1, 7):
+        tidy.add(range(count))
+    tidy.finish("don't")
+    assert "".join(joined).split("\n") == ["do n't", "don't"]
+
+
+def test_without_checkpoints_the_model_of_the_last_step_answers(runs: Runs, tmp_path: Path) -> None:
+    run = runs("lora")
+    shutil.copytree(run.root, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    found, last = load_answering(str(tmp_path / "run")), load_answering(str(run.root))
+    assert found.notes == (
+        f"asked is {tmp_path}/run/model, the model of its last step: '{tmp_path}/run' has no checkpoints "
+        "(run.save_every)",
+    )
+    assert found.config.data.system_prompt == "look well" and last.notes == ()
+    asked = [ask(each, "what is it", [], max_tokens=12).token_ids for each in (found, last)]
+    assert asked[0] == asked[1]
+    with pytest.raises(
+        ConfigError, match=r"'.*' is neither a model folder \(config\.json\), nor a run folder"
+    ):
+        load_answering(str(tmp_path))
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["mm-grpo", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 1
+        got = capsys.readouterr()
+        return code, got.out, got.err
+
+    return call
+
+
+def test_the_commands(
+    runs: Runs, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = command("export", runs("full").root, tmp_path / "out", "--checkpoint", "best")
+    assert code == 0, err
+    assert "by plain transformers: the largest difference" in out and f"done: model in {tmp_path}/out" in out
+    tiny.picture(1).save(tmp_path / "a.png")
+    asked = ("ask", tmp_path / "out", "what is it", "--image", tmp_path / "a.png", "--max-tokens", 5)
+    code, answer, err = command(*asked, "--greedy")
+    assert code == 0 and command(*asked, "--temperature", 0)[1] == answer, err
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        assert command(*asked, "--greedy") == (0, answer, err)
+    code, _, err = command(*asked, "--greedy", "--temperature", 1)
+    assert code == 2 and "greedy is temperature 0" in err
+    code, _, err = command("ask", tmp_path / "out", "what", "--image", tmp_path / "none.png")
+    assert code == 2 and "none.png" in err and "Traceback" not in err
+    code, _, err = command("export", runs("full").root, tmp_path / "out")
+    assert code == 2 and "holds an export" in err
+    code, _, err = command("export", runs("full").root, tmp_path / "other", "--public")
+    assert code == 2 and "--public" in err and not (tmp_path / "other").exists()
+
+
+class FakeHub:
+    """Of HfApi what is used; `repositories` maps a name to its files."""
+
+    repositories: ClassVar[dict[str, Any]] = {}
+    private: ClassVar[dict[str, bool]] = {}
+
+    def whoami(self) -> dict[str, str]:
+        return {"name": "me"}
+
+    def repo_exists(self, name: str) -> bool:
+        return name in self.repositories
+
+    def file_exists(self, name: str, file: str) -> bool:
+        return file in self.repositories[name]
+
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> None:
+        assert exist_ok or name not in self.repositories
+        self.repositories.setdefault(name, [])
+        self.private.setdefault(name, private)
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, **options: Any) -> str:
+        self.repositories[repo_id] = sorted(p.name for p in Path(folder_path).iterdir())
+        return f"commit of {repo_id}"
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(FakeHub, "repositories", {})
+    monkeypatch.setattr(FakeHub, "private", {})
+    return FakeHub
+
+
+def test_an_export_is_pushed_private_and_no_repository_of_others_is_touched(
+    exported: Path, online: type[FakeHub]
+) -> None:
+    assert hub.check_hub("mine") == "me/mine"
+    assert hub.push(exported / "merged", "me/mine") == "commit of me/mine"
+    assert online.private == {"me/mine": True} and MARK in online.repositories["me/mine"]
+    with pytest.raises(ConfigError, match=r"'me/mine' holds an export; name another, or replace it"):
+        hub.check_hub("mine")
+    assert hub.check_hub("mine", overwrite=True) == "me/mine"
+    online.repositories["other/model"] = ["config.json"]
+    with pytest.raises(ConfigError, match=r"'other/model' is there already, and no export"):
+        hub.check_hub("other/model", overwrite=True)
+    with pytest.raises(ConfigError, match=r"--push a//b: the Hub cannot be used"):
+        hub.check_hub("a//b")
+
+
+def test_a_trainer_pushes_what_it_holds(runs: Runs, online: type[FakeHub]) -> None:
+    trainer = runs("lora").trainer
+    assert trainer.push_to_hub("them/all", private=False, adapter=True) == "commit of them/all"
+    assert online.private == {"them/all": False}
+    assert "adapter_model.safetensors" in online.repositories["them/all"]
+    assert "evaluation.svg" in online.repositories["them/all"]
+    with pytest.raises(ConfigError, match="adapter=True: the run trained no adapters"):
+        runs("full").trainer.push_to_hub("x", adapter=True)
+
+
+def test_save_model_is_save(runs: Runs, tmp_path: Path) -> None:
+    trainer = runs("full").trainer
+    trainer.save_model(str(tmp_path / "a"))
+    assert json.loads((tmp_path / "a/config.json").read_text())["model_type"] == "qwen2_5_vl"
+    with pytest.raises(ConfigError, match="no adapters to save"):
+        trainer.save_adapter(tmp_path / "b")
+
+
+def test_offline_and_without_a_token_it_is_one_message(
+    runs: Runs, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    code, out, err = command("export", runs("full").root, tmp_path / "out", "--push", "me/x")
+    assert code == 2 and "HF_HUB_OFFLINE is set" in err and not out
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    code, _, err = command("export", runs("full").root, tmp_path / "out", "--push", "me/x")
+    assert code == 2 and "there is no token of the Hub" in err
+
+    class Down(FakeHub):
+        def repo_exists(self, name: str) -> bool:
+            raise OSError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
+    monkeypatch.setattr(huggingface_hub, "HfApi", Down)
+    code, _, err = command("export", runs("full").root, tmp_path / "out", "--push", "me/x")
+    assert code == 2 and "the Hub cannot be used (OSError: no route to host)" in err
+    assert list(tmp_path.iterdir()) == []

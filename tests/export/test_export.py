@@ -1,0 +1,324 @@
+"""Exports: the trained model to the bit of its log-probs, and nothing kept of one that is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.families import TABLE, groups_of, plain_logprobs
+from helpers.finished_runs import Finished, finished
+from helpers.steps import config_for
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.export import proof, write
+from mm_grpo.export.card import History
+from mm_grpo.export.write import MARK, export_run, write_export
+from mm_grpo.learner.lora import merged_tensors
+from mm_grpo.learner.model import load_model
+from mm_grpo.learner.score import score
+from mm_grpo.learner.state import load_weights, state_file
+from mm_grpo.processors.base import load_processor
+from mm_grpo.run.manifest import digest_of
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.rollout_log import write_rollouts
+from mm_grpo.trained.model import Trained
+from mm_grpo.trained.source import WholeModel, find_checkpoint, find_model
+from mm_grpo.types import Group
+
+Runs = Callable[[str], Finished]
+
+
+def plain(folder: Path, run: Finished, base: Path | None = None) -> list[float]:
+    """Log-probs of the run's kept prompt by transformers alone, or with peft over `base`."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(base or folder)
+    if base is not None:
+        model = PeftModel.from_pretrained(model, str(folder))
+    processor = run.trainer.processor
+    kept, processor.media_token_ids = processor.media_token_ids, frozenset()
+    try:
+        with torch.no_grad():
+            found = plain_logprobs(model, processor, run.prompt, run.answer)[0]
+    finally:
+        processor.media_token_ids = kept
+    return [float(x) for x in found]
+
+
+@pytest.mark.parametrize(("which", "step"), [("best", 2), ("last", 3)])
+@pytest.mark.parametrize("kind", ["lora", "full", "adapter"])
+def test_an_export_answers_as_the_trainer_did(
+    kind: str, which: str, step: int, runs: Runs, tmp_path: Path
+) -> None:
+    adapter = kind == "adapter"
+    run = runs("lora" if adapter else kind)
+    made = export_run(run.root, tmp_path / "out", which=which, adapter=adapter, max_shard_size="100KB")
+    assert made.gap.max <= 1e-4 and made.gap.tokens > 8 and made.prompts == 4
+    base = Path(run.trainer.config.model.path)
+    found = plain(tmp_path / "out", run, base if adapter else None)
+    assert found == pytest.approx(run.scores[step], abs=1e-4)
+    assert max(abs(a - b) for a, b in zip(found, run.scores[5 - step], strict=True)) > 1e-3
+    mark = json.loads((tmp_path / "out" / MARK).read_text())
+    assert (mark["step"], mark["kind"]) == (step, "adapter" if adapter else "merged")
+    assert mark["settings"]["data"]["system_prompt"] == "look well"
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert names == set(mark["files"])
+    assert {"README.md", "chat_template.jinja", "generation_config.json", "reward.svg"} <= names
+    assert adapter == ("adapter_model.safetensors" in names)
+    assert adapter or "model-00002-of-" in " ".join(names)
+
+
+@pytest.mark.parametrize("family", list(TABLE))
+def test_every_family_is_exported(family: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """Adapters with factors that act, without a run: tied in every other family."""
+    number = list(TABLE).index(family)
+    path = models[family] if number % 2 else tiny.build(family, tmp_path / "base", tie=False)
+    lora = {"rank": 2, "target_modules": ["q_proj", "v_proj"]}
+    processor = load_processor(str(path))
+    config = config_for(path, model={"lora": lora, "dtype": "float32", "device": "cpu"})
+    model = load_model(config.model, processor.family)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.normal_(std=0.2)
+    paths = RunPaths(tmp_path)
+    write_rollouts(paths, 1, [group_with_rewards(g) for g in groups_of(processor)])
+    trained = Trained(model.eval(), processor, config, paths, 1)
+    for adapter in (False, True):
+        found = write_export(trained, History(), tmp_path / f"out{adapter}", adapter=adapter)
+        assert found.gap.max <= 1e-4 and found.prompts == 3
+
+
+def group_with_rewards(group: Group) -> Group:
+    return replace(group, rewards=(0.0,) * 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", ["merge", "score", "file", "processor"])
+def test_what_is_not_the_trained_model_is_not_kept(
+    fault: str, dtype: str, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runs("lora")
+    trained = trained_in(run, dtype)
+    honest, honest_merge = write.write_model, write.merged_tensors
+
+    def merged(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in honest_merge(model):
+            yield name, tensor * 1.5 if name.endswith("layers.1.mlp.down_proj.weight") else tensor
+
+    def changed(trained: Any, folder: Path, **options: Any) -> None:
+        honest(trained, folder, **options)
+        if fault == "file":  # one bit of one number
+            file = folder / "model.safetensors"
+            tensors = load_file(file)
+            name = next(n for n in tensors if n.endswith("layers.2.self_attn.q_proj.weight"))
+            whole = tensors[name].view(torch.int16)
+            whole[3, 3] ^= 1
+            save_file(tensors, file, metadata={"format": "pt"})
+        if fault == "processor":
+            template = folder / "chat_template.jinja"
+            template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> ", 1))
+
+    def elsewhere(*arguments: Any) -> list[list[float]]:  # a little past the bound
+        past = 1.5e-4 if dtype == "float32" else 0.13
+        return [[x + past for x in row] for row in score(*arguments)]
+
+    if fault == "score":
+        monkeypatch.setattr(proof, "score", elsewhere)
+    if fault == "merge":
+        monkeypatch.setattr(write, "merged_tensors", merged)
+    monkeypatch.setattr(write, "write_model", changed)
+    words = {
+        "merge": "merge is wrong: .*down_proj.weight",
+        "score": "is not the trained model",
+        "file": "q_proj.weight differs",
+        "processor": "saved processor",
+    }
+    with pytest.raises(ConfigError, match=words[fault]):
+        write_export(trained, History(), tmp_path / "out", adapter=False)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    found = write_export(trained, History(), tmp_path / "out", adapter=False)
+    assert found.dtype == dtype and found.gap.mean < 0.03
+    assert found.limit == (1e-4 if dtype == "float32" else 0.1)
+
+
+def trained_in(run: Finished, dtype: str) -> Trained:
+    """The run's base in a number format, with adapters that act."""
+    config = run.trainer.config.with_values({"model.dtype": dtype, "model.device": "cpu"})
+    model = load_model(config.model, run.trainer.processor.family)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.normal_(std=0.05)
+    return Trained(model.eval(), run.trainer.processor, config, RunPaths(run.root), 3)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
+def test_a_bfloat16_checkpoint_is_the_model_to_the_bit(
+    lora: dict[str, Any] | None, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its config names the base by a path from the working folder that a run has too."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(models["qwen3_vl"], tmp_path / "model")
+    changes = {"model": {"dtype": "bfloat16", "lora": lora}, "run": {"max_steps": 1, "save_every": 1}}
+    run = finished(Path("model"), tmp_path / "run", **changes)
+    proof = export_run(tmp_path / "run", tmp_path / "out")
+    assert proof.dtype == "bfloat16" and proof.gap.mean < 0.05
+    found = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto")
+    read = dict(found.named_parameters(remove_duplicate=False))
+    held = dict(merged_tensors(run.trainer.model))
+    assert read.keys() == held.keys()
+    assert all(read[n].dtype == torch.bfloat16 and torch.equal(read[n], held[n]) for n in held)
+    base = dict(AutoModelForImageTextToText.from_pretrained("model", dtype=torch.bfloat16).named_parameters())
+    assert not all(torch.equal(read[n], base[n]) for n in base)
+
+
+def test_an_existing_folder_is_not_touched(runs: Runs, tmp_path: Path) -> None:
+    run, out = runs("full"), tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"exists and is no export of mm_grpo"):
+            export_run(run.root, out, overwrite=overwrite)
+    assert [p.name for p in out.iterdir()] == ["mine.txt"]
+    (out / "mine.txt").unlink()
+    out.rmdir()
+    export_run(run.root, out, which="step-2")
+    before = (out / "README.md").stat().st_ino
+    with pytest.raises(
+        ConfigError, match=r"holds an export; name another folder, or replace it with --overwrite"
+    ):
+        export_run(run.root, out)
+    (out / "notes.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds notes\.md, which no export wrote"):
+        export_run(run.root, out, overwrite=True)
+    assert (out / "README.md").stat().st_ino == before and (out / "notes.md").read_text() == "mine"
+    (out / "notes.md").unlink()
+    export_run(run.root, out, overwrite=True)
+    assert json.loads((out / MARK).read_text())["step"] == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_card_holds_what_the_run_measured(runs: Runs, tmp_path: Path) -> None:
+    run = runs("full")
+    export_run(run.root, tmp_path / "out", which="best")
+    card = (tmp_path / "out/README.md").read_text()
+    rows = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    before, after = rows[0]["eval/eval/reward"], rows[2]["eval/eval/reward"]
+    assert rows[0]["step"] == 0 and rows[2]["step"] == 2
+    assert f"| eval | reward | {before:.3f} | {after:.3f} | 2 |" in card
+    assert "| rewards | `score` |" in card and "2 steps of 4 prompts with 3 completions each" in card
+    assert str(tmp_path.parent) not in card and str(run.root) not in card
+    assert "learning_rate: 0.01" in card
+    svg = (tmp_path / "out/evaluation.svg").read_text()
+    assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"') and svg.count("<circle") == 3
+
+
+def test_what_cannot_be_exported_is_one_message(runs: Runs, tmp_path: Path) -> None:
+    def refused(words: str, *arguments: Any, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=words):
+            export_run(*arguments, tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+
+    full, lora = runs("full").root, runs("lora").root
+    refused(r"--adapter: the run trained no adapters", full, adapter=True)
+    refused(
+        r"--checkpoint step-9: must be best, last or one of step-000002, step-000003", full, which="step-9"
+    )
+    refused(r"is neither a run folder \(config\.yaml\) nor a checkpoint", tmp_path)
+    refused(r"--checkpoint first: must be best, last or step-N", full, which="first")
+    refused(r"only model\.path, model\.device, model\.dtype can be changed", full, overrides=["run.seed=1"])
+    refused(r"is one checkpoint; name its run", full / "checkpoints/step-000003", which="best")
+    other = tiny.build("qwen2_5_vl", tmp_path / "other", seed=7)
+    refused(r"the weights that are not trained are not those of", lora, overrides=[f"model.path={other}"])
+    wider = tiny.build("qwen3_vl", tmp_path / "wider")
+    refused(r"is of another model: .* has shape", full, overrides=[f"model.path={wider}"])
+    copy = tmp_path / "copy"
+    shutil.copytree(full, copy)
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace("learning_rate: 0.01", "learning_rate: 0.02"))
+    refused(r"optim\.learning_rate = 0\.02, and .* was made with 0\.01", copy)
+    (copy / "config.yaml").write_text(config)
+    state = next((copy / "checkpoints/step-000003").glob("state-*"))
+    data = bytearray(state.read_bytes())
+    data[-1] ^= 1
+    state.write_bytes(data)
+    refused(r"is not what was written: its digest differs", copy)
+    shutil.rmtree(copy / "checkpoints")
+    refused(
+        r"last: this is no checkpoint, but '.*model', the model of its last step: .* has no checkpoints", copy
+    )
+    refused(r"best: '.*copy' has no checkpoints \(run\.save_every\); '.*model' is", copy, which="best")
+
+
+def test_a_run_whose_base_was_best_has_no_best_checkpoint(runs: Runs, tmp_path: Path) -> None:
+    shutil.copytree(runs("full").root, tmp_path / "run")
+    file = tmp_path / "run/checkpoints/step-000003/manifest.json"
+    for best, words in (
+        ({"score": 0.5, "step": 0}, r"was before its first step \(0\.5\)"),
+        ({"score": 0.5, "step": 1}, r"was after step 1 \(0\.5\), which has no checkpoint"),
+        (None, "was not evaluated"),
+    ):
+        manifest = json.loads(file.read_text())
+        manifest["extra"]["best"] = best
+        file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+        with pytest.raises(ConfigError, match=words):
+            find_checkpoint(tmp_path / "run", "best")
+        if best is not None and best["step"] == 0:  # there is nothing to export, and something to ask
+            found = find_model(str(tmp_path / "run"), "best")
+            assert isinstance(found, WholeModel) and found.path == runs("full").trainer.config.model.path
+            assert found.name.startswith(f"{found.path}, the base model: the best evaluation")
+
+
+def test_the_number_format_is_that_of_the_run(runs: Runs, tmp_path: Path) -> None:
+    shutil.copytree(runs("full").root, tmp_path / "run")
+    file = tmp_path / "run/environment.json"
+    known = json.loads(file.read_text())
+    for gpus, dtype in (([], "float32"), (["NVIDIA H200"], "bfloat16")):
+        file.write_text(json.dumps({**known, "gpus": gpus}))
+        assert find_checkpoint(tmp_path / "run").config.model.dtype == dtype
+    for place, dtype in (
+        ("device=cpu", "bfloat16"),
+        ("dtype=float32", "float32"),
+    ):  # where it is held changes nothing
+        found = find_checkpoint(tmp_path / "run", None, [f"model.{place}"])
+        assert found.config.model.dtype == dtype
+    file.write_text("[")
+    with pytest.raises(ConfigError, match=r"environment\.json' cannot be read .* put it back"):
+        find_checkpoint(tmp_path / "run")
+    file.unlink()
+    assert find_checkpoint(tmp_path / "run", None, ["model.device=cpu"]).config.model.dtype == (
+        "bfloat16" if torch.cuda.is_available() else "float32"
+    )
+
+
+def test_weights_are_read_from_the_parts_of_several_processes(tmp_path: Path) -> None:
+    whole = {"a": torch.arange(10.0), "b": torch.arange(6.0) + 100.25}
+    cuts = [[("a", 0, 7)], [("a", 7, 10), ("b", 0, 6)]]
+    files = []
+    for number, parts in enumerate(cuts):
+        fragments = [
+            SimpleNamespace(name=n, start=low, tensors={"master": whole[n][low:high]})
+            for n, low, high in parts
+        ]
+        path = tmp_path / f"state-{number}"
+        files.append(path)
+        state_file(SimpleNamespace(fragments=lambda kept=fragments: iter(kept))).write(path)  # type: ignore[arg-type]
+    into = {"a": torch.zeros(2, 5), "b": torch.zeros(3, 2, dtype=torch.bfloat16)}
+    load_weights(into, files)
+    assert torch.equal(into["a"].view(-1), whole["a"])
+    assert torch.equal(into["b"].view(-1), whole["b"].bfloat16())
+    with pytest.raises(KeyError, match="a: 7 of 10 elements"):
+        load_weights(into, files[:1])
