@@ -11,14 +11,16 @@ The way through the package, in the order in which the data flows::
     distributed  several processes: rank, collectives        health     guards against dead signals
     parity       engine against learner, verified sync       preflight  check, doctor, smoke runs
     run          the run folder and what is in it            testing    tiny models and fake engines for tests
+    export       models from checkpoints, questions to them  trained    a run's model, found and loaded
     environments tools and worlds of several turns           files      atomic writes
     timing       seconds by phase                            terminal   text of data made safe to print
+    evaluation   `mm-grpo eval`: which weights, results
     import_path  files and modules that a config names       watchdog   an end for calls that hang in C
     version      the version                                 worker_processes  processes for user code
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so
-`import mm_grpo` brings in neither torch nor vLLM. To add a name: the list, the branch that loads
-it, and the test in tests/house/test_imports.py.
+`import mm_grpo` brings in neither torch nor vLLM. To add a name: the imports for type checkers, the
+list, the table of what loads it, and the test in tests/house/test_imports.py.
 """
 
 from __future__ import annotations
@@ -31,28 +33,48 @@ from mm_grpo.types import Completion, Group, Prompt, Sample
 from mm_grpo.version import __version__
 
 if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
+    from mm_grpo.config import (
+        AlgorithmConfig,
+        DataConfig,
+        EvalSampling,
+        GRPOConfig,
+        LoRAConfig,
+        ModelConfig,
+        OptimConfig,
+        RolloutConfig,
+        RunConfig,
+        VLLMConfig,
+    )
     from mm_grpo.rewards import reward
     from mm_grpo.trainer import GRPOTrainer
 
 __all__ = [
+    "AlgorithmConfig",
     "Completion",
     "ConfigError",
+    "DataConfig",
     "DataError",
+    "EvalSampling",
     "GRPOConfig",
     "GRPOTrainer",
     "Group",
     "GuardStop",
+    "LoRAConfig",
+    "ModelConfig",
+    "OptimConfig",
     "Prompt",
     "RewardError",
+    "RolloutConfig",
+    "RunConfig",
     "Sample",
     "UserError",
+    "VLLMConfig",
     "__version__",
     "reward",
 ]
 
 _LOADED_ON_USE = {
-    "GRPOConfig": "mm_grpo.config",
+    **{name: "mm_grpo.config" for name in __all__ if name.endswith("Config") or name == "EvalSampling"},
     "GRPOTrainer": "mm_grpo.trainer",
     "reward": "mm_grpo.rewards",
 }
@@ -68,4 +90,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names, and what every module has; not its imports, nor the submodules that are loaded by now."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

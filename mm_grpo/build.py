@@ -9,6 +9,7 @@ engine itself, so that no run pays for one that it does not use.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from os import PathLike
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from mm_grpo.learner.learner import Learner
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.processors.base import Processor
+    from mm_grpo.rollout.collect import Collector
     from mm_grpo.rollout.engine import RolloutEngine
+    from mm_grpo.rollout.pipeline import Synchronous
+    from mm_grpo.rollout.vllm.launch import EngineSettings
 
 # the plan ------------------------------------------------------------------------------------
 
@@ -55,6 +59,17 @@ def plan_run(
     `rollout.max_turns`. Raises ConfigError when the warm-up is longer than the run, or when there are not seeds enough.
     """
     rollout, run = config.rollout, config.run
+    if rollout.max_staleness and rollout.engine not in REMOTE:
+        raise ConfigError(
+            f"rollout.max_staleness = {rollout.max_staleness}: must be 0 with rollout.engine = '{rollout.engine}',"
+            " which samples in the trainer's process; only an engine with processes of its own (vllm_server) samples"
+            " while the learner works"
+        )
+    if rollout.staleness_order == "eager" and several_turns:  # of tools that are passed in Python too
+        raise ConfigError(
+            "rollout.staleness_order = 'eager': must be lockstep with tools and environments, whose conversations are "
+            "led one step at a time"
+        )
     how = (rollout.prompts_per_step, run.seed, config.data.shuffle)
     order = (
         MixtureOrder(rows.sizes, rows.weights, rows.names, *how)
@@ -107,12 +122,13 @@ def build_parts(
     processor: Processor | None = None,
     ranks: Ranks | None = None,
     toolbox: Toolbox | None = None,
+    phase: Callable[[str], None] = lambda text: None,
 ) -> Parts:
     """Load what `config` names, in place of which a `model` and a `processor` can be given.
 
     `updates` is the length of the learning-rate schedule, `datasets` are all whose rows will be asked about,
-    `ranks` the processes that train together, `toolbox` what the model may call. Raises ConfigError for what cannot be
-    loaded and GuardStop when the weights did not reach the engine.
+    `ranks` the processes that train together, `toolbox` what the model may call; `phase` is told what begins. Raises
+    ConfigError for what cannot be loaded and GuardStop when the weights did not reach the engine.
     """
     from mm_grpo.distributed.accelerate_env import check_launcher
     from mm_grpo.learner.learner import Learner
@@ -123,8 +139,8 @@ def build_parts(
         resolve_device,
         resolve_dtype,
     )
+    from mm_grpo.learner.perception import require_images
     from mm_grpo.parity.sync import VerifiedSync
-    from mm_grpo.processors.base import load_processor
     from mm_grpo.processors.special_tokens import set_special_tokens
 
     for name, given in (("model", model), ("processor", processor)):
@@ -133,19 +149,15 @@ def build_parts(
                 f"{name} = {str(given)!r}: must be a loaded one; to have it loaded, write the path into the config:"
                 " model.path"
             )
+    datasets = list(datasets)
+    if config.algorithm.perception_coef > 0 and datasets:  # the training set comes first
+        require_images(datasets[0], several_turns=toolbox is not None)
     device = resolve_device(config.model.device)
     dtype = getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device)
     check_launcher(config, device, dtype)
     processor_from_path = "processor" if processor is None else None
     if processor is None:
-        processor = load_processor(
-            config.model.path,
-            named=config.model.processor,
-            min_pixels=config.data.min_pixels,
-            max_pixels=config.data.max_pixels,
-            trust_remote_code=config.model.trust_remote_code,
-            chat_template_kwargs=config.data.chat_template_kwargs,
-        )
+        processor = processor_of(config)
     elif (asked := config.data.chat_template_kwargs) != getattr(processor, "chat_template_kwargs", {}):
         raise ConfigError(
             f"data.chat_template_kwargs = {asked}: the processor that was passed in has "
@@ -153,6 +165,7 @@ def build_parts(
         )
     set_special_tokens(processor, config.data.special_tokens)
     if model is None:
+        phase(f"loading the weights of {config.model.path}")
         model = load_model(config.model, processor.family)
     else:
         several = ranks is not None and ranks.world > 1
@@ -160,15 +173,19 @@ def build_parts(
         model = adopt_model(model, config.model, processor.family, from_path=from_path, several=several)
     check_saveable(model, processor)
     context, limits = context_of(model.config), None
-    if config.rollout.engine == "vllm":
+    if config.rollout.engine != "transformers":
         limits = engine_limits(config, processor, datasets, context, toolbox)
     length = limits.max_model_len if limits else None
     prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
     learner = Learner(model, processor, config, updates, ranks)
-    engine = build_engine(limits.in_config(config) if limits else config, model, processor)
+    if config.rollout.engine != "transformers":
+        phase(f"starting {config.rollout.engine}")
+    engine = build_engine(limits.in_config(config) if limits else config, model, processor, ranks)
     sync = VerifiedSync(engine, learner, config)
     sync.start()
     sentences = [limits.sentence] if limits is not None and limits.sentence else []
+    if sentence := getattr(engine, "sentence", ""):
+        sentences.append(sentence)
     if config.data.max_pixels is None:
         sentences.insert(0, f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)")
     if processor.layout == "unshared":
@@ -179,18 +196,110 @@ def build_parts(
     return Parts(processor, model, prompt_builder, learner, engine, sync, tuple(sentences))
 
 
+@dataclass(frozen=True)
+class SamplerParts:
+    """What turns rows into prompts and samples from a model that nothing trains."""
+
+    processor: Processor
+    prompt_builder: PromptBuilder
+    engine: RolloutEngine
+
+
+def build_sampler(
+    config: GRPOConfig,
+    datasets: Iterable[Dataset],
+    *,
+    toolbox: Toolbox | None = None,
+    put_in: Callable[[Any], None] | None = None,
+    phase: Callable[[str], None] = lambda text: None,
+) -> SamplerParts:
+    """As `build_parts`, without a learner. `put_in` may replace the weights of the model once it is loaded.
+
+    An engine with weights of its own reads those at `model.path`; it is sent the others where they were replaced, and
+    servers always, and what arrived is compared with what was sent. The model is then held in the host's memory.
+    """
+    from mm_grpo.learner.lora import merged_tensors
+    from mm_grpo.learner.model import load_model, resolve_device, resolve_dtype
+    from mm_grpo.rollout.weights import WeightLedger
+
+    embedded = config.rollout.engine == "transformers"
+    device = resolve_device(config.model.device)
+    dtype = str(resolve_dtype(config.model.dtype, device)).removeprefix("torch.")
+    processor = processor_of(config)
+    phase(f"loading the weights of {config.model.path}")
+    held = {"dtype": dtype} if embedded else {"dtype": dtype, "device": "cpu"}
+    model = load_model(config.model.model_copy(update=held), processor.family)
+    if put_in is not None:
+        put_in(model)
+    model.requires_grad_(False)
+    context, limits = context_of(model.config), None
+    if not embedded:
+        limits = engine_limits(config, processor, datasets, context, toolbox)
+        phase(f"starting {config.rollout.engine}")
+    prompt_builder = PromptBuilder(
+        processor, config, context, limits.max_model_len if limits else None, toolbox=toolbox
+    )
+    engine = build_engine(limits.in_config(config) if limits else config, model, processor)
+    if (put_in is not None and not embedded) or getattr(
+        engine, "remote", False
+    ):  # servers may hold any weights
+        WeightLedger().send(engine, merged_tensors(model), 0)
+    return SamplerParts(processor, prompt_builder, engine)
+
+
+def processor_of(config: GRPOConfig) -> Processor:
+    """The processor that a config names, with its pixel limits and template arguments."""
+    from mm_grpo.processors.base import load_processor
+    from mm_grpo.processors.special_tokens import set_special_tokens
+
+    processor = load_processor(
+        config.model.path,
+        named=config.model.processor,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+        trust_remote_code=config.model.trust_remote_code,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+    set_special_tokens(processor, config.data.special_tokens)
+    return processor
+
+
+def pipeline_of(
+    collector: Collector, engine: RolloutEngine, ranks: Ranks, version: Callable[[], int]
+) -> Synchronous:
+    """What `rollout.max_staleness` and `rollout.staleness_order` ask for.
+
+    `ranks` are those of the main thread, `version` gives the number of the weights that the engine holds.
+    """
+    from mm_grpo.rollout.eager import Eager
+    from mm_grpo.rollout.pipeline import Lockstep, Synchronous
+
+    rollout = collector.config.rollout
+    if rollout.max_staleness == 0:
+        return Synchronous(collector, engine)
+    if rollout.staleness_order == "lockstep":
+        return Lockstep(collector, engine, ranks)
+    return Eager(collector, engine, ranks, version)
+
+
 # the engine ----------------------------------------------------------------------------------
 
 
-def build_engine(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
+def build_engine(
+    config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None = None
+) -> RolloutEngine:
     """The engine of `rollout.engine`. `model` is the learner's, which an embedded engine samples from.
 
-    An engine with weights of its own has to be sent the learner's before it samples.
+    An engine with weights of its own has to be sent the learner's before it samples. `ranks` are the processes that
+    train together, of which each makes its own.
     """
     name: str = config.rollout.engine
     if name not in ENGINES:
         raise ConfigError(f"rollout.engine = '{name}': must be one of {', '.join(sorted(ENGINES))}")
-    return ENGINES[name](config, model, processor)
+    maker = ENGINES[name]
+    if maker is _vllm_server:  # the one that processes share
+        return _vllm_server(config, model, processor, ranks)
+    return maker(config, model, processor)
 
 
 def _transformers(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
@@ -199,19 +308,19 @@ def _transformers(config: GRPOConfig, model: Any, processor: Processor) -> Rollo
     return TransformersEngine(model, processor)
 
 
-def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
-    """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
+def vllm_settings(
+    config: GRPOConfig, processor: Processor, dtype: str, context: int | None
+) -> EngineSettings:
+    """What vLLM is started with for `model.path`, in this process or as a server; limits that are null in the config
+    are those of a model of this `context`."""
     from mm_grpo.processors.base import mm_processor_kwargs
-    from mm_grpo.rollout.vllm.engine import VLLMEngine
     from mm_grpo.rollout.vllm.launch import EngineSettings
 
     given = config.rollout.vllm
-    limits = engine_limits(
-        config, processor, (), context_of(model.config)
-    )  # those of rows stand in the config
-    settings = EngineSettings(
+    limits = engine_limits(config, processor, (), context)  # those of rows stand in the config
+    return EngineSettings(
         model=config.model.path,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype,
         max_model_len=limits.max_model_len,
         mm_processor_kwargs=tuple(mm_processor_kwargs(processor).items()),
         max_images=limits.max_images,
@@ -220,18 +329,75 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
         trust_remote_code=config.model.trust_remote_code,
         engine_kwargs=tuple(given.engine_kwargs.items()),
     )
+
+
+def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
+    """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
+    from mm_grpo.rollout.vllm.engine import VLLMEngine
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    settings = vllm_settings(config, processor, dtype, context_of(model.config))
     try:
-        return VLLMEngine(settings, processor, timeout=given.timeout)
+        return VLLMEngine(settings, processor, timeout=config.rollout.vllm.timeout)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("vllm"):
             raise
         raise ConfigError(
             "rollout.engine = 'vllm': vLLM is not installed; install mm_grpo[vllm] on a GPU machine, "
             "mm_grpo[cpu] on a CPU, or use rollout.engine=transformers"
-        ) from error
+        ) from None
 
 
+def _vllm_server(
+    config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None = None
+) -> RolloutEngine:
+    """The vLLM servers of `rollout.server`; the first process alone sends them weights."""
+    from mm_grpo.rollout.served.client import ServerClient
+    from mm_grpo.rollout.served.engine import ServedEngine
+    from mm_grpo.rollout.served.server import Limits
+    from mm_grpo.rollout.served.transfer import transfer_of
+
+    given = config.rollout.server
+    if not given.urls:
+        raise ConfigError(
+            "rollout.server.urls = []: rollout.engine=vllm_server needs servers; start them with `mm-grpo serve` and "
+            "write their urls here, or let `mm-grpo train --serve 1` start one"
+        )
+    limits = engine_limits(config, processor, (), context_of(model.config))
+    transfer = None
+    if ranks is None or ranks.first:
+        transfer = transfer_of(
+            given.transfer,
+            device=str(model.device),
+            folder=given.folder,
+            host=given.host,
+            timeout=given.update_timeout,
+        )
+    key = os.environ.get(given.key_env)
+    clients = [
+        ServerClient(url, key=key, timeout=given.timeout, connect_timeout=given.connect_timeout)
+        for url in given.urls
+    ]
+    return ServedEngine(
+        clients,
+        transfer,
+        processor,
+        limits=Limits(
+            timeout=given.timeout,
+            health_timeout=given.health_timeout,
+            wait_timeout=given.wait_timeout,
+            max_sequences=given.max_sequences,
+            max_model_len=limits.max_model_len,
+        ),
+        max_images=limits.max_images,
+        ranks=ranks,
+    )
+
+
+REMOTE = frozenset({"vllm_server"})
+"""Engines that hold their weights outside this process, and can sample while the learner works."""
 ENGINES: dict[str, Callable[[GRPOConfig, Any, Processor], RolloutEngine]] = {
     "transformers": _transformers,
     "vllm": _vllm,
+    "vllm_server": _vllm_server,
 }

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+RUN_MARK = "mm_grpo_run.json"
+"""The file by which a run's folder is known (run/claim.py)."""
 TEMPORARY = "mm_grpo_tmp_"
 UNFINISHED = re.compile(r"\.(.+)\.\d+\.tmp")
 LEFT_AFTER = 60.0
@@ -104,14 +106,14 @@ def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def temporary_folder(purpose: str) -> Iterator[Path]:
-    """A new folder in the system's folder for temporary files, `mm_grpo_PURPOSE_...`; removed at the end.
+def temporary_folder(purpose: str, parent: Path | None = None) -> Iterator[Path]:
+    """A new folder in `parent`, or the system's folder for temporary files, `mm_grpo_PURPOSE_...`; removed at the end.
 
     Those that a killed process left are removed too: a process holds a lock on its own while it lives. One that is
     younger than a minute may not be locked yet, and stays.
     """
-    _remove_left()
-    with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}{purpose}_") as name:
+    _remove_left(parent or Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}{purpose}_", dir=parent) as name:
         handle = os.open(name, os.O_RDONLY)
         try:
             with suppress(OSError):  # a file system without locks: then nothing is removed there either
@@ -121,8 +123,8 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
             os.close(handle)
 
 
-def _remove_left() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+def _remove_left(parent: Path) -> None:
+    for folder in parent.glob(f"{TEMPORARY}*"):
         with suppress(OSError):  # another user's, or one that another process removes just now
             state = folder.lstat()
             old = time.time() - state.st_mtime > LEFT_AFTER  # the clock of the file system

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import traceback
 import unicodedata
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,8 @@ def printable(text: object, *, lines: bool = True) -> str:
     'a\\x1b[31mb\\u202ec\\nd'
     """
     whole = str(text)
-    if whole.isascii() and whole.isprintable():
-        return whole
+    if (whole.replace("\n", "").replace("\t", "") if lines else whole).isprintable():
+        return whole  # printable by Python's rule leaves out all categories that are escaped, and some more
     return "".join(_escaped(c, lines) for c in whole)
 
 
@@ -46,6 +47,12 @@ def cell(text: object) -> Text:
     from rich.text import Text
 
     return Text(printable(text, lines=False))
+
+
+def print_phase(text: str) -> None:
+    """A plain line that says what begins, at once. A terminal or a pipe that was closed ends no run."""
+    with suppress(OSError, ValueError):
+        print(printable(text, lines=False), flush=True)
 
 
 class PrintableFilter(logging.Filter):

@@ -113,7 +113,8 @@ class Tail:
 class Turn:
     """One message of a conversation after its prompt: the model's (`assistant`), or the answer to a call (`tool`).
 
-    Of the model `seed` and `tokens`, as many as it sampled; of an answer the `name` of the tool, its `arguments`, its
+    Of the model `seed` and `tokens`, as many as it sampled, and `reward`, what the environment paid for its calls, None
+    where nothing was said; of an answer the `name` of the tool, its `arguments`, its
     `images` at their final size, `tokens`, 0 where the answer before it holds those of both, and the `fault` if any.
     """
 
@@ -125,6 +126,12 @@ class Turn:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
     fault: str | None = None
+    reward: float | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """The message as rewards and environments get it."""
+        keys = ("role", "text", "images", "name", "arguments", "fault", "reward")
+        return {key: getattr(self, key) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,11 @@ class Completion:
     masked: str | None = None
 
     @property
+    def turn_lengths(self) -> tuple[int, ...]:
+        """Of each turn of the model how many tokens it sampled; () where there are no turns."""
+        return tuple(turn.tokens for turn in self.turns if turn.role == "assistant")
+
+    @property
     def run_length(self) -> int:
         """How many tokens the model runs after the prompt: what was sampled, and the observations."""
         return len(self.token_ids) if self.tail is None else len(self.tail.token_ids)
@@ -165,8 +177,11 @@ class Group:
     Each stage fills its own fields (`dataclasses.replace`); all are [G], and empty before their stage. Completions:
     `completions`, and `kl`, in nats, where rewards pay for the distance from the reference. Rewards: `rewards` are
     the totals, None where no reward applied, `parts` the raw scores by reward, `extra` the columns that rewards
-    logged. Advantages: `advantages`, 0 where there is no reward. `attempt` is above 0 when the group took the place
-    of one whose rewards were all equal. In evaluation the slot is the number of the row.
+    logged, and `turn_rewards[G][K]` the totals by turn of the model, () of a completion without turns. Advantages:
+    `advantages`, 0 where there is no reward; with `algorithm.turn_gamma` those of first turns, that is of whole
+    conversations, and `turn_advantages[G][K]` those of all turns, else (). `attempt` is above 0 when the group took
+    the place of one whose rewards were all equal. `place` is set in an eager run (rollout/eager.py): the (step, slot)
+    whose row and seeds it has. In evaluation the slot is the number of the row.
     """
 
     slot: int
@@ -178,6 +193,16 @@ class Group:
     kl: tuple[float, ...] = ()
     parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    turn_rewards: tuple[tuple[float | None, ...], ...] = ()
+    turn_advantages: tuple[tuple[float, ...], ...] = ()
+    place: tuple[int, int] | None = None
+
+    @property
+    def has_advantage(self) -> list[bool]:
+        """Of each completion whether some token of it has an advantage that is not 0."""
+        if self.turn_advantages:
+            return [any(turns) for turns in self.turn_advantages]
+        return [advantage != 0 for advantage in self.advantages]
 
 
 @dataclass(frozen=True)
