@@ -10,8 +10,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from helpers import workers
 from hypothesis import settings
 
 # Collection imports torch and more: a million objects that stay, and that each pass of the collector would visit.
@@ -26,6 +28,16 @@ settings.load_profile("ci" if os.environ.get("CI") else "people")
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        workers.sort(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return workers.scheduler(config, log)
 
 
 class Models(dict[str, Path]):

@@ -20,14 +20,17 @@ def test_learner(result: Result) -> None:
     assert versions["mm_grpo"] == __version__ and versions["trl"] == "1.16.0"
     assert {"python", "torch", "transformers", "cpus", "threads", "device", "dtype"} <= versions.keys()
     assert (versions["device"], versions["dtype"]) == ("cpu", "float32")
+    (sitting,) = found["sittings"]
+    assert sitting["allocator"] == "glibc"
     image, text = found["rows"]
     assert {k: image[k] for k in "GT"} == {"G": 2, "T": 4}
     assert {k: text[k] for k in "GT"} == {"G": 3, "T": 2}
+    assert (image["kind"], text["kind"]) == ("image", "text")
     assert image["L"] - text["L"] == 2 * 2 + 2  # 56 pixels are 4 x 4 patches; two ids stand around them
     for row in found["rows"]:
         assert row["ratio"] == pytest.approx(row["seconds_trl"] / row["seconds_ours"], rel=1e-4)
-        assert 0 < row["seconds_bound"] < row["seconds_ours"] < 30
-        assert row["seconds_bound"] == pytest.approx(row["flops"] / versions["flops_per_second"], rel=1e-4)
+        assert 0 < row["seconds_bound"] < row["seconds_ours"] < 30 and row["ratio_low"] == row["ratio_high"]
+        assert row["seconds_bound"] == pytest.approx(row["flops"] / sitting["flops_per_second"], rel=1e-4)
         assert row["gradient_gap"] < 1e-4
 
 
@@ -105,12 +108,77 @@ def test_hybrid(result: Result) -> None:
 
 
 @pytest.mark.long
+def test_turns(result: Result) -> None:
+    small = ("--size", "tiny", "--side", "84", "--sides", "56", "--generations", "2", "--tokens", "3")
+    (row,) = result("turns", *small, "--rounds", "1")["rows"]
+    assert {k: row[k] for k in ("G", "T", "side", "shown")} == {"G": 2, "T": 3, "side": 84, "shown": 56}
+    assert row["gradient_gap"] < 1e-4 and row["tail"] > 2 * 3 + 4  # 56 pixels are 2 x 2 tokens
+    for side in ("batched", "alone"):
+        for part in ("generate", "learner", "step"):
+            expected = row[f"{part}_{side}"] / row[f"{part}_ours"]
+            assert row[f"{part}_{side}_ratio"] == pytest.approx(expected, rel=1e-4)
+    for side in ("ours", "batched", "alone"):
+        assert 0 < row[f"generate_{side}"] + row[f"learner_{side}"] <= row[f"step_{side}"] * 1.0001
+
+
+@pytest.mark.long
+def test_packs(result: Result) -> None:
+    small = ("--size", "tiny", "--prompts", "6", "--generations", "2", "--words", "5", "--tokens", "4")
+    apart, packed = result("packs", *small, "--pack", "200", "--rounds", "1")["rows"]
+    assert (apart["layout"], packed["layout"]) == ("apart", "packed") and apart["tokens"] == packed["tokens"]
+    assert apart["fill"] < packed["fill"] == 1.0
+    for row in (apart, packed):
+        assert row["pack_fill"] == pytest.approx(row["tokens"] / 200 / row["packs"], rel=1e-4)
+        assert 0 < row["seconds"] < 60
+
+
+def test_spread(result: Result) -> None:
+    small = ("--size", "tiny", "--generations", "4", "--side", "56", "--tokens", "3")
+    one, two = result("spread", *small, "--packs", "1,2", "--rounds", "1")["rows"]
+    assert (one["packs"], two["packs"], two["G"], two["T"]) == (1, 2, 4, 3)
+    prompts = {
+        (row["packs"], side): row[f"prompts_{side}"] for row in (one, two) for side in ("again", "once")
+    }
+    assert prompts == {(1, "again"): 1, (1, "once"): 1, (2, "again"): 2, (2, "once"): 1}
+    assert (one["images_again"], two["images_again"], two["images_once"]) == (1, 2, 1)
+    assert two["tokens_again"] - two["tokens_once"] == two["L"]
+    for row in (one, two):
+        assert 0 < row["seconds_again"] < 60 and 0 < row["seconds_once"] < 60
+
+
+@pytest.mark.long
 def test_images(result: Result) -> None:
     plain, ahead = result("images", "--prompts", "4", "--steps", "1", "--max-pixels", "3136")["rows"]
     assert (plain["workers"], ahead["workers"], plain["P"]) == (0, 2, 4)
     for row in (plain, ahead):
         assert 0 < row["wait"] < row["step"] < 30
         assert row["share"] == pytest.approx(row["wait"] / row["step"], rel=1e-3)
+
+
+@pytest.mark.long
+def test_overlap(result: Result) -> None:
+    small = (
+        "--size",
+        "tiny",
+        "--prompts",
+        "2",
+        "--generations",
+        "2",
+        "--tokens",
+        "8",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+    )
+    found = result("overlap", *small, "--kinds", "async", "--seconds", "0.01")
+    assert found["versions"]["seconds"] == 0.01
+    assert [(row["reward"], row["called"]) for row in found["rows"]] == [
+        ("async", "after"),
+        ("async", "meanwhile"),
+    ]
+    for row in found["rows"]:
+        assert 0 < row["wait"] < row["step"] < 30 and 0 < row["sampling"] < row["step"]
 
 
 @pytest.mark.parametrize(
@@ -186,3 +254,11 @@ def test_trl_is_asked_for_before_anything_is_measured(
     with pytest.raises(SystemExit, match="2"):
         module.main([])
     assert "needs the package trl, which is not installed; `make setup`" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_generation(result: Result) -> None:
+    (row,) = result("generation", "--workloads", "tiny", "--rounds", "2")["rows"]
+    assert (row["P"], row["G"], row["T"], row["tokens"]) == (2, 4, 3, 24)
+    assert row["ratio"] == pytest.approx(row["seconds_trl"] / row["seconds_ours"], rel=1e-4)
+    assert row["rate_ours"] == pytest.approx(24 / row["seconds_ours"], rel=1e-4)

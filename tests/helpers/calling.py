@@ -34,7 +34,10 @@ class Calling(QwenVLProcessor):
 
 
 class Gallery:
-    """An environment that shows pictures and texts of many sizes, and pays for what was seen."""
+    """An environment that shows pictures and texts of many sizes, and pays for what was seen: at the end, and for turns
+    that show no picture a little each."""
+
+    step_reward: float | None = None
 
     def reset(self, **row: Any) -> None:
         self.seen = 0
@@ -46,6 +49,7 @@ class Gallery:
             number: Which.
             images: How many.
         """
+        self.step_reward = None if images else 0.25
         rng = random.Random(number)
         parts: list[Any] = [f"number {number}: {'ab ' * rng.randrange(4)}"]
         for _ in range(images):

@@ -7,10 +7,12 @@ deadline, and only processes that were started here are ended.
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from helpers import forkserver
@@ -33,9 +35,12 @@ def alone() -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that the system hands out, so that no connection takes it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def start(

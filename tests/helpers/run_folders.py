@@ -41,7 +41,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def rollouts_of(folder: Path) -> dict[str, str]:
-    return {p.name: p.read_text() for p in sorted((folder / "rollouts").glob("*.jsonl"))}
+    return {p.name: p.read_text() for p in sorted((folder / "rollouts").glob("step-*.jsonl"))}
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -57,6 +57,7 @@ def assert_the_same_run(folder: Path, other: Path, steps: int, *, weights: float
     rows = [json.loads(line) for line in mine]
     assert len(rollouts_of(folder)) == steps and len({row["completion"] for row in rows}) > steps
     for row, expected in zip(rows, map(json.loads, theirs), strict=True):
+        assert_the_same_sight(row, expected)
         assert row == expected
     for row, expected in zip(metrics_of(folder), metrics_of(other), strict=True):
         assert row.keys() == expected.keys()
@@ -71,3 +72,14 @@ def assert_the_same_run(folder: Path, other: Path, steps: int, *, weights: float
     for name, expected_weight in weights_of(other).items():
         moved = (expected_weight - base[name]).norm().clamp(min=1e-12)
         assert (found[name] - expected_weight).norm() / moved <= weights, name
+
+
+def assert_the_same_sight(row: dict[str, Any], expected: dict[str, Any]) -> None:
+    """`sight` of two rows of rollouts agrees, and is taken out of both: its numbers are differences of log-probs."""
+    mine, theirs = row.pop("sight", None), expected.pop("sight", None)
+    if mine is None or theirs is None:
+        assert mine == theirs
+        return
+    tokens = mine.pop("tokens"), theirs.pop("tokens")
+    assert mine.pop("nats") == pytest.approx(theirs.pop("nats"), abs=1e-3)
+    assert tokens[0] == pytest.approx(tokens[1], abs=1e-3) and mine == theirs

@@ -20,7 +20,7 @@ def session(of: int) -> list[int]:
     return [pid for pid in found if (fields := stat(pid))[0] != "Z" and int(fields[3]) == of]
 
 
-def died(processes: Iterable[int], seconds: float = 5.0) -> bool:
+def died(processes: Iterable[int], seconds: float = 60.0) -> bool:
     """Whether none of these processes, nor of their sessions, is left after so many seconds at most."""
     end = time.monotonic() + seconds
     while left := [pid for pid in processes if stat(pid)[0] != "Z" or session(pid)]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from helpers import tiny
 from helpers.configs import merged, small_config
 from mm_grpo.config import GRPOConfig
-from mm_grpo.learner.pack import PADDING
+from mm_grpo.learner.pack import GROUP, PADDING
 from mm_grpo.processors.base import Processor
 from mm_grpo.types import Completion, Group
 
@@ -71,11 +71,12 @@ def plain_logp(model: Any, config: GRPOConfig, media: Sequence[int], group: Grou
     return torch.stack([logp.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0], entropy])
 
 
-def segments_of(rows: list[list[int]]) -> Tensor:
-    """Segments [B, N] of rows given by the lengths of prompt and completions."""
-    width = max(sum(lengths) for lengths in rows)
-    segments = torch.full((len(rows), width), PADDING)
-    for row, lengths in enumerate(rows):
-        known = [k for k, n in enumerate(lengths) for _ in range(n)]
-        segments[row, : len(known)] = torch.tensor(known)
-    return segments
+def segments_of(rows: Sequence[Sequence[Any]]) -> Tensor:
+    """Segments [B, N] of rows given by the lengths of prompt and completions, or by a list of such lists."""
+    several = [row if isinstance(row[0], list) else [row] for row in rows]
+    known = [
+        [g * GROUP + k for g, lengths in enumerate(row) for k, n in enumerate(lengths) for _ in range(n)]
+        for row in several
+    ]
+    width = max(map(len, known))
+    return torch.tensor([own + [PADDING] * (width - len(own)) for own in known])

@@ -17,6 +17,7 @@ MODULES = {
     "pillow": "PIL",
     "ruamel.yaml": "ruamel",
     "qwen-vl-utils": "qwen_vl_utils",
+    "scikit-learn": "sklearn",
 }
 # Asked for and not imported by us: each with its reason.
 EXCEPTIONS = {

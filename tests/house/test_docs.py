@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +26,18 @@ def test_the_page_of_fields_is_current() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+        if anchor and (target.endswith(".md") or not target):
+            assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the forge makes them."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", heading).replace("`", "") for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in plain}
 
 
 def snippets(page: Path) -> list[str]:
@@ -39,7 +51,11 @@ def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         compile(example.replace("runs/python", str(tmp_path / "run")), "README.md", "exec"),
         {"__name__": "readme"},
     )
-    assert (tmp_path / "run" / "summary.json").exists()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["score_before"] < 0.5 and summary["score_after"] > 0.8  # it learns, and one can see it
+    after = re.search(r"# reward on held-out rows: ([0-9.]+) -> ([0-9.]+)", example)
+    assert after is not None and float(after[1]) == pytest.approx(summary["score_before"], abs=0.05)
+    assert float(after[2]) == pytest.approx(summary["score_after"], abs=0.1)
     names: dict[str, object] = {"__name__": "readme_reward"}
     exec(compile(reward, "README.md", "exec"), names)
     score = names["says_a_number"]
@@ -55,6 +71,25 @@ def test_the_snippets_on_data_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     for number, snippet in enumerate(snippets(ROOT / "docs" / "data.md")):
         exec(compile(snippet, f"data.md, snippet {number}", "exec"), {"__name__": "data"})
+
+
+def test_the_snippets_on_python_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "python"}
+    for number, snippet in enumerate(snippets(ROOT / "docs" / "python.md")):
+        code = snippet.replace("examples/shapes/base", str(ROOT / "examples" / "shapes" / "base"))
+        exec(compile(code, f"python.md, snippet {number}", "exec"), names)
+    assert (names["summary"]["steps"], names["summary"]["stopped"]) == (3, "three steps are enough here")
+    rows = [json.loads(line) for line in (tmp_path / "runs/page/metrics.jsonl").read_text().splitlines()]
+    assert [row.get("my/right") == row.get("rewards/exact_match/mean") for row in rows] == [True] * 4 + [
+        False
+    ]
+    assert (tmp_path / "page_model" / "config.json").exists()
+
+
+def test_the_snippets_on_turns_run() -> None:
+    for number, snippet in enumerate(snippets(ROOT / "docs" / "turns.md")):
+        exec(compile(snippet, f"turns.md, snippet {number}", "exec"), {"__name__": "turns"})
 
 
 def test_the_readmes_arithmetic_is_what_a_run_prints() -> None:

@@ -73,6 +73,7 @@ def test_a_process_that_nobody_waits_for_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_deadline_that_passes(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"no end after 0\.5 s"):
-        processes.finished(["-c", FOREVER], tmp_path / "said.txt", deadline=0.5)
-    wait_for_the_end_of(pids_in(tmp_path / "said.txt"))
+    with pytest.raises(AssertionError, match=r"no end after 1\.0 s"):
+        processes.finished(["-c", FOREVER], tmp_path / "said.txt", deadline=1.0)
+    said = (tmp_path / "said.txt").read_text().splitlines()  # of both processes, unless the machine is busy
+    wait_for_the_end_of([int(line.split()[0]) for line in said])

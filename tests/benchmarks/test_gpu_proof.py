@@ -1,0 +1,256 @@
+"""The stages for a GPU: a dry run of them on a CPU, what a second call leaves out, and what becomes of faults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+Script = Callable[[str], Any]
+KEYS = {"stage", "status", "reason", "dry", "versions", "seconds", "rows"}
+ROWS: dict[str, set[str]] = {
+    "tests": {"tests", "passed", "skipped", "failed", "seconds"},
+    "attention": {
+        "L", "G", "T", "dtype", "right", "distance_flex", "distance_plain", "seconds_flex", "seconds_plain", "ratio",
+        "bytes_flex", "bytes_plain",
+    },
+    "learner": {
+        "L", "G", "T", "P", "seconds", "seconds_optimizer", "tokens_per_second", "flops", "peak", "mfu", "mfu_passes",
+        *(f"{how}_{part}" for how in ("bytes", "estimate") for part in ("weights", "optimizer", "passes", "peak")),
+    },
+    "trl": {"G", "T", "L", "kind", "seconds_ours", "seconds_trl", "ratio", "gradient_gap", "mfu_ours", "mfu_trl"},
+    "run": {
+        "steps", "weights_changed", "update_norm_least", "logp_gap_mean", "tokens", "seconds_start",
+        *(f"seconds_{phase}" for phase in ("step", "rollout", "learner", "sync")),
+    },
+    "vllm": {"seconds_sleep", "seconds_wake", "seconds_sync", "canary_moved", "canary_gap_mean", "sync_bytes"},
+}  # fmt: skip
+
+
+def results_in(folder: Path) -> dict[str, dict[str, Any]]:
+    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")}
+
+
+@pytest.mark.long
+def test_every_stage_of_a_dry_run(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    proof = script("gpu_proof")
+    asked = ["--dry", "--folder", str(tmp_path)]
+    proof.main(asked)
+    found = results_in(tmp_path)
+    assert found.keys() == proof.NEEDS.keys()
+    for name, result in found.items():
+        assert result.keys() == KEYS and (result["status"], result["dry"]) == ("done", True), result
+        assert (result["versions"]["device"], result["versions"]["torch"]) == ("cpu", version("torch"))
+        assert result["versions"]["vllm"] and result["versions"]["flash_attn"] is None
+        assert result["seconds"] == pytest.approx(sum(r["case_seconds"] for r in result["rows"]), rel=1e-4)
+        for row in result["rows"]:
+            wanted = ROWS[name.split("-")[0]] | {"case", "case_seconds"}
+            assert wanted <= row.keys(), (name, wanted - row.keys())
+    (tests,) = found["tests"]["rows"]
+    assert (tests["passed"], tests["failed"]) == (0, {}) and tests["skipped"] == tests["tests"] > 10
+    assert all(row["right"] and row["distance_flex"] < row["limit"] for row in found["attention"]["rows"])
+    for model in ("learner-qwen2_5_vl-3b", "learner-qwen3_vl-4b"):
+        full, lora = found[model]["rows"]
+        assert (full["train"], full["checkpointing"]) == ("full", True)
+        assert (lora["train"], lora["checkpointing"]) == ("lora", False)
+        assert 0 < full["mfu"] < full["mfu_passes"] and full["update_norm"] > 0 < lora["update_norm"]
+        assert lora["estimate_optimizer"] < full["estimate_optimizer"]
+    assert all(row["kind"] == "image" and row["gradient_gap"] < 0.05 for row in found["trl"]["rows"])
+    for name in ("run", "vllm-sleep-1", "vllm-sleep-2"):
+        (run,) = found[name]["rows"]
+        assert run["weights_changed"] > 0.1 and run["update_norm_least"] > 0 and run["logp_gap_mean"] < 0.01
+        if name != "run":
+            assert run["canary_moved"] > run["canary_gap_mean"] and run["canary_problems"] == []
+            assert run["sync_bytes"] > 100_000
+
+    # a second call runs nothing again; what is not installed is named, and the tables take what is there
+    proof.start = lambda *args: pytest.fail("a stage was run again")
+    proof.main(asked)
+    assert results_in(tmp_path) == found
+    capsys.readouterr()
+    proof.main([*asked, "--fresh", "--stages", "trl,vllm-sleep-2", "--without", "vllm,trl"])
+    assert "not installed: vllm" in capsys.readouterr().out
+    for name, package in (("vllm-sleep-2", "vllm"), ("trl", "trl")):
+        result = results_in(tmp_path)[name]
+        assert result.keys() == KEYS and result["rows"] == []
+        assert (result["status"], result["reason"]) == ("not run", f"not installed: {package}")
+    page = (proof.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    filled = script("readme").written(page, tmp_path / "none", tmp_path)
+    assert "| `trl` | not run | 0 | 0 | cpu |" in filled and "| qwen3_vl-4b | full, G 8, 448 px, ch" in filled
+    assert filled.count("Not measured yet.") == 1  # TRL's
+
+
+def options(folder: Path, **changed: Any) -> Any:
+    given = {"folder": folder, "dry": True, "peak_tflops": 1.0, "without": [], "fresh": False, "minutes": 5}
+    return SimpleNamespace(**given | {"stages": ["run", "trl"]} | changed)
+
+
+def test_faults_stay_in_their_cases(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof, runs = script("gpu_proof"), script("gpu_runs")
+    called: list[str] = []
+
+    def case(name: str, fault: Exception | None = None) -> Callable[[Any], dict[str, Any]]:
+        def run(setting: Any) -> dict[str, Any]:
+            called.append(name)
+            if fault is not None:
+                raise fault
+            return {"seconds": 1 / 3}
+
+        return run
+
+    cases = {
+        "large": case("large", torch.OutOfMemoryError("1 TiB")),
+        "wrong": case("wrong", ValueError("no")),
+    }
+    monkeypatch.setitem(runs.STAGES, "run", cases)
+    proof.run_stage("run", options(tmp_path))
+    found = results_in(tmp_path)["run"]
+    assert (found["status"], found["reason"]) == ("failed", "wrong: ValueError: no")
+    assert [row["fault"] for row in found["rows"]] == ["out of memory", "ValueError: no"]
+    cases["wrong"] = case("mended")
+    proof.run_stage("run", options(tmp_path))
+    found = results_in(tmp_path)["run"]
+    assert called == ["large", "wrong", "mended"] and found["status"] == "done"
+    assert found["rows"][1] | {"case_seconds": 0} == {"case": "wrong", "seconds": 0.333333, "case_seconds": 0}
+    # another torch is another measurement
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(found | {"versions": found["versions"] | {"torch": "1.0"}}))
+    proof.run_stage("run", options(tmp_path))
+    assert called[3:] == ["large", "mended"]
+
+
+def test_a_stage_that_ends_early_or_late(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof = script("gpu_proof")
+    ended = [("failed", "exit code -9: killed"), ("unfinished", "ran past 530 s")]
+    monkeypatch.setattr(proof, "start", lambda *args: ended.pop(0))
+    assert not proof.run_all(options(tmp_path, stages=["run"]))
+    assert results_in(tmp_path)["run"]["status"] == "failed"
+    assert not proof.run_all(options(tmp_path, stages=["run"]))
+    assert results_in(tmp_path)["run"]["reason"] == "ran past 530 s"
+    monkeypatch.setattr(proof, "LEAST", 301)
+    assert not proof.run_all(options(tmp_path, stages=["run"]))
+    assert results_in(tmp_path)["run"]["reason"] == "the 5 minutes were over"
+    assert proof.run_all(options(tmp_path, stages=["trl"], without=["trl"]))
+
+
+def test_a_process_is_ended_with_what_it_started(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof = script("gpu_proof")
+    own = tmp_path / "child.py"
+    own.write_text(
+        "import sys, time; print('so far'); time.sleep(60 if '--peak-tflops' in sys.argv else 0); 1 / 0"
+    )
+    monkeypatch.setattr(proof, "__file__", str(own))
+    status, reason = proof.start(["run"], options(tmp_path), 0.5)
+    assert (status, reason.split(";")[0]) == ("unfinished", "ran past 0 s")
+    status, reason = proof.start(["run"], options(tmp_path, peak_tflops=None), 60)
+    assert status == "failed" and reason.startswith("exit code 1: so far / Traceback")
+    assert reason.endswith("ZeroDivisionError: division by zero")
+
+
+def test_counts_of_a_junit_report(script: Script, tmp_path: Path) -> None:
+    read = script("gpu_runs").read_junit
+    report = tmp_path / "junit.xml"
+    skipped = '<testcase name="c" time="0"><skipped/></testcase>'
+    failed = '<testcase name="b" time="1"><failure message="a != b&#10;more"/></testcase>'
+    report.write_text(f'<s><testsuite><testcase name="a" time="2.5"/>{failed}{skipped}</testsuite></s>')
+    row = read(report, gpu=True)
+    assert (row["tests"], row["passed"], row["skipped"], row["seconds"]) == (3, 1, 1, 3.5)
+    assert row["failed"] == {"b": "a != b"} and row["fault"] == "1 of 3 tests failed: b"
+    report.write_text(f"<s>{skipped}</s>")
+    assert read(report, gpu=True)["fault"] == "all 1 tests were skipped, on a GPU"
+    assert "fault" not in read(report, gpu=False)
+
+
+def test_the_models_are_those_that_were_published(script: Script) -> None:
+    from mm_grpo.learner.memory import ModelSizes
+
+    models, common = script("gpu_models"), script("common")
+    machine = common.Machine(torch.device("meta"), torch.bfloat16)
+    counts = {}
+    for name in models.SHAPES:
+        config, processor = models.config_and_processor(name, models.Setting(machine, 1.0, "given", False))
+        model = models.make_model(config, processor, machine)
+        counts[name] = ModelSizes.of(model).weights
+        if name == "qwen3_vl-4b":  # 64 x 64 patches of 16 pixels; all blocks see the whole image
+            found = common.forward_flops(model, 10, 2, 3, [4096])
+    assert counts == {"qwen2_5_vl-3b": 3_754_622_976, "qwen3_vl-4b": 4_437_815_808}
+    # four projections of 32 heads of 128 and 8 of keys and values, three of 2560 x 9728, over 16 tokens
+    layer = 2560 * (2 * 4096 + 2 * 1024) + 3 * 2560 * 9728
+    assert found["layers"] == 2 * 36 * layer * 16
+    assert found["attention"] == 4 * 36 * (10 * 10 / 2 + 2 * 3 * (10 + 3 / 2)) * 4096
+    assert found["head"] == 2 * 6 * 2560 * 151_936
+    tower = 24 * (4 * 1024 * 1024 + 2 * 1024 * 4096) * 4096 * 2 + 24 * 4 * 4096**2 * 1024
+    mergers = 4 * (4096 * 4096 + 4096 * 2560) * 2 * 4096 / 4
+    assert found["tower"] == tower + mergers
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--stages", "runs", "--dry"], "argument --stages: 'runs' must be one of tests, attention, learner-qwen2"),
+        (["--without", "torch", "--dry"], "argument --without: 'torch' must be one of datasets, hypothesis, peft, "),
+        (["--dry", "--folder", "benchmarks/results/gpu"], "a dry run's figures mean nothing; name another folder"),
+        (["--minutes", "0", "--dry"], "argument --minutes: '0' must be an integer >= 1"),
+        ([], "sees no GPU here; --dry runs tiny models on the CPU"),
+    ],
+)  # fmt: skip
+def test_mistakes(
+    given: list[str],
+    told: str,
+    script: Script,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(SystemExit) as left:
+        script("gpu_proof").main(given)
+    assert left.value.code == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_readme_lists_every_stage(script: Script) -> None:
+    proof = script("gpu_proof")
+    page = (proof.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    section = page.partition("\n## On a GPU\n")[2]
+    assert [stage for stage in proof.NEEDS if f"`{stage}`" not in section] == []
+    readme = script("readme")
+    for name in readme.GPU_TABLES:
+        assert f"<!-- {name} -->\n" in section and f"<!-- /{name} -->" in section
+
+
+def test_gpu_tables_by_hand(script: Script) -> None:
+    readme = script("readme")
+    row = {"case": "full, G 8", "L": 296, "seconds": 0.5, "tokens_per_second": 9380.2, "mfu": 0.412}
+    for part in ("weights", "optimizer", "passes", "peak"):
+        row |= {f"bytes_{part}": 2_000_000_000, f"estimate_{part}": 3_100_000_000}
+    full = {"case": "full, G 16", "fault": "out of memory"}
+    about = {"device": "NVIDIA H200", "torch": "2.11.0"}
+    results = [
+        {
+            "stage": "learner-m",
+            "status": "done",
+            "reason": "",
+            "versions": about,
+            "seconds": 61.7,
+            "rows": [row, full],
+        }
+    ]
+    assert readme.gpu_stages(results)[1] == [
+        "`learner-m`", "done", "2", "62", "NVIDIA H200", "2.11.0", "",
+    ]  # fmt: skip
+    assert readme.gpu_learner(results)[1:] == [
+        ["m", "full, G 8", "296", "0.500", "9,380", "41%", *["2.0 / 3.1"] * 4],
+        ["m", "full, G 16", "", "out of memory", *[""] * 6],
+    ]
+    assert readme.gpu_runs(results)[1:] == readme.gpu_trl(results)[1:] == []

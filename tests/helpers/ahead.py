@@ -1,0 +1,47 @@
+"""Runs whose engine samples while the learner works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.configs import merged
+from helpers.small_runs import HELDOUT, ROWS, config_for, rows_of, vowels
+from mm_grpo import GRPOTrainer, build
+from mm_grpo.testing.fake_engines import FakeServer
+
+TIMES = ("time/", "step_time", "served/")
+LITTLE = {"report": False, "sight_every": 0, "save_model": False, "parity_check": False}
+"""What these runs do without."""
+
+
+def use_server(patch: pytest.MonkeyPatch, fault: str = "", **options: Any) -> None:
+    """Let `rollout.engine: transformers` be a FakeServer."""
+
+    def made(config: Any, model: Any, processor: Any) -> FakeServer:
+        return FakeServer(model, processor, fault, **options)
+
+    patch.setitem(build.ENGINES, "transformers", made)
+    patch.setattr(build, "REMOTE", frozenset({"transformers"}))
+
+
+def trainer_of(
+    path: Path, folder: Path, *, resume: bool = False, callbacks: Sequence[Any] = (), **changes: Any
+) -> GRPOTrainer:
+    reward = changes.pop("reward", vowels)
+    config = config_for(path, folder, **merged({"run": LITTLE}, changes))
+    evaluated = HELDOUT if config.run.eval_every else None
+    return GRPOTrainer(
+        config, train=ROWS, eval=evaluated, rewards=[reward], callbacks=callbacks, resume=resume
+    )
+
+
+def without_times(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows_of(folder)]
+
+
+def logged(folder: Path, step: int) -> bytes:
+    return (folder / f"rollouts/step-{step:06d}.jsonl").read_bytes()

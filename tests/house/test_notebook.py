@@ -1,0 +1,58 @@
+"""examples/notebook.ipynb: clean on disk, and it runs from top to bottom on a CPU and learns."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.metrics_page import not_on_the_page
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+def run_cell(source: str, names: dict[str, Any], number: int) -> Any:
+    """Run a cell as a notebook does: the value of its last expression, or None."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    where = f"notebook.ipynb, code cell {number}"
+    exec(compile(tree, where, "exec"), names)
+    return eval(compile(ast.Expression(last.value), where, "eval"), names) if last is not None else None
+
+
+def test_no_outputs_are_kept() -> None:
+    assert [cell for cell in CELLS if cell["outputs"] or cell["execution_count"] is not None] == []
+    assert {cell["cell_type"] for cell in NOTEBOOK["cells"]} == {"code", "markdown"}
+
+
+def test_links_of_the_notebook_lead_somewhere() -> None:
+    texts = ["".join(c["source"]) for c in NOTEBOOK["cells"] if c["cell_type"] == "markdown"]
+    links = re.findall(r"\]\(([^)#:]+)\)", "".join(texts))
+    assert len(links) >= 3
+    assert [link for link in links if not (ROOT / "examples" / link).exists()] == []
+
+
+@pytest.mark.long
+def test_the_notebook_runs_and_the_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "examples" / "shapes" / "base", tmp_path / "shapes" / "base")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "notebook"}
+    shown = [run_cell("".join(cell["source"]), names, at) for at, cell in enumerate(CELLS)]
+    (rewards,) = [one for one in shown if isinstance(one, tuple) and len(one) == 3]
+    assert rewards == pytest.approx((1.0, 0.8, 0.0))
+    (scores,) = [one for one in shown if isinstance(one, dict)]
+    assert scores["accuracy_before"] < 0.45 and scores["accuracy_after"] > scores["accuracy_before"] + 0.25
+    drawn = [one._repr_svg_() for one in shown if hasattr(one, "_repr_svg_")]
+    assert [svg.count("<polyline") for svg in drawn] == [3, 2]
+    pages = [one._repr_html_() for one in shown if type(one).__name__ == "Rollouts"]
+    assert [page.count("<img") for page in pages] == [4, 4]
+    assert "(+" in pages[0] and "(-" in pages[0]  # advantages
+    assert "model.safetensors" in shown[-1]
+    rows = [json.loads(line) for line in Path("runs/notebook/metrics.jsonl").read_text().splitlines()]
+    assert not_on_the_page({name for row in rows for name in row}) == []

@@ -1,0 +1,85 @@
+"""What a run imports: heavy packages only where they are used."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.small_runs import config_for
+
+import mm_grpo
+from mm_grpo.cli import imports
+
+ROOT = Path(mm_grpo.__file__).parents[1]
+HEAVY = (
+    "accelerate", "datasets", "deepspeed", "jinja2", "mistral_common", "numpy", "openai", "peft", "scipy", "sklearn",
+    "tensorboard", "torch", "torchvision", "trackio", "transformers", "trl", "vllm", "wandb",
+)  # fmt: skip
+NEEDED = {"accelerate", "jinja2", "numpy", "torch", "torchvision", "transformers"}
+"""What a run with the embedded engine cannot do without: transformers imports accelerate and torchvision."""
+
+REPORT = """
+import json, sys
+arguments, heavy = map(json.loads, sys.argv[1:])
+from mm_grpo.cli import main
+sys.argv = ["mm-grpo", *arguments]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+finally:
+    print("\\nimported:", *sorted(set(heavy) & set(sys.modules)))
+"""
+
+
+def imported(*arguments: str, cwd: Path) -> set[str]:
+    """Which of HEAVY a process has imported that ran a command."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code = [sys.executable, "-c", REPORT, json.dumps([str(a) for a in arguments]), json.dumps(HEAVY)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(code, cwd=cwd, text=True, capture_output=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return set(done.stdout.splitlines()[-1].removeprefix("imported:").split())
+
+
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["recipes"], ["rewards"], ["env"]])
+def test_a_command_that_builds_no_model_imports_nothing_heavy(command: list[str], tmp_path: Path) -> None:
+    assert imported(*command, cwd=tmp_path) == set()
+
+
+def test_a_run_imports_only_what_it_uses(models: dict[str, Path], tmp_path: Path) -> None:
+    """Adapters, ZeRO, trackers, other engines and datasets of the library are not asked for, and nothing of them is
+    imported, to the end: the model is saved, the page is written."""
+    config = config_for(models["qwen2_5_vl"], tmp_path / "run", run={"max_steps": 1, "save_every": 1})
+    values = config.model_dump(mode="json")
+    values["data"]["train"] = {"task": "shapes", "split": "train", "size": 4, "image_size": 56}
+    code = (
+        "def score(completion):\n    return sum(c in 'aeiou' for c in completion) + len(completion) / 100\n"
+    )
+    (tmp_path / "score.py").write_text(code, encoding="utf-8")
+    values["rewards"] = [f"{tmp_path}/score.py:score"]  # one that tells the answers of a random model apart
+    (tmp_path / "config.yaml").write_text(json.dumps(values), encoding="utf-8")
+    assert imported("train", "config.yaml", cwd=tmp_path) == NEEDED
+    assert (tmp_path / "run/model/model.safetensors").is_file()
+    assert (tmp_path / "run/report.html").is_file()
+    assert imported("view", "run", cwd=tmp_path) == {"jinja2"}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_collector_works_again_after_the_imports(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "sys", SimpleNamespace(modules={} if first else {"torch": None}))
+    before = gc.get_freeze_count()
+    try:
+        with pytest.raises(ImportError), imports.heavy_imports():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled()
+        assert (gc.get_freeze_count() > before) == first
+    finally:
+        gc.unfreeze()

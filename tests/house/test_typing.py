@@ -1,0 +1,56 @@
+"""Type checkers understand the public API: the README's example and the programs in examples/ pass mypy --strict."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What mm_grpo imports is left out: it takes most of the time, and a user's mistakes are about our names.
+SETTINGS = """
+[mypy]
+strict = true
+cache_dir = {cache}
+[mypy-torch.*,transformers.*,deepspeed.*,datasets.*,peft.*,accelerate.*,numpy.*,vllm.*,safetensors.*,rich.*,typer.*]
+follow_imports = skip
+[mypy-mm_grpo.*]
+follow_imports = silent
+"""
+
+
+@pytest.mark.long  # six seconds of mypy
+def test_the_examples_pass_and_slips_in_them_do_not(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    right, *_ = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    wrong = right
+    for good, bad in (
+        ("max_steps=14", "max_steps='14'"),
+        ("prompts_per_step=", "prompts_per_stp="),
+        ("train=shapes", "train_dataset=shapes"),
+    ):
+        assert good in wrong
+        wrong = wrong.replace(good, bad)
+    (tmp_path / "right.py").write_text(right)
+    (tmp_path / "wrong.py").write_text(wrong)
+    (tmp_path / "mypy.ini").write_text(SETTINGS.format(cache=tmp_path / "cache"))
+    programs = [ROOT / "examples" / name for name in ("python_api.py", "own_reward.py")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "right.py", "wrong.py", *programs],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=250,
+        env={"PATH": "/usr/bin:/bin", "MYPYPATH": str(ROOT), "PYTHONPATH": str(ROOT)},
+    )
+    errors = [line.partition(" error: ")[::2] for line in done.stdout.splitlines() if " error: " in line]
+    assert [where.partition(":")[0] for where, _ in errors] == ["wrong.py"] * 3, done.stdout + done.stderr
+    assert [what for _, what in errors] == [
+        'Unexpected keyword argument "prompts_per_stp" for "RolloutConfig"; did you mean "prompts_per_step"?'
+        "  [call-arg]",
+        'Argument "max_steps" to "RunConfig" has incompatible type "str"; expected "int | None"  [arg-type]',
+        'Unexpected keyword argument "train_dataset" for "GRPOTrainer"  [call-arg]',
+    ]
