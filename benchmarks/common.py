@@ -3,7 +3,7 @@
 A benchmark is one file with one question, which it answers with a table and, with --json FILE, with
 {"versions": {...}, "rows": [{...}]}. Times are seconds, sizes bytes. `--device` and `--dtype` choose the
 machine; on a GPU clocks wait for it. To add a benchmark: a script here, its call in the Makefile's `bench`, its
-table in readme.py.
+table in readme.py. What needs a GPU is a stage of gpu_proof.py.
 """
 
 from __future__ import annotations
@@ -190,11 +190,12 @@ def versions(machine: Machine | None = None, *packages: str) -> dict[str, Any]:
 def write_json(path: Path | None, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"versions": dict(found), "rows": [_rounded(r) for r in rows]}, indent=2)
+        text = json.dumps({"versions": dict(found), "rows": [rounded(r) for r in rows]}, indent=2)
         path.write_text(text + "\n", encoding="utf-8")
 
 
-def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with six digits of each number."""
     return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
@@ -286,9 +287,9 @@ def make_model(processor: Any, size: str, machine: Machine) -> Any:
     return model.to(machine.device).train()
 
 
-def make_prompt(processor: Processor, side: int, *, images: int = 1, words: int = 0) -> Prompt:
+def make_prompt(processor: Processor, side: int, *, images: int = 1, words: int = 0, seed: int = 1) -> Prompt:
     """One prompt with `images` pictures of `side` pixels (none where it is 0) and `words` more of text."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     noise = [
         torch.randint(0, 256, (side, side, 3), generator=generator) for _ in range(images if side else 0)
     ]
@@ -304,25 +305,38 @@ def patches_of(prompt: Prompt) -> list[int]:
 
 
 def flops(model: Any, length: int, count: int, tokens: int, patches: Sequence[int]) -> float:
-    """FLOPs of forward and backward of one group's pack, in matrix products alone.
+    """FLOPs of forward and backward of one group's pack: those of `forward_flops`, times three."""
+    return 3 * sum(forward_flops(model, length, count, tokens, patches).values())
 
-    The language model over L + G * T tokens, its attention where the mask allows it, the vision tower over the
-    images once and the head over G * T states, times three for forward and backward. What is computed twice (the
-    head's logits, inside attention) is left out: the figure is a floor.
+
+def forward_flops(
+    model: Any, length: int, count: int, tokens: int, patches: Sequence[int]
+) -> dict[str, float]:
+    """FLOPs of the forward of one group's pack, in matrix products alone, by part of the model.
+
+    The language model over L + G * T tokens (`layers`), its attention where the mask allows it, the vision tower over
+    the images once and the head over G * T states. What is computed twice (the head's logits, inside attention) and
+    adapters are left out: the figure is a floor.
     """
     config, vision = model.config.text_config, model.config.vision_config
-    matrices = [(n, p.numel()) for n, p in model.named_parameters() if p.ndim == 2]
+    matrices = [(n, p.numel()) for n, p in model.named_parameters() if p.ndim == 2 and ".lora_" not in n]
     dense = sum(size for n, size in matrices if "layers" in n and "visual" not in n)
     tower = sum(size for n, size in matrices if ".blocks." in n)
-    merger = sum(size for n, size in matrices if ".merger." in n)
+    merger = sum(size for n, size in matrices if ".merger." in n or ".deepstack_merger_list." in n)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     row = length + count * tokens
     pairs = length**2 / 2 + count * tokens * (length + tokens / 2)
-    forward = 2 * dense * row + 4 * config.num_hidden_layers * pairs * config.hidden_size
-    forward += 2 * count * tokens * config.hidden_size * config.vocab_size
-    full = len(vision.fullatt_block_indexes)
+    found = {
+        "layers": 2.0 * dense * row,
+        "attention": 4 * config.num_hidden_layers * pairs * config.num_attention_heads * width,
+        "head": 2.0 * count * tokens * config.hidden_size * config.vocab_size,
+        "tower": 0.0,
+    }
+    windowed = hasattr(vision, "fullatt_block_indexes")  # else every block sees the whole image
+    full = len(vision.fullatt_block_indexes) if windowed else vision.depth
     for n in patches:
-        window = min(n, (vision.window_size // vision.patch_size) ** 2)
+        window = min(n, (vision.window_size // vision.patch_size) ** 2) if windowed else n
         seen = full * n**2 + (vision.depth - full) * n * window
-        forward += 2 * tower * n + 4 * seen * vision.hidden_size
-        forward += 2 * merger * n / vision.spatial_merge_size**2
-    return 3 * forward
+        found["tower"] += 2 * tower * n + 4 * seen * vision.hidden_size
+        found["tower"] += 2 * merger * n / vision.spatial_merge_size**2
+    return found

@@ -1,6 +1,6 @@
 """Loss and backward of one group: ours against TRL's own trainer, on identical inputs, side by side.
 
-    OMP_NUM_THREADS=2 python benchmarks/learner.py [--json FILE] [--rounds 5] [--shapes vqa,long,...]
+    OMP_NUM_THREADS=2 python benchmarks/learner.py [--json FILE] [--rounds 5] [--shapes vqa,long,...] [--allocator keep]
     python benchmarks/learner.py --device cuda --dtype bfloat16 --size 3b
 
 A Qwen2.5-VL of 24 M parameters in fp32 unless --size and --dtype say otherwise, no checkpointing, all
@@ -8,15 +8,24 @@ parameters trainable. For each shape the gradients of both sides are first asser
 turn, warm, and medians are compared. `bound` is the time that the matrix products of our side would take at the
 best rate that this machine was seen to reach (see `common.flops`), so TRL / bound is what no learner of this kind
 could pass.
+
+TRL's time differs from one process to the next, by what the allocator does with its large blocks. So --json adds a
+sitting to those that the file has of equal versions, and its rows hold medians and ranges over all sittings. With
+--allocator keep glibc keeps the blocks that are freed, which is TRL's best setting; those sittings stand apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
+import statistics
+import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +43,7 @@ from common import (
     parse,
     patches_of,
     positive,
+    rounded,
     versions,
     write_json,
 )
@@ -54,6 +64,8 @@ SHAPES = {
     "long": (8, 256, 448),
     "text": (8, 256, 0),
 }
+KEEP = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
+"""What tells glibc to keep freed blocks. Read as a process starts."""
 FIRST_WORD = 300  # ids below are the tokenizer's own; random answers take those above
 
 
@@ -152,7 +164,7 @@ def measure(
 ) -> dict[str, Any]:
     """One shape: gradients compared, then both sides timed."""
     count, tokens, side = shape
-    processor = load_shapes_processor()
+    processor = load_shapes_processor(max(448, side) ** 2)
     prompt = make_prompt(processor, side)
     generator = torch.Generator().manual_seed(2)
     words = SIZES[size][0]["vocab_size"]
@@ -178,6 +190,7 @@ def measure(
     length = len(prompt.token_ids)
     return {
         "shape": name, "size": size, "G": count, "T": tokens, "L": length,
+        "kind": "image" if side else "text",
         "ratio": seconds["trl"] / seconds["ours"],
         "seconds_ours": seconds["ours"], "seconds_trl": seconds["trl"],
         "gradient_gap": gradient_gap, "flops": flops(model, length, count, tokens, patches_of(prompt)),
@@ -197,6 +210,49 @@ def shapes(text: str) -> dict[str, tuple[int, int, int]]:
     return found
 
 
+def former_sittings(path: Path, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The sittings that a file has, if they are of the versions that were `found`."""
+    if not path.exists():
+        return []
+    former = json.loads(path.read_text(encoding="utf-8"))
+    sittings: list[dict[str, Any]] = former.get("sittings", [])
+    return sittings if former["versions"] == found else []
+
+
+def summary(sittings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each shape: medians over its sittings, `..._range` the least and the most of them.
+
+    `ratio`, `seconds_...`, `ours_bound` and `trl_bound` are of glibc's allocator as it is; `kept_ratio` is that of
+    sittings that kept freed blocks, where there are any.
+    """
+    of: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for sitting in sittings:
+        for row in sitting["rows"]:
+            of.setdefault(row["shape"], {}).setdefault(sitting["allocator"], []).append(row)
+    rows = []
+    for each in of.values():
+        plain, kept = each.get("glibc", []), each.get("keep", [])
+        if not plain:
+            continue
+        row = {key: plain[-1][key] for key in ("shape", "size", "kind", "G", "T", "L", "flops")}
+        row["sittings"], row["kept_sittings"] = len(plain), len(kept)
+        row["gradient_gap"] = max(one["gradient_gap"] for one in (*plain, *kept))
+        for key in ("seconds_ours", "seconds_trl", "seconds_bound"):
+            row[key] = statistics.median(one[key] for one in plain)
+        ratios = {"ratio": [one["ratio"] for one in plain], "kept_ratio": [one["ratio"] for one in kept]}
+        for name in ("ours", "trl"):
+            ratios[f"{name}_bound"] = [one[f"seconds_{name}"] / one["seconds_bound"] for one in plain]
+        for key, values in ratios.items():
+            if values:
+                row |= {
+                    key: statistics.median(values),
+                    f"{key}_low": min(values),
+                    f"{key}_high": max(values),
+                }
+        rows.append(row)
+    return rows
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=positive, default=5, help="timed runs of each side, after a warm-up")
@@ -204,7 +260,14 @@ def main(argv: list[str] | None = None) -> None:
         "--shapes", type=shapes, default=",".join(SHAPES), help="of " + ", ".join(SHAPES) + ", or GxTxSIDE"
     )
     parser.add_argument("--size", default="24m", choices=SIZES)
+    parser.add_argument("--allocator", default="glibc", choices=["glibc", "keep"])
     args = parse(parser, argv, "trl")
+    if args.allocator == "keep" and any(os.environ.get(name) != value for name, value in KEEP.items()):
+        os.execve(
+            sys.executable,
+            [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)],
+            os.environ | KEEP,
+        )
     warnings.filterwarnings("ignore")
     machine = machine_of(args)
     print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads")
@@ -228,7 +291,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     for row in rows:
         row["seconds_bound"] = row["flops"] / rate
-    write_json(args.json, versions(machine, "trl") | {"flops_per_second": rate}, rows)
+    if args.json is not None:
+        found = versions(machine, "trl")
+        this = {"allocator": args.allocator, "flops_per_second": rate, "rows": [rounded(row) for row in rows]}
+        sittings = [*former_sittings(args.json, found), this]
+        write_json(args.json, found, summary(sittings))
+        written = json.loads(args.json.read_text(encoding="utf-8"))
+        written["sittings"] = sittings
+        args.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

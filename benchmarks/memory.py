@@ -91,12 +91,13 @@ def peak_over_now(run: Callable[[], Any], machine: Machine) -> int:
         return torch.cuda.max_memory_allocated(machine.device) - before
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the high-water mark falls to what is resident now
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     run()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def _resident(name: str) -> int:
+def resident(name: str) -> int:
+    """Bytes of a field of /proc/self/status, such as VmRSS."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(name + ":"))
     return int(line.split()[1]) * 1024

@@ -1,9 +1,10 @@
 """Writes the tables of README.md from the last results, so that the page is never out of step with them.
 
-    python benchmarks/readme.py [FOLDER of the JSON files]
+    python benchmarks/readme.py [FOLDER of the JSON files [FOLDER of those of gpu_proof.py]]
 
 A table stands between `<!-- name -->` and `<!-- /name -->`; `name` is that of the results' file. To add one: a
-function in TABLES and a pair of markers.
+function in TABLES and a pair of markers. The tables of gpu_proof.py, in GPU_TABLES, are made of all its results at
+once, where there are any.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "cpu"
+GPU_RESULTS = HERE / "results" / "gpu"
 MIB = 1 << 20
+GB = 10**9
 
 Row = Mapping[str, Any]
+Result = Mapping[str, Any]
+"""What gpu_proof.py writes of a stage."""
 
 SHAPES = {
     "vqa": "image, short answers",
@@ -36,21 +41,26 @@ SWEEPS = {
 
 
 def learner(rows: Sequence[Row]) -> list[list[str]]:
-    table = [["shape", "G", "T", "L", "ours, s", "TRL, s", "TRL / ours", "ours / bound", "TRL / bound"]]
+    heads = ["ours, s", "TRL, s", "TRL / ours", "with blocks kept", "ours / bound", "TRL / bound"]
+    table = [["shape", "G", "T", "L", *heads]]
     for r in rows:
-        ours, trl, bound = r["seconds_ours"], r["seconds_trl"], r["seconds_bound"]
         table.append(
             [
                 SHAPES.get(r["shape"]) or str(r["shape"]),
                 *(str(r[k]) for k in "GTL"),
-                f"{ours:.3f}",
-                f"{trl:.3f}",
-                f"{r['ratio']:.2f}",
-                f"{ours / bound:.2f}",
-                f"{trl / bound:.2f}",
+                f"{r['seconds_ours']:.3f}",
+                f"{r['seconds_trl']:.3f}",
+                *(ranged(r, key) for key in ("ratio", "kept_ratio", "ours_bound", "trl_bound")),
             ]
         )
     return table
+
+
+def ranged(row: Row, key: str) -> str:
+    """A median with the least and the most that were measured."""
+    if key not in row:
+        return "not measured"
+    return f"{row[key]:.2f} ({row[f'{key}_low']:.2f} to {row[f'{key}_high']:.2f})"
 
 
 def memory(rows: Sequence[Row]) -> list[list[str]]:
@@ -84,6 +94,14 @@ def step(rows: Sequence[Row]) -> list[list[str]]:
                     f"{r[part + '_ratio']:.2f}",
                 ]
             )
+    return table
+
+
+def generation(rows: Sequence[Row]) -> list[list[str]]:
+    table = [["run", "P", "G", "T", "L", "ours, s", "TRL, s", "TRL / ours", "ours, tokens/s"]]
+    for r in rows:
+        times = (f"{r['seconds_ours']:.3f}", f"{r['seconds_trl']:.3f}", f"{r['ratio']:.2f}")
+        table.append([r["workload"], *(str(r[k]) for k in "PGTL"), *times, f"{r['rate_ours']:,.0f}"])
     return table
 
 
@@ -126,14 +144,116 @@ def images(rows: Sequence[Row]) -> list[list[str]]:
     return table
 
 
+def spread(rows: Sequence[Row]) -> list[list[str]]:
+    heads = ["prompts run", "images encoded", "tokens", "again, s", "once, s", "again / once"]
+    table = [["packs", "G", "T", "L", *heads]]
+    for r in rows:
+        counts = [
+            f"{r[f'{what}_again']:,.0f}, {r[f'{what}_once']:,.0f}" for what in ("prompts", "images", "tokens")
+        ]
+        times = [f"{r['seconds_again']:.2f}", f"{r['seconds_once']:.2f}"]
+        ratio = f"{r['seconds_again'] / r['seconds_once']:.2f}"
+        table.append([*(str(r[k]) for k in ("packs", "G", "T", "L")), *counts, *times, ratio])
+    return table
+
+
+def turns(rows: Sequence[Row]) -> list[list[str]]:
+    table = [["shown", "part", "ours, s", "batched, s", "alone, s", "batched / ours", "alone / ours"]]
+    for r in rows:
+        for part in ("generate", "learner", "step"):
+            seconds = (f"{r[f'{part}_{name}']:.3f}" for name in ("ours", "batched", "alone"))
+            ratios = (f"{r[f'{part}_{name}_ratio']:.2f}" for name in ("batched", "alone"))
+            table.append([str(r["shown"]), part, *seconds, *ratios])
+    return table
+
+
 TABLES: dict[str, Callable[[Sequence[Row]], list[list[str]]]] = {
     "learner": learner,
     "memory": memory,
     "step": step,
+    "generation": generation,
     "overhead": overhead,
     "scaling": scaling,
     "images": images,
     "hybrid": hybrid,
+    "spread": spread,
+    "turns": turns,
+}
+
+
+def gpu_stages(results: Sequence[Result]) -> list[list[str]]:
+    """Every stage: what became of it, where, and with what."""
+    table = [["stage", "status", "cases", "s", "device", "torch", "reason"]]
+    for r in results:
+        about, reason = r["versions"], r["reason"].replace("|", "/").splitlines()
+        rows = [str(len(r["rows"])), f"{r['seconds']:.0f}"]
+        found = [str(about.get("device", "")), str(about.get("torch", ""))]
+        table.append([f"`{r['stage']}`", r["status"], *rows, *found, reason[0][:200] if reason else ""])
+    return table
+
+
+def gpu_attention(results: Sequence[Result]) -> list[list[str]]:
+    table = [
+        ["heads", "dtype", "L", "G", "T", "flex, s", "plain, s", "plain / flex", "flex off", "plain off"]
+    ]
+    for r in _rows_of(results, "attention", "seconds_flex"):
+        shape = [f"{r['heads']} / {r['kv_heads']} x {r['size']}", r["dtype"], *(str(r[k]) for k in "LGT")]
+        times = [f"{r['seconds_flex']:.4f}", f"{r['seconds_plain']:.4f}", f"{r['ratio']:.2f}"]
+        table.append([*shape, *times, f"{r['distance_flex']:.1e}", f"{r['distance_plain']:.1e}"])
+    return table
+
+
+def gpu_learner(results: Sequence[Result]) -> list[list[str]]:
+    """Pairs of bytes are those measured and those of the estimate."""
+    parts = ("weights", "optimizer", "passes", "peak")
+    table = [["model", "case", "L", "s", "tokens/s", "MFU", *(f"{part}, GB" for part in parts)]]
+    for stage in (r["stage"] for r in results if r["stage"].startswith("learner-")):
+        for r in _rows_of(results, stage):
+            name = [stage.removeprefix("learner-"), r["case"]]
+            if "fault" in r:
+                table.append([*name, "", r["fault"].splitlines()[0][:80], *[""] * (2 + len(parts))])
+                continue
+            figures = [
+                str(r["L"]),
+                f"{r['seconds']:.3f}",
+                f"{r['tokens_per_second']:,.0f}",
+                f"{r['mfu']:.0%}",
+            ]
+            sizes = [f"{r['bytes_' + p] / GB:.1f} / {r['estimate_' + p] / GB:.1f}" for p in parts]
+            table.append([*name, *figures, *sizes])
+    return table
+
+
+def gpu_trl(results: Sequence[Result]) -> list[list[str]]:
+    table = [["case", "L", "ours, s", "TRL, s", "TRL / ours", "our MFU", "TRL's MFU"]]
+    for r in _rows_of(results, "trl", "seconds_ours"):
+        times = [f"{r['seconds_ours']:.3f}", f"{r['seconds_trl']:.3f}", f"{r['ratio']:.2f}"]
+        table.append([r["case"], str(r["L"]), *times, f"{r['mfu_ours']:.0%}", f"{r['mfu_trl']:.0%}"])
+    return table
+
+
+def gpu_runs(results: Sequence[Result]) -> list[list[str]]:
+    phases = ("step", "rollout", "learner", "sync", "sleep", "wake")
+    table = [["run", *(f"{phase}, s" for phase in phases), "log-prob gap", "canary moved", "canary gap"]]
+    for stage in ("run", "vllm-sleep-1", "vllm-sleep-2"):
+        for r in _rows_of(results, stage, "seconds_step"):
+            times = [f"{r['seconds_' + p]:.2f}" if f"seconds_{p}" in r else "" for p in phases]
+            canary = [f"{r[k]:.1e}" if k in r else "" for k in ("canary_moved", "canary_gap_mean")]
+            table.append([r["case"], *times, f"{r['logp_gap_mean']:.1e}", *canary])
+    return table
+
+
+def _rows_of(results: Sequence[Result], stage: str, key: str = "case") -> list[Row]:
+    """The rows of a stage that hold a key."""
+    return [row for r in results if r["stage"] == stage for row in r["rows"] if key in row]
+
+
+GPU_TABLES: dict[str, Callable[[Sequence[Result]], list[list[str]]]] = {
+    "gpu-stages": gpu_stages,
+    "gpu-attention": gpu_attention,
+    "gpu-learner": gpu_learner,
+    "gpu-trl": gpu_trl,
+    "gpu-runs": gpu_runs,
 }
 
 
@@ -148,29 +268,40 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
 
 
-def written(page: str, results: Path) -> str:
-    """The page with each table made anew from the folder's JSON; a table without one stays as it is."""
+def written(page: str, results: Path, gpu_results: Path | None = None) -> str:
+    """The page with each table made anew from the folders' JSON; a table without results stays as it is."""
     for name, make in TABLES.items():
         file = results / f"{name}.json"
         if file.exists():
-            start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-            before, found, rest = page.partition(start)
-            _, closed, after = rest.partition(end)
-            assert found and closed, f"README.md has no place for the table '{name}'"
-            table = markdown(make(json.loads(file.read_text(encoding="utf-8"))["rows"]))
-            page = f"{before}{start}{table}\n{end}{after}"
+            page = _with_table(page, name, make(json.loads(file.read_text(encoding="utf-8"))["rows"]))
+    files = sorted(gpu_results.glob("*.json")) if gpu_results else []
+    of_gpu = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    for name, make_of_all in GPU_TABLES.items() if of_gpu else ():
+        table = make_of_all(of_gpu)
+        if len(table) > 1:
+            page = _with_table(page, name, table)
     return page
+
+
+def _with_table(page: str, name: str, table: Sequence[Sequence[str]]) -> str:
+    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, found, rest = page.partition(start)
+    _, closed, after = rest.partition(end)
+    assert found and closed, f"README.md has no place for the table '{name}'"
+    return f"{before}{start}{markdown(table)}\n{end}{after}"
 
 
 def main(argv: list[str] | None = None) -> None:
     given = sys.argv[1:] if argv is None else argv
     page, results = HERE / "README.md", Path(given[0]) if given else RESULTS
+    gpu_results = Path(given[1]) if len(given) > 1 else GPU_RESULTS
     if not results.is_dir():
         print(
             f"{results}: there is no such folder of results; `make bench` writes {RESULTS}", file=sys.stderr
         )
         sys.exit(2)
-    page.write_text(written(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    text = written(page.read_text(encoding="utf-8"), results, gpu_results)
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ class Workload:
 WORKLOADS = {
     "shapes": Workload(16, 8, 6, 84, "base"),
     "24M, 448 px": Workload(2, 8, 64, 448, "24m"),
+    "24M, 448 px, 8 prompts": Workload(8, 8, 64, 448, "24m"),
     "tiny": Workload(2, 4, 3, 56, "tiny"),
 }
 
@@ -75,7 +76,7 @@ def our_trainer(work: Workload, steps: int, folder: Path, callbacks: Sequence[An
             "optim": {"learning_rate": RATE, "max_grad_norm": 1.0},
             "run": {
                 "dir": str(folder / "ours"), "max_steps": steps, "log_rollouts_every": 1 << 20,
-                "report": False, "save_model": False, "parity_check": False,
+                "report": False, "save_model": False, "save_every": 0, "sight_every": 0, "parity_check": False,
             },
         }
     )  # fmt: skip

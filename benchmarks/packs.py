@@ -1,0 +1,168 @@
+"""One update over completions of ragged lengths: groups packed behind one another, against a row for each group.
+
+    OMP_NUM_THREADS=2 python benchmarks/packs.py [--json FILE] [--rounds 3] [--prompts 16] [--generations 4]
+    python benchmarks/packs.py --device cuda --dtype bfloat16 --size 3b --pack 16384 --prompts 64 --generations 8
+
+Words of the prompts and tokens of the completions are log-normal with a sigma of 0.8; every prompt has an image of 112
+pixels. `apart` gives each group a row and each pack rows of like length, padded to the longest, as most trainers do;
+`packed` is the plan of the learner. Both make the same update, which is asserted. `fill` is the share of a pack's
+places that hold a token, `pack fill` that of what the packs might hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from common import (
+    BASE,
+    SIZES,
+    Machine,
+    arguments,
+    interleaved,
+    load_shapes_processor,
+    machine_of,
+    make_model,
+    make_prompt,
+    parse,
+    positive,
+    versions,
+    write_json,
+)
+
+from mm_grpo import GRPOConfig
+from mm_grpo.learner import learner as learner_module
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.pack import Item, plan
+from mm_grpo.types import Completion, Group
+
+SIGMA = 0.8
+FIRST_WORD = 300  # ids below are the tokenizer's own
+RATE = 1e-5
+
+
+def make_groups(processor: Any, words: int, args: argparse.Namespace) -> list[Group]:
+    """Groups whose prompts have `--words` words at the median and whose completions `--tokens` tokens."""
+    generator = torch.Generator().manual_seed(3)
+
+    def lengths(median: int, count: int) -> list[int]:
+        drawn = median * (torch.randn(count, generator=generator) * SIGMA).exp()
+        return [int(n) for n in drawn.clamp(1, 16 * median)]
+
+    groups = []
+    for slot, text in enumerate(lengths(args.words, args.prompts)):
+        answers = [
+            torch.randint(FIRST_WORD, words, (count,), generator=generator).tolist()
+            for count in lengths(args.tokens, args.generations)
+        ]
+        completions = tuple(
+            Completion(tuple(ids), (-6.0,) * len(ids), "", "stop", g) for g, ids in enumerate(answers)
+        )
+        advantages = tuple(1.0 if g % 2 else -1.0 for g in range(args.generations))
+        groups.append(
+            Group(slot, make_prompt(processor, 112, words=text), completions, advantages, advantages)
+        )
+    return groups
+
+
+def apart(
+    items: Sequence[Item], max_tokens: int, multiple: int = 1, **options: Any
+) -> list[list[list[Item]]]:
+    """Packs of one group a row: the rows by length, each pack filled before the next is begun."""
+    groups: dict[int, list[Item]] = {}
+    for item in items:
+        groups.setdefault(item.group, []).append(item)
+    rows = [row for group in groups.values() for pack in plan(group, max_tokens, multiple) for row in pack]
+
+    def length(row: Sequence[Item]) -> int:
+        tokens = len(row[0].prompt.token_ids) + sum(item.run_length for item in row)
+        return -(-tokens // multiple) * multiple
+
+    packs: list[list[list[Item]]] = []
+    for row in sorted(rows, key=length, reverse=True):
+        if packs and (len(packs[-1]) + 1) * length(packs[-1][0]) <= max_tokens:
+            packs[-1].append(row)
+        else:
+            packs.append([row])
+    return packs
+
+
+def measure(args: argparse.Namespace, machine: Machine) -> list[dict[str, Any]]:
+    processor = load_shapes_processor()
+    config = GRPOConfig.from_dict(
+        {
+            "model": {"path": str(BASE)},
+            "rollout": {
+                "prompts_per_step": args.prompts,
+                "num_generations": args.generations,
+                "max_completion_length": 16 * args.tokens,
+            },
+            "optim": {
+                "learning_rate": RATE, "lr_scheduler_type": "constant", "max_tokens_per_pack": args.pack,
+                "adam_epsilon": 1e-4,  # else a gradient of nearly 0 moves its parameter by its sign
+            },
+        }
+    )  # fmt: skip
+    groups = make_groups(processor, SIZES[args.size][0]["vocab_size"], args)
+    learners, found = {}, dict[str, dict[str, float]]()
+    for name in ("apart", "packed"):
+        learners[name] = Learner(make_model(processor, args.size, machine), processor, config, 100)
+
+    def update(name: str) -> None:
+        learner_module.plan = apart if name == "apart" else plan
+        try:
+            found[name] = learners[name].update(groups).metrics
+        finally:
+            learner_module.plan = plan
+
+    before = {n: p.detach().clone() for n, p in learners["packed"].model.named_parameters()}
+    for name in learners:  # the warm round
+        update(name)
+    moved = dict(learners["apart"].model.named_parameters())
+    if machine.dtype == torch.float32:
+        for name, parameter in learners["packed"].model.named_parameters():
+            change, other = parameter.detach() - before[name], moved[name].detach() - before[name]
+            assert float((change - other).norm()) <= 0.01 * float(other.norm()), name
+    seconds = interleaved({name: partial(update, name) for name in learners}, args.rounds, machine, warm=0)
+    names = {"packs": "packs", "fill": "fill", "pack_fill": "pack_fill", "tokens": "tokens"}
+    return [
+        {
+            "layout": name, "size": args.size, "P": args.prompts, "G": args.generations, "pack": args.pack,
+            "seconds": seconds[name], **{k: float(found[name][f"learner/{v}"]) for k, v in names.items()},
+        }
+        for name in learners
+    ]  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="timed updates of each side, after a warm-up"
+    )
+    parser.add_argument("--prompts", type=positive, default=16, help="groups of the update")
+    parser.add_argument(
+        "--generations", type=positive, default=4, help="completions of each group, 2 or more"
+    )
+    parser.add_argument("--words", type=positive, default=60, help="median words of a prompt")
+    parser.add_argument("--tokens", type=positive, default=40, help="median tokens of a completion")
+    parser.add_argument("--pack", type=positive, default=2048, help="optim.max_tokens_per_pack")
+    parser.add_argument("--size", default="24m", choices=SIZES)
+    args = parse(parser, argv)
+    machine = machine_of(args)
+    print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads")
+    print(f"{'layout':<8}{'packs':>7}{'fill':>7}{'pack fill':>11}{'tokens':>9}{'seconds':>9}")
+    rows = measure(args, machine)
+    for row in rows:
+        print(
+            f"{row['layout']:<8}{row['packs']:>7.0f}{row['fill']:>7.3f}{row['pack_fill']:>11.3f}"
+            f"{row['tokens']:>9.0f}{row['seconds']:>9.2f}"
+        )
+    print(f"apart / packed: {rows[0]['seconds'] / rows[1]['seconds']:.2f}")
+    write_json(args.json, versions(machine), rows)
+
+
+if __name__ == "__main__":
+    main()

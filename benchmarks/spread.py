@@ -1,0 +1,133 @@
+"""One update of a group that fits 1, 2, 4, ... packs: its prompt run once for all of them, against once in each.
+
+    OMP_NUM_THREADS=2 python benchmarks/spread.py [--json FILE] [--rounds 3] [--packs 1,2,4,8] [--frozen]
+    python benchmarks/spread.py --device cuda --dtype bfloat16 --size 3b --side 1024 --tokens 512
+
+`once` is what the learner does: the prompt's keys and values are kept for the packs, and one backward takes their
+gradients through the prompt and its images. `again` puts the prompt into each pack; its images are encoded without
+gradients in the first and with them in the last. Both make the same update, which is asserted in float32. Counted are
+prompts and images that were run in the update.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+import torch
+from common import (
+    BASE,
+    SIZES,
+    Machine,
+    arguments,
+    interleaved,
+    load_shapes_processor,
+    machine_of,
+    make_model,
+    make_prompt,
+    parse,
+    positive,
+    positives,
+    versions,
+    write_json,
+)
+
+from mm_grpo import GRPOConfig
+from mm_grpo.learner.learner import Learner
+from mm_grpo.types import Completion, Group
+
+FIRST_WORD = 300  # ids below are the tokenizer's own
+SIDES = ("again", "once")
+
+
+def make_group(processor: Any, words: int, args: argparse.Namespace) -> Group:
+    generator = torch.Generator().manual_seed(3)
+    shape = (args.generations, args.tokens)
+    answers = torch.randint(FIRST_WORD, words, shape, generator=generator).tolist()
+    completions = tuple(
+        Completion(tuple(ids), (-6.0,) * len(ids), "", "stop", g) for g, ids in enumerate(answers)
+    )
+    advantages = tuple(1.0 if g % 2 else -1.0 for g in range(args.generations))
+    prompt = make_prompt(processor, args.side, words=args.words)
+    return Group(0, prompt, completions, advantages, advantages)
+
+
+def measure(packs: int, args: argparse.Namespace, machine: Machine) -> dict[str, Any]:
+    """Updates of both kinds, with as many completions in a pack as make so many of it."""
+    processor = load_shapes_processor(max(448, args.side) ** 2)
+    group = make_group(processor, SIZES[args.size][0]["vocab_size"], args)
+    length = len(group.prompt.token_ids)
+    config = GRPOConfig.from_dict(
+        {
+            "model": {"path": str(BASE)},
+            "rollout": {
+                "prompts_per_step": 1, "num_generations": args.generations, "max_completion_length": args.tokens
+            },
+            "optim": {
+                "learning_rate": 1e-5, "lr_scheduler_type": "constant", "adam_epsilon": 1e-4,
+                "max_tokens_per_pack": length + -(-args.generations // packs) * args.tokens,
+            },
+        }
+    )  # fmt: skip
+    learners, found = {}, dict[str, dict[str, float]]()
+    for name in SIDES:
+        model = make_model(processor, args.size, machine)
+        processor.family.tower(model).requires_grad_(not args.frozen)
+        learners[name] = Learner(model, processor, config, 100)
+        learners[name].module.masks.apart = name == "once"
+
+    def update(name: str) -> None:
+        found[name] = learners[name].update([group]).metrics
+
+    before = {n: p.detach().clone() for n, p in learners["once"].model.named_parameters()}
+    for name in SIDES:  # the warm round
+        update(name)
+    moved = dict(learners["again"].model.named_parameters())
+    if machine.dtype == torch.float32:
+        for name, parameter in learners["once"].model.named_parameters():
+            change, other = parameter.detach() - before[name], moved[name].detach() - before[name]
+            assert float((change - other).norm()) <= 0.01 * float(other.norm()), name
+    seconds = interleaved({name: partial(update, name) for name in SIDES}, args.rounds, machine, warm=0)
+    counts = {
+        f"{what}_{name}": found[name][f"learner/{metric}"]
+        for what, metric in (("prompts", "prompts_run"), ("images", "images_encoded"), ("tokens", "tokens"))
+        for name in SIDES
+    }
+    return {
+        "packs": int(found["once"]["learner/packs"]), "size": args.size, "G": args.generations, "T": args.tokens,
+        "L": length, "frozen": args.frozen, **{f"seconds_{name}": seconds[name] for name in SIDES}, **counts,
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="timed updates of each side, after a warm-up"
+    )
+    parser.add_argument("--packs", type=positives, default="1,2,4,8", help="over how many packs")
+    parser.add_argument(
+        "--generations", type=positive, default=16, help="completions of the group, 2 or more"
+    )
+    parser.add_argument("--tokens", type=positive, default=64, help="tokens of a completion")
+    parser.add_argument("--side", type=positive, default=448, help="pixels of the image's side")
+    parser.add_argument("--words", type=positive, default=1, help="words of the prompt beside the question")
+    parser.add_argument("--frozen", action="store_true", help="freeze the vision tower")
+    parser.add_argument("--size", default="24m", choices=SIZES)
+    args = parse(parser, argv)
+    machine = machine_of(args)
+    print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads")
+    heads = "".join(f"{head:>16}" for head in ("prompts", "images", "tokens", "seconds"))
+    print(f"{'packs':<6}{heads}{'again / once':>14}   (again, once)")
+    rows = []
+    for packs in args.packs:
+        rows.append(row := measure(packs, args, machine))
+        cells = [f"{row[f'{w}_again']:.0f}, {row[f'{w}_once']:.0f}" for w in ("prompts", "images", "tokens")]
+        cells.append(f"{row['seconds_again']:.2f}, {row['seconds_once']:.2f}")
+        ratio = row["seconds_again"] / row["seconds_once"]
+        print(f"{row['packs']:<6}{''.join(f'{c:>16}' for c in cells)}{ratio:>14.2f}", flush=True)
+    write_json(args.json, versions(machine), rows)
+
+
+if __name__ == "__main__":
+    main()
