@@ -24,9 +24,14 @@ def page() -> str:
         section = field.path.rpartition(".")[0] or field.path
         head = f"\n## {section}\n\n| field | legal | default | meaning |\n|---|---|---|---|"
         cells = (f"`{field.path}`", field.type, f"`{field.default}`", field.description)
-        row = "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        row = "| " + " | ".join(escaped(cell) for cell in cells) + " |"
         tables.setdefault(section, [head]).append(row)
     return "\n".join([HEAD, *(line for table in tables.values() for line in table)]) + "\n"
+
+
+def escaped(cell: str) -> str:
+    """The text as it stands in a cell: a bar would end it, and `a[b][c]` be a link."""
+    return cell.replace("|", "\\|").replace("\n", " ").replace("][", "]\\[")
 
 
 if __name__ == "__main__":

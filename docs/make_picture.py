@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -15,17 +14,16 @@ svg { background: #fff; } text { font: 12px sans-serif; fill: #444; } .end { tex
 .line { fill: none; stroke-width: 2; } .line.s1 { stroke: #1f6fb2; } .line.s2 { stroke: #c2571a; }
 .dot.s1 { fill: #1f6fb2; } .dot.s2 { fill: #c2571a; }
 </style>"""
-SETS = {"colour_and_shape": "held-out questions", "images_shuffled": "the same, images shuffled"}
+SETS = {"colour_and_shape": "held-out questions", "blind": "the same, images shuffled"}
 
 
 def picture(folder: Path) -> str:
-    """Accuracy of both sets over the steps, as one SVG that needs no page around it."""
+    """Accuracy with the images and without them over the steps, as one SVG that needs no page around it."""
     rows = read_metrics(folder / "metrics.jsonl")
-    before = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["eval"]
     lines, legend = [], []
     for slot, (name, label) in enumerate(SETS.items(), start=1):
         key = f"eval/{name}/accuracy"
-        points = [(0, before[name]["before"]), *((r["step"], r[key]) for r in rows if key in r)]
+        points = [(r["step"], r[key]) for r in rows if key in r]
         lines.append(Series(label, tuple(points), slot=slot))
         colour = ("#1f6fb2", "#c2571a")[slot - 1]
         words = f"{label}: {number(round(points[0][1], 2))} → {number(round(points[-1][1], 2))}"
