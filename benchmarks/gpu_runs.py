@@ -95,14 +95,14 @@ class Synced:
 
     def __init__(self, sync: Any) -> None:
         self.reports: list[Any] = []
-        inner = sync.check
+        inner = sync.update
 
-        def check(*args: Any, **kwargs: Any) -> Any:
+        def update(*args: Any, **kwargs: Any) -> Any:
             report = inner(*args, **kwargs)
             self.reports.append(report)
             return report
 
-        sync.check = check
+        sync.update = update
 
 
 class Freed:

@@ -40,7 +40,7 @@ class Clock(Stopwatch):
         self.wrap(trainer.learner.optimizer, "forward", "forward")
         self.wrap(trainer.learner.optimizer, "backward", "backward")
         self.wrap(trainer.learner.optimizer, "apply", "optimizer")
-        self.silence(trainer.sync, "check")
+        self.silence(trainer.sync, "update")
 
     def on_step_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         own = {k: v for k, v in metrics.items() if k == "step_time" or k.startswith("time/")}

@@ -100,7 +100,7 @@ def serve(side: str, work: Workload, steps: int, turn: Connection) -> None:
         if side == "ours":
             trainer = our_trainer(work, steps, Path(folder), [OurSteps(clock)])
             clock.wrap(trainer.engine, "generate", "generate")
-            clock.silence(trainer.sync, "check")  # which samples too, to verify
+            clock.silence(trainer.sync, "update")  # which samples too, to verify
         else:
             trainer = trl_trainer(work, steps, Path(folder), [TRLSteps(clock)])
             clock.wrap(trainer, "_generate_single_turn", "generate")

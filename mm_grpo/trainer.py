@@ -199,6 +199,7 @@ class GRPOTrainer(Saving):
 
     def _close_workers(self) -> None:
         self.pipeline.close()
+        self.sync.close()
         self.prompt_builder.close()
         self.scorer.close()
         if self.toolbox is not None:
@@ -230,7 +231,6 @@ class GRPOTrainer(Saving):
             with timed(times, "time/learner"):
                 report = self.learner.update(groups)
             with ranks.fail_together("guards"):
-                canary = canary and canary.scored()
                 mean_gap, max_gap = report.gap_at(self.sync.version)
                 guards.apply("logp_gap", logp_gap(mean_gap, max_gap, self.sync.limit), step)
                 for record in report.updates:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
@@ -48,30 +48,23 @@ VISIBLE = 1e-6
 NOISE = {"float32": 2e-6, "bfloat16": 5e-3}
 """Least rounding noise of a log-prob that is reckoned with, in nats."""
 
+Scores = Mapping[str, Sequence[float]]
+"""Log-probs [T] of the engine, of each of its servers by name."""
+
 
 @dataclass(frozen=True)
 class Canary:
     """A completion that both sides score before and after an update; log-probs [T] are those before it.
 
     It goes on with arbitrary tokens after its end, for short answers of a sure model have log-probs near 0, which
-    hardly move. `by_server` are the engine's of each of several servers, by name. An engine that works beside the
-    learner may have a whole step's prompts before it: its log-probs are in `scoring`, until `scored`.
+    hardly move. `scoring` has the engine's, of each of its servers by name ("" where it has none), empty where nothing
+    is sent; they are awaited, for an engine that works beside the learner may have a whole step's prompts before it.
     """
 
     prompt: Prompt
     token_ids: tuple[int, ...]
     logprobs: Sequence[float]
-    engine_logprobs: Sequence[float] = ()
-    by_server: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    scoring: Future[Mapping[str, Sequence[float]]] | None = None
-
-    def scored(self) -> Canary:
-        """The same with the engine's log-probs; waits for them, and raises what scoring raised."""
-        if self.scoring is None:
-            return self
-        by_server = self.scoring.result()
-        first = next(iter(by_server.values()))
-        return replace(self, engine_logprobs=first, by_server=by_server, scoring=None)
+    scoring: Future[Mapping[str, Sequence[float]]]
 
 
 @dataclass(frozen=True)
@@ -150,25 +143,19 @@ class VerifiedSync:
         sampled = max((c.token_ids for c in group.completions), key=len)
         if self._shared:  # there is no update that it could have lost
             ids = sampled[:CANARY_TOKENS]
-            return Canary(group.prompt, ids, self.learner.score(group.prompt, [ids])[0], ())
+            return Canary(group.prompt, ids, self.learner.score(group.prompt, [ids])[0], _done({}))
         ids = (*sampled, *self._filling)[: min(CANARY_TOKENS, max(len(sampled), self._longest))]
         scoring = self._beside(lambda: dict(self._on_each(lambda engine: engine.score(group.prompt, ids))))
-        return Canary(group.prompt, ids, self.learner.score(group.prompt, [ids])[0], scoring=scoring)
+        return Canary(group.prompt, ids, self.learner.score(group.prompt, [ids])[0], scoring)
 
     def update(self, version: int, canary: Canary | None, noise: float = 0.0) -> SyncReport:
-        """`send` the weights, and `check` what the engine makes of them."""
-        canary = None if canary is None else canary.scored()
-        return self.check(version, self.send(version), canary, noise)
-
-    def check(
-        self, version: int, sent: tuple[int, int], canary: Canary | None, noise: float = 0.0
-    ) -> SyncReport:
-        """What the engine makes of weights that were `sent`; without a canary, what was sent.
+        """`send` the weights and see what the engine makes of them; without a canary, send them.
 
         `noise` is the largest log-prob gap of this step's samples, from before the update. Raises GuardStop when
         the engine did not load the weights, or samples under another version than it was sent.
         """
-        report = SyncReport(version, *sent, self.learner.merge_lost())
+        scored_before = {} if canary is None else canary.scoring.result()
+        report = SyncReport(version, *self.send(version), self.learner.merge_lost())
         if canary is None:
             return report
         prompt = canary.prompt
@@ -188,12 +175,10 @@ class VerifiedSync:
         ):
             where = f" on {name}" if name else ""
             message, rounding = None, noise
-            if before := canary.by_server.get(name):
+            if before := scored_before.get(name):
                 # what both sides rounded differently before, of the same tokens, they do after
                 rounding = max(noise, gap_of([before], [canary.logprobs]).mean)
-                message = lost_update(
-                    replace(canary, engine_logprobs=before), engine_after, shown, report.tensors
-                )
+                message = lost_update(before, engine_after, shown, report.tensors, prompt.uid)
             if message is not None:
                 raise GuardStop(f"weight sync to version {version}{where}: {message}")
             require_answers([request], sampled, version)
@@ -217,13 +202,13 @@ class VerifiedSync:
         score, probe = (max(gaps, key=lambda gap: gap.mean) for gaps in (scores, probes))
         return replace(report, score=score, probe=probe, moved=moved, problem=problem)
 
-    def _beside(self, score: Callable[[], Mapping[str, Sequence[float]]]) -> Any:
+    def close(self) -> None:
+        """End the thread that scores beside the learner."""
+        self._background.close()
+
+    def _beside(self, score: Callable[[], Scores]) -> Future[Scores]:
         """The result of a call, later where the engine works beside the learner."""
-        if getattr(self.engine, "remote", False):
-            return self._background.submit(score)
-        done: Future[Mapping[str, Sequence[float]]] = Future()
-        done.set_result(score())
-        return done
+        return self._background.submit(score) if getattr(self.engine, "remote", False) else _done(score())
 
     def _on_each(self, check: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
         """What `check` makes of the engine, or of each of its servers by name; one that is lost meanwhile is left out,
@@ -240,16 +225,24 @@ class VerifiedSync:
             yield "", check(self.engine)
 
 
-def lost_update(canary: Canary, engine_after: Sequence[float], moved: float, tensors: int) -> str | None:
+def _done(scores: Scores) -> Future[Scores]:
+    future: Future[Scores] = Future()
+    future.set_result(scores)
+    return future
+
+
+def lost_update(
+    before: Sequence[float], after: Sequence[float], moved: float, tensors: int, uid: str
+) -> str | None:
     """A message when `tensors` that changed were sent and `moved` the learner, and the engine answers as before.
 
-    `moved` is the mean move of the learner's log-probs of the canary, in nats. Below VISIBLE an engine of another
-    order of summation may honestly round to the same numbers.
+    `before` and `after` are the engine's log-probs [T] of a completion of `uid`, `moved` is the mean move of the
+    learner's, in nats. Below VISIBLE an engine of another order of summation may honestly round to the same numbers.
     """
-    if not tensors or moved < VISIBLE or list(engine_after) != list(canary.engine_logprobs):
+    if not tensors or moved < VISIBLE or list(after) != list(before):
         return None
     return (
-        f"{tensors} tensors arrived, the update moved the learner's log-probs of a completion of {canary.prompt.uid} "
+        f"{tensors} tensors arrived, the update moved the learner's log-probs of a completion of {uid} "
         f"by {moved:.3g} per token, and the engine's are the same to the last bit: it has not loaded what it received, "
         "and samples from older weights. Check the engine's version and how it loads weights"
     )

@@ -18,7 +18,7 @@ from mm_grpo.errors import DataError, GuardStop
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.parity.gaps import Gap, check_start, compare, first_with_image, gap_of, past_limit
-from mm_grpo.parity.sync import Canary, SyncReport, VerifiedSync, lost_update, stale_engine
+from mm_grpo.parity.sync import SyncReport, VerifiedSync, lost_update, stale_engine
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Request, Sampling, requests_for, require_answers, versions_of, wrong_answer
 from mm_grpo.rollout.transformers_engine import TransformersEngine
@@ -137,14 +137,18 @@ def test_the_first_prompt_with_an_image_is_chosen(models: dict[str, Path]) -> No
         first_with_image([])
 
 
-def test_an_update_is_lost_when_the_learner_moves_and_the_engine_does_not(models: dict[str, Path]) -> None:
-    canary = Canary(Both(models["qwen2_vl"]).plain, (1, 2), (-1.0, -2.0), (-1.0, -2.001))
-    assert "by 0.001 per token, and the engine's are the same to the last bit" in str(
-        lost_update(canary, [-1.0, -2.001], moved=1e-3, tensors=7)
+def test_an_update_is_lost_when_the_learner_moves_and_the_engine_does_not() -> None:
+    def message(before: list[float], after: list[float], moved: float = 1e-3, tensors: int = 7) -> str | None:
+        return lost_update(before, after, moved, tensors, "row-3")
+
+    said = message([-1.0, -2.001], [-1.0, -2.001])
+    assert (
+        "of a completion of row-3 by 0.001 per token, and the engine's are the same to the last bit"
+        in str(said)
     )
-    assert lost_update(canary, [-1.0, -2.0011], moved=1e-3, tensors=7) is None  # it moved, however little
-    assert lost_update(canary, [-1.0, -2.001], moved=1e-7, tensors=7) is None  # nothing to see
-    assert lost_update(canary, [-1.0, -2.001], moved=1e-3, tensors=0) is None  # nothing was sent
+    assert message([-1.0, -2.001], [-1.0, -2.0011]) is None  # it moved, however little
+    assert message([-1.0, -2.001], [-1.0, -2.001], moved=1e-7) is None  # nothing to see
+    assert message([-1.0, -2.001], [-1.0, -2.001], tensors=0) is None  # nothing was sent
 
 
 def test_a_small_update_that_was_not_followed_shows_against_the_noise() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.ahead import trainer_of, use_server
+from helpers.ahead import noting_seeds, trainer_of, use_server
 from helpers.patience import PATIENCE
 from helpers.small_runs import rollouts_of, rows_of
 
@@ -113,16 +113,16 @@ def test_a_group_that_is_too_old_is_dropped_whole_and_sampled_again(
                 assert third.wait(PATIENCE)
         return done
 
-    check = trainer.sync.check
+    update = trainer.sync.update
 
     def passed(step: int, *args: Any, **kwargs: Any) -> Any:
-        report = check(step, *args, **kwargs)
+        report = update(step, *args, **kwargs)
         if step == 2:
             third.set()
         return report
 
     monkeypatch.setattr(trainer.engine, "generate", noted)
-    monkeypatch.setattr(trainer.sync, "check", passed)
+    monkeypatch.setattr(trainer.sync, "update", passed)
     trainer.train()
     assert asked == [late, late]
     learned = check_log(tmp_path / "r", 1)
@@ -178,14 +178,7 @@ def test_a_killed_run_keeps_what_was_finished_and_asks_again_for_the_rest(
     kept = json.loads((tmp_path / "r/checkpoints/step-000002/manifest.json").read_text())["extra"]
     assert "ahead" in kept
     again = trainer_of(models["qwen2_vl"], tmp_path / "r", resume=True, **changes)
-    asked: list[int] = []
-    anew = again.engine.generate
-
-    def noted_again(requests: Any) -> Any:
-        asked.extend(request.seed for request in requests)
-        return anew(requests)
-
-    monkeypatch.setattr(again.engine, "generate", noted_again)
+    asked = noting_seeds(monkeypatch, again.engine)
     again.train()
     check_log(tmp_path / "r", 1)
     assert never in asked  # it was on its way
