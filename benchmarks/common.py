@@ -15,7 +15,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +27,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mm_grpo import __version__
 from mm_grpo.processors.base import Processor, load_processor
-from mm_grpo.types import Prompt, Sample
+from mm_grpo.types import Completion, Prompt, Sample
 
 BASE = Path(__file__).parents[1] / "examples" / "shapes" / "base"
 
@@ -297,6 +297,21 @@ def make_prompt(processor: Processor, side: int, *, images: int = 1, words: int 
     text = "What colour is the circle?" + " red" * words
     parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
     return processor.prompt(Sample("row", [{"role": "user", "content": parts}], pictures))
+
+
+def make_completions(answers: Iterable[Sequence[int]]) -> tuple[Completion, ...]:
+    """Completions of these ids, with log-probs far from the model's."""
+    return tuple(Completion(tuple(ids), (-6.0,) * len(ids), "", "stop", g) for g, ids in enumerate(answers))
+
+
+def assert_moved_alike(
+    before: Mapping[str, torch.Tensor], one: torch.nn.Module, other: torch.nn.Module
+) -> None:
+    """AssertionError, naming the parameter, where two models of one start moved apart by more than 1 %."""
+    moved = dict(other.named_parameters())
+    for name, parameter in one.named_parameters():
+        change, expected = parameter.detach() - before[name], moved[name].detach() - before[name]
+        assert float((change - expected).norm()) <= 0.01 * float(expected.norm()), name
 
 
 def patches_of(prompt: Prompt) -> list[int]:

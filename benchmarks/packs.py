@@ -22,9 +22,11 @@ from common import (
     SIZES,
     Machine,
     arguments,
+    assert_moved_alike,
     interleaved,
     load_shapes_processor,
     machine_of,
+    make_completions,
     make_model,
     make_prompt,
     parse,
@@ -37,7 +39,7 @@ from mm_grpo import GRPOConfig
 from mm_grpo.learner import learner as learner_module
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.pack import Item, plan
-from mm_grpo.types import Completion, Group
+from mm_grpo.types import Group
 
 SIGMA = 0.8
 FIRST_WORD = 300  # ids below are the tokenizer's own
@@ -58,9 +60,7 @@ def make_groups(processor: Any, words: int, args: argparse.Namespace) -> list[Gr
             torch.randint(FIRST_WORD, words, (count,), generator=generator).tolist()
             for count in lengths(args.tokens, args.generations)
         ]
-        completions = tuple(
-            Completion(tuple(ids), (-6.0,) * len(ids), "", "stop", g) for g, ids in enumerate(answers)
-        )
+        completions = make_completions(answers)
         advantages = tuple(1.0 if g % 2 else -1.0 for g in range(args.generations))
         groups.append(
             Group(slot, make_prompt(processor, 112, words=text), completions, advantages, advantages)
@@ -121,11 +121,8 @@ def measure(args: argparse.Namespace, machine: Machine) -> list[dict[str, Any]]:
     before = {n: p.detach().clone() for n, p in learners["packed"].model.named_parameters()}
     for name in learners:  # the warm round
         update(name)
-    moved = dict(learners["apart"].model.named_parameters())
     if machine.dtype == torch.float32:
-        for name, parameter in learners["packed"].model.named_parameters():
-            change, other = parameter.detach() - before[name], moved[name].detach() - before[name]
-            assert float((change - other).norm()) <= 0.01 * float(other.norm()), name
+        assert_moved_alike(before, learners["packed"].model, learners["apart"].model)
     seconds = interleaved({name: partial(update, name) for name in learners}, args.rounds, machine, warm=0)
     names = {"packs": "packs", "fill": "fill", "pack_fill": "pack_fill", "tokens": "tokens"}
     return [

@@ -21,9 +21,11 @@ from common import (
     SIZES,
     Machine,
     arguments,
+    assert_moved_alike,
     interleaved,
     load_shapes_processor,
     machine_of,
+    make_completions,
     make_model,
     make_prompt,
     parse,
@@ -35,7 +37,7 @@ from common import (
 
 from mm_grpo import GRPOConfig
 from mm_grpo.learner.learner import Learner
-from mm_grpo.types import Completion, Group
+from mm_grpo.types import Group
 
 FIRST_WORD = 300  # ids below are the tokenizer's own
 SIDES = ("again", "once")
@@ -45,9 +47,7 @@ def make_group(processor: Any, words: int, args: argparse.Namespace) -> Group:
     generator = torch.Generator().manual_seed(3)
     shape = (args.generations, args.tokens)
     answers = torch.randint(FIRST_WORD, words, shape, generator=generator).tolist()
-    completions = tuple(
-        Completion(tuple(ids), (-6.0,) * len(ids), "", "stop", g) for g, ids in enumerate(answers)
-    )
+    completions = make_completions(answers)
     advantages = tuple(1.0 if g % 2 else -1.0 for g in range(args.generations))
     prompt = make_prompt(processor, args.side, words=args.words)
     return Group(0, prompt, completions, advantages, advantages)
@@ -83,11 +83,8 @@ def measure(packs: int, args: argparse.Namespace, machine: Machine) -> dict[str,
     before = {n: p.detach().clone() for n, p in learners["once"].model.named_parameters()}
     for name in SIDES:  # the warm round
         update(name)
-    moved = dict(learners["again"].model.named_parameters())
     if machine.dtype == torch.float32:
-        for name, parameter in learners["once"].model.named_parameters():
-            change, other = parameter.detach() - before[name], moved[name].detach() - before[name]
-            assert float((change - other).norm()) <= 0.01 * float(other.norm()), name
+        assert_moved_alike(before, learners["once"].model, learners["again"].model)
     seconds = interleaved({name: partial(update, name) for name in SIDES}, args.rounds, machine, warm=0)
     counts = {
         f"{what}_{name}": found[name][f"learner/{metric}"]

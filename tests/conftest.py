@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 # Tests start processes; without bytecode each would spend 20 to 40 s compiling its imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -9,8 +10,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models are slower on many threads than on one, far slower when the cores are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from helpers import workers
@@ -65,3 +67,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family in tiny.FAMILIES:
         built[family]
     return built
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """One command in this process, as the console script runs it."""
+    from mm_grpo import cli
+
+    def call(*arguments: Any) -> Result:
+        monkeypatch.setattr(sys, "argv", ["mm-grpo", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 1
+        got = capsys.readouterr()
+        return Result(code, got.out, got.err)
+
+    return call

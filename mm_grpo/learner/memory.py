@@ -230,14 +230,32 @@ def memory_of_run(
     """The estimate of a run, whose `reference` policy may be a model of its own; images have at most `image_pixels`.
 
     None for a model whose config does not name the axes as Llama's does."""
-    optim, engine = config.optim, config.rollout
-    alone = processes == 1 and not optim.offload_optimizer
+    engine = config.rollout
     gpu = model.device.type == "cuda"
     inside = gpu and engine.engine == "vllm" and engine.vllm.sleep_level == 0
     try:
         sizes = ModelSizes.of(model, reference)
     except (AttributeError, TypeError):
         return None
+    vllm = round(device_memory(model.device) * engine.vllm.gpu_memory_utilization) if inside else 0
+    return memory_of_config(
+        sizes, config, processes, checkpointing, gpu=gpu, vllm=vllm, image_pixels=image_pixels
+    )
+
+
+def memory_of_config(
+    sizes: ModelSizes,
+    config: GRPOConfig,
+    processes: int,
+    checkpointing: bool,
+    *,
+    gpu: bool = True,
+    vllm: int = 0,
+    image_pixels: int = 0,
+) -> MemoryEstimate:
+    """The estimate of a config's largest pack, of a model of these sizes; `vllm` are the bytes of its share."""
+    optim = config.optim
+    alone = processes == 1 and not optim.offload_optimizer
     return memory_estimate(
         sizes,
         tokens=largest_pack(config, processes),
@@ -246,7 +264,7 @@ def memory_of_run(
         offload=optim.offload_optimizer,
         processes=processes,
         gpu=gpu,
-        vllm=round(device_memory(model.device) * engine.vllm.gpu_memory_utilization) if inside else 0,
+        vllm=vllm,
         pixels=image_pixels * images_in_pack(config, processes),
         kept=kept_tokens(config),
     )

@@ -16,15 +16,13 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from mm_grpo.build import plan_run
+from mm_grpo.build import plan_run, processor_of
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
 from mm_grpo.preflight.page import ROWS, CheckPage
-from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.model_folder import read_config
-from mm_grpo.processors.special_tokens import set_special_tokens
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.headline import Headline
 from mm_grpo.rollout.prompts import PromptBuilder, TooLong, context_of
@@ -80,15 +78,7 @@ def check_config(
     scorer.close()
     plan = plan_run(config, sets["train"], several_turns=toolbox is not None)
     steps = plan.max_steps
-    processor = load_processor(
-        config.model.path,
-        named=config.model.processor,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
-        trust_remote_code=config.model.trust_remote_code,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )
-    set_special_tokens(processor, config.data.special_tokens)
+    processor = processor_of(config)
     vllm = config.rollout.vllm if config.rollout.engine != "transformers" else None
     transformers_config = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     length = None if vllm is None else vllm.max_model_len

@@ -29,15 +29,7 @@ from mm_grpo.build import processor_of
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.lora import add_adapters
-from mm_grpo.learner.memory import (
-    PROMPT,
-    MemoryEstimate,
-    ModelSizes,
-    images_in_pack,
-    kept_tokens,
-    largest_pack,
-    memory_estimate,
-)
+from mm_grpo.learner.memory import PROMPT, MemoryEstimate, ModelSizes, largest_pack, memory_of_config
 from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.processors.qwen_vl import IMAGE_TOKENS, QwenVLFamily
@@ -116,22 +108,13 @@ def phases(
     sizes: ModelSizes, image: Image, config: GRPOConfig, card: int, *, processes: int, checkpointing: bool
 ) -> Phases:
     """What one process of a run holds of a GPU of `card` bytes."""
-    optim, rollout = config.optim, config.rollout
+    rollout = config.rollout
     given, b = rollout.vllm, sizes.numbers
     inside = rollout.engine == "vllm"
     share = round(card * given.gpu_memory_utilization) if inside else 0
     asleep = share if given.sleep_level == 0 else 0
-    alone = processes == 1 and not optim.offload_optimizer
-    learner = memory_estimate(
-        sizes,
-        tokens=largest_pack(config, processes),
-        checkpointing=checkpointing,
-        zero_stage=0 if alone else optim.zero_stage,
-        offload=optim.offload_optimizer,
-        processes=processes,
-        vllm=asleep,
-        pixels=image.pixels * images_in_pack(config, processes),
-        kept=kept_tokens(config),
+    learner = memory_of_config(
+        sizes, config, processes, checkpointing, vllm=asleep, image_pixels=image.pixels
     )
     token = 2 * b * sizes.keys * (sizes.layers - sizes.linear_layers)
     length = (config.data.max_prompt_length or PROMPT) + rollout.max_completion_length

@@ -1,39 +1,13 @@
-"""One command in this process, as the console script runs it, and a small job for it."""
+"""A small job for the commands."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import yaml
 from helpers import tiny
-
-from mm_grpo import cli
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    def call(*arguments: Any) -> Result:
-        monkeypatch.setattr(sys, "argv", ["mm-grpo", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 1
-        got = capsys.readouterr()
-        return Result(code, got.out, got.err)
-
-    return call
 
 
 @pytest.fixture

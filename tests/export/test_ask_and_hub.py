@@ -14,7 +14,6 @@ import pytest
 from helpers import tiny
 from helpers.finished_runs import Finished
 
-from mm_grpo import cli
 from mm_grpo.errors import ConfigError
 from mm_grpo.export import hub
 from mm_grpo.export.ask import TextPieces, ask, load_answering
@@ -117,21 +116,6 @@ def test_without_checkpoints_the_model_of_the_last_step_answers(runs: Runs, tmp_
         ConfigError, match=r"'.*' is neither a model folder \(config\.json\), nor a run folder"
     ):
         load_answering(str(tmp_path))
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["mm-grpo", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 1
-        got = capsys.readouterr()
-        return code, got.out, got.err
-
-    return call
 
 
 def test_the_commands(

@@ -39,6 +39,19 @@ def trainer_of(
     )
 
 
+def noting_seeds(patch: pytest.MonkeyPatch, engine: Any) -> list[int]:
+    """A list to which the seeds of everything that the engine is asked to sample from now on are added."""
+    asked: list[int] = []
+    generate = engine.generate
+
+    def noted(requests: Any) -> Any:
+        asked.extend(request.seed for request in requests)
+        return generate(requests)
+
+    patch.setattr(engine, "generate", noted)
+    return asked
+
+
 def without_times(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows_of(folder)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import calling
-from helpers.ahead import logged, trainer_of, use_server, without_times
+from helpers.ahead import logged, noting_seeds, trainer_of, use_server, without_times
 from helpers.patience import PATIENCE, until
 from helpers.small_runs import config_for, rollouts_of, rows_of
 
@@ -162,14 +162,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
         broken.train()
 
     again = trainer_of(models["qwen2_vl"], tmp_path / "r", resume=True, **changes)
-    asked: list[int] = []
-    generate = again.engine.generate
-
-    def noted(requests: Any) -> Any:
-        asked.extend(r.seed for r in requests)
-        return generate(requests)
-
-    monkeypatch.setattr(again.engine, "generate", noted)
+    asked = noting_seeds(monkeypatch, again.engine)
     again.train()
     attempts = 2 if flat else 1
     plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=attempts, max_steps=STEPS)
