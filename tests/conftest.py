@@ -1,7 +1,9 @@
 """Settings for every test, set before anything is imported."""
 
 import gc
+import multiprocessing
 import os
+import signal
 import sys
 
 # Tests start processes; without bytecode each would spend 20 to 40 s compiling its imports.
@@ -10,7 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models are slower on many threads than on one, far slower when the cores are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,9 @@ import pytest
 from helpers import workers
 from hypothesis import settings
 
+# A background job of a shell, or one of nohup, ignores these, and so would what tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Collection imports torch and more: a million objects that stay, and that each pass of the collector would visit.
 gc.disable()
 # New examples are looked for on people's machines; where a change is judged, the same ones each time.
@@ -40,6 +45,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return workers.scheduler(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_workers_left() -> Iterator[None]:
+    """A file of tests ends the workers of rewards and tools that it starts: each holds up to half a GB."""
+    yield
+    if "mm_grpo.worker_processes" in sys.modules and workers_left():
+        gc.collect()  # those of objects that nobody holds any more
+        assert workers_left() == []
+
+
+def workers_left() -> list[Any]:
+    from mm_grpo.rollout.served.launch import _guards  # the guard of servers is the process's
+    from mm_grpo.worker_processes import WorkerProcess
+
+    kept = {guard.process.pid for guard in _guards.values()}
+    children = multiprocessing.active_children()
+    return [child for child in children if isinstance(child, WorkerProcess) and child.pid not in kept]
 
 
 class Models(dict[str, Path]):

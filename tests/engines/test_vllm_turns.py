@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,14 @@ def test_what_is_learned_is_what_was_sampled(family: str, kind: str, rigs: Calla
     setting = Setting(rig, kind)
     turns = images = step = 0
     worst = 0.0
-    while turns < TURNS:
-        step += 1
-        done = setting.step(step)
-        turns += sum(t.role == "assistant" for c in done for t in c.turns)
-        images += sum(len(t.images) for c in done for t in c.turns)
-        worst = max(worst, setting.gap(done))
-        assert all(c.run_length <= TOKENS for c in done)
+    with closing(setting.toolbox):
+        while turns < TURNS:
+            step += 1
+            done = setting.step(step)
+            turns += sum(t.role == "assistant" for c in done for t in c.turns)
+            images += sum(len(t.images) for c in done for t in c.turns)
+            worst = max(worst, setting.gap(done))
+            assert all(c.run_length <= TOKENS for c in done)
     assert images > TURNS / 10
     assert worst <= 1e-5
     print(f"{family} {kind}: {turns} turns, {images} images of observations, largest gap {worst:.2g}")
