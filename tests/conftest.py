@@ -52,8 +52,12 @@ def no_workers_left() -> Iterator[None]:
     """A file of tests ends the workers of rewards and tools that it starts: each holds up to half a GB."""
     yield
     if "mm_grpo.worker_processes" in sys.modules and workers_left():
-        gc.collect()  # those of objects that nobody holds any more
-        assert workers_left() == []
+        gc.collect()  # ends those of objects that nobody holds any more
+        left = workers_left()
+        for worker in left:
+            worker.terminate()
+            worker.join()
+        assert left == []
 
 
 def workers_left() -> list[Any]:

@@ -27,7 +27,7 @@ from mm_grpo.distributed.exit_message import lost_another
 from mm_grpo.distributed.launch import exit_code
 from mm_grpo.distributed.ranks import RankLost
 
-DEADLINE = 150.0
+DEADLINE = 300.0
 PEERS = processes.ROOT / "tests" / "distributed" / "peers.py"
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 LAUNCH = "import sys; from mm_grpo.distributed.launch import launch; sys.exit(launch(2, sys.argv[1:]))"

@@ -16,7 +16,10 @@ import httpx
 import pytest
 from helpers.processes import alone, free_port
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+STARTING = 600.0
+"""Seconds in which vLLM starts, with whatever else the machine does; 20 to 150 were measured."""
 
 KEY = "a-key-that-nobody-may-see"
 
@@ -83,7 +86,7 @@ def servers_of(pid: int) -> set[int]:
     return tops.union(*(descendants(top) for top in tops))
 
 
-def gone(pids: set[int], seconds: float = 15.0) -> bool:
+def gone(pids: set[int], seconds: float = 60.0) -> bool:
     def alive(pid: int) -> bool:
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -111,7 +114,7 @@ def test_every_endpoint_wants_the_key_at_an_address_that_others_reach(job: Path,
         MM_GRPO_SERVER_KEY=KEY,
     )
     try:
-        wait_for(lambda: "Ctrl-C ends them" in output.read_text(), process, output, 180)
+        wait_for(lambda: "Ctrl-C ends them" in output.read_text(), process, output, STARTING)
         below = descendants(process.pid)
         servers = servers_of(process.pid)
         assert len(servers) >= 2  # the API server and its engine
@@ -135,7 +138,7 @@ def test_every_endpoint_wants_the_key_at_an_address_that_others_reach(job: Path,
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
+        assert process.wait(120) == 128 + signal.SIGTERM
         assert gone(servers)
         seen = [output.read_text(), *(f.read_text() for f in (tmp_path / "logs").iterdir()), *below.values()]
         assert not any(KEY in text for text in seen)
@@ -146,13 +149,12 @@ def test_every_endpoint_wants_the_key_at_an_address_that_others_reach(job: Path,
         process.wait()
 
 
-@pytest.mark.timeout(700)
 def test_a_killed_trainer_leaves_no_server_and_goes_on_with_another_number(job: Path, tmp_path: Path) -> None:
     output, run = tmp_path / "output", tmp_path / "run"
     fields = ["run.save_every=1", "run.parity_check=false"]
     process = start(output, "train", job, "--serve", 2, "run.max_steps=400", *fields)
     try:
-        wait_for(lambda: (run / "checkpoints" / "step-000002").exists(), process, output, 240)
+        wait_for(lambda: (run / "checkpoints" / "step-000002").exists(), process, output, STARTING)
         servers = servers_of(process.pid)
         assert len(servers) >= 4
         os.kill(process.pid, signal.SIGKILL)
@@ -165,9 +167,9 @@ def test_a_killed_trainer_leaves_no_server_and_goes_on_with_another_number(job: 
     steps = max(json.loads(row)["step"] for row in rows) + 1
     process = start(output, "train", job, "--serve", 1, "--resume", f"run.max_steps={steps}", *fields)
     try:
-        wait_for(lambda: bool(servers_of(process.pid)), process, output, 120)
+        wait_for(lambda: bool(servers_of(process.pid)), process, output, STARTING)
         servers = servers_of(process.pid)
-        assert process.wait(200) == 0, output.read_text()[-3000:]
+        assert process.wait(STARTING) == 0, output.read_text()[-3000:]
         assert gone(servers)
     finally:
         process.kill()

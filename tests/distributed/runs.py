@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 
-PATIENCE = 120.0
+PATIENCE = 240.0
 
 
 def train(config: str) -> None:

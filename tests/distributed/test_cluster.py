@@ -27,7 +27,7 @@ CLUSTER = processes.ROOT / "examples" / "cluster"
 ONE, TWO = CLUSTER / "accelerate_one_host.yaml", CLUSTER / "accelerate_two_hosts.yaml"
 SLURM = CLUSTER / "train.slurm"
 SCRIPT = Path(peers.__file__)
-DEADLINE = 150.0
+DEADLINE = 300.0
 STEPS = 2
 OURS = GRPOConfig.from_dict({"model": {"path": "x", "device": "cpu"}})
 

@@ -12,7 +12,7 @@ from killed import kill_until_done
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "kills"), [(1, 4), (2, 3)])
+@pytest.mark.parametrize(("world", "kills"), [(1, 4), (2, 2)])
 def test_a_run_that_is_killed_at_random_moments(
     world: int, kills: int, models: dict[str, Path], tmp_path: Path
 ) -> None:

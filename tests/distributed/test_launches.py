@@ -21,7 +21,7 @@ from helpers import processes
 from launches import ACCELERATE, TORCHRUN, children, finished, running
 
 SCRIPT = Path(peers.__file__)
-DEADLINE = 150.0
+DEADLINE = 300.0
 
 
 def accelerate_file(folder: Path, **fields: Any) -> Path:

@@ -1,7 +1,11 @@
-"""Updates that vLLM does not load are caught in bfloat16, at learning rates that hardly move a log-prob."""
+"""Updates that vLLM does not load are caught in bfloat16, at learning rates that hardly move a log-prob.
+
+UPDATES=200 in the environment makes that many sound ones.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,6 +25,7 @@ from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.rollout.vllm import internals
 from mm_grpo.types import Completion, Group, Prompt
 
+UPDATES = int(os.environ.get("UPDATES", "60"))
 Load = Callable[[Any, Iterable[tuple[str, Tensor]]], None]
 
 
@@ -121,8 +126,9 @@ def test_one_tensor_that_is_not_loaded_is_named(
 
 
 @pytest.mark.long
-def test_two_hundred_sound_updates_raise_no_alarm(models: dict[str, Path]) -> None:
+def test_sound_updates_raise_no_alarm(models: dict[str, Path]) -> None:
     run = Run(models["qwen2_5_vl"], 1e-6)
-    reports = [run.update(version) for version in range(1, 201)]
+    reports = [run.update(version) for version in range(1, UPDATES + 1)]
     assert [r.problem for r in reports if r.problem] == []
-    assert sum(r.tensors > 0 for r in reports) > 190 and all((r.moved or 0) < 0.05 for r in reports)
+    assert sum(r.tensors > 0 for r in reports) > 0.95 * UPDATES
+    assert all((r.moved or 0) < 0.05 for r in reports)

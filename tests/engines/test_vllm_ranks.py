@@ -56,7 +56,7 @@ def test_two_ranks_sample_the_union_of_one(models: dict[str, Path], tmp_path: Pa
     path = models["qwen2_5_vl"]
     script = tmp_path / "rank.py"
     script.write_text(SCRIPT)
-    codes = processes.launch(script, 2, [path], tmp_path, deadline=200, preload=forkserver.VLLM)
+    codes = processes.launch(script, 2, [path], tmp_path, deadline=500, preload=forkserver.VLLM)
     assert codes == [0, 0], processes.outputs(tmp_path, 2)
     written = [(tmp_path / f"rank-{rank}.txt").read_text().splitlines() for rank in (0, 1)]
     lines = [next(x for x in said if x.startswith("ROWS ")) for said in written]

@@ -359,7 +359,7 @@ def long_answers(served: Served) -> Iterator[None]:
         head.copy_(kept)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("long_answers")
 def test_kill_restart_stop_and_cut_change_no_sample(
     served: Served, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""Two ranks under DeepSpeed ZeRO-2 over two real vLLM servers: the run of one, also where a server is killed in it."""
+"""Two ranks under DeepSpeed ZeRO-2 over two real vLLM servers, one of which is killed: the run of one rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.launch import ServerProcess, serve
 from mm_grpo.rollout.weights import digest
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 RECIPE = Path(__file__).parents[2] / "examples" / "shapes" / "config.yaml"
 SCRIPT = Path(__file__).parents[1] / "distributed" / "runs.py"
-STEPS, PROMPTS, GENERATIONS = 12, 8, 4
-RUNS = {"one": 1, "two": 2, "killed": 2}
-"""Processes by run; in the last one a server is killed."""
+STEPS, PROMPTS, GENERATIONS = 10, 8, 4
+RUNS = {"one": 1, "killed": 2}
+"""Ranks by run; in the last one a server is killed."""
 
 
 def config_of(folder: Path, urls: list[str], **rollout: Any) -> Path:
@@ -66,7 +66,7 @@ def kill_later(server: ServerProcess, log: Path) -> threading.Thread:
     """Kill a server when two rows are in the log of a run."""
 
     def later() -> None:
-        end = time.monotonic() + 240
+        end = time.monotonic() + 600
         while not log.exists() or log.read_bytes().count(b"\n") < 2:
             if time.monotonic() > end:
                 return
@@ -78,9 +78,7 @@ def kill_later(server: ServerProcess, log: Path) -> threading.Thread:
     return thread
 
 
-def test_two_ranks_make_the_run_of_one_and_a_server_that_is_killed_changes_nothing(
-    tmp_path: Path,
-) -> None:
+def test_two_ranks_that_lose_a_server_make_the_run_of_one(tmp_path: Path) -> None:
     said: list[str] = []
     settings = server_settings(GRPOConfig.from_yaml(config_of(tmp_path / "unused", ["unix:///unused"])), 2)
     with serve(settings, log_folder=tmp_path / "logs", report=said.append) as servers:
@@ -89,7 +87,7 @@ def test_two_ranks_make_the_run_of_one_and_a_server_that_is_killed_changes_nothi
             config = config_of(tmp_path / name, urls)
             if name == "killed":
                 killer = kill_later(servers[0], tmp_path / name / "metrics.jsonl")
-            codes = processes.launch(SCRIPT, world, [config], tmp_path / f"of-{name}", deadline=240)
+            codes = processes.launch(SCRIPT, world, [config], tmp_path / f"of-{name}", deadline=600)
             assert codes == [0] * world, processes.outputs(tmp_path / f"of-{name}", world)
             model = AutoModelForImageTextToText.from_pretrained(
                 tmp_path / name / "model", dtype=torch.float32
@@ -103,16 +101,13 @@ def test_two_ranks_make_the_run_of_one_and_a_server_that_is_killed_changes_nothi
         assert not killer.is_alive() and "it is started anew" in said[0]
     plan = SeedPlan(run_seed=0, prompts=PROMPTS, generations=GENERATIONS, attempts=1, max_steps=STEPS)
     for step in range(1, STEPS + 1):
-        rows = rollouts_of(tmp_path / "two", step)
+        rows = rollouts_of(tmp_path / "killed", step)
         assert [r["seed"] for r in rows] == [s for slot in range(PROMPTS) for s in plan.group(step, slot)]
         assert {json.dumps(row["weight_versions"]) for row in rows} == {f"[[0, {step - 1}]]"}
         bytes_of = {n: (tmp_path / n / f"rollouts/step-{step:06d}.jsonl").read_bytes() for n in RUNS}
-        assert bytes_of["one"] == bytes_of["two"] == bytes_of["killed"]
-    served = ("served/ready", "served/losses", "served/recoveries")
-    rows = {name: metrics_of(tmp_path / name) for name in ("two", "killed")}
-    assert sum(row["served/losses"] for row in rows["killed"]) == 1
-    plain = {n: [{k: v for k, v in r.items() if k not in served} for r in of] for n, of in rows.items()}
-    assert plain["two"] == plain["killed"]
-    for mine, alone in zip(rows["two"], metrics_of(tmp_path / "one"), strict=True):
+        assert bytes_of["one"] == bytes_of["killed"]
+    killed = metrics_of(tmp_path / "killed")
+    assert sum(row["served/losses"] for row in killed) == 1
+    for mine, alone in zip(killed, metrics_of(tmp_path / "one"), strict=True):
         assert (mine["reward"], mine["num_tokens"]) == (alone["reward"], alone["num_tokens"])
         assert mine["learner/update_norm"] == pytest.approx(alone["learner/update_norm"], rel=1e-3)

@@ -6,8 +6,8 @@ TURNS=10000 in the environment runs that many turns of each family on each engin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,24 +89,38 @@ class Setting:
         return worst
 
 
+@pytest.fixture
+def setting_of(rigs: Callable[[str], Rig]) -> Iterator[Callable[[str, str], Setting]]:
+    """Settings whose tools' workers end with the test."""
+    with ExitStack() as held:
+
+        def make(family: str, kind: str) -> Setting:
+            rig = rigs(family)
+            rig.reset()
+            setting = Setting(rig, kind)
+            held.callback(setting.toolbox.close)
+            return setting
+
+        yield make
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["transformers", "vllm"])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_what_is_learned_is_what_was_sampled(family: str, kind: str, rigs: Callable[[str], Rig]) -> None:
+def test_what_is_learned_is_what_was_sampled(
+    family: str, kind: str, setting_of: Callable[[str, str], Setting]
+) -> None:
     """vLLM's ids of each turn are compared with the learner's by the engine itself, which stops where they differ."""
-    rig = rigs(family)
-    rig.reset()
-    setting = Setting(rig, kind)
+    setting = setting_of(family, kind)
     turns = images = step = 0
     worst = 0.0
-    with closing(setting.toolbox):
-        while turns < TURNS:
-            step += 1
-            done = setting.step(step)
-            turns += sum(t.role == "assistant" for c in done for t in c.turns)
-            images += sum(len(t.images) for c in done for t in c.turns)
-            worst = max(worst, setting.gap(done))
-            assert all(c.run_length <= TOKENS for c in done)
+    while turns < TURNS:
+        step += 1
+        done = setting.step(step)
+        turns += sum(t.role == "assistant" for c in done for t in c.turns)
+        images += sum(len(t.images) for c in done for t in c.turns)
+        worst = max(worst, setting.gap(done))
+        assert all(c.run_length <= TOKENS for c in done)
     assert images > TURNS / 10
     assert worst <= 1e-5
     print(f"{family} {kind}: {turns} turns, {images} images of observations, largest gap {worst:.2g}")
@@ -193,12 +207,10 @@ def test_a_stream_answers_as_generate_does(rigs: Callable[[str], Rig]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["changed", "lost", "resized"])
 def test_an_observation_that_the_engine_saw_otherwise_is_caught(
-    fault: str, rigs: Callable[[str], Rig], monkeypatch: pytest.MonkeyPatch
+    fault: str, setting_of: Callable[[str, str], Setting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is sent to vLLM is changed behind the loop: another picture, none, one of another size."""
-    rig = rigs("qwen2_5_vl")
-    rig.reset()
-    setting = Setting(rig, "vllm")
+    setting = setting_of("qwen2_5_vl", "vllm")
     assert setting.gap(setting.step(1)) <= 1e-5
     real = setting.processor.extended
 

@@ -266,13 +266,13 @@ for found in llm.chat(conversations, SamplingParams(max_tokens=6, temperature=0)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_readme_from_the_clone_to_an_export_that_vllm_answers_with(tmp_path: Path) -> None:
     folder = clone(tmp_path / "clone")
     demo = make_demo(folder)
     write_own_files(folder)
 
-    def finished(name: str, *program: object, deadline: float = 120, preload: tuple[str, ...] = ()) -> str:
+    def finished(name: str, *program: object, deadline: float = 600, preload: tuple[str, ...] = ()) -> str:
         output = tmp_path / f"{name}.txt"
         code, said = processes.finished(program, output, cwd=folder, deadline=deadline, preload=preload)
         assert code == 0, f"{program}\n{said}"
@@ -307,5 +307,5 @@ def test_the_readme_from_the_clone_to_an_export_that_vllm_answers_with(tmp_path:
     asked = ("merged", QUESTION, *pictures)
     wanted = list(COLOURS)
     for name, code, preload in (("transformers", BY_TRANSFORMERS, ()), ("vllm", BY_VLLM, forkserver.VLLM)):
-        said = finished(name, "-c", code, *asked, deadline=240, preload=preload)
+        said = finished(name, "-c", code, *asked, deadline=600, preload=preload)
         assert re.findall(r"^answer: (.*)$", said, re.MULTILINE) == wanted, said

@@ -53,7 +53,7 @@ def check_launches(answer: dict[str, Any]) -> None:
     ],
 )
 def test_kernels_compute_plain_attention(case: str, limit: float, tmp_path: Path) -> None:
-    answer = kernels("interpret", case, tmp_path, deadline=280)
+    answer = kernels("interpret", case, tmp_path, deadline=500)
     check_launches(answer)
     assert answer["fault"] is None
     assert sorted(answer["distances"]) == ["1", "2"]
@@ -65,7 +65,7 @@ def test_kernels_compute_plain_attention(case: str, limit: float, tmp_path: Path
 
 @pytest.mark.long
 def test_a_wrong_mask_is_found(tmp_path: Path) -> None:
-    answer = kernels("interpret", "2/1/16/float16/broken", tmp_path, deadline=200)
+    answer = kernels("interpret", "2/1/16/float16/broken", tmp_path, deadline=500)
     check_launches(answer)
     assert answer["fault"].startswith("its output is ")
     assert all(distance > 0.05 for row in answer["distances"].values() for distance in row.values())
@@ -74,7 +74,7 @@ def test_a_wrong_mask_is_found(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("shape", ["16/2/128", "28/4/128"])  # of Qwen2.5-VL-3B and 7B
 def test_kernels_of_bfloat16_fit_an_h100(shape: str, tmp_path: Path) -> None:
-    seen = kernels("assemble", f"{shape}/bfloat16", tmp_path, deadline=200)["kernels"]
+    seen = kernels("assemble", f"{shape}/bfloat16", tmp_path, deadline=500)["kernels"]
     assert [x["name"] for x in seen if "_tem_" in x["name"]] == [FORWARD, BACKWARD, FORWARD]
     for kernel in seen:
         assert 0 < kernel["shared"] <= SHARED, kernel

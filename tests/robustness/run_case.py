@@ -24,7 +24,7 @@ from mm_grpo.errors import UserError
 
 LONGEST_MESSAGE = 4000
 """Characters: a message that quotes a whole file is not read."""
-PATIENCE = 60.0
+PATIENCE = 180.0
 """Seconds for a process; the first one waits for the imports of the server that forks it."""
 
 
