@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,34 @@ def plainly(model: Any, processor: Processor, items: list[Item]) -> dict[int, tu
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    return {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    for name, want in theirs.items():
-        if want.any() and not is_rounding(name):
-            assert float((ours[name] - want).norm()) <= 1e-5 * float(want.norm()), name
+class Reference:
+    """What transformers' forward gives for each item: log-probs and entropies by index, and the gradients."""
+
+    def __init__(self, model: Any, processor: Processor, items: list[Item]) -> None:
+        self.model, self.processor, self.items = copy.deepcopy(model), processor, items
+        self.expected = plainly(self.model, processor, items)
+        self.gradients = gradients(self.model)
+
+    @cached_property
+    def exact(self) -> dict[str, Tensor]:
+        """The gradients in float64."""
+        model = copy.deepcopy(self.model).double()
+        model.zero_grad()
+        plainly(model, self.processor, self.items)
+        return gradients(model)
+
+    def assert_gradients(self, ours: dict[str, Tensor]) -> None:
+        """Equal to 1e-5; or, where what is summed partly cancels, nearer to float64's than those of transformers are:
+        with the products of some processors theirs are 1.7e-5 away."""
+        for name, want in self.gradients.items():
+            if not want.any() or is_rounding(name):
+                continue
+            if float((ours[name] - want).norm()) > 1e-5 * float(want.norm()):
+                away, theirs = ((found - self.exact[name]).norm() for found in (ours[name], want))
+                assert float(away) <= float(theirs) <= 5e-5 * float(want.norm()), name
 
 
 @pytest.mark.parametrize(
@@ -100,15 +122,16 @@ def test_groups_over_packs_give_what_transformers_forward_gives(
     path = models[family]
     processor, model = load_processor(str(path)), load(path)
     if case.startswith("adapters"):
+        generator = torch.Generator().manual_seed(0)
         add_adapters(model, LoRAConfig(rank=2), processor.family)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if ".lora_B" in name:
-                    parameter.normal_(std=0.05)
+                    parameter.normal_(std=0.05, generator=generator)
     if case.startswith("frozen"):
         processor.family.tower(model).requires_grad_(False)
-    reference, items = copy.deepcopy(model), items_of(processor)
-    expected = plainly(reference, processor, items)
+    items = items_of(processor)
+    reference = Reference(model, processor, items)
     if "checkpointed" in case:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     module, media = module_of(model, processor), processor.media_token_ids
@@ -116,7 +139,9 @@ def test_groups_over_packs_give_what_transformers_forward_gives(
 
     def loss(pack: Pack, logp: Tensor, entropy: Tensor) -> Tensor:
         numbers = dict.fromkeys(pack.completion_index.tolist())
-        for got, want in zip((logp, entropy), zip(*(expected[i] for i in numbers), strict=True), strict=True):
+        for got, want in zip(
+            (logp, entropy), zip(*(reference.expected[i] for i in numbers), strict=True), strict=True
+        ):
             assert float((got - torch.cat(want)).detach().abs().max()) <= 1e-5
         return weighted(pack, logp, entropy)
 
@@ -127,7 +152,7 @@ def test_groups_over_packs_give_what_transformers_forward_gives(
         assert work.prompts == 3 and all(seen.runs(i.prompt.token_ids) == 1 for i in items[:: len(LENGTHS)])
         assert sum(seen.pixels) == images
         assert work.tokens == sum(len(i.prompt.token_ids) for i in items[:: len(LENGTHS)]) + 3 * sum(LENGTHS)
-        assert_same(gradients(model), gradients(reference))
+        reference.assert_gradients(gradients(model))
         assert module.prompts is None and module.features is None
 
 
@@ -139,14 +164,14 @@ def test_in_bfloat16_nothing_is_lost(family: str, models: dict[str, Path]) -> No
     items = items_of(processor)
     exact = load(path).bfloat16().float()  # the same weights
     plainly(exact, processor, items)
-    want = torch.cat([g.flatten() for g in gradients(exact).values()])
+    want = torch.cat([g.flatten().float() for g in gradients(exact).values()])
 
     def distance(apart: bool) -> float:
         module = module_of(load(path).bfloat16(), processor)
         module.masks.apart = apart
         work = backward_of(module, over(items, 4), processor.media_token_ids, weighted)
         assert work.prompts == (3 if apart else 3 * 4)
-        found = torch.cat([g.flatten() for g in gradients(module.model).values()])
+        found = torch.cat([g.flatten().float() for g in gradients(module.model).values()])
         return float((found - want).norm() / want.norm())
 
     assert 0 < distance(True) <= 1.1 * distance(False) < 0.2
@@ -286,10 +311,10 @@ def test_eager_attention_runs_the_prompt_in_every_pack(models: dict[str, Path]) 
     path = models["qwen2_vl"]
     processor = load_processor(str(path))
     model = load(path, attn_implementation="eager")
-    reference, items = copy.deepcopy(model), items_of(processor)
-    plainly(reference, processor, items)
+    items = items_of(processor)
+    reference = Reference(model, processor, items)
     work = backward_of(
         module_of(model, processor, "eager"), over(items, 4), processor.media_token_ids, weighted
     )
     assert work.prompts == 12
-    assert_same(gradients(model), gradients(reference))
+    reference.assert_gradients(gradients(model))
