@@ -42,7 +42,10 @@ def long_winded(folder: Path) -> Path:
 
 
 def config_of(args: Any, model: Path, folder: Path, order: str, urls: list[str]) -> GRPOConfig:
-    task = {"task": "shapes", "split": "train", "size": 400, "seed": 1, "kinds": ["colour"], "max_objects": 1}
+    task = {
+        "task": "shapes", "split": "train", "size": 400, "seed": 1, "kinds": ["colour"], "max_objects": 1,
+        "image_size": args.image,
+    }  # fmt: skip
     ahead = {} if order == "synchronous" else {"max_staleness": 1, "staleness_order": order}
     return GRPOConfig.from_dict(
         {
@@ -77,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__, machine=False)
     parser.add_argument("--prompts", type=positive, default=8, help="rows of a step")
     parser.add_argument("--generations", type=positive, default=8, help="completions of a row")
+    parser.add_argument("--image", type=positive, default=112, help="pixels of an image's side")
     parser.add_argument("--tokens", type=positive, default=64, help="most tokens of a completion")
     parser.add_argument("--steps", type=positive, default=12, help="steps of a run")
     parser.add_argument("--rounds", type=positive, default=1, help="runs of each order")
@@ -108,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         print(
             f"{order:>14}" + "".join(f"{row[name]:>11.2f}" for name in SHOWN) + f"{ratio:>8.2f}", flush=True
         )
-    sizes = {k: getattr(args, k) for k in ("prompts", "generations", "tokens", "steps", "rounds")}
+    sizes = {k: getattr(args, k) for k in ("prompts", "generations", "tokens", "image", "steps", "rounds")}
     write_json(args.json, versions() | sizes, found)
 
 

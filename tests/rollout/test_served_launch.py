@@ -13,11 +13,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers.patience import PATIENCE
+from helpers.patience import PATIENCE, until
 from helpers.processes import alone
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.served import launch
+from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.launch import ServerProcess, ServerSettings, serve
 from mm_grpo.rollout.vllm.launch import EngineSettings
 
@@ -227,6 +228,29 @@ def test_a_server_that_ends_is_started_anew_and_given_up_when_it_never_answers(
     assert len(said) == 1 + 4 and "exited with code 1, 4 times in a row, and is not started again" in said[-1]
     assert "there is no such model" in said[-1]
     assert gone(started(tmp_path / "pids"))
+
+
+def test_a_server_that_stopped_listening_and_does_not_end_is_started_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As vLLM does where its engine has died and a connection is open. One that is stopped still listens."""
+    monkeypatch.setattr(launch, "WATCH_EVERY", 0.02)
+    monkeypatch.setattr(launch, "ENDING", 0.5)
+    fake(monkeypatch, tmp_path / "pids")
+    said: list[str] = []
+    with serve([ServerSettings(ENGINE)], report=said.append) as (server,):
+        first = started(tmp_path / "pids")
+        os.kill(first[0], signal.SIGSTOP)
+        time.sleep(1.0)
+        os.kill(first[0], signal.SIGCONT)
+        assert said == [] and server.ready
+        ServerClient(server.url, timeout=PATIENCE).call("/close", method="GET")
+        until(lambda: said and server.ready)
+        assert said == [
+            f"the vLLM server at {server.url} has stopped listening and not ended for 0.5 s: has its engine died?; it "
+            "is started anew"
+        ]
+        assert gone(first) and len(started(tmp_path / "pids")) == 4
 
 
 PARENT = """

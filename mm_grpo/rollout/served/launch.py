@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -45,6 +46,8 @@ STOP_TIMEOUT = 10.0
 RESTARTS = 3
 """Times in a row that a server which ends before it answers is started anew."""
 WATCH_EVERY = 0.5
+ENDING = 15.0
+"""Seconds that a server which listens no more may take to end; vLLM's takes for ever where a connection is open."""
 SHOWN_LINES = 15
 SOCKET_LENGTH = 100
 """Longest path of a Unix socket that every system takes."""
@@ -284,6 +287,21 @@ class ServerProcess:
             client.close()
         return True
 
+    @property
+    def listening(self) -> bool:
+        """Whether connections to it are taken, which they are of a process that is stopped too."""
+        place = urlsplit(self.url)
+        try:
+            if self.settings.socket is None:
+                socket.create_connection((str(place.hostname), place.port or 0), 5.0).close()
+            else:
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.settimeout(5.0)
+                    probe.connect(str(self.settings.socket))
+        except OSError as error:  # by any other one it is slow to take them
+            return not isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+        return True
+
     def poll(self) -> int | None:
         """Its exit code, None while it runs."""
         return None if self._process is None else self._process.poll()
@@ -348,20 +366,30 @@ def serve(
 
 @contextmanager
 def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None]) -> Iterator[None]:
-    """Start those anew that end, until the block does; one that ends RESTARTS times in a row is given up."""
+    """Start those anew that end or listen no more, until the block does; after RESTARTS in a row one is given up."""
     ending = threading.Event()
     failures = [0] * len(servers)
+    heard: list[float | None] = [time.monotonic()] * len(
+        servers
+    )  # when each last listened, None while it starts
 
     def look(number: int, server: ServerProcess) -> None:
         code = server.poll()
         if code is None:
-            if failures[number] and server.ready:
-                failures[number] = 0
-            return
+            if server.listening:
+                heard[number] = time.monotonic()
+                if failures[number] and server.ready:
+                    failures[number] = 0
+            if (last := heard[number]) is None or time.monotonic() - last < ENDING:
+                return
+            how = f"has stopped listening and not ended for {ENDING:g} s: has its engine died?"
+        else:
+            how = ended(code)
         failures[number] += 1
-        what = f"the vLLM server at {server.url} {ended(code)}"
+        heard[number] = None
+        what = f"the vLLM server at {server.url} {how}"
+        server.stop(0.0)
         if failures[number] > RESTARTS:
-            server.stop(0.0)
             report(f"{what}, {failures[number]} times in a row, and is not started again; {server.tail()}")
         else:
             report(f"{what}; it is started anew")
