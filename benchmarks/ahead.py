@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__, machine=False)
     parser.add_argument("--prompts", type=positive, default=8, help="rows of a step")
     parser.add_argument("--generations", type=positive, default=8, help="completions of a row")
-    parser.add_argument("--image", type=positive, default=112, help="pixels of an image's side")
+    parser.add_argument("--image", type=positive, default=84, help="pixels of an image's side")
     parser.add_argument("--tokens", type=positive, default=64, help="most tokens of a completion")
     parser.add_argument("--steps", type=positive, default=12, help="steps of a run")
     parser.add_argument("--rounds", type=positive, default=1, help="runs of each order")
