@@ -369,9 +369,8 @@ def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None
     """Start those anew that end or listen no more, until the block does; after RESTARTS in a row one is given up."""
     ending = threading.Event()
     failures = [0] * len(servers)
-    heard: list[float | None] = [time.monotonic()] * len(
-        servers
-    )  # when each last listened, None while it starts
+    # when each last listened, None while it starts
+    heard: list[float | None] = [time.monotonic()] * len(servers)
 
     def look(number: int, server: ServerProcess) -> None:
         code = server.poll()
