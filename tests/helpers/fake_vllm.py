@@ -72,7 +72,7 @@ class FakeVLLM:
         self.old, self.delay = old, delay
         self.control = FakeServer("", transfer)
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.most = self.now = 0
+        self.most = 0
         self.cut = self.status = 0  # so many requests are cut, or answered with 500
         self.stopped = threading.Event()  # answers nothing, as a process after SIGSTOP
         self.stuck = threading.Event()  # answers /health and no request
@@ -80,6 +80,9 @@ class FakeVLLM:
         self.max_model_len, self.key, self.raw, self.expanded = 1000, "", False, EXPANDED
         self.refuse = ""
         self.lock = threading.Lock()
+        self.working: list[socket.socket] = []  # connections whose request is being sampled
+        self.mute: set[socket.socket] = set()  # connections that stay open and bring nothing any more
+        self.ended = threading.Event()
         self.port = 0
         self.start()
 
@@ -119,12 +122,23 @@ class FakeVLLM:
 
     def kill(self) -> None:
         """No more answers, connections cut."""
-        self.alive = False
-        self.http.shutdown()
-        self.http.server_close()
+        self._stop()
+        self.ended.set()
         for connection in list(self.connections):
             with self.lock:
                 _shut(connection)
+
+    def vanish(self) -> None:
+        """No more answers, and one connection alone is cut: as through a proxy that does not pass a reset on."""
+        cut, *_ = self.working
+        self.mute = self.connections - {cut}
+        self._stop()
+        _shut(cut)
+
+    def _stop(self) -> None:
+        self.alive = False
+        self.http.shutdown()
+        self.http.server_close()
 
     def restart(self) -> None:
         """As a new process, with the weights on disk."""
@@ -144,8 +158,8 @@ class FakeVLLM:
             return self.reply(call, 401, {"error": "this server wants a key"})
         sampling = path in (GENERATE, CHAT)
         with self.lock:
-            self.now += sampling
-            self.most = max(self.most, self.now)
+            self.working += [call.connection] * sampling
+            self.most = max(self.most, len(self.working))
         try:
             status, value = 200, self.answer(path, json.loads(body or "null"), query, call)
         except ServerRefused as error:
@@ -157,8 +171,11 @@ class FakeVLLM:
             return _shut(call.connection)
         finally:
             with self.lock:
-                self.now -= sampling
-        if not self.alive:
+                if sampling:
+                    self.working.remove(call.connection)
+        if call.connection in self.mute:
+            self.ended.wait()
+        if not self.alive or call.connection in self.mute:
             return _shut(call.connection)
         self.reply(call, status, value)
 

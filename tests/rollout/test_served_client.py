@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
@@ -142,6 +143,27 @@ def test_closing_ends_who_waits(client: ServerClient) -> None:
     until(lambda: Handler.asked)
     client.close()
     assert ended.wait(PATIENCE)
+
+
+def test_the_kernel_asks_whether_the_other_end_is_there(
+    client: ServerClient, server: ThreadingHTTPServer
+) -> None:
+    """After 30 s of silence, 3 times, 10 s apart: else a host that lost power would be waited for for ever."""
+    asked = client.submit("/hang", {})
+    until(lambda: Handler.asked)
+    (ours,) = [s for s in gc.get_objects() if isinstance(s, socket.socket) and _peer(s) == server.server_port]
+    assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    assert [ours.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [30, 10, 3]
+    asked.cancel()
+
+
+def _peer(connection: socket.socket) -> int | None:
+    """The port at the other end of a TCP connection."""
+    try:
+        return int(connection.getpeername()[1]) if connection.family == socket.AF_INET else None
+    except OSError:  # closed, or it listens
+        return None
 
 
 def test_many_at_once_each_with_its_own_answer(client: ServerClient) -> None:

@@ -32,6 +32,28 @@ def test_a_fault_in_midst_of_a_step_changes_nothing(make: Made, fault: Callable[
     assert engine.generate(requests(first=7)) != expected
 
 
+def test_requests_that_a_server_that_is_gone_left_unanswered_go_to_others(make: Made) -> None:
+    """Their connections stay open without a word, and the server that comes back at the address answers /health."""
+    engine, fakes = make(timeout=600.0)
+    expected = engine.generate(requests())
+    started = time.monotonic()
+
+    def fault() -> None:
+        until(lambda: len(fakes[0].working) > 1)
+        fakes[0].vanish()
+        until(lambda: engine.pool.losses)
+        if comes_back:
+            fakes[0].restart()
+
+    for comes_back in (False, True):
+        assert in_midst(engine, fakes, fault) == expected
+        assert time.monotonic() - started < PATIENCE
+        if not comes_back:
+            fakes[0].restart()
+        back(engine)
+        engine.pool.losses = 0
+
+
 def test_a_server_killed_for_good_is_done_without(make: Made) -> None:
     engine, fakes = make()
     expected = engine.generate(requests())

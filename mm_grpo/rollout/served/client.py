@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json as jsonlib
 import os
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -20,6 +21,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""A connection whose other end is gone without a word (a host that lost power, an address translation that forgot it)
+ends after 30 s of silence and 3 unanswered probes 10 s apart. An answer may be silent for longer: the kernel of the
+server's host answers probes. Options that a system does not have are left out."""
 SHOWN = 400
 """Characters of a server's own message that are shown."""
 
@@ -149,13 +154,14 @@ class ServerClient:
         import httpx
 
         if self._http is None or self._pid != os.getpid():
-            socket = self.url.removeprefix("unix://") if self.url.startswith("unix://") else None
+            path = self.url.removeprefix("unix://") if self.url.startswith("unix://") else None
             self._http = httpx.AsyncClient(
-                base_url="http://localhost" if socket else self.url,
+                base_url="http://localhost" if path else self.url,
                 headers=self._headers,
                 transport=httpx.AsyncHTTPTransport(
-                    uds=socket,
+                    uds=path,
                     trust_env=False,
+                    socket_options=None if path else _kept_alive(),
                     limits=httpx.Limits(
                         max_connections=None, max_keepalive_connections=32, keepalive_expiry=2
                     ),
@@ -200,6 +206,11 @@ def wait(future: Future[T]) -> T:
     except BaseException:
         future.cancel()
         raise
+
+
+def _kept_alive() -> list[tuple[int, int, int]]:
+    found = [(getattr(socket, name), value) for name, value in KEEP_ALIVE.items() if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *pair) for pair in found)]
 
 
 def _encoded(json: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> bytes:

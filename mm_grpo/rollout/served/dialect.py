@@ -99,6 +99,12 @@ async def weights_name(client: ServerClient, dialect: Dialect, timeout: float) -
     return str(names.pop()) if len(names) == 1 and None not in names else None
 
 
+async def is_paused(client: ServerClient, timeout: float) -> bool:
+    """Whether a server samples nothing because weights are being sent to it."""
+    answer = await client.request("/is_paused", method="GET", timeout=timeout)
+    return bool(answer["is_paused"])
+
+
 def require(url: str, paths: Mapping[str, Any], images_by_ids: bool) -> None:
     """ConfigError where a server lacks an endpoint, naming what it was started without."""
     if GENERATE not in paths:

@@ -9,7 +9,8 @@ than the run's (it was restarted), it gets those before it gets a request. All s
 clients alone (client.py).
 
 Hanging is told in two ways: a server that has requests and does not answer `/health` within `health_timeout` (stopped,
-or cut off without a word), and one that answers it and none of its requests for `timeout`.
+or cut off without a word), and one that answers it and none of its requests for `timeout`. What a lost server had goes
+elsewhere when it does not answer a try, or is a new process by then: not every proxy says that a connection has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mm_grpo.rollout.served.client import (
     in_background,
     wait,
 )
-from mm_grpo.rollout.served.dialect import Dialect, probe, weights_name
+from mm_grpo.rollout.served.dialect import Dialect, is_paused, probe, weights_name
 from mm_grpo.rollout.served.protocol import Work, ask
 from mm_grpo.rollout.served.server import Limits, Placed, Server, Waiting
 
@@ -268,10 +269,6 @@ class ServerPool:
         except ServerRefused as error:
             raise ServerUnreachable(server.url, error.reason) from error
 
-    async def _paused(self, server: Server) -> bool:
-        answer = await server.client.request("/is_paused", method="GET", timeout=self.limits.health_timeout)
-        return bool(answer["is_paused"])
-
     async def _place(self, work: Work, prefer: str | None, avoid: set[str]) -> Server:
         """A server with room for `work`, which then counts in its load."""
         waiting = Waiting(work, prefer, avoid, asyncio.get_running_loop().create_future())
@@ -306,17 +303,19 @@ class ServerPool:
 
     # looking after servers -------------------------------------------------------------------
 
-    def _lose(self, server: Server, why: str, *, give_up: bool = False) -> None:
-        """Send a server nothing until it has been tried again; `give_up` ends what is on its way there too."""
+    def _lose(self, server: Server, why: str) -> None:
+        """Send a server nothing until it has been tried again."""
         if server.state != "lost":
             log.warning("rollout: %s is lost: %s", server.url, why)
             now = time.monotonic()
             self.losses += 1
             server.state, server.why, server.tries = "lost", why, 0
             server.lost_at, server.next_try = now, now + BACK_OFF[0]
-        if give_up:
-            for task in list(server.running):
-                task.cancel()
+
+    def _give_up(self, server: Server) -> None:
+        """Send what a lost server will not answer any more to other servers."""
+        for task in list(server.running):
+            task.cancel()
 
     def _admit(self, server: Server) -> None:
         if server.state == "lost" and server.lost_at:
@@ -364,7 +363,8 @@ class ServerPool:
                             f"it answers /health, and none of its {len(server.running)} request(s) within "
                             f"{self.limits.timeout:g} s (rollout.server.timeout)"
                         )
-                        self._lose(server, why, give_up=True)
+                        self._lose(server, why)
+                        self._give_up(server)
             self._give_up_waiting(now)
             if self.unanswered and now - max(self._answered, self._said) > LOG_EVERY:
                 self._said = now
@@ -395,7 +395,8 @@ class ServerPool:
         try:
             await server.client.request("/health", method="GET", timeout=self.limits.health_timeout)
         except ServerError as error:
-            self._lose(server, f"while it had requests: {error.reason}", give_up=True)
+            self._lose(server, f"while it had requests: {error.reason}")
+            self._give_up(server)
         server.checked = time.monotonic()
 
     async def _try(self, server: Server) -> None:
@@ -406,8 +407,10 @@ class ServerPool:
             if server.dialect is None or server.state == "lost":  # it may have come back as another version
                 server.dialect = await loop.run_in_executor(self._threads, self._dialect, server.client)
             found = await self._weights_of(server)
+            if found is None or not self.ours(found):  # a new process
+                self._give_up(server)
             # one that failed at the end of an update has the name already, and is paused still
-            if found is not None and found == self.current and not await self._paused(server):
+            if found == self.current and not await is_paused(server.client, self.limits.health_timeout):
                 if not self.updating:
                     server.weights = found
                     self._admit(server)
@@ -417,6 +420,8 @@ class ServerPool:
                 await loop.run_in_executor(self._threads, self.bring_up, server)
         except (ServerError, ConfigError, EngineError, GuardStop) as error:
             server.why = error.reason if isinstance(error, ServerError) else str(error)
+            if isinstance(error, ServerUnreachable):
+                self._give_up(server)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # what it is tried for must not end the keeper
