@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from os import devnull
 from pathlib import Path
 from statistics import median
@@ -57,6 +57,7 @@ def config_of(args: Any, model: Path, folder: Path, order: str, urls: list[str])
             },
             "rewards": [{"name": "length", "max_length": 2 * args.tokens}],
             "optim": {"learning_rate": 1e-6},
+            "algorithm": {"num_iterations": args.iterations},
             "run": {
                 "dir": str(folder), "max_steps": args.steps, "overwrite": True, "report": False, "save_every": 0,
                 "save_model": False, "parity_check": False, "sight_every": 0, "log_rollouts_every": 1 << 20,
@@ -84,6 +85,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=positive, default=64, help="most tokens of a completion")
     parser.add_argument("--steps", type=positive, default=12, help="steps of a run")
     parser.add_argument("--rounds", type=positive, default=1, help="runs of each order")
+    parser.add_argument(
+        "--iterations", type=positive, default=1, help="times that a step's completions are learned from"
+    )
     parser.add_argument("--profile", action="store_true", help="print where each run's time goes")
     args = parse(parser, argv, "vllm")
     cores = sorted(os.sched_getaffinity(0))
@@ -101,7 +105,10 @@ def main(argv: list[str] | None = None) -> None:
             for _ in range(args.rounds):
                 for order in ORDERS:
                     steps, config = Steps(), config_of(args, model, root / "r", order, [servers[0].url])
-                    with open(devnull, "w") as nowhere, redirect_stdout(None if args.profile else nowhere):
+                    with (
+                        open(devnull, "w") as nowhere,
+                        nullcontext() if args.profile else redirect_stdout(nowhere),
+                    ):
                         GRPOTrainer(config, callbacks=[steps]).train()
                     runs[order] += steps.metrics[2:]
     print(f"{'order':>14}" + "".join(f"{name.rpartition('/')[2]:>11}" for name in SHOWN) + f"{'ratio':>8}")
@@ -112,7 +119,8 @@ def main(argv: list[str] | None = None) -> None:
         print(
             f"{order:>14}" + "".join(f"{row[name]:>11.2f}" for name in SHOWN) + f"{ratio:>8.2f}", flush=True
         )
-    sizes = {k: getattr(args, k) for k in ("prompts", "generations", "tokens", "image", "steps", "rounds")}
+    names = ("prompts", "generations", "tokens", "image", "iterations", "steps", "rounds")
+    sizes = {name: getattr(args, name) for name in names}
     write_json(args.json, versions() | sizes, found)
 
 

@@ -37,6 +37,8 @@ from mm_grpo.types import Group, Prompt
 
 CANARY_TOKENS = 32
 PROBE_TOKENS = 4
+PROBES = 8
+"""Completions that are sampled anew after an update whose samples are older than the learner: those say nothing then."""
 FILLING = 256
 """Ids below this one fill a canary up; every vocabulary has them."""
 CLEAR = 10.0
@@ -101,11 +103,9 @@ class VerifiedSync:
         self.version = 0
         self.limit = limit_for(config.run.max_logp_gap, str(learner.model.dtype))
         self.noise = NOISE.get(str(learner.model.dtype).removeprefix("torch."), NOISE["bfloat16"])
-        self._seed = eval_seeds(config.run.seed, 0, 1)[0]
-        # completions that are older than the learner cannot be compared with it, so more is sampled to compare
-        tokens = CANARY_TOKENS if config.rollout.max_staleness else PROBE_TOKENS
-        self._probe = Sampling(min(tokens, config.rollout.max_completion_length), config.rollout.temperature)
+        self._seeds = eval_seeds(config.run.seed, 0, PROBES if config.rollout.max_staleness else 1)
         self._longest = config.rollout.max_completion_length
+        self._probe = Sampling(min(PROBE_TOKENS, self._longest), config.rollout.temperature)
         banned = learner.processor.media_token_ids | learner.processor.stop_token_ids
         legal = [token for token in range(FILLING) if token not in banned]
         self._filling = tuple(random.Random(config.run.seed).choices(legal, k=CANARY_TOKENS))
@@ -164,14 +164,14 @@ class VerifiedSync:
         lost = 0.0 if self._shared or report.merge_lost is None else report.merge_lost
         rounded = lost > ROUNDED  # then the learner moves in ways that no engine is sent
         shown = moved * (1 - lost) if not rounded or moved * (1 - lost) > self.noise else 0.0
-        request = Request(prompt, self._seed, self._probe)
+        requests = [Request(prompt, seed, self._probe) for seed in self._seeds]
         scores: list[Gap] = []
         probes: list[Gap] = []
         problem = None
         noise = max(noise, self.noise)
         followed = 0.0 if rounded else moved
         for name, (engine_after, sampled) in self._on_each(
-            lambda engine: (engine.score(prompt, canary.token_ids), engine.generate([request]))
+            lambda engine: (engine.score(prompt, canary.token_ids), engine.generate(requests))
         ):
             where = f" on {name}" if name else ""
             message, rounding = None, noise
@@ -181,9 +181,12 @@ class VerifiedSync:
                 message = lost_update(before, engine_after, shown, report.tensors, prompt.uid)
             if message is not None:
                 raise GuardStop(f"weight sync to version {version}{where}: {message}")
-            require_answers([request], sampled, version)
-            expected = self.learner.score(prompt, [sampled[0].token_ids], as_sampled=True)
-            own_probe, own_score = gap_of([sampled[0].logprobs], expected), gap_of([engine_after], after)
+            require_answers(requests, sampled, version)
+            expected = self.learner.score(prompt, [c.token_ids for c in sampled], as_sampled=True)
+            own_probe, own_score = (
+                gap_of([c.logprobs for c in sampled], expected),
+                gap_of([engine_after], after),
+            )
             probes.append(own_probe)
             scores.append(own_score)
             found = stale_engine(
