@@ -47,6 +47,7 @@ def config_of(args: Any, model: Path, folder: Path, order: str, urls: list[str])
         "image_size": args.image,
     }  # fmt: skip
     ahead = {} if order == "synchronous" else {"max_staleness": 1, "staleness_order": order}
+    batched = {"max_num_batched_tokens": args.batched_tokens} if args.batched_tokens else {}
     return GRPOConfig.from_dict(
         {
             "model": {"path": str(model), "device": "cpu", "dtype": "float32"},
@@ -54,6 +55,7 @@ def config_of(args: Any, model: Path, folder: Path, order: str, urls: list[str])
             "rollout": {
                 "engine": "vllm_server", "server": {"urls": urls}, "prompts_per_step": args.prompts,
                 "num_generations": args.generations, "max_completion_length": args.tokens, **ahead,
+                "vllm": {"engine_kwargs": batched},
             },
             "rewards": [{"name": "length", "max_length": 2 * args.tokens}],
             "optim": {"learning_rate": 1e-6},
@@ -88,6 +90,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--iterations", type=positive, default=1, help="times that a step's completions are learned from"
     )
+    parser.add_argument(
+        "--batched-tokens", type=positive, help="tokens of a step of vLLM (max_num_batched_tokens)"
+    )
     parser.add_argument("--profile", action="store_true", help="print where each run's time goes")
     args = parse(parser, argv, "vllm")
     cores = sorted(os.sched_getaffinity(0))
@@ -119,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
         print(
             f"{order:>14}" + "".join(f"{row[name]:>11.2f}" for name in SHOWN) + f"{ratio:>8.2f}", flush=True
         )
-    names = ("prompts", "generations", "tokens", "image", "iterations", "steps", "rounds")
+    names = ("prompts", "generations", "tokens", "image", "iterations", "batched_tokens", "steps", "rounds")
     sizes = {name: getattr(args, name) for name in names}
     write_json(args.json, versions() | sizes, found)
 

@@ -38,7 +38,7 @@ from mm_grpo.types import Group, Prompt
 CANARY_TOKENS = 32
 PROBE_TOKENS = 4
 PROBES = 8
-"""Completions that are sampled anew after an update whose samples are older than the learner: those say nothing then."""
+"""Completions that are sampled anew after an update where the step's own are older than the learner."""
 FILLING = 256
 """Ids below this one fill a canary up; every vocabulary has them."""
 CLEAR = 10.0

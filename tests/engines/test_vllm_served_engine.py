@@ -7,11 +7,13 @@ rollout/test_served_faults.py, weights in test_vllm_served_weights.py.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.configs import small_config
+from helpers.patience import PATIENCE
 from helpers.small_runs import rollouts_of, rows_of
 from transformers import AutoModelForImageTextToText
 from vllm_rig import Rig
@@ -31,9 +34,11 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.sync import VerifiedSync
 from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Follows, Request, Sampling, requests_for
+from mm_grpo.rollout.served import streams
 from mm_grpo.rollout.served.client import ServerClient
+from mm_grpo.rollout.served.command import ServerSettings
 from mm_grpo.rollout.served.engine import ServedEngine
-from mm_grpo.rollout.served.launch import ServerProcess, ServerSettings, serve
+from mm_grpo.rollout.served.launch import ServerProcess, serve
 from mm_grpo.rollout.served.server import Limits
 from mm_grpo.rollout.served.transfer import FileTransfer, transfer_of
 from mm_grpo.rollout.vllm.engine import VLLMEngine
@@ -194,6 +199,34 @@ def test_the_bodies_of_older_versions_sample_and_score_alike(served: Served) -> 
         server.dialect = replace(server.dialect, images_by_ids=False)
     assert ids_of(engine.generate(asked)) == ids_of(expected)
     assert engine.score(prompt, ids) == pytest.approx(scored, abs=1e-6)
+
+
+def test_a_check_does_not_wait_for_the_prompts_that_were_there_before_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are there before the server begins; in the order of arrival they would be answered before it."""
+    engine = served.engine_of([s.url for s in served.servers][:1])
+    replica, prompt = engine.replicas[0], served.prompts()[0]
+    client = engine.pool.servers[0].client
+    expected, answered = engine.score(prompt, [40, 41, 42]), {}
+    check = streams.FIRST
+    for priority in (check, 0):
+        monkeypatch.setattr(streams, "FIRST", priority)
+        texts = (" ".join(f"{random.random():.17f}" for _ in range(20)) for _ in range(200))
+        asked = [Request(served.prompt("long", text=text[:390]), 1, Sampling(1)) for text in texts]
+        client.call("/pause", params={"mode": "keep"})
+        futures = [engine.pool.submit(engine.work([request])) for request in asked]
+        time.sleep(2.0)
+        with ThreadPoolExecutor(1) as thread:
+            scored = thread.submit(replica.score, prompt, [40, 41, 42])
+            time.sleep(0.5)
+            client.call("/resume")
+            assert scored.result(PATIENCE) == pytest.approx(expected, abs=1e-5)
+            answered[priority] = sum(future.done() for future in futures)
+        for future in futures:
+            future.result(PATIENCE)
+    assert answered[check] < 60
+    assert answered[0] > 140
 
 
 # runs ----------------------------------------------------------------------------------------

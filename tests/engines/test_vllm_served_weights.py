@@ -27,8 +27,9 @@ from mm_grpo.errors import GuardStop
 from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.served.client import ServerClient, ServerError
+from mm_grpo.rollout.served.command import ServerSettings
 from mm_grpo.rollout.served.engine import ServedEngine
-from mm_grpo.rollout.served.launch import ServerProcess, ServerSettings, serve
+from mm_grpo.rollout.served.launch import ServerProcess, serve
 from mm_grpo.rollout.served.server import Limits
 from mm_grpo.rollout.served.transfer import FileTransfer, GroupTransfer, ServedTransfer
 from mm_grpo.rollout.vllm.launch import EngineSettings

@@ -85,6 +85,18 @@ def test_scores_are_those_of_the_completion_after_its_prompt(make: Made) -> None
     assert [replica.score(prompt, [50, 60]) for replica in engine.replicas] == [[-0.05, -0.06]] * 2
 
 
+@pytest.mark.parametrize(("old", "priority"), [(False, -1), (True, None)])
+def test_checks_go_before_samples_where_servers_know_priorities(
+    make: Made, old: bool, priority: int | None
+) -> None:
+    engine, (fake,) = make(servers=[FakeVLLM(old=old)])
+    request = Request(prompt_of("a", "xyz"), 3, FIVE)
+    (replica,) = engine.replicas
+    assert replica.generate([request]) == engine.generate([request])
+    replica.score(request.prompt, [50])
+    assert [body.get("priority") for _, body in fake.asked] == [priority, None, priority]
+
+
 # many ----------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Server processes: their command, when they are ready, and that none outlives who started it."""
+"""Server processes: who reaches them, when they are ready, and that none outlives who started it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,22 +17,14 @@ from helpers.processes import alone
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.served import launch
 from mm_grpo.rollout.served.client import ServerClient
-from mm_grpo.rollout.served.launch import ServerProcess, ServerSettings, serve
+from mm_grpo.rollout.served.command import ServerSettings
+from mm_grpo.rollout.served.launch import ServerProcess, serve
 from mm_grpo.rollout.vllm.launch import EngineSettings
-
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="the command is that of an installed vLLM")
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "examples" / "shapes" / "base"
 FAKE = ROOT / "tests" / "helpers" / "fake_server_process.py"
-ENGINE = EngineSettings(
-    str(BASE),
-    "float32",
-    512,
-    mm_processor_kwargs=(("max_pixels", 3136),),
-    max_images=2,
-    engine_kwargs=(("max_num_seqs", 16),),
-)
+ENGINE = EngineSettings(str(BASE), "float32", 512)
 
 
 def alive(pid: int) -> bool:
@@ -60,67 +50,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, pids: Path, *how: str) -> None:
 
 def started(pids: Path) -> list[int]:
     return [int(pid) for pid in pids.read_text().split()]
-
-
-# the command ---------------------------------------------------------------------------------
-
-
-@needs_vllm
-def test_a_server_is_started_as_the_engine_in_the_trainer_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "secret-of-the-test")
-    settings = ServerSettings(ENGINE, transfer="gloo", tensor_parallel=2)
-    command = launch.server_command(settings, 8123)
-    assert command[:2] == [sys.executable, "-m"] and command[2].startswith("vllm.entrypoints.")
-    pairs = dict(pairwise(command))
-    wanted = {
-        "--model": str(BASE),
-        "--dtype": "float32",
-        "--max-model-len": "512",
-        "--max-num-seqs": "16",
-        "--tensor-parallel-size": "2",
-        "--limit-mm-per-prompt": '{"image": 2, "video": 0}',
-        "--mm-processor-kwargs": '{"max_pixels": 3136}',
-        "--logprobs-mode": "processed_logprobs",
-        "--generation-config": "vllm",
-        "--weight-transfer-config": '{"backend": "mm_grpo_gloo"}',
-        "--worker-extension-cls": "mm_grpo.rollout.served.plugin.WorkerExtension",
-        "--host": "127.0.0.1",
-        "--port": "8123",
-        "--middleware": "mm_grpo.rollout.served.server_key.RequireKey",
-    }
-    assert {name: pairs.get(name) for name in wanted} == wanted
-    assert {"--enable-scale-out", "--enforce-eager", "--no-enable-chunked-prefill"} <= set(command)
-    assert "--distributed-executor-backend" not in command
-    assert not any("secret" in word for word in command)
-
-
-@needs_vllm
-def test_a_server_without_a_key_has_no_middleware_and_its_socket_no_port(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
-    command = launch.server_command(ServerSettings(ENGINE, socket=tmp_path / "s"), 0)
-    assert command[command.index("--uds") + 1] == str(tmp_path / "s")
-    assert not {"--middleware", "--host", "--port"} & set(command)
-
-
-def test_an_older_vllm_is_started_by_its_own_module_and_flags(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(launch, "vllm_folder", lambda: tmp_path)  # with nothing of what came later
-    command = launch.server_command(ServerSettings(ENGINE), 8000)
-    assert command[2] == "vllm.entrypoints.openai.api_server"
-    assert "--enable-scale-out" not in command and "--trust-request-chat-template" in command
-
-
-def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    found = launch.server_environment(ServerSettings(ENGINE, gpus=("2", "3"), key_env="MY_KEY"))
-    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & found.keys()
-    assert found["CUDA_VISIBLE_DEVICES"] == "2,3" and found["VLLM_SERVER_DEV_MODE"] == "1"
-    assert found["PYTHONPATH"] == f"{ROOT}:/somewhere" and found["MM_GRPO_SERVER_KEY_ENV"] == "MY_KEY"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::", "gpu-7"])
@@ -257,11 +186,12 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from mm_grpo.rollout.served import launch
+from mm_grpo.rollout.served.command import ServerSettings
 from mm_grpo.rollout.vllm.launch import EngineSettings
 fake, pids, *how = sys.argv[1:]
 launch.server_command = lambda s, port: [sys.executable, "-S", fake, str(s.socket), pids, *how]
 if __name__ == "__main__":
-    with launch.serve([launch.ServerSettings(EngineSettings("x", "float32", 64))]):
+    with launch.serve([ServerSettings(EngineSettings("x", "float32", 64))]):
         Path(pids + ".ready").touch()
         time.sleep(300)
 """
@@ -285,18 +215,3 @@ def test_servers_end_with_a_process_that_is_killed(tmp_path: Path, how: str) -> 
     finally:
         parent.kill()
         parent.wait()
-
-
-def test_each_version_is_started_with_what_it_has(tmp_path: Path) -> None:
-    from mm_grpo.rollout.served.launch import version_options
-
-    place = tmp_path / "entrypoints"
-    for folder in ("openai", "launchers", "scale_out/token_in_token_out"):
-        (place / folder).mkdir(parents=True)
-    (place / "openai/cli_args.py").write_text("host: str")
-    protocol = place / "scale_out/token_in_token_out/protocol.py"
-    protocol.write_text("token_ids: list[int]")
-    assert version_options(tmp_path) == {"trust_request_chat_template": True}  # 0.25.1
-    (place / "launchers/cli_args.py").write_text("enable_scale_out: bool = False")
-    protocol.write_text("content_parts: list")
-    assert version_options(tmp_path) == {"enable_scale_out": True}  # 0.32

@@ -8,7 +8,8 @@ requests   prompts and seeds as requests, answers as completions and scores
 protocol   bodies of requests and their answers: ids, images, log-probs, weight versions
 dialect    what a server can do, by version, and how that is found out
 client    ServerClient: one server's HTTP calls, with deadlines and a key; which failures another server may answer
-launch     servers of this machine: started as the config says, watched, and ended with whoever started them
+command    how a server of this machine is started: its command line and environment
+launch     servers of this machine: started, watched, and ended with whoever started them
 server_key    a key in front of every endpoint of a server
 transfer   the learner's end of a weight transfer: by files, or by broadcast over gloo or NCCL
 weight_transfer    what the engine asks of a transfer

@@ -6,6 +6,7 @@
 | images beside ids there (`content_parts`)         | no: by chat text, ids compared    | yes                  |
 | the ids of the prompt, expanded, in its answer    | no: in that of a chat             | yes                  |
 | which weights a token was sampled under           | no: asked for after each answer   | `weight_versions`    |
+| checks before samples (`priority`)                | `--scheduling-policy priority`    | the same             |
 | the version's name (`/weight_info`)               | no: the worker's own record       | yes                  |
 | weight transfer, pause, caches, `/collective_rpc` | `VLLM_SERVER_DEV_MODE=1`          | the same             |
 
@@ -56,6 +57,7 @@ class Dialect:
     images_by_ids: bool
     spans: bool
     named_versions: bool
+    priorities: bool
     model: str
     max_model_len: int | None = None
 
@@ -76,7 +78,8 @@ def probe(client: ServerClient, timeout: float = 10.0) -> Dialect:
         ) from None
     paths = listed.get("paths", {}) if isinstance(listed, Mapping) else {}
     schemas = listed.get("components", {}).get("schemas", {}) if isinstance(listed, Mapping) else {}
-    images_by_ids = "content_parts" in schemas.get("GenerateRequest", {}).get("properties", {})
+    fields = schemas.get("GenerateRequest", {}).get("properties", {})
+    images_by_ids = "content_parts" in fields
     require(client.url, paths, images_by_ids)
     served: Mapping[str, Any] = next(iter(models.get("data", ())), {})
     return Dialect(
@@ -84,6 +87,7 @@ def probe(client: ServerClient, timeout: float = 10.0) -> Dialect:
         images_by_ids=images_by_ids,
         spans=INFO in paths,
         named_versions=INFO in paths,
+        priorities="priority" in fields,
         model=str(served.get("id", "")),
         max_model_len=served.get("max_model_len"),
     )

@@ -44,7 +44,8 @@ REPEAT = (
 class Work:
     """One request: collapsed `token_ids` and images, the `expanded` ids that they stand for, and vLLM's sampling
     parameters for its `n` generations. `uid` names the row in messages. `text` becomes the collapsed ids when it is
-    tokenized, "" where no text does. `media` are the media tokens, as vLLM's tokenizer writes them, by id."""
+    tokenized, "" where no text does. `media` are the media tokens, as vLLM's tokenizer writes them, by id. Of
+    requests that wait, one of lower `priority` goes first on servers that schedule by it."""
 
     uid: str
     token_ids: Sequence[int]
@@ -53,6 +54,7 @@ class Work:
     params: Mapping[str, Any]
     text: str = ""
     media: Mapping[int, str] = field(default_factory=dict)
+    priority: int = 0
 
     @property
     def sequences(self) -> int:
@@ -118,6 +120,8 @@ def _by_ids(
         body["content_parts"] = [{"type": "image_url", "url": data_url(image)} for image in work.images]
     if dialect.images_by_ids:
         body["return_token_ids"] = True
+    if work.priority and dialect.priorities:
+        body["priority"] = work.priority
     return body
 
 

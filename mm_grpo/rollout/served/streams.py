@@ -6,7 +6,7 @@ import queue
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from mm_grpo.rollout.engine import Follows, ReplicaLost, Request
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.served.requests import RequestFormat
     from mm_grpo.rollout.served.server import Placed, Server
     from mm_grpo.types import Completion, Prompt
+
+
+FIRST = -1
+"""Priority of a check: the learner waits for it, and samples of the next steps may have a whole step before it."""
 
 
 class Asked(Protocol):
@@ -59,6 +63,7 @@ class Replica:
         )
 
     def _ask(self, work: Work) -> Placed:
+        work = replace(work, priority=FIRST)
         try:
             return self.engine.all([self.engine.pool.submit_to(self.server, work)], [work])[0]
         except ServerUnreachable as error:
