@@ -196,7 +196,7 @@ class FakeVLLM:
             return {"version": "0.25.1" if self.old else "0.32.0"}
         if path == "/openapi.json":
             paths = {*CONTROL, GENERATE, CHAT, RENDER, *(() if self.old else (INFO,))} - set(self.missing)
-            fields: dict[str, Any] = {} if self.old else {"content_parts": {}, "priority": {}}
+            fields: dict[str, Any] = {"priority": {}} if self.old else {"content_parts": {}, "priority": {}}
             return {
                 "paths": {path: {} for path in paths},
                 "components": {"schemas": {"GenerateRequest": {"properties": fields}}},

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,16 +86,20 @@ def test_scores_are_those_of_the_completion_after_its_prompt(make: Made) -> None
     assert [replica.score(prompt, [50, 60]) for replica in engine.replicas] == [[-0.05, -0.06]] * 2
 
 
-@pytest.mark.parametrize(("old", "priority"), [(False, -1), (True, None)])
-def test_checks_go_before_samples_where_servers_know_priorities(
-    make: Made, old: bool, priority: int | None
-) -> None:
+@pytest.mark.parametrize("old", [False, True])
+def test_checks_go_before_samples_that_wait(make: Made, old: bool) -> None:
     engine, (fake,) = make(servers=[FakeVLLM(old=old)])
-    request = Request(prompt_of("a", "xyz"), 3, FIVE)
+    request = Request(prompt_of("a", "xyz", tiny.picture(1, 8, 8)), 3, FIVE)
     (replica,) = engine.replicas
     assert replica.generate([request]) == engine.generate([request])
     replica.score(request.prompt, [50])
-    assert [body.get("priority") for _, body in fake.asked] == [priority, None, priority]
+    sent = [body.get("priority") for path, body in fake.asked if path != RENDER]
+    assert sent == [-1, None, -1]
+    (server,) = engine.pool.servers
+    assert server.dialect is not None
+    server.dialect = replace(server.dialect, priorities=False)  # a server that knows none
+    replica.score(request.prompt, [50])
+    assert "priority" not in fake.asked[-1][1]
 
 
 # many ----------------------------------------------------------------------------------------

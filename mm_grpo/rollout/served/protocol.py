@@ -120,9 +120,11 @@ def _by_ids(
         body["content_parts"] = [{"type": "image_url", "url": data_url(image)} for image in work.images]
     if dialect.images_by_ids:
         body["return_token_ids"] = True
-    if work.priority and dialect.priorities:
-        body["priority"] = work.priority
-    return body
+    return body | _priority(work, dialect)
+
+
+def _priority(work: Work, dialect: Dialect) -> dict[str, int]:
+    return {"priority": work.priority} if work.priority and dialect.priorities else {}
 
 
 def _params(work: Work) -> dict[str, Any]:
@@ -143,6 +145,7 @@ def _chat(work: Work, dialect: Dialect) -> dict[str, Any]:
         "top_logprobs": 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
+        **_priority(work, dialect),
     }
 
 
