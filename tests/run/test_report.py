@@ -196,7 +196,7 @@ def test_a_long_run_costs_a_page_no_more_than_a_short_one(tmp_path: Path) -> Non
 
 def read_so_far() -> int:
     """Bytes that this process has read."""
-    return int(Path("/proc/self/io").read_text().split()[1])
+    return int(Path("/proc/thread-self/io").read_text().split()[1])
 
 
 def test_a_log_that_was_cut_is_read_again(tmp_path: Path) -> None:

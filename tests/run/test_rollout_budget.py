@@ -93,7 +93,7 @@ def test_a_step_costs_what_its_own_file_does(tmp_path: Path) -> None:
     folder, _ = filled(tmp_path, 40, 10**9)
 
     def read() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
+        return int(Path("/proc/thread-self/io").read_text().split()[1])
 
     before = read()
     folder.write_rollouts(41, [group(0, (1.0, 0.0))])
