@@ -195,7 +195,7 @@ def test_a_long_run_costs_a_page_no_more_than_a_short_one(tmp_path: Path) -> Non
 
 
 def read_so_far() -> int:
-    """Bytes that this process has read."""
+    """Bytes that this thread has read."""
     return int(Path("/proc/thread-self/io").read_text().split()[1])
 
 
