@@ -5,7 +5,8 @@ Which rows those are, their order and their seeds are decided by others, and do 
 a row is raised when its prompt is asked for, never earlier.
 
 Threads, because decoding, resizing and tensors release Python's lock, and nothing has to be copied between processes.
-Rows are read by the thread that asks (a user's dataset may belong to it), images are opened in any thread, and the
+Each computes alone: helpers that OpenMP keeps for it would, by their number, make those of the training thread sleep
+between two operations. Rows are read by the thread that asks (a user's dataset may belong to it), images are opened in any thread, and the
 processor is used by one thread at a time (tokenizers and image processors keep state during a call).
 
 Memory: the rows of a step as they are stored, and of what is made of them no more than `max_bytes` before it is asked
@@ -18,8 +19,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock, RLock
+from threading import Lock, RLock, Thread
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from mm_grpo.data.images import decoded_here
 from mm_grpo.timing import span
@@ -109,7 +112,12 @@ class Prefetcher:
 
     def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="mm_grpo prompts")
+            self._pool = ThreadPoolExecutor(
+                self.workers,
+                thread_name_prefix="mm_grpo prompts",
+                initializer=_compute_alone,
+                initargs=(torch.get_num_threads(),),
+            )
         return self._pool.submit(call, *args)
 
     def _taken(self, opener: OpenSample, ahead: Future[Made | None]) -> Made:
@@ -145,6 +153,15 @@ def pixel_bytes(prompt: Prompt) -> int:
     pictures = {id(image): image for image in (*prompt.sample.images, *prompt.engine_prompt.images)}
     tensors = sum(tensor.nbytes for tensor in prompt.vision.values())
     return tensors + sum(3 * image.width * image.height for image in pictures.values())
+
+
+def _compute_alone(others: int) -> None:
+    """Let torch use no other thread for what this one computes; threads that are made later use `others` as before."""
+    torch.get_num_threads()  # a thread's first look takes the default, whatever was set before
+    torch.set_num_threads(1)  # of this thread, and the default of those to come
+    restoring = Thread(target=torch.set_num_threads, args=(others,))
+    restoring.start()
+    restoring.join()
 
 
 def _raise(error: Exception) -> NoReturn:

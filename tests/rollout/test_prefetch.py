@@ -24,7 +24,7 @@ from mm_grpo.errors import DataError
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.rollout.prefetch import Prefetcher, pixel_bytes
 from mm_grpo.rollout.prompts import PromptBuilder
-from mm_grpo.types import Prompt
+from mm_grpo.types import Prompt, Sample
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,35 @@ def same(one: Prompt, other: Prompt) -> bool:
     assert all(a.tobytes() == b.tobytes() for a, b in pictures)
     assert torch.equal(one.position_ids, other.position_ids)
     return all(torch.equal(one.vision[key], other.vision[key]) for key in one.vision.keys() | other.vision)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_thread_that_makes_prompts_computes_alone_and_no_other_does(processor: Processor) -> None:
+    """OpenMP counts the helpers of every thread; more than cores, and all of them sleep between two operations."""
+    found: list[int] = []
+
+    def noted(sample: Sample) -> Sample:
+        found.append(torch.get_num_threads())
+        return sample
+
+    prefetcher = Prefetcher(processor, 2, 2**30, noted)
+    data = dataset(rows(4))
+    waits = [prefetcher.begin(data, row) for row in range(4)]
+    for wait in waits:
+        wait()
+    prefetcher.close()
+    later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    later.start()
+    later.join(60)
+    assert found == [1, 1, 1, 1, 2] and torch.get_num_threads() == 2
 
 
 def finished(prefetcher: Prefetcher) -> None:
