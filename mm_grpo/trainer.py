@@ -292,6 +292,8 @@ class GRPOTrainer(Saving):
             self.trackers.open(self.config) as trackers,
         ):
             try:
+                if not kept:
+                    self.evaluations.begin(self.prompt_builder, self.ranks)
                 if self.config.run.parity_check:
                     self._phase("checking that engine and learner agree on the first prompt")
                     with self.ranks.fail_together("the parity check"):
@@ -311,10 +313,11 @@ class GRPOTrainer(Saving):
                 profile.start()
                 step = done
                 for step in range(done + 1, max_steps + 1):
-                    metrics = self._step(step)
                     last, every = step == max_steps, self.config.run.eval_every
                     if due := last or (every > 0 and step % every == 0):
-                        metrics |= self._evaluate(step, progress)
+                        self.evaluations.begin(self.prompt_builder, self.ranks)
+                    metrics = self._step(step)
+                    metrics |= self._evaluate(step, progress) if due else {}
                     self._call("on_step_end", step=step, metrics=metrics)
                     ended = bool(self.ranks.max(bool(self.stop_reason), "stopping"))
                     if ended and not due:

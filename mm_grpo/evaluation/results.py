@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.build import build_sampler
@@ -17,7 +18,7 @@ from mm_grpo.rollout.evaluate import Evaluation, RowScores, answer_rows, rows_by
 from mm_grpo.rollout.headline import Headline, pass_at
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.rollout.turns import sampler_of
-from mm_grpo.run.evaluations import blind_controls
+from mm_grpo.run.evaluations import blind_controls, in_order
 from mm_grpo.trained.model import put_in
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def evaluate_config(
     try:
         if ranks.first:
             scorer.start()
+        following = dict(pairwise(in_order(sets, controls)))
         for number, name in enumerate(sets):
             answers: list[list[RowScores]] = []
             for dataset, label in (
@@ -119,6 +121,7 @@ def evaluate_config(
                         0,
                         ranks,
                         (number, len(sets)),
+                        following=following.get(dataset),
                         report=told,
                     )
                 )

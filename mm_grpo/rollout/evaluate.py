@@ -128,14 +128,15 @@ def answer_rows(
     ranks: Ranks,
     part: tuple[int, int] = (0, 1),
     *,
+    following: Dataset | None = None,
     keep: Callable[[list[Group]], None] | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> list[RowScores]:
     """Answer and score every row of `dataset`, which is number `part[0]` of `part[1]` sets.
 
     Every process answers its share of the rows; the first one scores them all and has the result, empty elsewhere.
-    There `keep` gets the scored groups of each chunk, `report` how many of how many rows are done. Raises what
-    data and rewards raise.
+    There `keep` gets the scored groups of each chunk, `report` how many of how many rows are done. The first prompts of
+    `following`, which is answered next, are made while the last ones are. Raises what data and rewards raise.
     """
     sampling, repeats = sampling_of(config), config.rollout.eval.num_generations
     headline = Headline.of(config, [spec.name for spec in scorer.specs])
@@ -144,11 +145,13 @@ def answer_rows(
     for start in range(0, len(dataset), size):
         if report is not None and ranks.first:
             report(start, len(dataset))
-        indices, following = (
+        indices, ahead = (
             ranks.shard(range(first, min(first + size, len(dataset)))) for first in (start, start + size)
         )
         with span("time/data"), ranks.fail_together("evaluation"):
-            asked = prompt_builder.evaluation.prompts(dataset, {i: i for i in indices}, following)
+            asked = prompt_builder.evaluation.prompts(dataset, {i: i for i in indices}, ahead)
+            if following is not None and start + size >= len(dataset):
+                begin_rows(following, prompt_builder, ranks)
             seeds = [eval_seeds(config.run.seed, i, repeats, *part) for i in asked.slots]
             requests = requests_for(asked.prompts, seeds, sampling)
         scoring = begin_scoring(scorer, asked, repeats, step, ranks)
@@ -162,6 +165,12 @@ def answer_rows(
                 if keep is not None:
                     keep(scored)
     return found
+
+
+def begin_rows(dataset: Dataset, prompt_builder: PromptBuilder, ranks: Ranks) -> None:
+    """Begin the prompts that `answer_rows` asks for first, in the background."""
+    first = range(min(CHUNK * ranks.world, len(dataset)))
+    prompt_builder.prefetcher.ahead(dataset, ranks.shard(first))
 
 
 def summarise(

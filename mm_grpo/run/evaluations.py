@@ -10,10 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, answer_rows, as_metrics, better, summarise
+from mm_grpo.rollout.evaluate import (
+    Best,
+    Evaluation,
+    RowScores,
+    answer_rows,
+    as_metrics,
+    begin_rows,
+    better,
+    summarise,
+)
 from mm_grpo.run.rollout_log import EvaluationLog
 from mm_grpo.timing import span
 
@@ -53,8 +63,13 @@ class Evaluations:
 
     @property
     def datasets(self) -> list[Dataset]:
-        """All rows that will be asked about."""
-        return [*self.sets.values(), *self.controls.values()]
+        """All rows that will be asked about, in their order."""
+        return in_order(self.sets, self.controls)
+
+    def begin(self, prompt_builder: PromptBuilder, ranks: Ranks) -> None:
+        """Begin the first prompts of an evaluation that will come next, in the background."""
+        for first in self.datasets[:1]:
+            begin_rows(first, prompt_builder, ranks)
 
     def answer(
         self,
@@ -72,6 +87,7 @@ class Evaluations:
         On the first process `keep` gets the scored groups of a set, as they come, with how they were made blind.
         """
         found: dict[str, Evaluation] = {}
+        following = dict(pairwise(self.datasets))
         for number, (name, rows) in enumerate(self.sets.items()):
             kind = self.config.run.eval_blind if name in self.controls else None
             answers: list[list[RowScores]] = []
@@ -87,6 +103,7 @@ class Evaluations:
                         step,
                         ranks,
                         (number, len(self.sets)),
+                        following=following.get(dataset),
                         keep=partial(keep, name, blind) if keep is not None else None,
                         report=partial(report, label) if report is not None else None,
                     )
@@ -172,6 +189,12 @@ class Evaluations:
             )
         words += [f"{name} {_score(found.score, None)}" for name, found in [*self.after.items()][1:]]
         return "  ".join(words)
+
+
+def in_order(sets: Mapping[str, Dataset], controls: Mapping[str, Dataset]) -> list[Dataset]:
+    """What is answered, one after the other: each set, and then its control."""
+    pairs = ((rows, controls.get(name)) for name, rows in sets.items())
+    return [dataset for pair in pairs for dataset in pair if dataset is not None]
 
 
 def blind_controls(
