@@ -25,11 +25,11 @@ demo: setup  ## train a small VLM on rendered shapes, on the CPU; ends in runs/d
 # Two processes run the tests, for two cores; each needs some 6 GB. tests/helpers/workers.py says what they keep together.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=25
-test: setup  ## run the tests that take seconds
-	$(BIN)/python $(PYTEST) -m "not long"
+test: setup  ## run the tests that take a second at most, in about three minutes
+	$(BIN)/python $(PYTEST) -m "not slow and not long"
 
-test-long: setup  ## run the tests that take minutes
-	$(BIN)/python $(PYTEST) -m long
+test-long: setup  ## run the others
+	$(BIN)/python $(PYTEST) -m "slow or long"
 
 # Each process imports torch and vLLM once, builds the tiny models once and starts one fork server.
 test-all: setup  ## run both
@@ -51,7 +51,7 @@ LOWEST := cli config data distributed export preflight processors run \
 	rewards/test_builtin_answers.py rewards/test_builtin_documents.py rewards/test_builtin_judge.py \
 	rewards/test_builtin_masks.py rewards/test_builtin_numbers.py rewards/test_builtin_text.py \
 	rewards/test_scoring_isolated.py
-test-lowest: .venv-lowest/.ready  ## run the quick tests of our dependencies with the oldest packages allowed
+test-lowest: .venv-lowest/.ready  ## run the tests of our dependencies that are not long with the oldest packages allowed
 	.venv-lowest/bin/python $(PYTEST) -m "not long" $(addprefix tests/,$(LOWEST))
 
 lint: setup  ## ruff and mypy

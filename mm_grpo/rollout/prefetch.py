@@ -6,8 +6,8 @@ a row is raised when its prompt is asked for, never earlier.
 
 Threads, because decoding, resizing and tensors release Python's lock, and nothing has to be copied between processes.
 Each computes alone: helpers that OpenMP keeps for it would, by their number, make those of the training thread sleep
-between two operations. Rows are read by the thread that asks (a user's dataset may belong to it), images are opened in any thread, and the
-processor is used by one thread at a time (tokenizers and image processors keep state during a call).
+between two operations. Rows are read by the thread that asks (a user's dataset may belong to it), images are opened in
+any thread, and the processor is used by one thread at a time (tokenizers and image processors keep state in a call).
 
 Memory: the rows of a step as they are stored, and of what is made of them no more than `max_bytes` before it is asked
 for. Rows beyond that are left until they are asked for.

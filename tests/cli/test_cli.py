@@ -178,6 +178,7 @@ def test_inputs_in_the_run_folder_are_refused(more: tuple[str, ...], run: Any, j
     assert {p: p.read_bytes() for p in job.parent.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_by_its_own_config(run: Any, job: Path) -> None:
     assert run("train", job).code == 0
     own = job.parent / "run" / "config.yaml"
@@ -186,6 +187,7 @@ def test_a_run_is_resumed_by_its_own_config(run: Any, job: Path) -> None:
     assert done.code == 0 and "done: 3 steps" in done.out, done.err
 
 
+@pytest.mark.slow
 def test_a_reward_that_changed_is_refused_on_resume(run: Any, job: Path) -> None:
     assert run("train", job, "run.max_steps=1").code == 0
     (job.parent / "mine.py").write_text(

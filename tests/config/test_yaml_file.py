@@ -333,6 +333,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=150,
     deadline=None,

@@ -381,6 +381,7 @@ def png(size: int) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 def test_fifty_thousand_lines_start_quickly(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     reply = {"from": "gpt", "value": "A long answer. " * 20}

@@ -57,6 +57,7 @@ def test_a_process_state_that_was_made_before_for_one_process_is_refused(
         start("cpu")
 
 
+@pytest.mark.slow
 def test_collectives_of_two_processes(tmp_path: Path) -> None:
     codes = processes.launch(Path(collectives.__file__), 2, [tmp_path], tmp_path / "output", deadline=200)
     assert codes == [0, 0], processes.outputs(tmp_path / "output", 2)

@@ -197,6 +197,7 @@ def check_all(cases: list[Case], world: int, launched: Any, alone: Any) -> Resul
     return results
 
 
+@pytest.mark.slow
 def test_two_processes_of_zero_2_make_the_update_of_one(launched: Any, alone: Any) -> None:
     names = [
         "sgd-2-one",

@@ -69,6 +69,7 @@ def test_special_tokens_as_text_are_the_same_text_to_both(one: Rig, monkeypatch:
     assert one.gap(prompts, done) <= 1e-5
 
 
+@pytest.mark.slow
 def test_same_row_twice_and_one_text_with_four_images(rig: Rig) -> None:
     row = rig.prompt("row", tiny.picture(1))
     twin = rig.prompt("row-again", tiny.picture(1))
@@ -130,6 +131,7 @@ def test_media_tokens_cannot_be_sampled_even_when_the_model_wants_them(rig: Rig)
     ]
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_distribution(one: Rig) -> None:
     """Frequencies of the first token over 2,000 seeds against the learner's own probabilities."""
     prompt = one.prompts()[0]

@@ -183,6 +183,7 @@ def test_more_context_than_the_model_has(one: Rig) -> None:
         launch(dataclasses.replace(one.settings, max_model_len=4096))
 
 
+@pytest.mark.slow
 def test_a_rank_of_many_without_a_process_group(tmp_path: Path, models: dict[str, Path]) -> None:
     code = (
         "from mm_grpo.rollout.vllm.launch import EngineSettings, launch\n"

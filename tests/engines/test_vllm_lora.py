@@ -45,6 +45,7 @@ def config_of(path: Any, folder: Path, dtype: str, lora: dict[str, Any] | None) 
     )
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_of_q_and_v_stays_in_step(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_of(models["qwen2_5_vl"], tmp_path / "run", "float32", LORA)
     GRPOTrainer(config, train=shapes_rows(split="train", size=4, image_size=56), rewards=[vowels]).train()
@@ -55,6 +56,7 @@ def test_a_run_with_adapters_of_q_and_v_stays_in_step(models: dict[str, Path], t
         assert 0 < row["sync/bytes"] < whole / 4  # the adapted layers and their fused siblings, nothing else
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-6, 1e-4])
 def test_a_bfloat16_run_says_what_merging_keeps_from_the_engine(
     rate: float, models: dict[str, Path], tmp_path: Path
@@ -96,6 +98,7 @@ def gap(learner: Learner, engine: Any, prompt: Any) -> float:
     return fmean(abs(a - b) for a, b in zip(ours, engine.score(prompt, IDS), strict=True))
 
 
+@pytest.mark.slow
 def test_a_hundred_syncs_in_bfloat16_do_not_drift(models: dict[str, Path], tmp_path: Path) -> None:
     path = models["qwen2_5_vl"]
     processor = load_processor(str(path))

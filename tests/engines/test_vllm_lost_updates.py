@@ -84,6 +84,7 @@ def lose(handle: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-6, 1e-5])
 def test_an_update_that_is_not_loaded_stops_the_run(
     rate: float, models: dict[str, Path], load: Callable[[Load], None]

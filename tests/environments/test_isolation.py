@@ -142,6 +142,7 @@ DEATHS = {
 HANGS = ("hang", "hang in C", "stop", "writes half an answer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [*DEATHS, *HANGS])
 def test_a_call_without_an_answer_takes_its_conversations_with_it(make: Make, how: str) -> None:
     box = make((), World, tool_timeout=TIMEOUT if how in HANGS else 60)
@@ -168,6 +169,7 @@ def test_a_call_without_an_answer_takes_its_conversations_with_it(make: Make, ho
     assert box.host.rewards(after) == [5 / 3, 5 / 3] and died([int(places[0])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "policy"), [("hang", "on_tool_timeout"), ("exit", "on_tool_error")])
 def test_the_policies_of_a_call_without_an_answer(make: Make, how: str, policy: str) -> None:
     limit = TIMEOUT if how == "hang" else 60
@@ -197,6 +199,7 @@ def test_the_policies_of_a_call_without_an_answer(make: Make, how: str, policy: 
         begun(box)[0].call("act", {"how": how})
 
 
+@pytest.mark.slow
 def test_conversations_that_lost_their_environment_stop_the_run_where_an_error_does(make: Make) -> None:
     box = make((), World, environment_workers=1, on_tool_error="stop", tool_timeout=TIMEOUT)
     one, other = begun(box, 2)
@@ -228,6 +231,7 @@ def test_a_fork_that_comes_back_is_ended(make: Make) -> None:
     assert seen == [f"in {pids(box)[0]}"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hang", "exit"])
 def test_a_reset_without_an_answer(make: Make, how: str) -> None:
     box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 60)
@@ -239,6 +243,7 @@ def test_a_reset_without_an_answer(make: Make, how: str) -> None:
     assert fine.call("act", {}).fault is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hang", "kill", "raise", "words"])
 def test_a_reward_without_an_answer(make: Make, how: str) -> None:
     box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 60)
@@ -255,6 +260,7 @@ def test_a_reward_without_an_answer(make: Make, how: str) -> None:
     assert begun(box, scores="number of numpy")[0].reward() == 0.1
 
 
+@pytest.mark.slow
 def test_environments_are_closed_whatever_one_of_them_does(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

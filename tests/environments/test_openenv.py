@@ -100,6 +100,7 @@ FAILURES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("websockets", "mode", "fault", "why"), FAILURES)
 def test_a_server_that_fails_takes_the_conversation_with_it(
     websockets: bool, mode: str, fault: str, why: str

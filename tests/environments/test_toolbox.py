@@ -95,6 +95,7 @@ def test_answers_may_hold_images() -> None:
     assert seen.text == "a square" and seen.images[0].size == (30, 30) and seen.fault is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "fault", "told"),
     [

@@ -284,6 +284,7 @@ def test_refcoco_needs_the_photographs(tmp_path: Path, capsys: pytest.CaptureFix
     assert "there is no folder train2014 in it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_check_passes_on_the_fixture(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -307,6 +308,7 @@ QUICK = (
 """Those that share their reward and layout with none of the others."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in RECIPES]
 )

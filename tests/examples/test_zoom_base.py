@@ -139,6 +139,7 @@ def test_lessons_look_and_guess_blindly(
         assert abs(hits / of - chance) < 4 * (chance * (1 - chance) / of) ** 0.5
 
 
+@pytest.mark.slow
 def test_a_tiny_run_saves_a_folder_that_loads(
     make_base: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_tiny_run_saves_a_folder_that_loads(
     assert "seen in a cut: 0." in printed and "calls at the frame: 0." in printed
 
 
+@pytest.mark.slow
 def test_the_shipped_base_sees_but_looks_and_guesses_blindly(make_base: ModuleType) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

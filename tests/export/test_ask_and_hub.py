@@ -30,6 +30,7 @@ def exported(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_its_exports_and_its_model_answer_alike(runs: Runs, exported: Path) -> None:
     run = runs("lora")
     pictures = [str(exported / f"{i}.png") for i in range(2)]
@@ -118,6 +119,7 @@ def test_without_checkpoints_the_model_of_the_last_step_answers(runs: Runs, tmp_
         load_answering(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_commands(
     runs: Runs, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def plain(folder: Path, run: Finished, base: Path | None = None) -> list[float]:
     return [float(x) for x in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("which", "step"), [("best", 2), ("last", 3)])
 @pytest.mark.parametrize("kind", ["lora", "full", "adapter"])
 def test_an_export_answers_as_the_trainer_did(
@@ -165,6 +166,7 @@ def trained_in(run: Finished, dtype: str) -> Trained:
     return Trained(model.eval(), run.trainer.processor, config, RunPaths(run.root), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 def test_a_bfloat16_checkpoint_is_the_model_to_the_bit(
     lora: dict[str, Any] | None, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def snippets(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     example, reward = snippets(ROOT / "README.md")
@@ -73,6 +74,7 @@ def test_the_snippets_on_data_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         exec(compile(snippet, f"data.md, snippet {number}", "exec"), {"__name__": "data"})
 
 
+@pytest.mark.slow
 def test_the_snippets_on_python_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "python"}

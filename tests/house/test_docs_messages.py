@@ -48,6 +48,7 @@ def is_a_message(quoted: str) -> bool:
     return any(pattern.search(text) for text in messages())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quoted", [*HEADINGS, *OWN_DATA])
 def test_a_message_that_is_quoted_is_in_the_package(quoted: str) -> None:
     assert is_a_message(quoted)

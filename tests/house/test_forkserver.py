@@ -72,6 +72,7 @@ def test_a_process_that_nobody_waits_for_is_ended(tmp_path: Path) -> None:
     wait_for_the_end_of(pids)
 
 
+@pytest.mark.slow
 def test_a_deadline_that_passes(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"no end after 1\.0 s"):
         processes.finished(["-c", FOREVER], tmp_path / "said.txt", deadline=1.0)

@@ -53,6 +53,7 @@ def test_a_command_that_builds_no_model_imports_nothing_heavy(command: list[str]
     assert imported(*command, cwd=tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_a_run_imports_only_what_it_uses(models: dict[str, Path], tmp_path: Path) -> None:
     """Adapters, ZeRO, trackers, other engines and datasets of the library are not asked for, and nothing of them is
     imported, to the end: the model is saved, the page is written."""

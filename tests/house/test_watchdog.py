@@ -44,6 +44,7 @@ def ended(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", [SLEEP, REGEX], ids=["C", "regular expression"])
 def test_a_reward_that_hangs_with_the_interpreters_lock(hang: str, tmp_path: Path) -> None:
     file = tmp_path / "own.py"
@@ -55,6 +56,7 @@ def test_a_reward_that_hangs_with_the_interpreters_lock(hang: str, tmp_path: Pat
     assert "isolated: true" in message and f'"{file}", line 2 in slow' in where
 
 
+@pytest.mark.slow
 def test_a_hang_inside_vllm() -> None:
     result = ended(ENGINE.format(hang=SLEEP))
     assert result.returncode == 1
@@ -67,6 +69,7 @@ def test_a_hang_inside_vllm() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_moves_or_ends_in_time_is_left_alone() -> None:
     script = """
 import time
@@ -85,6 +88,7 @@ print("done")
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
 
+@pytest.mark.slow
 def test_the_block_whose_time_ends_first_counts() -> None:
     script = """
 from mm_grpo.watchdog import Watchdog

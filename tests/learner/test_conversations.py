@@ -27,6 +27,7 @@ def some(items: list[Item]) -> int:
     return max(len(item.prompt.token_ids) + item.run_length for item in items) * 4 // 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("family", tiny.ALL)
 def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models: dict[str, Any]) -> None:
@@ -74,6 +75,7 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
     assert work.images == want_images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.ALL)
 def test_in_bfloat16_packs_round_no_more_than_the_plain_forward(family: str, models: dict[str, Any]) -> None:
     """Both against the plain forward in fp32, over weights that bfloat16 holds."""

@@ -61,6 +61,7 @@ GROUP_LENGTHS = st.lists(st.integers(1, 180), min_size=2, max_size=6)
 ROWS = st.lists(st.lists(GROUP_LENGTHS, min_size=1, max_size=3), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(ROWS)
 def test_table_and_mask_let_through_what_the_dense_mask_does(rows: list[list[list[int]]]) -> None:
@@ -138,6 +139,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     flex.fault.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpointing", "many"),
     [(False, False), (True, False), (True, True)],
@@ -231,6 +233,7 @@ PACKS = [
 NEEDS = [(True, True, True), (True, False, True), (True, False, False), (False, False, True), (False,) * 3]
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_but_what_was_compared(compiled: CompileCounter) -> None:
     assert flex.fault(torch.device("cpu"), torch.float32, 4, 2, 16) is None
     assert compiled.frame_count == 4  # one row and several, with gradients and without
@@ -244,6 +247,7 @@ def test_nothing_is_compiled_but_what_was_compared(compiled: CompileCounter) -> 
     assert compiled.frame_count == 4
 
 
+@pytest.mark.slow
 def test_another_scale_is_a_variant_of_its_own(compiled: CompileCounter) -> None:
     torch.manual_seed(0)
     segments = segments_of([[140, 30, 20]])
@@ -268,6 +272,7 @@ def test_attention_that_holds_all_scores_never_stands_in(compiled: CompileCounte
             check(segments, (True, True, True), False, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("many", [False, True])
 def test_a_step_compiles_nothing_more(many: bool, models: dict[str, Any], compiled: CompileCounter) -> None:
     """With adapters, whose first layer has no gradient of the keys, recomputed layers and a reference; in one pack or

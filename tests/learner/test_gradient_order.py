@@ -40,6 +40,7 @@ def packs_of(processor: Processor) -> dict[str, Pack]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tie", "checkpointing"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("family", TABLE)
 def test_every_pack_gives_every_gradient_in_one_order(

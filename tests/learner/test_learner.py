@@ -70,6 +70,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [16384, 60], ids=["one-pack", "many-packs"])
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda c: "-".join(f"{k}={v}" for s in c.values() for k, v in s.items())

@@ -163,6 +163,7 @@ def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float,
     return most, max(shares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["eager", "frozen tower", "adapters", "adapters, checkpointed"])
 def test_packs_equal_the_plain_forward(
     case: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def test_updates_move_the_factors_alone_and_merges_are_the_adapted_model(
         assert one == pytest.approx(other, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_hundred_syncs_in_bfloat16_leave_the_base_to_the_bit(models: dict[str, Path]) -> None:
     path = models["qwen2_5_vl"]
     model = policy(path, dtype="bfloat16")

@@ -131,6 +131,7 @@ FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_folder_that_cannot_be_trained_exactly_is_refused_in_one_line(

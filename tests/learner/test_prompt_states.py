@@ -110,6 +110,7 @@ class Reference:
                 assert float(away) <= float(theirs) <= 5e-5 * float(want.norm()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     ["trained", "trained, checkpointed", "frozen", "adapters", "adapters, checkpointed"],
@@ -156,6 +157,7 @@ def test_groups_over_packs_give_what_transformers_forward_gives(
         assert module.prompts is None and module.features is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma3"])
 def test_in_bfloat16_nothing_is_lost(family: str, models: dict[str, Path]) -> None:
     """Gradients are as far from those of fp32 as where every pack runs the prompt itself."""

@@ -41,6 +41,7 @@ def calls() -> Any:
     patches.use_prefix_attention(config, prefix_attention)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TABLE)
 def test_text_layers_hand_on_what_the_forward_is_given(
     family: str, models: dict[str, Path], calls: list[dict[str, Any]]

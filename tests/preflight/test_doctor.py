@@ -114,6 +114,7 @@ def test_the_table_and_the_exit_code(run: Any, job: Path) -> None:
     assert not (job.parent / "run").exists()
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_nothing_else(run: Any, job: Path, engine: Any, monkeypatch: Any) -> None:
     import os
 

@@ -24,6 +24,7 @@ def prompt(**columns: Any) -> Prompt:
     return Prompt(sample, (), EnginePrompt((), (tiny.picture(0, *SEEN),)), tensors, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "columns", "text"),
     [

@@ -38,6 +38,7 @@ def page(page_job: Callable[..., GRPOConfig], site: Site, tmp_path: Path) -> Pat
     return out
 
 
+@pytest.mark.slow
 def test_marks_are_drawn_at_their_pixels(page: Path, tmp_path: Path) -> None:
     shot = tmp_path / "shot.png"
     browse(tmp_path, page.as_uri(), f"--screenshot={shot}", "--window-size=800,2000")

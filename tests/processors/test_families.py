@@ -92,6 +92,7 @@ def test_the_engine_samples_what_the_learner_scores(family: str, models: dict[st
             assert ours == pytest.approx(plain.tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TABLE)
 def test_in_bfloat16_engine_and_learner_agree_but_for_rounding(family: str, models: dict[str, Path]) -> None:
     processor, model = load_processor(str(models[family])), load(models[family]).to(torch.bfloat16)
@@ -226,6 +227,7 @@ def assert_close(name: str, ours: Tensor, theirs: Tensor, largest: float) -> Non
     assert float((ours - theirs).norm()) <= 1e-5 * float(theirs.norm()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "shape"),
     [

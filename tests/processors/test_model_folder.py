@@ -76,6 +76,7 @@ def refused(message: str, name: str = NAME) -> None:
         read_config(name)
 
 
+@pytest.mark.slow
 def test_a_hub_that_refuses_is_one_message_at_once(hub_at: Callable[[int], None]) -> None:
     hub_at(free_port())
     refused(r"no folder 'org/name' .*in '.*work'.*hub: http.*cannot be reached.*Connection refused")
@@ -85,6 +86,7 @@ def test_a_hub_that_refuses_is_one_message_at_once(hub_at: Callable[[int], None]
     assert len(server.asked) == 2  # huggingface_hub asks five times, with pauses, for each of six files
 
 
+@pytest.mark.slow
 def test_a_hub_that_never_answers_is_one_message_within_its_time_out(
     hub_at: Callable[[int], None], silent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

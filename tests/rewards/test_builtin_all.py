@@ -165,6 +165,7 @@ def test_garbage_scores_within_the_range(name: str) -> None:
             assert score is not None and low <= score <= high and math.isfinite(score), whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
 def test_huge_texts_are_scored_fast(name: str) -> None:
     slowest: tuple[float, str] = (0.0, "")

@@ -25,6 +25,7 @@ KEY = "sk-very-secret-0123456789"
 # a server with bad days ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dropped_connections_slow_answers_and_server_errors_are_tried_again(server: Server) -> None:
     turn, ended = iter(range(99)), threading.Event()
 
@@ -77,6 +78,7 @@ def test_retry_after_as_a_date_and_one_that_is_too_far(server: Server) -> None:
     assert len(server.requests) == 1
 
 
+@pytest.mark.slow
 def test_no_more_calls_are_in_flight_than_allowed(server: Server, rows: Any) -> None:
     texts = [f"cat {i}" for i in range(24)]
     for limit, settings in ((8, {}), (3, {"max_concurrency": 3})):

@@ -199,6 +199,7 @@ def test_what_html_may_hold_besides_cells():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "piece", ["<td ", "<!--", "</", "<td a='", "&#9", "<tr><td>", "<td>a\u0301\u0323", "<", "|-|\n"]
 )

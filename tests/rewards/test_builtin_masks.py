@@ -94,6 +94,7 @@ def test_polygons_are_drawn_by_the_centres_of_cells():
     assert box is not None and drawn(box, (4, 2), (2, 4)).tolist() == [[0, 1, 1, 0]] * 2
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(-8, 24), st.integers(-8, 24)), min_size=3, max_size=7))
 def test_a_polygon_is_filled_by_the_even_odd_rule_but_at_its_edges(points):
     shape = read_mask([list(point) for point in points])

@@ -154,6 +154,7 @@ def test_one_call_at_a_time_goes_by_rows(rows, scorer, tmp_path, kind):
     assert begun(one, rows(TEXTS), order).parts["n"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "isolated"])
 def test_a_timeout_counts_from_the_last_completion(rows, scorer, kind):
     """Sampling that takes longer than a reward's time-out is nobody's fault; a call that hangs is late as ever."""

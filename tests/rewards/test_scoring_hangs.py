@@ -51,6 +51,7 @@ def counts(scores):
     return tuple(int(scores.metrics[f"rewards/r/{what}"]) for what in ("errors", "timeouts", "none"))
 
 
+@pytest.mark.slow
 def test_a_hang_is_killed_at_the_deadline_and_the_others_count(rows, scorer):
     made = scorer(on_error="mask")
     batch = rows(["a", "loop", "none", "b"] + ["c"] * 20)
@@ -61,6 +62,7 @@ def test_a_hang_is_killed_at_the_deadline_and_the_others_count(rows, scorer):
         assert counts(scores) == (0, 1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [5, 40])
 def test_calls_behind_many_that_hang_are_made(rows, scorer, hangs):
     timeout = 6.0 if hangs == 5 else TIMEOUT  # further workers need a moment to start
@@ -79,6 +81,7 @@ def test_calls_behind_many_that_hang_are_made(rows, scorer, hangs):
     assert after.totals == [4.0] * 8
 
 
+@pytest.mark.slow
 def test_a_time_out_stops_the_run_by_default(rows, scorer):
     made = scorer()
     with fails(
@@ -88,6 +91,7 @@ def test_a_time_out_stops_the_run_by_default(rows, scorer):
         made.score(*rows(["a", "loop", "loop", "b"]), step=1)
 
 
+@pytest.mark.slow
 def test_a_batch_call_that_hangs_masks_all_its_completions(rows, scorer):
     made = scorer("behave_batch", on_timeout="mask")
     scores, seconds = timed(made, rows(["a", "loop", "b"]))
@@ -107,6 +111,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_what_ends_a_call_ends_that_call_alone(rows, scorer, end, caplog):
     made = scorer(on_error="mask", memory_limit="1GB", timeout=120)
@@ -123,6 +128,7 @@ def test_what_ends_a_call_ends_that_call_alone(rows, scorer, end, caplog):
         strict.score(*rows(texts), step=1)
 
 
+@pytest.mark.slow
 def test_all_kinds_of_failure_in_one_step(rows, scorer):
     made = scorer(on_error="mask", on_timeout="mask", memory_limit="1GB")
     texts = [*ENDS, "loop", "sleep in C", "regex", "nan", "none", *"abcdefgh"]
@@ -148,12 +154,14 @@ def test_a_call_that_failed_is_made_again(rows, scorer, tmp_path):
     made.close()
 
 
+@pytest.mark.slow
 def test_slow_calls_are_no_hangs(rows, scorer):
     # Each takes longer than the step's patience (8 s / 8); the others do not wait for them, and all count.
     scores, _ = timed(scorer(timeout=8), rows(["wait 1.2", "wait 1.2"] + ["wait 0.05"] * 10))
     assert scores.totals == [4.0] * 12
 
 
+@pytest.mark.slow
 def test_a_slow_call_among_quick_ones_is_made_alone(rows, scorer, monkeypatch):
     monkeypatch.setattr(isolation, "CHUNK_SECONDS", 5.0)  # however slow the machine
     made = scorer(timeout=8)

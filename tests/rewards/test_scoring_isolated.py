@@ -107,6 +107,7 @@ def test_two_workers_are_at_work_at_the_same_time(rows, scorer, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_mathematics_in_two_workers(rows, scorer):
     answers = [rf"\frac{{{i}}}{{7}}+x^{i % 3}" for i in range(1, 65)]
     texts = [rf"It is \boxed{{x^{i % 3}+\frac{{{i + i % 2}}}{{7}}}}" for i in range(1, 65)]
@@ -282,6 +283,7 @@ def test_classes_that_cannot_serve():
         resolve_entry({"name": f"{FILE}:Judge", "marks": 1})
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_forward_ends_no_call(rows, scorer, tmp_path, monkeypatch):
     file = tmp_path / "slow.py"
     file.write_text("import time\n\ndef slow(completion):\n    time.sleep(1)\n    return 1.0\n")

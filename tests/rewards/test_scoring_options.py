@@ -93,6 +93,7 @@ def test_retries_of_a_plain_function(rows):
 # async functions -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_async_reward_that_is_late_is_cancelled_and_counted(rows):
     ended = []
 
@@ -126,6 +127,7 @@ def test_an_async_reward_that_takes_no_cancelling_is_left(rows):
     scorer.close()
 
 
+@pytest.mark.slow
 def test_an_async_reward_that_blocks_the_loop_stops_the_run(rows, monkeypatch):
     monkeypatch.setattr(async_calls, "GRACE", 0.4)
     release = threading.Event()

@@ -29,6 +29,7 @@ STARTS_CHILD = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "exits", "scores"])
 def test_what_a_reward_started_ends_with_its_worker(rows, tmp_path, how):
     (tmp_path / "own.py").write_text(textwrap.dedent(STARTS_CHILD))

@@ -69,6 +69,7 @@ def test_scores_are_trls(batch, name, settings):
     assert len({score for score in expected}) > 1, "the rows tell nothing apart"
 
 
+@pytest.mark.slow
 def test_scores_are_trls_in_a_worker(batch, tmp_path):
     (tmp_path / "own.py").write_text(
         textwrap.dedent(

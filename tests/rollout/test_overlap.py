@@ -41,6 +41,7 @@ def numbers(folder: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_with_rewards_that_begin_early_is_the_run_without(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

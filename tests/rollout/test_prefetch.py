@@ -242,6 +242,7 @@ def run(path: Path, folder: Path, given: list[dict[str, Any]], **changes: Any) -
     return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "step_time"} for r in rows]
 
 
+@pytest.mark.slow
 def test_a_run_decodes_each_image_once_and_is_the_same_without_threads(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +267,7 @@ def test_a_run_decodes_each_image_once_and_is_the_same_without_threads(
     assert [(r["prompts/images"], r["prompts/images_decoded"]) for r in found[1][1:]] == [(4, 4)] * 3
 
 
+@pytest.mark.slow
 def test_a_repeated_row_is_decoded_once_and_updates_as_two_rows_do(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

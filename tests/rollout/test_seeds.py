@@ -22,6 +22,7 @@ def test_the_formula_by_hand() -> None:
     assert plan.group(2, 2, attempt=1)[0] == (first + 44) % 2**30
 
 
+@pytest.mark.slow
 def test_ten_million_keys_of_a_real_plan_are_distinct() -> None:
     steps, attempts, prompts, generations = 4883, 2, 128, 8
     plan = SeedPlan(17, prompts, generations, attempts, steps)

@@ -145,6 +145,7 @@ def test_closing_ends_who_waits(client: ServerClient) -> None:
     assert ended.wait(PATIENCE)
 
 
+@pytest.mark.slow
 def test_the_kernel_asks_whether_the_other_end_is_there(
     client: ServerClient, server: ThreadingHTTPServer
 ) -> None:

@@ -105,6 +105,7 @@ def test_checks_go_before_samples_that_wait(make: Made, old: bool) -> None:
 # many ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hundreds_of_requests_wait_without_their_bodies(make: Made) -> None:
     engine, fakes = make(max_sequences=16)
     for fake in fakes:
@@ -155,6 +156,7 @@ class Unkept(FileTransfer):
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FileTransfer, Unkept])
 def test_a_server_that_missed_an_update_is_brought_up_to_all_of_it(make: Made, kind: Any) -> None:
     engine, fakes = make(transfer=kind(None, 5.0))
@@ -171,6 +173,7 @@ def test_a_server_that_missed_an_update_is_brought_up_to_all_of_it(make: Made, k
         assert torch.equal(fake.control.weights["a.q.weight"], WEIGHTS["a.q.weight"])
 
 
+@pytest.mark.slow
 def test_a_restart_is_seen_when_a_part_is_sent(make: Made) -> None:
     """The new process would have that part, the name of the new weights, and all else from the disk."""
     engine, fakes = make()
@@ -183,6 +186,7 @@ def test_a_restart_is_seen_when_a_part_is_sent(make: Made) -> None:
     assert "it does not hold the weights that it was sent last" not in engine.pool.describe()
 
 
+@pytest.mark.slow
 def test_a_server_that_failed_at_the_end_of_an_update_is_sent_it_again(make: Made) -> None:
     """Then it has the name of the new weights, and caches of the old ones."""
     engine, fakes = make()
@@ -195,6 +199,7 @@ def test_a_server_that_failed_at_the_end_of_an_update_is_sent_it_again(make: Mad
     assert fakes[0].control.caches == ["prefix", "encoder"] and not fakes[0].control.paused
 
 
+@pytest.mark.slow
 def test_an_update_may_land_while_requests_run(make: Made) -> None:
     engine, fakes = make()
     for fake in fakes:
@@ -210,6 +215,7 @@ def test_an_update_may_land_while_requests_run(make: Made) -> None:
     assert {c.weight_versions for c in more} == {((0, 1),)}
 
 
+@pytest.mark.slow
 def test_all_servers_lost_in_an_update_are_waited_for(make: Made) -> None:
     engine, fakes = make()
     for fake in fakes:
@@ -239,6 +245,7 @@ def test_nothing_is_sampled_before_weights_were_sent(make: Made) -> None:
         engine.generate(requests(1))
 
 
+@pytest.mark.slow
 def test_another_runs_weights_are_not_sampled_from(make: Made) -> None:
     engine, fakes = make(1, wait_timeout=0.3)
     engine.pool.bring_up = None
@@ -289,6 +296,7 @@ class ThreadRanks:
         return self.held[what]
 
 
+@pytest.mark.slow
 def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: ExitStack) -> None:
     alone, fakes = make()
     expected = alone.generate(requests())
@@ -336,6 +344,7 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
 # what a server is started with ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_servers_that_lack_something_are_refused_with_how_to_start_them(make: Made) -> None:
     fake = FakeVLLM()
     fake.missing = (GENERATE,)
@@ -366,6 +375,7 @@ def test_servers_that_lack_something_are_refused_with_how_to_start_them(make: Ma
     make(servers=[fake], key="right")
 
 
+@pytest.mark.slow
 def test_servers_that_come_late_are_waited_for(make: Made, held: ExitStack) -> None:
     fakes = [FakeVLLM(), FakeVLLM()]
     for fake in fakes:
@@ -399,6 +409,7 @@ def test_no_server_at_all_is_the_configs_fault(make: Made) -> None:
 # the dialect of 0.25.1 -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_0_25_1_gets_chats_and_answers_the_same(make: Made) -> None:
     new, _ = make(1)
     old, fakes = make(servers=[FakeVLLM(old=True)])
@@ -423,6 +434,7 @@ def test_0_25_1_scores_by_the_servers_own_image_features(make: Made) -> None:
     assert places == [{"offset": 0, "length": 3}, {"offset": 3, "length": 3}]
 
 
+@pytest.mark.slow
 def test_0_25_1_a_restart_in_midst_is_seen_by_the_workers_record(make: Made) -> None:
     old, fakes = make(servers=[FakeVLLM(old=True), FakeVLLM(old=True)])
     expected = old.generate(requests())

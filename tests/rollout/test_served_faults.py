@@ -15,6 +15,7 @@ from mm_grpo.errors import EngineError
 from mm_grpo.rollout.served import pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [cut, fail, restart, stop_and_go])
 def test_a_fault_in_midst_of_a_step_changes_nothing(make: Made, fault: Callable[[FakeVLLM], None]) -> None:
     engine, fakes = make()
@@ -32,6 +33,7 @@ def test_a_fault_in_midst_of_a_step_changes_nothing(make: Made, fault: Callable[
     assert engine.generate(requests(first=7)) != expected
 
 
+@pytest.mark.slow
 def test_requests_that_a_server_that_is_gone_left_unanswered_go_to_others(make: Made) -> None:
     """Their connections stay open without a word, and the server that comes back at the address answers /health."""
     engine, fakes = make(timeout=600.0)
@@ -54,6 +56,7 @@ def test_requests_that_a_server_that_is_gone_left_unanswered_go_to_others(make: 
         engine.pool.losses = 0
 
 
+@pytest.mark.slow
 def test_a_server_killed_for_good_is_done_without(make: Made) -> None:
     engine, fakes = make()
     expected = engine.generate(requests())
@@ -63,6 +66,7 @@ def test_a_server_killed_for_good_is_done_without(make: Made) -> None:
     assert len(fakes[1].asked) == begun + 12
 
 
+@pytest.mark.slow
 def test_metrics_count_servers_that_were_lost_and_came_back_since_the_last_row(make: Made) -> None:
     engine, fakes = make()
     engine.metrics()  # the start
@@ -74,6 +78,7 @@ def test_metrics_count_servers_that_were_lost_and_came_back_since_the_last_row(m
     assert engine.metrics() == {"served/ready": 2, "served/losses": 0, "served/recoveries": 1}
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_health_alone_is_left(make: Made) -> None:
     engine, fakes = make(timeout=0.5)
     expected = engine.generate(requests())
@@ -83,6 +88,7 @@ def test_a_server_that_answers_health_alone_is_left(make: Made) -> None:
     fakes[0].stuck.clear()
 
 
+@pytest.mark.slow
 def test_a_restart_between_steps_is_seen_before_a_request(make: Made) -> None:
     engine, fakes = make()
     expected = engine.generate(requests())
@@ -97,6 +103,7 @@ def test_a_restart_between_steps_is_seen_before_a_request(make: Made) -> None:
     assert fakes[0].name == fakes[1].name
 
 
+@pytest.mark.slow
 def test_none_left_names_each_server_and_what_happened(make: Made) -> None:
     engine, fakes = make(wait_timeout=0.5)
     fakes[1].kill()
@@ -109,6 +116,7 @@ def test_none_left_names_each_server_and_what_happened(make: Made) -> None:
     assert message.endswith("go on from the newest checkpoint with --resume")
 
 
+@pytest.mark.slow
 def test_a_row_that_every_server_fails_on_ends_the_run(make: Made) -> None:
     engine, fakes = make()
     for fake in fakes:
@@ -119,6 +127,7 @@ def test_a_row_that_every_server_fails_on_ends_the_run(make: Made) -> None:
         engine.generate(requests(1))
 
 
+@pytest.mark.slow
 def test_what_is_waited_for_is_said(
     make: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

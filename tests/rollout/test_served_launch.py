@@ -159,6 +159,7 @@ def test_a_server_that_ends_is_started_anew_and_given_up_when_it_never_answers(
     assert gone(started(tmp_path / "pids"))
 
 
+@pytest.mark.slow
 def test_a_server_that_stopped_listening_and_does_not_end_is_started_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
 def test_servers_end_with_a_process_that_is_killed(tmp_path: Path, how: str) -> None:
     script, pids = tmp_path / "parent.py", tmp_path / "pids"

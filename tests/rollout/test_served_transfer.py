@@ -379,6 +379,7 @@ def test_an_update_that_was_given_up_needs_one_that_brings_everything(
     assert outcome == {server.url: digests(sent)} and equal(server.weights, sent) and not server.paused
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone() -> None:
     transfer = GroupTransfer("gloo", timeout=2.0)
     good, bad = two("gloo")

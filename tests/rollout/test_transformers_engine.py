@@ -46,6 +46,7 @@ def setup(models: dict[str, Any]) -> Setup:
     return Setup(models["qwen2_5_vl"])
 
 
+@pytest.mark.slow
 def test_a_completion_is_the_same_alone_and_in_any_batch(each: Setup) -> None:
     prompts = each.prompts()
     requests = requests_for(prompts, [range(100 * i, 100 * i + 4) for i in range(3)], TWELVE)

@@ -80,6 +80,7 @@ def by_hand(row: dict[str, Any]) -> list[float | None]:
     return paid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_learns_turn_by_turn(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
     path = models["qwen2_5_vl"]
@@ -115,6 +116,7 @@ def test_a_run_learns_turn_by_turn(dtype: str, models: dict[str, Path], tmp_path
     assert sum(not torch.equal(weights[name], tensor) for name, tensor in again.items()) > len(again) / 2
 
 
+@pytest.mark.slow
 def test_without_a_discount_turns_are_summed(models: dict[str, Path], tmp_path: Path) -> None:
     run(models["qwen2_5_vl"], tmp_path / "run", run={"max_steps": 1})
     logged = rollouts_of(tmp_path / "run", 1)

@@ -479,6 +479,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_a_run_learns_from_what_was_sampled(family: str, models: dict[str, Path], tmp_path: Path) -> None:
     trainer: Any = run(models[family], tmp_path / "run", **SMALL, algorithm={"beta": 0.1})
@@ -496,6 +497,7 @@ def test_a_run_learns_from_what_was_sampled(family: str, models: dict[str, Path]
         assert shown.size[0] % trainer.processor.factor == 0
 
 
+@pytest.mark.slow
 def test_rewards_get_conversations_as_trl_writes_them(models: dict[str, Path], tmp_path: Path) -> None:
     seen: list[Any] = []
 
@@ -511,6 +513,7 @@ def test_rewards_get_conversations_as_trl_writes_them(models: dict[str, Path], t
     assert messages[0]["content"] == turns[0]["text"] and environment is None
 
 
+@pytest.mark.slow
 def test_a_masked_conversation_has_no_reward(models: dict[str, Path], tmp_path: Path) -> None:
     def sometimes(side: int) -> str:
         """Look.
@@ -531,6 +534,7 @@ def test_a_masked_conversation_has_no_reward(models: dict[str, Path], tmp_path: 
     assert rows_of(tmp_path / "run")[1]["tools/masked"] == len(logged)
 
 
+@pytest.mark.slow
 def test_the_environment_may_own_the_reward(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["qwen2_5_vl"], tmp_path / "run", **SMALL)
     trainer = GRPOTrainer(config, train=ROWS, rewards=[], environment_factory=Dice)
@@ -543,6 +547,7 @@ def test_the_environment_may_own_the_reward(models: dict[str, Path], tmp_path: P
     assert row["reward"] == row["rewards/Dice/mean"] == pytest.approx(sum(asked) / len(asked))
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_without_its_tools(models: dict[str, Path], tmp_path: Path) -> None:
     """Tools that were passed in from Python are in no config file."""
     run(models["qwen2_5_vl"], tmp_path / "run", **{**SMALL, "run": {"max_steps": 2, "save_every": 1}})

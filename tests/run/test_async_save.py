@@ -209,6 +209,7 @@ class Record:
         self.events.append((path.name, step))
 
 
+@pytest.mark.slow
 def test_steps_go_on_while_a_checkpoint_is_written(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +239,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     }
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_the_thread_ends_the_run(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +270,7 @@ def test_a_disk_that_is_full_for_the_thread_ends_the_run(
     assert all(torch.equal(weight, straight[name]) for name, weight in weights_of(folder).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_that_fails_waits_for_its_checkpoint(
     fails: bool,

@@ -104,6 +104,7 @@ def test_a_stop_in_an_evaluation_ends_the_run_there(models: dict[str, Path], tmp
     ]
 
 
+@pytest.mark.slow
 def test_what_a_callback_raises_ends_the_run_as_it_is(models: dict[str, Path], tmp_path: Path) -> None:
     def fails(step: int) -> None:
         raise ZeroDivisionError(f"in step {step}")

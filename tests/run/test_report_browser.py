@@ -114,6 +114,7 @@ def report(tmp_path: Path, site: Site) -> Path:
     return page
 
 
+@pytest.mark.slow
 def test_marks_are_drawn_at_their_pixels(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", "model:\n  path: m\n")
     green = Image.new("RGB", (240, 160), GREEN)  # as wide as the page's column: one pixel is one pixel
@@ -146,6 +147,7 @@ def test_marks_are_drawn_at_their_pixels(tmp_path: Path) -> None:
     assert at(70, 80) == at(190, 40) == at(140, 100) == GREEN
 
 
+@pytest.mark.slow
 def test_filters_and_keys(report: Path, site: Site, tmp_path: Path) -> None:
     script = """
       status(), all(".group").length,
@@ -189,6 +191,7 @@ TOKENS = """[...all(".completion")[1].querySelectorAll(".text .sight")].map(
 SHADES = "sight g1 +0.20 nats [40;sight n1 -0.30 nats , 40, 200;sight g4 +3.00 nats , 140]"
 
 
+@pytest.mark.slow
 def test_what_is_shown_of_a_group(report: Path, site: Site, tmp_path: Path) -> None:
     script = """
       all("#groups svg.picture").length, all("#pictures image").length,
@@ -224,6 +227,7 @@ WIDE = """root.clientWidth, root.scrollWidth,
   (() => { press("e"); return root.scrollWidth; })()""".replace("root", "page.documentElement")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_it_without_scrolling_sideways(
     report: Path, site: Site, tmp_path: Path, scheme: str
@@ -236,6 +240,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(
     assert set(site.asked) - {"/favicon.ico"} == {"/frame.html", "/page.html"}
 
 
+@pytest.mark.slow
 def test_the_policy_stands_even_where_a_text_were_not_escaped(
     report: Path, site: Site, tmp_path: Path
 ) -> None:
@@ -251,6 +256,7 @@ def test_the_policy_stands_even_where_a_text_were_not_escaped(
     assert set(site.asked) - {"/favicon.ico"} == {"/page.html"}
 
 
+@pytest.mark.slow
 def test_without_its_script_it_is_a_plain_page(report: Path, site: Site, tmp_path: Path) -> None:
     html = report.read_text(encoding="utf-8")
     start = html.rindex("<script>")

@@ -29,6 +29,7 @@ class Send:
             os.kill(os.getpid(), self.number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", STOPPING, ids=lambda n: n.name)
 def test_a_signal_ends_the_run_after_the_step(
     number: signal.Signals, models: dict[str, Path], tmp_path: Path

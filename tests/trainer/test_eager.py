@@ -47,6 +47,7 @@ def check_log(folder: Path, staleness: int, attempts: int = 1) -> dict[tuple[int
     return learned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_every_group_is_learned_from_once_and_none_is_too_old(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_flight: bool
@@ -60,6 +61,7 @@ def test_every_group_is_learned_from_once_and_none_is_too_old(
         assert in_flight or row["staleness/mixed"] == 0
 
 
+@pytest.mark.slow
 def test_an_update_lands_while_completions_are_sampled(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +98,7 @@ def test_an_update_lands_while_completions_are_sampled(
     assert rows_of(tmp_path / "r")[learned[3, 0] - 1]["staleness/mixed"] == mixed / 12
 
 
+@pytest.mark.slow
 def test_a_group_that_is_too_old_is_dropped_whole_and_sampled_again(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +133,7 @@ def test_a_group_that_is_too_old_is_dropped_whole_and_sampled_again(
     assert sum(row["staleness/dropped"] for row in rows_of(tmp_path / "r")) == 1
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_replaces_groups_of_the_step(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +152,7 @@ def test_dynamic_sampling_replaces_groups_of_the_step(
         assert [row["seed"] for row in again] == [s for slot in range(4) for s in plan.group(step, slot, 1)]
 
 
+@pytest.mark.slow
 def test_a_killed_run_keeps_what_was_finished_and_asks_again_for_the_rest(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def run(path: Path, folder: Path, staleness: int, **changes: Any) -> GRPOTrainer
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_each_step_is_sampled_under_the_version_of_the_schedule(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
@@ -49,6 +50,7 @@ def test_each_step_is_sampled_under_the_version_of_the_schedule(
         assert ratio != 1.0 if step > 1 else ratio == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_repeats_whatever_the_timing(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_the_learner_does_not_wait_for_the_score_before_an_update(
     assert seen == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_evaluation_has_the_current_weights(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +140,7 @@ def test_evaluation_has_the_current_weights(
     assert versions == [[0], [2], [4], [STEPS]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flat: bool

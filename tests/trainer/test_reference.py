@@ -15,6 +15,7 @@ from mm_grpo.errors import ConfigError
 MOVING = {"beta": 0.2, "sync_ref_model": True, "ref_model_mixup_alpha": 0.25, "ref_model_sync_steps": 2}
 
 
+@pytest.mark.slow
 def test_it_moves_every_so_many_steps_and_resumes_as_it_was(models: dict[str, Path], tmp_path: Path) -> None:
     path = models["qwen2_vl"]
 

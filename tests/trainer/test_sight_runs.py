@@ -63,6 +63,7 @@ def test_it_changes_no_update_and_0_leaves_it_out(models: dict[str, Path], tmp_p
     assert [{k: v for k, v in row.items() if not k.startswith("sight/")} for row in measured] == plain
 
 
+@pytest.mark.slow
 def test_a_run_with_the_images_of_other_rows_earns_rewards_without_looking(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,6 +20,7 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_adapters_start_from_the_runs_seed(models: dict[str, Path], tmp_path: Path) -> None:
     def run(name: str, seed: int = 5) -> list[dict[str, Any]]:
         config = config_for(
@@ -40,6 +41,7 @@ def test_adapters_start_from_the_runs_seed(models: dict[str, Path], tmp_path: Pa
     assert run("other", seed=6) != first
 
 
+@pytest.mark.slow
 def test_what_a_resume_cannot_go_on_with(models: dict[str, Path], tmp_path: Path) -> None:
     def trainer(heldout: Any, resume: bool, max_steps: int, rows: Any = ROWS) -> GRPOTrainer:
         config = config_for(

@@ -32,6 +32,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.message.startswith("guard ")]
 
 
+@pytest.mark.slow
 def test_a_healthy_run_raises_no_alarm(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,6 +83,7 @@ def test_an_entropy_bonus_does_not_make_constant_rewards_a_success(
     assert all(row["learner/update_norm"] > 0 for row in rows_of(tmp_path / "r"))
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_0_throughout_is_no_success(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,6 +135,7 @@ def test_images_that_do_not_reach_the_text_stop_the_first_step(
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_the_policy_itself_warns(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,6 +146,7 @@ def test_a_reference_that_is_the_policy_itself_warns(
     assert warning.startswith("guard zero_kl: for 10 steps the KL to the reference policy has been exactly 0")
 
 
+@pytest.mark.slow
 def test_guards_go_on_counting_when_a_run_is_resumed(models: dict[str, Path], tmp_path: Path) -> None:
     def trainer(max_steps: int, resume: bool) -> GRPOTrainer:
         run = {"max_steps": max_steps, "save_every": 1, "report": False, "guards": {}}

@@ -15,6 +15,7 @@ from mm_grpo import GRPOTrainer
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_a_run_moves_its_layers_and_resumes_as_it_was(
     lora: bool, models: dict[str, Path], tmp_path: Path

@@ -122,6 +122,7 @@ def untimed(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if "time" not in k} for row in rows_of(folder)]
 
 
+@pytest.mark.slow
 def test_a_resumed_mixture_is_the_run_that_was_not_stopped(
     straight: Path, models: dict[str, Path], folder: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ def test_a_resumed_mixture_is_the_run_that_was_not_stopped(
         assert rollouts_of(run, step) == rollouts_of(straight, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["config", "python"])
 def test_another_mixture_is_refused_on_resuming(
     given: str, straight: Path, models: dict[str, Path], folder: Path, tmp_path: Path
