@@ -31,6 +31,8 @@ MOST_HELD = 8
 """Steps for which requests that go on from kept rows may wait for each other, so that few prefills run them."""
 PREFILL_TOKENS = 1 << 14
 """Tokens of prompts, padding included, that are run together; one prompt at least."""
+PACKED_PASSES = 16
+"""Passes of one token for each row that pay for packed weights: on CPUs packing them costs what 2 to 20 passes gain."""
 
 
 class ModelRunner:
@@ -117,11 +119,11 @@ class TransformersStream:
         self.rows: list[_Row] = []
         self.waiting: deque[tuple[int, Request, Follows | None]] = deque()
         self.hidden: Tensor | None = None
-        self.ran = 0
+        self.ran = self.passes = 0
         self._count = self._held = 0
+        self._packed = False
         self._stack = ExitStack()
         self._stack.enter_context(engine.evaluating())
-        self._stack.enter_context(packed(self.model))
 
     @property
     def unfinished(self) -> int:
@@ -312,6 +314,12 @@ class TransformersStream:
 
     def _run(self) -> None:
         """Run the last token of each row."""
+        left = max(row.request.sampling.max_tokens - len(row.tokens) for row in self.rows)
+        if not self._packed and self.passes + left >= PACKED_PASSES:
+            self._packed = True
+            layers = packed(self.family.language_model(self.model), self.family.head(self.model))
+            self._stack.enter_context(layers)
+        self.passes += 1
         device = self.model.device
         tokens = torch.tensor([[row.tokens[-1]] for row in self.rows], device=device)
         at = torch.tensor([[row.position + len(row.tokens) - 1] for row in self.rows], device=device)

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from mm_grpo.errors import GuardStop
 from mm_grpo.processors.base import load_processor
+from mm_grpo.rollout import packed_linear
 from mm_grpo.rollout.conversation import Conversation
 from mm_grpo.rollout.engine import BatchStream, Follows, Request, Sampling, answered, requests_for, stream_of
 from mm_grpo.rollout.packed_linear import packed
@@ -274,6 +275,31 @@ def test_a_stream_that_fails_gives_the_model_back(setup: Setup) -> None:
         assert not any("forward" in vars(m) for m in setup.model.modules() if isinstance(m, torch.nn.Linear))
     finally:
         setup.model.eval()
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(40, 1), (17, 1), (16, 16), (9, 9), (8, None)])
+def test_weights_are_packed_where_enough_passes_are_to_come(
+    setup: Setup, tokens: int, first: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing costs what some passes gain: a call that decodes a few tokens would only wait for it."""
+    monkeypatch.setattr(packed_linear, "SMALLEST", 1)
+    monkeypatch.setattr(setup.processor, "stop_token_ids", frozenset())
+    linear = {name: m for name, m in setup.model.named_modules() if isinstance(m, torch.nn.Linear)}
+    text = {name for name in linear if "visual" not in name}
+    assert 0 < len(text) < len(linear)
+    small = TransformersEngine(setup.model, setup.processor, max_rows=1)
+    found: dict[int, set[str]] = {}
+    with small.stream() as stream:
+        for seed in (50, 51):  # of two rows, the passes of both count
+            stream.add_request(Request(setup.prompt(1), seed, Sampling(tokens)))
+        while stream.unfinished:
+            before = stream.passes
+            stream.step()
+            if stream.passes > before:
+                found[stream.passes] = {name for name, m in linear.items() if "forward" in vars(m)}
+    assert list(found) == list(range(1, 2 * tokens - 1))
+    expected = {n: text if first is not None and n >= first else set() for n in found}
+    assert found == expected
 
 
 def test_packed_layers_compute_the_same() -> None:
