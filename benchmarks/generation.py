@@ -5,7 +5,8 @@
 P prompts with an image each, G completions of exactly T tokens (see workloads.py): one call of the engine's `generate`,
 and one of TRL's `_generate_single_turn` with the prompts tokenized and the images processed, which is what its trainer
 calls for the same step. The prompts' ids are asserted equal on both sides, and the tokens are counted. Both in one
-process with the same number of threads, in turn; medians after a warm round.
+process with the same number of threads, in turn; medians after a warm round. --json adds a sitting to those that the
+file has of equal versions (sittings.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Machine, arguments, interleaved, parse, positive, versions, write_json
+from common import Machine, arguments, interleaved, parse, positive, versions
+from sittings import add, by_workload
 from workloads import NEVER, WORKLOADS, Workload, parts, trl_trainer
 
 from mm_grpo.rollout.engine import Sampling, requests_for
@@ -101,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         print(
             f"{name:<24}{row['seconds_ours']:>9.3f}{row['seconds_trl']:>9.3f}{row['ratio']:>7.2f}", flush=True
         )
-    write_json(args.json, versions(None, "trl"), rows)
+    add(args.json, versions(None, "trl"), {"rows": rows}, by_workload)
 
 
 if __name__ == "__main__":

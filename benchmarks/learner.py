@@ -17,7 +17,6 @@ sitting to those that the file has of equal versions, and its rows hold medians 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -25,7 +24,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,10 +41,9 @@ from common import (
     parse,
     patches_of,
     positive,
-    rounded,
     versions,
-    write_json,
 )
+from sittings import add, ranged
 from torch import Tensor
 
 from mm_grpo import GRPOConfig
@@ -210,15 +207,6 @@ def shapes(text: str) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def former_sittings(path: Path, found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The sittings that a file has, if they are of the versions that were `found`."""
-    if not path.exists():
-        return []
-    former = json.loads(path.read_text(encoding="utf-8"))
-    sittings: list[dict[str, Any]] = former.get("sittings", [])
-    return sittings if former["versions"] == found else []
-
-
 def summary(sittings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row for each shape: medians over its sittings, `..._range` the least and the most of them.
 
@@ -239,16 +227,11 @@ def summary(sittings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         row["gradient_gap"] = max(one["gradient_gap"] for one in (*plain, *kept))
         for key in ("seconds_ours", "seconds_trl", "seconds_bound"):
             row[key] = statistics.median(one[key] for one in plain)
-        ratios = {"ratio": [one["ratio"] for one in plain], "kept_ratio": [one["ratio"] for one in kept]}
+        row |= ranged("ratio", [one["ratio"] for one in plain])
+        if kept:
+            row |= ranged("kept_ratio", [one["ratio"] for one in kept])
         for name in ("ours", "trl"):
-            ratios[f"{name}_bound"] = [one[f"seconds_{name}"] / one["seconds_bound"] for one in plain]
-        for key, values in ratios.items():
-            if values:
-                row |= {
-                    key: statistics.median(values),
-                    f"{key}_low": min(values),
-                    f"{key}_high": max(values),
-                }
+            row |= ranged(f"{name}_bound", [one[f"seconds_{name}"] / one["seconds_bound"] for one in plain])
         rows.append(row)
     return rows
 
@@ -291,14 +274,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     for row in rows:
         row["seconds_bound"] = row["flops"] / rate
-    if args.json is not None:
-        found = versions(machine, "trl")
-        this = {"allocator": args.allocator, "flops_per_second": rate, "rows": [rounded(row) for row in rows]}
-        sittings = [*former_sittings(args.json, found), this]
-        write_json(args.json, found, summary(sittings))
-        written = json.loads(args.json.read_text(encoding="utf-8"))
-        written["sittings"] = sittings
-        args.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    sitting = {"allocator": args.allocator, "flops_per_second": rate, "rows": rows}
+    add(args.json, versions(machine, "trl"), sitting, summary)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def step(rows: Sequence[Row]) -> list[list[str]]:
                     part,
                     f"{r[part + '_ours']:.3f}",
                     f"{r[part + '_trl']:.3f}",
-                    f"{r[part + '_ratio']:.2f}",
+                    ranged(r, f"{part}_ratio"),
                 ]
             )
     return table
@@ -100,7 +100,7 @@ def step(rows: Sequence[Row]) -> list[list[str]]:
 def generation(rows: Sequence[Row]) -> list[list[str]]:
     table = [["run", "P", "G", "T", "L", "ours, s", "TRL, s", "TRL / ours", "ours, tokens/s"]]
     for r in rows:
-        times = (f"{r['seconds_ours']:.3f}", f"{r['seconds_trl']:.3f}", f"{r['ratio']:.2f}")
+        times = (f"{r['seconds_ours']:.3f}", f"{r['seconds_trl']:.3f}", ranged(r, "ratio"))
         table.append([r["workload"], *(str(r[k]) for k in "PGTL"), *times, f"{r['rate_ours']:,.0f}"])
     return table
 
@@ -157,6 +157,15 @@ def spread(rows: Sequence[Row]) -> list[list[str]]:
     return table
 
 
+def packs(rows: Sequence[Row]) -> list[list[str]]:
+    table = [["layout", "P", "G", "packs", "tokens", "pack fill", "s", "apart / it"]]
+    for r in rows:
+        shape = [str(r["P"]), str(r["G"]), f"{r['packs']:.0f}", f"{r['tokens']:,.0f}"]
+        ratio = f"{rows[0]['seconds'] / r['seconds']:.2f}"
+        table.append([r["layout"], *shape, f"{r['pack_fill']:.3f}", f"{r['seconds']:.2f}", ratio])
+    return table
+
+
 def turns(rows: Sequence[Row]) -> list[list[str]]:
     table = [["shown", "part", "ours, s", "batched, s", "alone, s", "batched / ours", "alone / ours"]]
     for r in rows:
@@ -176,6 +185,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], list[list[str]]]] = {
     "scaling": scaling,
     "images": images,
     "hybrid": hybrid,
+    "packs": packs,
     "spread": spread,
     "turns": turns,
 }

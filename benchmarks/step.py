@@ -4,7 +4,8 @@
 
 Both do the same work (see workloads.py), each in a process of its own with the same number of threads, and take
 turns: one makes a step while the other waits, so that both meet the same machine. Medians over the steps after the
-warm-up. That both saw as many tokens is asserted for every step.
+warm-up. That both saw as many tokens is asserted for every step. --json adds a sitting to those that the file has of
+equal versions (sittings.py).
 
     generate   ours: the engine's `generate`; TRL's: `_generate_single_turn`, prompts already tokenized
     learner    packing or padding, loss, backward, clipping and the optimizer's step
@@ -26,7 +27,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from common import Stopwatch, arguments, parse, positive, versions, write_json
+from common import Stopwatch, arguments, parse, positive, versions
+from sittings import add, by_workload
 from transformers import TrainerCallback
 from workloads import WORKLOADS, Workload, our_trainer, trl_trainer
 
@@ -181,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"{name:<14}{key:<10}{row[key + '_ours']:>9.3f}{row[key + '_trl']:>9.3f}{row[key + '_ratio']:>7.2f}",
                 flush=True,
             )
-    write_json(args.json, versions(None, "trl"), rows)
+    add(args.json, versions(None, "trl"), {"rows": rows}, by_workload)
 
 
 if __name__ == "__main__":

@@ -100,8 +100,8 @@ class DataConfig(Section):
     on_overlong: Literal["stop", "drop"] = "stop"
     """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it. Default: stop."""
     num_workers: int = Field(default=2, ge=0)
-    """Threads in each process that decode and resize the images of the next rows while a step runs, >= 0; 0 makes each
-    step wait for its images. Rows, order and seeds are the same. Default: 2."""
+    """Threads in each process, of one core each, that decode and resize the images of the next rows while a step runs,
+    >= 0; 0 makes each step wait for its images. Rows, order and seeds are the same. Default: 2."""
     prefetch_bytes: int = Field(default=4 * 1024**3, ge=0)
     """Most memory for pixels of prompts that no step has asked for yet, in bytes, >= 0. Default: 4294967296."""
     shuffle: bool = True

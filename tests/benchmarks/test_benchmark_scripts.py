@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,38 @@ def test_overhead(result: Result) -> None:
     assert rows["generate"]["seconds"] <= rows["time/rollout"]["seconds"]
     learning = sum(rows[part]["seconds"] for part in ("forward", "backward", "optimizer"))
     assert learning < rows["time/learner"]["seconds"] * 1.1
+
+
+@pytest.mark.long
+def test_compare(
+    result: Result, script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = script("compare")
+    small = [
+        "rollout.prompts_per_step=2",
+        "rollout.num_generations=2",
+        "data.train.size=8",
+        "data.eval.count.size=2",
+    ]
+    small += ["data.eval.colour_and_shape.size=4", "optim.warmup_steps=0"]
+    one = compare.run(compare.HERE, 4, small)
+    assert tuple(one) == compare.PARTS and 0 < one["first line"] < one["first step"]
+    assert sum(one[phase] for phase in compare.PHASES) < one["step"] * 1.5 and 0 < one["evaluation"] < 10
+    with pytest.raises(RuntimeError, match=r"ended with 2: error: optim\.no"):
+        compare.run(compare.HERE, 4, ["optim.no=1"])
+
+    def made_up(folder: Path, steps: int, overrides: list[str]) -> dict[str, float]:
+        runs.append((folder, steps, overrides))
+        return dict.fromkeys(compare.PARTS, {compare.HERE: 2.0, tmp_path: 3.0}[folder] + len(runs) // 2)
+
+    runs: list[Any] = []
+    (tmp_path / "mm_grpo/cli").mkdir(parents=True)
+    (tmp_path / "mm_grpo/cli/__main__.py").touch()
+    monkeypatch.setattr(compare, "run", made_up)
+    rows = result("compare", str(tmp_path), "a.b=c", "--steps", "5", "--rounds", "3")["rows"]
+    assert runs == [(compare.HERE, 5, ["a.b=c"]), (tmp_path, 5, ["a.b=c"])] * 4
+    assert [row["part"] for row in rows] == list(compare.PARTS)
+    assert {(row["seconds_this"], row["seconds_other"], row["ratio"]) for row in rows} == {(4.0, 6.0, 1.5)}
 
 
 @pytest.mark.long
