@@ -1,7 +1,7 @@
 """One update over completions of ragged lengths: groups packed behind one another, against a row for each group.
 
-    OMP_NUM_THREADS=2 python benchmarks/packs.py [--json FILE] [--rounds 3] [--prompts 16] [--generations 4]
-    python benchmarks/packs.py --device cuda --dtype bfloat16 --size 3b --pack 16384 --prompts 64 --generations 8
+    OMP_NUM_THREADS=2 python benchmarks/packs.py [--json FILE] [--rounds 3] [--prompts 64] [--generations 8]
+    python benchmarks/packs.py --device cuda --dtype bfloat16 --size 3b --pack 16384 --prompts 256
 
 Words of the prompts and tokens of the completions are log-normal with a sigma of 0.8; every prompt has an image of 112
 pixels. `apart` gives each group a row and each pack rows of like length, padded to the longest, as most trainers do;
@@ -139,13 +139,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--rounds", type=positive, default=3, help="timed updates of each side, after a warm-up"
     )
-    parser.add_argument("--prompts", type=positive, default=16, help="groups of the update")
+    parser.add_argument("--prompts", type=positive, default=64, help="groups of the update")
     parser.add_argument(
-        "--generations", type=positive, default=4, help="completions of each group, 2 or more"
+        "--generations", type=positive, default=8, help="completions of each group, 2 or more"
     )
     parser.add_argument("--words", type=positive, default=60, help="median words of a prompt")
     parser.add_argument("--tokens", type=positive, default=40, help="median tokens of a completion")
-    parser.add_argument("--pack", type=positive, default=2048, help="optim.max_tokens_per_pack")
+    parser.add_argument("--pack", type=positive, default=4096, help="optim.max_tokens_per_pack")
     parser.add_argument("--size", default="24m", choices=SIZES)
     args = parse(parser, argv)
     machine = machine_of(args)

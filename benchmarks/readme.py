@@ -158,11 +158,12 @@ def spread(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def packs(rows: Sequence[Row]) -> list[list[str]]:
-    table = [["layout", "P", "G", "packs", "tokens", "pack fill", "s", "apart / it"]]
+    table = [["layout", "P", "G", "packs", "tokens", "fill", "pack fill", "s", "apart / it"]]
     for r in rows:
         shape = [str(r["P"]), str(r["G"]), f"{r['packs']:.0f}", f"{r['tokens']:,.0f}"]
+        fills = [f"{r['fill']:.3f}", f"{r['pack_fill']:.3f}"]
         ratio = f"{rows[0]['seconds'] / r['seconds']:.2f}"
-        table.append([r["layout"], *shape, f"{r['pack_fill']:.3f}", f"{r['seconds']:.2f}", ratio])
+        table.append([r["layout"], *shape, *fills, f"{r['seconds']:.2f}", ratio])
     return table
 
 
