@@ -103,7 +103,8 @@ class DataConfig(Section):
     """Threads in each process, of one core each, that decode and resize the images of the next rows while a step runs,
     >= 0; 0 makes each step wait for its images. Rows, order and seeds are the same. Default: 2."""
     prefetch_bytes: int = Field(default=4 * 1024**3, ge=0)
-    """Most memory for pixels of prompts that no step has asked for yet, in bytes, >= 0. Default: 4294967296."""
+    """Most memory for pixels of prompts that no step has asked for yet, and of the rows that an evaluation answers
+    together where they are more than 64, in bytes, >= 0. Default: 4294967296."""
     shuffle: bool = True
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
     system_prompt: str | None = None

@@ -20,6 +20,7 @@ from mm_grpo.rollout.collect import gather_groups, groups_of, score_groups, with
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.headline import Headline, Interval, mean, normal
 from mm_grpo.rollout.overlap import begin_scoring, sample
+from mm_grpo.rollout.prefetch import pixel_bytes
 from mm_grpo.rollout.seeds import eval_seeds
 from mm_grpo.timing import span
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from mm_grpo.types import Group
 
 CHUNK = 64
-"""Prompts held in memory at once."""
+"""Rows that a process answers together at first, and at least."""
 
 
 @dataclass(frozen=True)
@@ -135,22 +136,29 @@ def answer_rows(
     """Answer and score every row of `dataset`, which is number `part[0]` of `part[1]` sets.
 
     Every process answers its share of the rows; the first one scores them all and has the result, empty elsewhere.
-    There `keep` gets the scored groups of each chunk, `report` how many of how many rows are done. The first prompts of
-    `following`, which is answered next, are made while the last ones are. Raises what data and rewards raise.
+    There `keep` gets the scored groups of each chunk, `report` how many of how many rows are done. Chunks are of
+    CHUNK rows of each process first and grow to `rows_together`; the prompts of the next one, and the first ones of
+    `following`, which is answered next, are made while one is answered. Raises what data and rewards raise.
     """
     sampling, repeats = sampling_of(config), config.rollout.eval.num_generations
     headline = Headline.of(config, [spec.name for spec in scorer.specs])
     found: list[RowScores] = []
-    size = CHUNK * ranks.world
-    for start in range(0, len(dataset), size):
+    end, size, largest = 0, CHUNK, 0
+    while end < len(dataset):
         if report is not None and ranks.first:
-            report(start, len(dataset))
-        indices, ahead = (
-            ranks.shard(range(first, min(first + size, len(dataset)))) for first in (start, start + size)
-        )
+            report(end, len(dataset))
+        chunk = range(end, min(end + size * ranks.world, len(dataset)))
+        end = chunk.stop
         with span("time/data"), ranks.fail_together("evaluation"):
-            asked = prompt_builder.evaluation.prompts(dataset, {i: i for i in indices}, ahead)
-            if following is not None and start + size >= len(dataset):
+            asked = prompt_builder.evaluation.prompts(dataset, {i: i for i in ranks.shard(chunk)})
+        largest = max(largest, *map(pixel_bytes, asked.prompts), 0)
+        largest = ranks.max(largest, "evaluation")
+        size = min(2 * size, rows_together(config, ranks.world, largest))
+        with span("time/data"), ranks.fail_together("evaluation"):
+            if end < len(dataset):
+                ahead = range(end, min(end + size * ranks.world, len(dataset)))
+                prompt_builder.prefetcher.ahead(dataset, ranks.shard(ahead))
+            elif following is not None:
                 begin_rows(following, prompt_builder, ranks)
             seeds = [eval_seeds(config.run.seed, i, repeats, *part) for i in asked.slots]
             requests = requests_for(asked.prompts, seeds, sampling)
@@ -165,6 +173,19 @@ def answer_rows(
                 if keep is not None:
                     keep(scored)
     return found
+
+
+def rows_together(config: GRPOConfig, world: int, largest: int) -> int:
+    """Most rows that a process answers together, where the largest prompt so far has `largest` bytes of pixels.
+
+    Each batch waits for its longest completion, so few large ones are sooner done: of as many completions as a process
+    samples in a step, where the pixels of their prompts fit `data.prefetch_bytes`, and of CHUNK rows at least.
+    """
+    rollout = config.rollout
+    rows = rollout.prompts_per_step * rollout.num_generations // (world * rollout.eval.num_generations)
+    if largest:
+        rows = min(rows, config.data.prefetch_bytes // largest)
+    return max(CHUNK, rows)
 
 
 def begin_rows(dataset: Dataset, prompt_builder: PromptBuilder, ranks: Ranks) -> None:

@@ -18,12 +18,14 @@ from pathlib import Path
 from transformers.utils import logging
 
 from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.rollout import evaluate
 
 PATIENCE = 240.0
 
 
 def train(config: str) -> None:
     logging.disable_progress_bar()
+    evaluate.CHUNK = 1  # so that an evaluation of a few rows takes several, which grow
     GRPOTrainer(GRPOConfig.from_yaml(config), resume=True).train()
 
 

@@ -10,7 +10,8 @@ import pytest
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.errors import ConfigError, DataError
-from mm_grpo.rollout.evaluate import Best, Evaluation, as_metrics, better
+from mm_grpo.rollout import evaluate
+from mm_grpo.rollout.evaluate import CHUNK, Best, Evaluation, as_metrics, better, rows_together
 from mm_grpo.run.metrics import read_metrics
 
 ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
@@ -162,6 +163,61 @@ def test_sets_are_answered_from_seeds_of_their_own(models: dict[str, Path], tmp_
     trainer.engine.generate = noted  # type: ignore[method-assign]
     trainer.evaluate()
     assert len(seeds) == 16 == len(set(seeds))
+
+
+def test_rows_are_answered_together_as_far_as_a_step_and_memory_go() -> None:
+    def config(**changes: Any) -> GRPOConfig:
+        rollout = {"prompts_per_step": 32, "num_generations": 16}
+        return GRPOConfig.from_dict({"model": {"path": "m"}, "rollout": rollout, **changes})
+
+    mib = 2**20
+    assert [rows_together(config(), world, 0) for world in (1, 2, 8, 16)] == [512, 256, 64, 64]
+    sampled = {"prompts_per_step": 32, "num_generations": 16, "eval": {"num_generations": 3}}
+    assert rows_together(config(rollout=sampled), 1, 0) == 170
+    assert [rows_together(config(), 1, size * mib) for size in (1, 20, 60, 90)] == [512, 204, 68, CHUNK]
+    assert rows_together(config(data={"prefetch_bytes": 1000 * mib}), 1, 10 * mib) == 100
+    assert rows_together(config(data={"prefetch_bytes": 0}), 1, 1) == CHUNK
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(2**32, [2, 4, 6, 1]), (1, [2] * 6 + [1])])
+def test_chunks_grow_while_their_pixels_fit_and_change_nothing(
+    memory: int,
+    expected: list[int],
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last ones are of 6 rows, as many as a step has completions; all rows but the chunks' are the same at once."""
+    heldout = shapes_rows(split="heldout", size=13, seed=2, image_size=56)
+    rollout = {
+        "prompts_per_step": 2, "num_generations": 3, "max_completion_length": 3, "eval": {"temperature": 1.0},
+    }  # fmt: skip
+    parts = {"rollout": rollout, "data": {"prefetch_bytes": memory}}
+    trainer = made(models["qwen2_vl"], tmp_path / "run", heldout, always_right, **parts)
+    asked, answers = list[int](), list[list[tuple[int, str]]]()
+    generate = trainer.engine.generate
+
+    def sampled(requests: Any) -> Any:
+        asked.append(len(requests))
+        return generate(requests)
+
+    monkeypatch.setattr(trainer.engine, "generate", sampled)
+    for chunk in (2, 64):
+        monkeypatch.setattr(evaluate, "CHUNK", chunk)
+        rows, done = list[tuple[int, str]](), list[int]()
+        trainer.evaluations.answer(
+            *(trainer.prompt_builder, trainer.sampler, trainer.scorer, trainer.ranks, 0),
+            keep=lambda name, blind, groups, rows=rows: rows.extend(
+                (g.slot, g.completions[0].text) for g in groups
+            ),
+            report=lambda label, at, of, done=done: done.append(at),
+        )
+        answers.append(rows)
+        if chunk == 2:
+            assert asked == expected and done == [sum(expected[:i]) for i in range(len(expected))]
+    assert asked[len(expected) :] == [13] and answers[0] == answers[1]
+    assert [slot for slot, _ in answers[0]] == list(range(13)) and len({text for _, text in answers[0]}) > 4
+    trainer.close()
 
 
 def test_a_prompt_and_its_longest_answer_in_evaluation_fit_the_context(
