@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ pytest.importorskip("websockets")
 
 from helpers.configs import small_config
 from helpers.openenv_server import OpenEnvServer, png
+from helpers.processes import refusing_port
 from helpers.scripted import ScriptedEngine, call
 from helpers.sessions import died
 from helpers.small_runs import config_for, rollouts_of, rows_of
@@ -178,16 +178,11 @@ def test_an_image_that_is_too_large_is_a_bad_result() -> None:
 # what is refused before a run ----------------------------------------------------------------
 
 
-def nobody() -> str:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
-
-
 def test_a_server_that_is_not_there() -> None:
-    url = nobody()
-    with pytest.raises(ConfigError) as refused:
-        box_of(url)
+    with refusing_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        with pytest.raises(ConfigError) as refused:
+            box_of(url)
     said = str(refused.value)
     assert said.startswith(
         f"rollout.environment: the OpenEnv server at {url} cannot be reached (ConnectError: "

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import huggingface_hub.constants as hub
 import pytest
+from helpers.processes import refusing_port
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors import model_folder
@@ -65,12 +66,6 @@ def asked(server: socket.socket) -> int:
     return count
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def refused(message: str, name: str = NAME) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(name)
@@ -78,8 +73,9 @@ def refused(message: str, name: str = NAME) -> None:
 
 @pytest.mark.slow
 def test_a_hub_that_refuses_is_one_message_at_once(hub_at: Callable[[int], None]) -> None:
-    hub_at(free_port())
-    refused(r"no folder 'org/name' .*in '.*work'.*hub: http.*cannot be reached.*Connection refused")
+    with refusing_port() as port:
+        hub_at(port)
+        refused(r"no folder 'org/name' .*in '.*work'.*hub: http.*cannot be reached.*Connection refused")
     server = Hub(b"", broken=99)
     hub_at(server.port)
     refused("cannot be reached")
@@ -98,8 +94,9 @@ def test_a_hub_that_never_answers_is_one_message_within_its_time_out(
 
 def test_a_mistyped_folder_is_named(hub_at: Callable[[int], None]) -> None:
     Path("org/nome").mkdir(parents=True)
-    hub_at(free_port())
-    refused(r"did you mean 'org/nome'\?")
+    with refusing_port() as port:
+        hub_at(port)
+        refused(r"did you mean 'org/nome'\?")
 
 
 def test_offline_asks_nobody(

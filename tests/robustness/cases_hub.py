@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest.mock import patch
 
+from helpers.processes import refusing_port
+
 import robustness.run_case as by
 from robustness.cases import Call, add
 from robustness.whole_runs import write_config
@@ -17,9 +19,8 @@ from robustness.whole_runs import write_config
 
 @contextmanager
 def refusing() -> Iterator[str]:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))  # and does not listen
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+    with refusing_port() as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from helpers.patience import PATIENCE, until
+from helpers.processes import refusing_port
 
 from mm_grpo.rollout.served.client import ServerClient, ServerRefused, ServerUnreachable
 
@@ -110,10 +111,8 @@ def test_4xx_is_the_requests_fault_and_5xx_the_servers(client: ServerClient) -> 
 
 
 def test_refused_cut_and_late(client: ServerClient) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:\d+: no connection \(Connection refused\)"):
+    unreachable = r"127\.0\.0\.1:\d+: no connection \(Connection refused\)"
+    with refusing_port() as port, pytest.raises(ServerUnreachable, match=unreachable):
         ServerClient(f"http://127.0.0.1:{port}", timeout=1).call("/a")
     with pytest.raises(ServerUnreachable, match=r"the connection was cut during /cut \(.+\)"):
         client.call("/cut")
