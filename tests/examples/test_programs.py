@@ -33,6 +33,15 @@ def test_python_api(
     AutoModelForImageTextToText.from_pretrained(tmp_path / "runs/python_api/copy")
 
 
+@pytest.mark.slow
+def test_loop() -> None:
+    left = runpy.run_path(str(EXAMPLES / "loop.py"), run_name="__main__")
+    assert len(left["scores"]) == 14 and left["scores"][0] < 0.45
+    assert sum(left["scores"][-3:]) / 3 > 0.7
+    seeds = [c.seed for group in left["groups"] for c in group.completions]
+    assert seeds == [seed for slot in range(left["P"]) for seed in left["seeds"].group(14, slot)]
+
+
 def test_the_functions_of_own_reward() -> None:
     left = runpy.run_path(str(EXAMPLES / "own_reward.py"))
     right, one_word, seen = left["right"], left["one_word"], left["seen"]
