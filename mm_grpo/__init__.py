@@ -5,18 +5,26 @@ The way through the package, in the order in which the data flows::
     dataset row → Sample → Prompt → Completions → rewards → Group → Pack → loss → update → engine
        data/     processors/     rollout/      rewards/  algorithm/  learner/            rollout/
 
-    trainer      GRPOTrainer: the algorithm on one page     build      a run's parts and plan, from its config
+The spine is what one reads to understand or change the algorithm; examples/loop.py is GRPO over it on one page::
+
     config       GRPOConfig and its sections                 types      Sample, Prompt, Completion, Group
-    cli          the command `mm-grpo`                       errors     what is raised, and its exit code
-    distributed  several processes: rank, collectives        health     guards against dead signals
-    parity       engine against learner, verified sync       preflight  check, doctor, smoke runs
-    run          the run folder and what is in it            testing    tiny models and fake engines for tests
-    export       models from checkpoints, questions to them  trained    a run's model, found and loaded
-    environments tools and worlds of several turns           files      atomic writes
-    timing       seconds by phase                            terminal   text of data made safe to print
-    evaluation   `mm-grpo eval`: which weights, results
-    import_path  files and modules that a config names       watchdog   an end for calls that hang in C
-    version      the version                                 worker_processes  processes for user code
+    data         rows of a source as Samples, their order    processors one model family a file
+    rollout      seeds, engines, the groups of a step        rewards    registry, scoring, built-ins
+    algorithm    advantages, losses, KL                      learner    packs, log-probs, loss, optimizer
+    parity       engine against learner, verified sync       health     guards against dead signals
+    trainer      GRPOTrainer: the loop                       build      a run's parts and plan, from its config
+
+The annexes hang on it, and nobody has to open them for that::
+
+    environments tools and worlds of several turns           distributed rank, world size, collectives
+    run          the run folder and what is in it            timing     seconds by phase
+    evaluation   `mm-grpo eval`: which weights, results      trained    a run's model, found and loaded
+    export       models from checkpoints, questions to them  preflight  check, doctor, smoke runs
+    cli          the command `mm-grpo`                       testing    tiny models and fake engines for tests
+    errors       what is raised, and its exit code           files      atomic writes
+    import_path  files and modules that a config names       terminal   text of data made safe to print
+    watchdog     an end for calls that hang in C             worker_processes  processes for user code
+    version      the version
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so
 `import mm_grpo` brings in neither torch nor vLLM. To add a name: the imports for type checkers, the
