@@ -42,7 +42,7 @@ test-all: setup  ## run both
 # (run). Arithmetic and threads of our own are the same with every version; vLLM and TRL are tested with the pins of
 # requirements/cpu.txt alone.
 LOWEST := cli config data distributed export preflight processors run \
-	environments/test_openenv.py environments/test_toolbox.py environments/test_verifiers.py \
+	environments/test_openenv.py environments/test_toolbox.py \
 	rollout/test_collect.py rollout/test_evaluate.py rollout/test_prefetch.py rollout/test_served_client.py \
 	rollout/test_served_transfer.py rollout/test_streams.py rollout/test_transformers_engine.py rollout/test_turns.py \
 	trainer/test_learning_rate.py trainer/test_reference.py trainer/test_trainer.py trainer/test_trainer_again.py \

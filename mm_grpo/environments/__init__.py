@@ -11,7 +11,6 @@
     own_tools    environments that name their tools themselves, with JSON schemas; what adapters are
     openenv      environments on an OpenEnv server
     openenv_client  how such a server is asked, over WebSockets or HTTP
-    verifiers    environments of the package verifiers
 
 A tool is a plain function, an environment a class with `reset` whose other public methods are tools, as TRL's
 `environment_factory` has them. The turns themselves are rollout/turns.py's affair.

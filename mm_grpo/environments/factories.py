@@ -19,7 +19,7 @@ from mm_grpo.import_path import address_in_module, in_this_process_alone, load_n
 
 BUILTINS = {"zoom": "Zoom", "rotate": "Rotate", "grid_world": "GridWorld"}
 """Environments of this package by the name that `rollout.environment` gives them."""
-ADAPTERS = {"openenv": "http://127.0.0.1:8000", "verifiers": "NAME"}
+ADAPTERS = {"openenv": "http://127.0.0.1:8000"}
 """Adapters, each a module of this package whose `named(rest)` makes an environment, and what may follow the name."""
 
 

@@ -1,6 +1,6 @@
 """Environments that name their tools themselves, with JSON schemas, instead of by their public methods.
 
-`OwnTools` is what the adapters to other libraries (openenv.py, verifiers.py) are: which tools there are is known when a
+`OwnTools` is what the adapters to other libraries (openenv.py) are: which tools there are is known when a
 server or a package was asked, and what the model is told of them stands in a schema that is not ours.
 """
 

@@ -16,7 +16,6 @@ USER_ERRORS = {"ConfigError", "DataError", "RewardError", "ToolError"}
 CHAINED = {
     "cli/view.py": "whatever a damaged run folder raises",
     "environments/factories.py": "a class of the user's",
-    "environments/verifiers.py": "a package of the user's",
     "environments/workers.py": "a class of the user's",
     "export/hub.py": "whatever a version of huggingface_hub raises",
     "export/proof.py": "whatever keeps a model that was written from being loaded",
