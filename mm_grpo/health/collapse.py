@@ -5,7 +5,7 @@ tries others, and nothing is left to learn from. The entropy is estimated from t
 mean of -log p over all sampled tokens (`completions/mean_logprob`), for the learner's own `entropy` covers only the
 groups that it ran. Its level depends on the task (0.1 to 1 nats per token at the start of most), so a collapse is
 a small part of the run's own beginning, and next to 0. A policy that is sure because it is right (rewards near the
-highest of the run, `history.py`) passes: a task of one-word answers ends so.
+highest of the run) passes: a task of one-word answers ends so.
 
 `ClippedLengths`. Completions that run into rollout.max_completion_length have no end, mostly no answer, and are
 rewarded for what they had by then. Some are normal while a model learns to be brief; nearly all, step after step,
