@@ -353,6 +353,7 @@ def _vllm_server(
 ) -> RolloutEngine:
     """The vLLM servers of `rollout.server`; the first process alone sends them weights."""
     from mm_grpo.rollout.served.client import ServerClient
+    from mm_grpo.rollout.served.dialect import model_sizes
     from mm_grpo.rollout.served.engine import ServedEngine
     from mm_grpo.rollout.served.server import Limits
     from mm_grpo.rollout.served.transfer import transfer_of
@@ -388,6 +389,7 @@ def _vllm_server(
             wait_timeout=given.wait_timeout,
             max_sequences=given.max_sequences,
             max_model_len=limits.max_model_len,
+            sizes=model_sizes(model.config),
         ),
         max_images=limits.max_images,
         ranks=ranks,

@@ -28,6 +28,7 @@ from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.command import ServerSettings
+from mm_grpo.rollout.served.dialect import model_sizes
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.launch import ServerProcess, serve
 from mm_grpo.rollout.served.server import Limits
@@ -169,9 +170,12 @@ def test_an_engine_over_the_servers_samples_and_scores_as_the_learner(fleet: Fle
     """A group, and one completion alone; what a server is asked when it joins is part of it."""
     learner, clients = fleet.of(dtype)
     own = [ServerClient(client.url, timeout=60.0) for client in clients]
-    limits = Limits(health_timeout=20.0, wait_timeout=5.0, max_model_len=256)
+    sizes = model_sizes(learner.model.config)
+    limits = Limits(health_timeout=20.0, wait_timeout=5.0, max_model_len=256, sizes=sizes)
     engine = ServedEngine(own, FileTransfer(timeout=60.0), learner.processor, limits=limits, max_images=2)
     try:
+        found = [server.dialect.sizes for server in engine.pool.servers if server.dialect is not None]
+        assert found == [sizes] * len(clients) and {"model_type", "text_config.hidden_size"} <= sizes.keys()
         WeightLedger().send(engine, learner.tensors(), 0)
         assert len(engine.pool.ready()) == len(clients)
         for prompt, count in ((learner.pictured, 4), (learner.told, 1)):
@@ -229,6 +233,33 @@ def test_a_transfer_that_is_not_whole_is_caught_before_a_sample(fleet: Fleet, dt
         assert max(learner.gap(client) for client in clients) < NEAR[dtype]
     finally:
         transfer.close()
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["names", "shapes"])
+def test_a_server_that_another_models_trainer_spoilt_takes_the_next_whole_update(
+    fleet: Fleet, dtype: str, kind: str
+) -> None:
+    """`shapes` fail within a fused layer, of which one source has arrived."""
+    learner, clients = fleet.of(dtype)
+    tensors = list(learner.tensors())
+    if kind == "names":
+        others = [*tensors[:9], ("model.strange.weight", torch.ones(2, 2)), *tensors[9:]]
+    else:
+        at = next(i for i, (name, _) in enumerate(tensors) if "language_model" in name and "k_proj" in name)
+        others = [*tensors[:at], (tensors[at][0], torch.ones(24, 40)), *tensors[at + 1 :]]
+    for run in range(2):
+        stranger, transfer = (FileTransfer(timeout=60.0, chunk_bytes=1 << 14) for _ in range(2))
+        try:
+            refused = stranger.send(clients, [(n, t.clone() * 1.5) for n, t in others], 0)
+            assert all(isinstance(refused[client.url], ServerError) for client in clients)
+            learner.change("mlp", scale=1.02)
+            sent = transfer.send(clients, learner.tensors(), run)
+            assert sent == {client.url: learner.digests() for client in clients}
+            assert max(learner.gap(client) for client in clients) < NEAR[dtype]
+        finally:
+            stranger.close()
+            transfer.close()
 
 
 def test_a_server_that_hangs_is_left_out_and_taken_in_again(fleet: Fleet, transfer: ServedTransfer) -> None:

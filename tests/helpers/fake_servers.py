@@ -20,7 +20,7 @@ from mm_grpo.rollout.served.plugin_engines import RECEIVERS, Account
 
 
 class FakeModel:
-    """Keeps what `load_weights` brings, once `finalize` has run."""
+    """Keeps what `load_weights` brings, once `finalize` has run; names that begin with `strange` are none of its."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
@@ -28,6 +28,8 @@ class FakeModel:
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
+            if name.startswith("strange"):
+                raise ValueError(f"There is no module or parameter named '{name}'")
             self.waiting[name] = tensor.clone()
 
 
@@ -48,6 +50,9 @@ def worker(kind: str, rank: int, world: int) -> Any:
 
         def _initialize(self) -> None:
             assert not self.model.waiting, "layers still wait for tensors of an update that was given up"
+
+        def _discard(self) -> None:
+            self.model.waiting = {}
 
         def _finalize(self) -> None:
             self.model.weights |= self.model.waiting

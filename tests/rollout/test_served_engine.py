@@ -364,6 +364,13 @@ def test_servers_that_lack_something_are_refused_with_how_to_start_them(make: Ma
     with pytest.raises(ConfigError, match=r"sequences of 50 tokens, and this run needs 100"):
         make(servers=[fake])
     fake = FakeVLLM()
+    fake.control.workers[0].account.model = {"model_type": "other", "text_config.hidden_size": 64}
+    for key, value in fake.control.workers[0].account.model.items():
+        with pytest.raises(ConfigError, match=rf"{fake.url} serves another model: its {key} is {value!r}"):
+            make(servers=[fake], sizes={key: 32})
+    assert set(fake.control.calls) == {"/collective_rpc"} and not fake.control.weights
+    make(servers=[fake], sizes={"model_type": "other", "vision_config.depth": 2})
+    fake = FakeVLLM()
     fake.raw = True
     with pytest.raises(ConfigError, match=r"start it with --logprobs-mode processed_logprobs"):
         make(servers=[fake])

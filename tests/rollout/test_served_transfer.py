@@ -379,6 +379,27 @@ def test_an_update_that_was_given_up_needs_one_that_brings_everything(
     assert outcome == {server.url: digests(sent)} and equal(server.weights, sent) and not server.paused
 
 
+@DTYPES
+def test_a_server_that_a_stranger_spoilt_takes_the_next_whole_update(
+    both: tuple[ServedTransfer, list[FakeServer]], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    transfer, servers = both
+    transfer.send(servers, weights(dtype).items(), 0)  # type: ignore[arg-type]
+    stranger = FileTransfer(str(tmp_path / "stranger"), timeout=2 * PATIENCE)
+    names = {"strange.weight": torch.ones(2), NAMES[0]: torch.ones(6, 8).to(dtype)}
+    outcome = stranger.send(servers, names.items(), 0)  # type: ignore[arg-type]
+    assert all("strange.weight" in str(outcome[server.url]) for server in servers)
+    stranger.close()
+    # a run that held the server sends what changed, and then all; a new one all
+    lost = transfer.send(servers, [(NAMES[3], torch.ones(6, 8))], 1)  # type: ignore[arg-type]
+    assert all(isinstance(lost[server.url], ServerError) for server in servers)
+    for index, run in enumerate((transfer, FileTransfer(str(tmp_path / "next"), timeout=2 * PATIENCE))):
+        sent = weights(dtype, 2 + index)
+        assert run.send(servers, sent.items(), 2) == {s.url: digests(sent) for s in servers}  # type: ignore[arg-type]
+        assert all(equal(server.weights, sent) and not server.paused for server in servers)
+        run.close()
+
+
 @pytest.mark.slow
 def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone() -> None:
     transfer = GroupTransfer("gloo", timeout=2.0)

@@ -17,7 +17,7 @@ is served by what it has. 0.32 has been run, 0.25.1 has been read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
@@ -30,6 +30,8 @@ GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
 RENDER = "/v1/chat/completions/render"
 RPC = "/collective_rpc"
+RECEIVED = "mm_grpo_received"
+"""Method of the worker extension: what each worker received, see plugin_engines.py."""
 INFO = "/weight_info"
 WEIGHTS_NAME = "mm_grpo_weights_name"
 """Method of the worker extension: the name of the weights that it received last, None before any."""
@@ -46,12 +48,17 @@ CONTROL = (
     RPC,
 )
 """What every server needs beside what samples."""
+SIZES = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "depth", "embed_dim", "patch_size",
+)  # fmt: skip
+"""Fields of a model's config, and of its text and vision parts, by which weights of one model fit another."""
 
 
 @dataclass(frozen=True)
 class Dialect:
     """What one server has. `model` is the name that it serves, `max_model_len` its longest sequence in tokens, None
-    where it does not say."""
+    where it does not say; `sizes` are those of its model (`model_sizes`), {} where it does not say."""
 
     version: str
     images_by_ids: bool
@@ -60,6 +67,17 @@ class Dialect:
     priorities: bool
     model: str
     max_model_len: int | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def model_sizes(config: Any) -> dict[str, Any]:
+    """What weights a model takes, by its transformers config: the fields of SIZES that it has, parts as PART.FIELD."""
+    parts = {
+        "": config,
+        **{f"{name}.": getattr(config, name, None) for name in ("text_config", "vision_config")},
+    }
+    found = {prefix + name: getattr(part, name, None) for prefix, part in parts.items() for name in SIZES}
+    return {name: value for name, value in found.items() if isinstance(value, (int, str))}
 
 
 def probe(client: ServerClient, timeout: float = 10.0) -> Dialect:
@@ -81,6 +99,7 @@ def probe(client: ServerClient, timeout: float = 10.0) -> Dialect:
     fields = schemas.get("GenerateRequest", {}).get("properties", {})
     images_by_ids = "content_parts" in fields
     require(client.url, paths, images_by_ids)
+    workers = client.call(RPC, {"method": RECEIVED}, timeout=timeout)
     served: Mapping[str, Any] = next(iter(models.get("data", ())), {})
     return Dialect(
         version=str(version.get("version", "unknown")),
@@ -90,6 +109,7 @@ def probe(client: ServerClient, timeout: float = 10.0) -> Dialect:
         priorities="priority" in fields,
         model=str(served.get("id", "")),
         max_model_len=served.get("max_model_len"),
+        sizes=workers["results"][0].get("model", {}),
     )
 
 

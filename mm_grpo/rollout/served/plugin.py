@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from mm_grpo.rollout.served.dialect import model_sizes
 from mm_grpo.rollout.served.plugin_engines import RECEIVERS, Account
 
 BACKENDS = {kind: f"mm_grpo_{kind}" for kind in RECEIVERS}
@@ -64,8 +65,9 @@ class _Accounted:
         from mm_grpo.rollout.vllm.weight_names import teach_names
 
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
-        teach_names(vllm_config.model_config.hf_config)
-        self.account = _worker.account = Account()
+        hf_config = vllm_config.model_config.hf_config
+        teach_names(hf_config)
+        self.account = _worker.account = Account(model=model_sizes(hf_config))
 
 
 if "vllm.v1.worker.worker_base" in sys.modules:  # a worker of vLLM's imports its extension

@@ -33,8 +33,9 @@ class Account:
     """What this worker received. `version` and `digests` are those of the last update, or of the one under way.
 
     `finished` is false while an update is under way, and after one that was given up. `damaged`: one was given up, so
-    layers hold a mixture until one brings every tensor in `known`. `group` names the group that the worker is in,
-    `weights_name` the weights of `version`.
+    layers hold a mixture until one brings every tensor that its run has sent (`known`, by run: those of another model
+    are not waited for). `group` names the group that the worker is in, `weights_name` the weights of `version`, `model`
+    is what `model_sizes` says of the server's.
     """
 
     version: int | None = None
@@ -43,11 +44,11 @@ class Account:
     damaged: bool = False
     group: str = ""
     weights_name: str = ""
-    known: set[str] = field(default_factory=set)
+    model: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, set[str]] = field(default_factory=dict)
 
     def begin(self) -> None:
         self.damaged = self.damaged or not self.finished
-        self.known |= self.digests.keys()
         self.version, self.digests, self.finished = None, {}, False
 
     def note(self, version: int, name: str, tensor: Tensor) -> None:
@@ -55,12 +56,16 @@ class Account:
             raise ValueError(f"version {version} came in the midst of version {self.version}")
         self.version = version
         self.digests[name] = digest(tensor)
+        self.known.setdefault(self.run, set()).add(name)
 
     def end(self) -> None:
         self.finished = True
-        if self.known <= self.digests.keys():
+        if self.digests and self.known[self.run] <= self.digests.keys():
             self.damaged = False
-        self.known |= self.digests.keys()
+
+    @property
+    def run(self) -> str:
+        return self.weights_name.partition(":")[0]
 
     def as_json(self) -> dict[str, Any]:
         value = asdict(self)
@@ -123,6 +128,7 @@ class Receiver:
     def start_weight_update(self) -> None:
         if not self.account.finished:  # given up half-way: layers that wait would count their tensors twice
             with self._config():
+                self._discard()
                 self._finalize()
         self.account.begin()
         with self._config():
@@ -190,6 +196,16 @@ class Receiver:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         initialize_layerwise_reload(self.model)
+
+    def _discard(self) -> None:
+        """Drop what layers have kept: of another model's it does not fit, and would fail at every start."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
 
     def _finalize(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

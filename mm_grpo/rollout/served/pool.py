@@ -344,6 +344,12 @@ class ServerPool:
                 f"this run needs {need} (rollout.vllm.max_model_len); start it with --max-model-len {need}, or lower "
                 "rollout.max_completion_length or data.max_pixels"
             )
+        for name, own in self.limits.sizes.items():
+            if (other := found.sizes.get(name, own)) != own:
+                raise ConfigError(
+                    f"rollout.server.urls: {client.url} serves another model: its {name} is {other!r}, and that of "
+                    f"model.path is {own!r}; name a server that was started for this model"
+                )
         return found
 
     async def _keep(self) -> None:

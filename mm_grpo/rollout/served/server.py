@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from mm_grpo.rollout.served.client import ServerClient
@@ -73,7 +74,7 @@ class Placed:
 class Limits:
     """Those of `rollout.server`: seconds, and completions that a server works on at once.
 
-    `max_model_len` is the longest sequence that a server has to take, in tokens.
+    `max_model_len` is the longest sequence that a server has to take, in tokens; `sizes` are the learner's model's.
     """
 
     timeout: float = 600.0
@@ -81,3 +82,4 @@ class Limits:
     wait_timeout: float = 300.0
     max_sequences: int = 256
     max_model_len: int = 0
+    sizes: Mapping[str, Any] = field(default_factory=dict)

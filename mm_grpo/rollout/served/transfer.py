@@ -26,6 +26,7 @@ from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.chunks import CHUNK_BYTES, Meta, chunks, pack
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable
+from mm_grpo.rollout.served.dialect import RECEIVED, RPC
 from mm_grpo.rollout.served.groups import Group, Listener, init_info
 from mm_grpo.rollout.served.weight_transfer import Outcome, WeightTransfer
 
@@ -201,7 +202,7 @@ class ServedTransfer:
 
     def _accounts(self, client: ServerClient) -> list[dict[str, Any]]:
         """What each worker of a server received; ServerError where it is not one that mm_grpo's plugin runs in."""
-        answer = client.call("/collective_rpc", {"method": "mm_grpo_received"}, timeout=self.timeout)
+        answer = client.call(RPC, {"method": RECEIVED}, timeout=self.timeout)
         results = answer.get("results") if isinstance(answer, Mapping) else None
         if not results or not all(isinstance(each, dict) and "digests" in each for each in results):
             raise ServerError(
