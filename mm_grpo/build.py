@@ -9,9 +9,9 @@ engine itself, so that no run pays for one that it does not use.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -356,6 +356,7 @@ def _vllm_server(
     from mm_grpo.rollout.served.dialect import model_sizes
     from mm_grpo.rollout.served.engine import ServedEngine
     from mm_grpo.rollout.served.server import Limits
+    from mm_grpo.rollout.served.server_key import key_for
     from mm_grpo.rollout.served.transfer import transfer_of
 
     given = config.rollout.server
@@ -374,7 +375,7 @@ def _vllm_server(
             host=given.host,
             timeout=given.update_timeout,
         )
-    key = os.environ.get(given.key_env)
+    key = partial(key_for, given.key_env)
     clients = [
         ServerClient(url, key=key, timeout=given.timeout, connect_timeout=given.connect_timeout)
         for url in given.urls

@@ -173,6 +173,8 @@ def _describe(started: list[ServerProcess], config: str, key_env: str) -> None:
     urls = ",".join(server.url for server in started)
     if os.environ.get(key_env):
         print_phase(f"they want the key in {key_env}, which the trainer needs too")
+    else:
+        print_phase("they want a key that is kept for you, where `mm-grpo train` finds it on this machine")
     print_phase(
         f"train with: mm-grpo train {config} rollout.engine=vllm_server 'rollout.server.urls=[{urls}]'"
     )

@@ -46,8 +46,8 @@ class ServerConfig(Section):
     """The servers (docs/distributed.md), as http://host:port, https://... or unix:///path/of/socket; [] where
     `mm-grpo train --serve` starts them. Default: []."""
     key_env: str = "MM_GRPO_SERVER_KEY"
-    """Environment variable that holds the servers' key, which is never written down; none is sent where it is not set.
-    Default: MM_GRPO_SERVER_KEY."""
+    """Environment variable that holds the servers' key, which is never written down. Where it is not set, the key that
+    `mm-grpo serve` keeps for a port of this machine is sent, if any. Default: MM_GRPO_SERVER_KEY."""
     transfer: Literal["auto", "file", "gloo", "nccl"] = "auto"
     """How weights get to the servers: file (a folder that both sides see), gloo (over the network, through the hosts'
     memory), nccl (from GPU to GPU) or auto, which is nccl for a learner on a GPU without rollout.server.folder, else

@@ -16,6 +16,9 @@ import httpx
 import pytest
 from helpers.processes import alone, free_port
 
+from mm_grpo.rollout.served.dialect import ENDPOINTS, RECEIVED
+from mm_grpo.rollout.served.server_key import key_for
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 STARTING = 600.0
@@ -99,8 +102,13 @@ def gone(pids: set[int], seconds: float = 60.0) -> bool:
     return not any(map(alive, pids))
 
 
-def test_every_endpoint_wants_the_key_at_an_address_that_others_reach(job: Path, tmp_path: Path) -> None:
-    host, port, output = own_address(), free_port(), tmp_path / "output"
+@pytest.mark.parametrize("kept", [False, True], ids=["key set", "key made"])
+def test_every_endpoint_wants_the_key(
+    job: Path, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set for an address that others reach, and made for 127.0.0.1."""
+    host, port, output = "127.0.0.1" if kept else own_address(), free_port(), tmp_path / "output"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     process = start(
         output,
         "serve",
@@ -111,7 +119,7 @@ def test_every_endpoint_wants_the_key_at_an_address_that_others_reach(job: Path,
         port,
         "--logs",
         tmp_path / "logs",
-        MM_GRPO_SERVER_KEY=KEY,
+        MM_GRPO_SERVER_KEY="" if kept else KEY,
     )
     try:
         wait_for(lambda: "Ctrl-C ends them" in output.read_text(), process, output, STARTING)
@@ -119,7 +127,9 @@ def test_every_endpoint_wants_the_key_at_an_address_that_others_reach(job: Path,
         servers = servers_of(process.pid)
         assert len(servers) >= 2  # the API server and its engine
         url = f"http://{host}:{port}"
-        right = {"authorization": f"Bearer {KEY}"}
+        key = key_for("NOT_SET", url) if kept else KEY
+        assert key is not None
+        right = {"authorization": f"Bearer {key}"}
         with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as client:
             routes = client.get("/openapi.json", headers=right).json()["paths"]
             asked = [(method.upper(), path) for path, methods in routes.items() for method in methods]
@@ -133,15 +143,20 @@ def test_every_endpoint_wants_the_key_at_an_address_that_others_reach(job: Path,
                     assert answer.status_code == 401, (method, path, headers)
             assert client.get("/is_paused", headers=right).json() == {"is_paused": False}
             large = "x" * (8 << 20)
-            echoed = client.post("/tokenize", headers=right, json={"prompt": large[:64], "other": large})
-            assert echoed.status_code == 200, echoed.text[:300]
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+            called = client.post("/collective_rpc", headers=right, json={"method": RECEIVED, "other": large})
+            assert called.status_code == 200 and called.json()["results"][0]["finished"]
+            unknown = {path for _, path in asked} - ENDPOINTS
+            assert "/tokenize" in unknown
+            for path in unknown:
+                assert client.post(path, headers=right).status_code == 404, path
+        if not kept:
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 128 + signal.SIGTERM
         assert gone(servers)
         seen = [output.read_text(), *(f.read_text() for f in (tmp_path / "logs").iterdir()), *below.values()]
-        assert not any(KEY in text for text in seen)
+        assert not any(key in text for text in seen) and key_for("NOT_SET", url) is None
         assert "ended by SIGTERM, and the servers with it" in seen[0]
         assert f"server 0: {url} is ready" in seen[0] and f"'rollout.server.urls=[{url}]'" in seen[0]
     finally:

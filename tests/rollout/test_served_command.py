@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -58,13 +59,18 @@ def test_a_server_is_started_as_the_engine_in_the_trainer_would_be(monkeypatch: 
 
 
 @needs_vllm
-def test_a_server_without_a_key_has_no_middleware_and_its_socket_no_port(
+def test_a_server_at_a_socket_needs_no_key_and_has_no_port(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
-    words = server_command(ServerSettings(ENGINE, socket=tmp_path / "s"), 0)
+    settings = ServerSettings(ENGINE, socket=tmp_path / "s")
+    words = server_command(settings, 0)
     assert words[words.index("--uds") + 1] == str(tmp_path / "s")
-    assert not {"--middleware", "--host", "--port"} & set(words)
+    assert "--middleware" in words and not {"--host", "--port"} & set(words)
+    assert server_environment(settings)["MM_GRPO_SERVER_KEY_ENV"] == ""
+    at_a_port = ServerSettings(ENGINE, key_env="MINE", key="secret-of-the-test")
+    assert server_environment(at_a_port)["MINE"] == "secret-of-the-test" and "secret" not in repr(at_a_port)
+    assert server_environment(replace(at_a_port, key=None))["MM_GRPO_SERVER_KEY_ENV"] == "MINE"
 
 
 def test_an_older_vllm_is_started_by_its_own_module_and_flags(

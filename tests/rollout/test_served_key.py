@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.rollout.served.server_key import RequireKey
+from mm_grpo.rollout.served import server_key
+from mm_grpo.rollout.served.server_key import RequireKey, kept_key, key_for
 
 KEY = "a-key of some kind/+="
 
@@ -32,10 +34,14 @@ class App:
 
 
 def ask(
-    headers: list[tuple[bytes, bytes]], path: str = "/pause", kind: str = "http", chunks: int = 1
+    headers: list[tuple[bytes, bytes]],
+    path: str = "/pause",
+    kind: str = "http",
+    chunks: int = 1,
+    environment: dict[str, str] | None = None,
 ) -> tuple[App, list[MutableMapping[str, Any]]]:
     app, sent = App(), []
-    guarded = RequireKey(app, {"MM_GRPO_SERVER_KEY": KEY})
+    guarded = RequireKey(app, environment or {"MM_GRPO_SERVER_KEY": KEY})
     left = iter(range(chunks - 1, -1, -1))
 
     async def receive() -> MutableMapping[str, Any]:
@@ -57,8 +63,11 @@ def test_every_path_wants_the_key(path: str) -> None:
     app, sent = ask([], path)
     assert app.calls == 0 and app.received == 0  # the body is not read either
     assert sent[0]["status"] == 401 and "wants a key" in json.loads(sent[1]["body"])["error"]
+    known = path in ("/pause", "/update_weights", "/health", "/openapi.json")
     app, sent = ask([RIGHT], path)
-    assert app.calls == 1 and sent[0]["status"] == 200
+    assert app.calls == known and sent[0]["status"] == (200 if known else 404)
+    app, sent = ask([], path, environment={"MM_GRPO_SERVER_KEY_ENV": ""})  # on a Unix socket
+    assert app.calls == known and sent[0]["status"] == (200 if known else 404)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +107,31 @@ def test_without_a_key_it_does_not_start() -> None:
     environment = {"MM_GRPO_SERVER_KEY_ENV": "MINE", "MM_GRPO_SERVER_KEY": KEY}
     with pytest.raises(ConfigError, match="the environment variable MINE holds no key"):
         RequireKey(App(), environment)
+
+
+def test_a_key_that_nobody_set_is_found_by_its_user_until_the_server_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("A_KEY", raising=False)
+    server_key.key_file(8000).parent.mkdir(parents=True)
+    server_key.key_file(8000).symlink_to(tmp_path / "theirs")
+    with kept_key(8000) as key, kept_key(8001) as other:
+        assert len(key) == 64 and key != other
+        file = server_key.key_file(8000)
+        assert file.stat().st_mode & 0o777 == 0o600 and not (tmp_path / "theirs").exists()
+        for host in ("127.0.0.1", "localhost", "[::1]"):
+            assert key_for("A_KEY", f"http://{host}:8000") == key
+        for url in (
+            "http://10.0.0.7:8000",
+            "unix:///127.0.0.1:8000",
+            "http://127.0.0.1",
+            "http://127.0.0.1:8002",
+        ):
+            assert key_for("A_KEY", url) is None
+        monkeypatch.setenv("A_KEY", "set")
+        assert key_for("A_KEY", "http://127.0.0.1:8000") == "set"
+    assert not list((tmp_path / "state" / "mm_grpo").iterdir())
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    with pytest.raises(ConfigError, match=r"port 8000 .*XDG_STATE_HOME"), kept_key(8000):
+        pass

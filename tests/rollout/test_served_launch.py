@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import pytest
 from helpers.patience import PATIENCE, until
-from helpers.processes import alone
+from helpers.processes import alone, free_port
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.served import launch
 from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.command import ServerSettings
 from mm_grpo.rollout.served.launch import ServerProcess, serve
+from mm_grpo.rollout.served.server_key import key_for
 from mm_grpo.rollout.vllm.launch import EngineSettings
 
 ROOT = Path(__file__).parents[2]
@@ -64,9 +66,25 @@ def test_other_machines_are_let_in_with_a_key_alone(host: str, monkeypatch: pyte
         ServerProcess(ServerSettings(ENGINE, host=host), Path("/dev/null")).start()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-def test_this_machine_needs_none(host: str) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_at_this_machine_a_key_is_made_where_none_is_set(
+    host: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     launch.check_exposure(host, "MY_KEY", {})
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("MY_KEY", raising=False)
+    monkeypatch.setattr(ServerProcess, "start", lambda self: None)
+    monkeypatch.setattr(ServerProcess, "wait_ready", lambda self, timeout: 0.0)
+    settings = ServerSettings(ENGINE, host=host, port=free_port(), key_env="MY_KEY")
+    with serve([settings]) as (server,):
+        assert server.settings.key == key_for("MY_KEY", f"http://{host}:{settings.port}") is not None
+        taken = pytest.raises(ConfigError, match=rf"--port {settings.port}: .* take another")
+        with socket.create_server((host, settings.port)), taken, serve([settings]):
+            pass
+        assert key_for("MY_KEY", f"http://{host}:{settings.port}") == server.settings.key
+    monkeypatch.setenv("MY_KEY", "k")
+    with serve([settings]) as (server,):
+        assert server.settings == settings
 
 
 # processes -----------------------------------------------------------------------------------

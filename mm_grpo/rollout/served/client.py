@@ -53,17 +53,21 @@ class ServerClient:
     """One server, at `http://host:port`, `https://...` or `unix:///path/of/socket`. Thread-safe.
 
     `timeout` bounds a call from its first byte to its last, in seconds, `connect_timeout` the wait for a connection.
-    `key` is sent as a bearer token and stands in no message.
+    `key` is sent as a bearer token and stands in no message; a function of the url is asked at each request, because
+    a server that was started anew may have another one.
     """
 
     def __init__(
-        self, url: str, *, key: str | None = None, timeout: float, connect_timeout: float = 5.0
+        self,
+        url: str,
+        *,
+        key: str | Callable[[str], str | None] | None = None,
+        timeout: float,
+        connect_timeout: float = 5.0,
     ) -> None:
         self.url = url.rstrip("/")
         self.timeout, self.connect_timeout = timeout, connect_timeout
-        self._headers = {"content-type": "application/json"}
-        if key:
-            self._headers["authorization"] = f"Bearer {key}"
+        self._key = key
         self._http: Any = None
         self._pid = 0
         self._asked: set[Future[Any]] = set()
@@ -108,6 +112,7 @@ class ServerClient:
         import httpx
 
         seconds = self.timeout if timeout is None else timeout
+        key = self._key(self.url) if callable(self._key) else self._key
         try:
             async with asyncio.timeout(seconds):
                 body = await asyncio.to_thread(_encoded, json) if json is not None else None
@@ -115,6 +120,7 @@ class ServerClient:
                     method,
                     path,
                     content=body,
+                    headers={"authorization": f"Bearer {key}"} if key else None,
                     params=None if params is None else dict(params),
                     timeout=httpx.Timeout(None, connect=min(seconds, self.connect_timeout)),
                 )
@@ -157,7 +163,7 @@ class ServerClient:
             path = self.url.removeprefix("unix://") if self.url.startswith("unix://") else None
             self._http = httpx.AsyncClient(
                 base_url="http://localhost" if path else self.url,
-                headers=self._headers,
+                headers={"content-type": "application/json"},
                 transport=httpx.AsyncHTTPTransport(
                     uds=path,
                     trust_env=False,

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,8 @@ class ServerSettings:
     """One server. `engine` is what an in-process engine would be started with, `transfer` file, gloo or nccl.
 
     `gpus` are its GPUs as CUDA_VISIBLE_DEVICES names them, as many as `tensor_parallel`, None where it has all. It
-    listens on `socket`, or at `host` and `port`; `key_env` names the variable that holds its key, if any.
+    listens on `socket`, or at `host` and `port`; `key_env` names the variable that holds its key, `key` is one that was
+    made for it.
     """
 
     engine: EngineSettings
@@ -58,6 +59,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 0
     key_env: str = server_key.VARIABLE
+    key: str | None = field(default=None, repr=False)
 
 
 def vllm_folder() -> Path:
@@ -87,8 +89,7 @@ def server_command(settings: ServerSettings, port: int) -> list[str]:
         arguments["uds"] = str(settings.socket)
     else:
         arguments |= {"host": settings.host, "port": port}
-    if os.environ.get(settings.key_env):
-        arguments["middleware"] = server_key.MIDDLEWARE
+    arguments["middleware"] = server_key.MIDDLEWARE
     module = "launchers.api_server.entry" if newer else "openai.api_server"
     return [sys.executable, "-m", f"vllm.entrypoints.{module}", *flags(arguments)]
 
@@ -150,6 +151,10 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
         MODEL_VARIABLE: settings.engine.model,
         server_key.NAME_VARIABLE: settings.key_env,
     }
+    if settings.key is not None:
+        environment[settings.key_env] = settings.key
+    elif settings.socket is not None and not environment.get(settings.key_env):
+        environment[server_key.NAME_VARIABLE] = ""
     if settings.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
     for name in OF_THE_TRAINER:

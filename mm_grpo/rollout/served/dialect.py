@@ -48,11 +48,23 @@ CONTROL = (
     RPC,
 )
 """What every server needs beside what samples."""
-SIZES = (
-    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "vocab_size", "depth", "embed_dim", "patch_size",
-)  # fmt: skip
-"""Fields of a model's config, and of its text and vision parts, by which weights of one model fit another."""
+ENDPOINTS = frozenset(
+    (
+        *CONTROL,
+        GENERATE,
+        CHAT,
+        RENDER,
+        INFO,
+        "/health",
+        "/version",
+        "/openapi.json",
+        "/v1/models",
+        "/get_world_size",
+    )
+)
+"""All that a run asks of a server; one of ours answers nothing else."""
+SIZES = ("model_type", "_size", "_layers", "_heads", "depth", "embed_dim")
+"""How those fields of a model's config end by which its weights fit another model."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +83,11 @@ class Dialect:
 
 
 def model_sizes(config: Any) -> dict[str, Any]:
-    """What weights a model takes, by its transformers config: the fields of SIZES that it has, parts as PART.FIELD."""
-    parts = {
-        "": config,
-        **{f"{name}.": getattr(config, name, None) for name in ("text_config", "vision_config")},
-    }
-    found = {prefix + name: getattr(part, name, None) for prefix, part in parts.items() for name in SIZES}
-    return {name: value for name, value in found.items() if isinstance(value, (int, str))}
+    """What weights a model takes, by its transformers config: the fields of SIZES, those of a part as PART.FIELD."""
+    fields = dict(config.to_dict())
+    for part in ("text_config", "vision_config"):
+        fields |= {f"{part}.{name}": value for name, value in (fields.get(part) or {}).items()}
+    return {k: v for k, v in fields.items() if k.endswith(SIZES) and isinstance(v, (int, str))}
 
 
 def probe(client: ServerClient, timeout: float = 10.0) -> Dialect:
@@ -153,5 +163,5 @@ def key_refused(url: str, reason: str) -> str:
     """The message of a server that wants another key."""
     return (
         f"rollout.server.urls: {url} refuses the key ({reason}); put the server's key into the environment variable "
-        "that rollout.server.key_env names"
+        "that rollout.server.key_env names (what `mm-grpo serve` keeps at 127.0.0.1 is found by the same user alone)"
     )

@@ -5,14 +5,13 @@ the end of a block, of the process, or by Ctrl-C; where this process is killed b
 (worker_processes.py). What a server prints goes to a log file.
 
 A server listens on a Unix socket in a folder of ours, which nobody but this user reaches, or at a port of 127.0.0.1.
-vLLM's own key would guard a part of its endpoints only, and whoever reaches the others replaces the weights; so any
-other address wants the key of `server_key.py`, or the start is refused.
+vLLM's own key would guard a part of its endpoints only, and whoever reaches the others replaces the weights; so a port
+has the key of `server_key.py`, which is made for 127.0.0.1, and has to be set for any other address.
 """
 
 from __future__ import annotations
 
 import atexit
-import ipaddress
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.command import ServerSettings, server_command, server_environment
+from mm_grpo.rollout.served.server_key import is_loopback, kept_key
 from mm_grpo.worker_processes import Guard, ended
 
 START_TIMEOUT = 900.0
@@ -43,15 +43,6 @@ ENDING = 15.0
 SHOWN_LINES = 15
 SOCKET_LENGTH = 100
 """Longest path of a Unix socket that every system takes."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
-    if host == "localhost":
-        return True
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def check_exposure(host: str, key_env: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -138,7 +129,8 @@ class ServerProcess:
     @property
     def ready(self) -> bool:
         """Whether it answers /health just now."""
-        client = ServerClient(self.url, key=os.environ.get(self.settings.key_env), timeout=5.0)
+        key = self.settings.key or os.environ.get(self.settings.key_env)
+        client = ServerClient(self.url, key=key, timeout=5.0)
         try:
             client.call("/health", method="GET")
         except ServerError:
@@ -203,15 +195,16 @@ def serve(
 ) -> Iterator[list[ServerProcess]]:
     """Start these servers together, yield them when all are ready, and end them after the block.
 
-    A server without a socket and without a port of its own gets a Unix socket in a folder of this block. With `report`
-    one that ends within the block is started anew, and `report` is told so.
+    A server without a socket and without a port of its own gets a Unix socket in a folder of this block, one at a port
+    of 127.0.0.1 a key where none is set. With `report` one that ends within the block is started anew, and `report`
+    is told so.
     """
     with ExitStack() as held:
         folder = held.enter_context(temporary_folder("servers"))  # its owner alone may enter it
         logs = folder if log_folder is None else log_folder
         logs.mkdir(parents=True, exist_ok=True)
         servers = [
-            ServerProcess(_placed(each, folder, number), logs / f"server-{number}.log")
+            ServerProcess(_placed(each, folder, number, held), logs / f"server-{number}.log")
             for number, each in enumerate(settings)
         ]
         held.callback(stop_all, servers)
@@ -268,10 +261,19 @@ def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None
         thread.join()
 
 
-def _placed(settings: ServerSettings, folder: Path, number: int) -> ServerSettings:
-    if settings.socket is None and not settings.port and is_loopback(settings.host):
+def _placed(settings: ServerSettings, folder: Path, number: int, held: ExitStack) -> ServerSettings:
+    host, port = settings.host, settings.port
+    if settings.socket is not None or not is_loopback(host) or (port and os.environ.get(settings.key_env)):
+        return settings
+    if not port:
         return replace(settings, socket=folder / f"{number}.sock")
-    return settings
+    try:  # else the key of the server that is there would be lost
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--port {port}: {host} cannot be listened at ({error.strerror}); take another"
+        ) from None
+    return replace(settings, key=held.enter_context(kept_key(port)))
 
 
 def stop_all(servers: Sequence[ServerProcess]) -> None:
