@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,14 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.balance import balanced
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.image_features import KeptFeatures
-from mm_grpo.learner.lora import has_adapters, merge_lost, merged_tensors, save_adapter, without_adapters
+from mm_grpo.learner.lora import (
+    has_adapters,
+    merge_lost,
+    merged_layers,
+    merged_tensors,
+    save_adapter,
+    without_adapters,
+)
 from mm_grpo.learner.loss import LossInputs, pack_loss
 from mm_grpo.learner.memory import device_memory, largest_pack, memory_of_run, memory_sentence
 from mm_grpo.learner.minibatch import (
@@ -163,14 +171,21 @@ class Learner:
             self.moving.move(policy, self.config.algorithm.ref_model_mixup_alpha)
 
     def score(
-        self, prompt: Prompt, completions: Sequence[Sequence[int]], *, as_sampled: bool = False
+        self,
+        prompt: Prompt,
+        completions: Sequence[Sequence[int]],
+        *,
+        as_sampled: bool = False,
+        as_sent: bool = False,
     ) -> list[list[float]]:
         """Log-probabilities [T] of each completion of `prompt` under the present weights.
 
         Over the whole vocabulary at temperature 1, as an engine's `score`; with `as_sampled`, over the
-        distribution that training samples from (media tokens masked, at the training temperature).
+        distribution that training samples from (media tokens masked, at the training temperature). With `as_sent`
+        adapters are merged and rounded, as in `named_tensors`.
         """
-        return score(self.model, self.processor, self.config, prompt, completions, as_sampled=as_sampled)
+        with merged_layers(self.model) if as_sent else nullcontext():
+            return score(self.model, self.processor, self.config, prompt, completions, as_sampled=as_sampled)
 
     def memory_sentence(self) -> str:
         """What this process will hold of its device's memory, estimated from the sizes of the model; "" if unknown."""

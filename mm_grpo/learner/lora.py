@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,24 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{owner}.{leaf}", _merged(layers[owner], tensor) if leaf == "weight" else tensor.detach()
         elif ".lora_" not in name:
             yield name, tensor.detach()
+
+
+@contextmanager
+def merged_layers(model: nn.Module) -> Iterator[None]:
+    """The model that engines are sent, for the time of the block: each layer runs its merge, rounded once."""
+    layers = [layer for _, layer in _layers(model)]
+    for layer in layers:
+        layer.forward = partial(_run_merged, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _run_merged(layer: Any, inputs: Tensor) -> Tensor:
+    base = layer.base_layer
+    return nn.functional.linear(inputs, _merged(layer, base.weight), base.bias)
 
 
 def checked_merge(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -1,12 +1,14 @@
 """Weight sync that is verified three times, after every update.
 
-First the tensors: the engine's digests of what it received, or of what its own parameters hold where it can
-read them back, are held against the learner's (rollout/weights.py), so one that did not arrive is named whatever the
+First the tensors: the engine's digests of what its own layers hold where it can read them back, else of what it
+received, are held against the learner's (rollout/weights.py), so one that did not arrive is named whatever the
 learning rate. Then a completion of this step with its images (the canary) is scored by both sides before and
 after: where the learner's log-probs moved and the engine's are the same to the last bit, the engine did not load
-what it received. In bfloat16 nothing else would show it, for an update moves log-probs by less than the two
+what it received. In bfloat16 the size of a move would not show it, for an update moves log-probs by less than the two
 sides differ by rounding. Last, the engine's scores and a few tokens sampled anew agree with the learner, which
-catches caches of image features or of keys and values that belong to older weights.
+catches caches of image features or of keys and values that belong to older weights. The learner scores with what it
+sent: with adapters that is their merge, rounded as the engine has it, and how far that is from the policy shows in what
+is sampled next.
 
 An engine that samples from the learner's own module is sent nothing, and what it samples next is held against the
 learner in the next step. There the last check is made at the first step and at every 50th, those at which the trainer
@@ -43,8 +45,10 @@ FILLING = 256
 """Ids below this one fill a canary up; every vocabulary has them."""
 CLEAR = 10.0
 """An update is held to have moved a log-prob for certain when it did so by this many times the noise."""
-ROUNDED = 0.1
-"""Share of the adapters' movement that a merge may lose before the learner's own moves say little of the engine's."""
+SOUND = 20.0
+"""Times the largest gap that sound updates of this run have shown that the next one may show."""
+SETTLED = 3
+"""Sound updates before that holds."""
 VISIBLE = 1e-6
 """Least move of the learner's log-probs, in nats per token, that an engine has to show as well."""
 NOISE = {"float32": 2e-6, "bfloat16": 5e-3}
@@ -103,6 +107,7 @@ class VerifiedSync:
         self.version = 0
         self.limit = limit_for(config.run.max_logp_gap, str(learner.model.dtype))
         self.noise = NOISE.get(str(learner.model.dtype).removeprefix("torch."), NOISE["bfloat16"])
+        self._sound, self._largest = 0, 0.0  # updates that passed, and the largest gap of their canaries
         self._seeds = eval_seeds(config.run.seed, 0, PROBES if config.rollout.max_staleness else 1)
         self._longest = config.rollout.max_completion_length
         self._probe = Sampling(min(PROBE_TOKENS, self._longest), config.rollout.temperature)
@@ -143,10 +148,10 @@ class VerifiedSync:
         sampled = max((c.token_ids for c in group.completions), key=len)
         if self._shared:  # there is no update that it could have lost
             ids = sampled[:CANARY_TOKENS]
-            return Canary(group.prompt, ids, self.learner.score(group.prompt, [ids])[0], _done({}))
+            return Canary(group.prompt, ids, self._score(group.prompt, ids), _done({}))
         ids = (*sampled, *self._filling)[: min(CANARY_TOKENS, max(len(sampled), self._longest))]
         scoring = self._beside(lambda: dict(self._on_each(lambda engine: engine.score(group.prompt, ids))))
-        return Canary(group.prompt, ids, self.learner.score(group.prompt, [ids])[0], scoring)
+        return Canary(group.prompt, ids, self._score(group.prompt, ids), scoring)
 
     def update(self, version: int, canary: Canary | None, noise: float = 0.0) -> SyncReport:
         """`send` the weights and see what the engine makes of them; without a canary, send them.
@@ -159,17 +164,14 @@ class VerifiedSync:
         if canary is None:
             return report
         prompt = canary.prompt
-        after = self.learner.score(prompt, [canary.token_ids])
+        after = [self._score(prompt, canary.token_ids)]
         moved = gap_of([canary.logprobs], after).mean
-        lost = 0.0 if self._shared or report.merge_lost is None else report.merge_lost
-        rounded = lost > ROUNDED  # then the learner moves in ways that no engine is sent
-        shown = moved * (1 - lost) if not rounded or moved * (1 - lost) > self.noise else 0.0
         requests = [Request(prompt, seed, self._probe) for seed in self._seeds]
         scores: list[Gap] = []
         probes: list[Gap] = []
         problem = None
         noise = max(noise, self.noise)
-        followed = 0.0 if rounded else moved
+        limit = self._limit()
         for name, (engine_after, sampled) in self._on_each(
             lambda engine: (engine.score(prompt, canary.token_ids), engine.generate(requests))
         ):
@@ -178,32 +180,41 @@ class VerifiedSync:
             if before := scored_before.get(name):
                 # what both sides rounded differently before, of the same tokens, they do after
                 rounding = max(noise, gap_of([before], [canary.logprobs]).mean)
-                message = lost_update(before, engine_after, shown, report.tensors, prompt.uid)
+                message = lost_update(before, engine_after, moved, report.tensors, prompt.uid)
             if message is not None:
                 raise GuardStop(f"weight sync to version {version}{where}: {message}")
             require_answers(requests, sampled, version)
-            expected = self.learner.score(prompt, [c.token_ids for c in sampled], as_sampled=True)
+            expected = self.learner.score(
+                prompt, [c.token_ids for c in sampled], as_sampled=True, as_sent=not self._shared
+            )
             own_probe, own_score = (
                 gap_of([c.logprobs for c in sampled], expected),
                 gap_of([engine_after], after),
             )
             probes.append(own_probe)
             scores.append(own_score)
-            found = stale_engine(
-                own_score, followed, rounding, self.limit, f"a fixed completion of {prompt.uid}"
-            )
+            found = stale_engine(own_score, moved, rounding, limit, f"a fixed completion of {prompt.uid}")
             found = found or stale_engine(
-                own_probe, followed, rounding, self.limit, f"new samples for {prompt.uid}"
+                own_probe, moved, rounding, self.limit, f"new samples for {prompt.uid}"
             )
             if found is not None:
                 problem = problem or f"after the weight sync to version {version}{where}, {found}"
-        if problem is not None and rounded:
-            problem += (
-                f". The merge of the adapters loses {lost:.0%} of their movement to rounding (lora/merge_lost), which "
-                "an engine with weights of its own is not sent: train in float32, or with rollout.engine=transformers"
-            )
         score, probe = (max(gaps, key=lambda gap: gap.mean) for gaps in (scores, probes))
+        if problem is None:
+            self._sound, self._largest = self._sound + 1, max(self._largest, score.mean)
         return replace(report, score=score, probe=probe, moved=moved, problem=problem)
+
+    def _score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
+        """The learner's log-probs [T] of the canary, of the weights that the engine is sent."""
+        return self.learner.score(prompt, [token_ids], as_sent=not self._shared)[0]
+
+    def _limit(self) -> float:
+        """The largest gap of the canary: after some sound updates a multiple of theirs, where that is less.
+
+        Part of the layers may keep old weights where they cannot be read back, and be far below `limit` still.
+        """
+        settled = self._sound >= SETTLED
+        return min(self.limit, SOUND * max(self._largest, self.noise)) if settled else self.limit
 
     def close(self) -> None:
         """End the thread that scores beside the learner."""

@@ -26,6 +26,15 @@ class FakeModel:
         self.weights: dict[str, Tensor] = {}
         self.waiting: dict[str, Tensor] = {}
 
+    def named_parameters(self, remove_duplicate: bool = False) -> Iterable[tuple[str, Tensor]]:
+        return self.weights.items()
+
+    def named_modules(self) -> list[tuple[str, None]]:
+        return [(name.rpartition(".")[0], None) for name in self.weights]
+
+    def get_submodule(self, name: str) -> None:
+        return None
+
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             if name.startswith("strange"):

@@ -8,15 +8,16 @@ needs no vLLM, and versions that ask more of the class do not matter). Its calls
     update_weights         a chunk; any number of times. Every kind takes files, for servers that joined late
     finish_weight_update   layers are made of what came
 
-`Account` is what the learner asks for afterwards: a digest of each tensor as it arrived here, before vLLM fused or
-packed it. What vLLM itself reports hashes its fused parameters, and on a CPU empty ones.
+`Account` is what the learner asks for afterwards: a digest of each tensor as vLLM's layers hold it, where they can be
+read (`vllm/read_back.py`), else as it arrived here. What vLLM itself reports hashes its fused parameters, and on a CPU
+empty ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from torch import Tensor
 
 from mm_grpo.rollout.served.chunks import Meta, offsets, unpack
 from mm_grpo.rollout.served.groups import Group
-from mm_grpo.rollout.weights import digest
+from mm_grpo.rollout.vllm.read_back import ReadBack
 
 
 @dataclass
 class Account:
-    """What this worker received. `version` and `digests` are those of the last update, or of the one under way.
+    """What this worker received. `version` and `digests` are those of the last update; of one under way `digests` has
+    the names alone.
 
     `finished` is false while an update is under way, and after one that was given up. `damaged`: one was given up, so
     layers hold a mixture until one brings every tensor that its run has sent (`known`, by run: those of another model
@@ -46,19 +48,23 @@ class Account:
     weights_name: str = ""
     model: dict[str, Any] = field(default_factory=dict)
     known: dict[str, set[str]] = field(default_factory=dict)
+    read_back: ReadBack = field(default_factory=ReadBack)
 
     def begin(self) -> None:
         self.damaged = self.damaged or not self.finished
         self.version, self.digests, self.finished = None, {}, False
+        self.read_back.begin()
 
     def note(self, version: int, name: str, tensor: Tensor) -> None:
         if self.version not in (None, version):
             raise ValueError(f"version {version} came in the midst of version {self.version}")
         self.version = version
-        self.digests[name] = digest(tensor)
+        self.digests[name] = ""
+        self.read_back.note(name, tensor)
         self.known.setdefault(self.run, set()).add(name)
 
-    def end(self) -> None:
+    def end(self, model: torch.nn.Module) -> None:
+        self.digests = self.read_back.digests(model)
         self.finished = True
         if self.digests and self.known[self.run] <= self.digests.keys():
             self.damaged = False
@@ -68,9 +74,7 @@ class Account:
         return self.weights_name.partition(":")[0]
 
     def as_json(self) -> dict[str, Any]:
-        value = asdict(self)
-        del value["known"]
-        return value
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("known", "read_back")}
 
 
 @dataclass
@@ -150,7 +154,7 @@ class Receiver:
     def finish_weight_update(self) -> None:
         with self._config():
             self._finalize()
-        self.account.end()
+        self.account.end(self.model)
 
     def shutdown(self) -> None:
         """Nothing is held."""

@@ -9,7 +9,7 @@ vLLM itself is behind `internals.py` and `launch.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -26,7 +26,6 @@ from mm_grpo.rollout.vllm.requests import (
     request_groups,
     sampling_params,
 )
-from mm_grpo.rollout.weights import digest
 from mm_grpo.timing import span
 from mm_grpo.types import Completion, Prompt
 
@@ -96,25 +95,15 @@ class VLLMEngine:
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
         """Take `tensors`, whole layers, as weights number `version`; the caches of older ones are emptied.
 
-        Returns digests of what vLLM's own parameters hold after it, where those can be read back, else of what the
-        worker was given. Without `holds_weights` every tensor has to come.
+        Returns digests of what vLLM's own layers hold after it, where those can be read back, else of what the
+        worker was given (`read_back.py`). Without `holds_weights` every tensor has to come.
         """
         handle = self._held()
         internals.wake(handle, "weights")
-        received: dict[str, str] = {}
-        shapes: dict[str, torch.Size] = {}
-        readable = handle.readable
+        handle.read_back.begin()
         try:
-            internals.reload(handle, _noted(tensors, shapes, received, readable or set()))
-            loaded = {
-                name: digest(part)
-                for name, part in internals.read_back(handle, shapes).items()
-                if readable is None or name in readable
-            }
-            if readable is None:  # the first update confirms which parameters lie where they seem to
-                handle.readable = {name for name, value in loaded.items() if value == received[name]}
-            else:
-                received |= loaded
+            internals.reload(handle, handle.read_back.noted(tensors))
+            received = internals.read_back(handle)
         except BaseException:  # what the engine holds now is a mixture: only all tensors make it whole
             self._current = False
             raise
@@ -278,17 +267,3 @@ class VLLMStream:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _noted(
-    tensors: Iterable[tuple[str, Tensor]],
-    shapes: dict[str, torch.Size],
-    received: dict[str, str],
-    readable: Container[str],
-) -> Iterable[tuple[str, Tensor]]:
-    """Passes tensors on to the worker, noting their shapes and the digests of those that cannot be read back."""
-    for name, tensor in tensors:
-        shapes[name] = tensor.shape
-        if name not in readable:
-            received[name] = digest(tensor)
-        yield name, tensor

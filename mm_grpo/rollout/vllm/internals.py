@@ -19,9 +19,6 @@ from mm_grpo.errors import DataError, EngineError
 from mm_grpo.rollout.vllm.launch import Handle, first_line
 from mm_grpo.watchdog import Watchdog
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""vLLM's fused layers and what they are made of, in order; a model's own `packed_modules_mapping` comes on top."""
-
 # running -------------------------------------------------------------------------------------
 
 
@@ -256,42 +253,10 @@ def reload(handle: Handle, tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise failures[0]
 
 
-def read_back(handle: Handle, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Where the tensors of these names and shapes seem to lie among the engine's own parameters; views, not copies.
-
-    Fused layers hold their sources one after the other. Left out is what is laid out in another way: the linear
-    layers of a CPU, which are packed, quantised weights, shards of a tensor-parallel group. It is a guess from
-    names and shapes, to be confirmed by comparing values once.
-    """
-
-    def look(model: torch.nn.Module) -> dict[str, Tensor]:
-        own = dict(model.named_parameters(remove_duplicate=False))
-        mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-        fused = {**FUSED, **getattr(model, "packed_modules_mapping", {})}
-        found: dict[str, Tensor] = {}
-        for name, shape in shapes.items():
-            layer, start, rows = name, 0, shape[0] if shape else 0
-            for target, sources in fused.items():
-                source = next((s for s in sources if f".{s}." in name and s != target), None)
-                if source is None:
-                    continue
-                layer = name.replace(f".{source}.", f".{target}.")
-                before = sources[: list(sources).index(source)]
-                parts = [shapes.get(name.replace(f".{source}.", f".{s}.")) for s in before]
-                if any(part is None for part in parts):
-                    break
-                start = sum(part[0] for part in parts if part)
-            mapped = mapper.apply_list([layer]) if mapper is not None else [layer]
-            parameter = own.get(mapped[0]) if mapped else None
-            if parameter is None or parameter.ndim != len(shape) or parameter.shape[1:] != shape[1:]:
-                continue
-            part = parameter.detach()[start : start + rows] if shape else parameter.detach()
-            if part.shape == shape:
-                found[name] = part
-        return found
-
-    views: dict[str, Tensor] = handle.llm.apply_model(look)[0]
-    return views
+def read_back(handle: Handle) -> dict[str, str]:
+    """Digests of the tensors that the worker was given last, of its own layers where those can be read."""
+    found: dict[str, str] = handle.llm.apply_model(handle.read_back.digests)[0]
+    return found
 
 
 def reset_prefix_cache(handle: Handle) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.processors.model_folder import read_config
+from mm_grpo.rollout.vllm.read_back import ReadBack
 from mm_grpo.rollout.vllm.weight_names import teach_names
 
 OURS: Mapping[str, str] = {
@@ -69,8 +70,8 @@ class Handle:
     """A running engine.
 
     `owner` is the last trainer's engine that used it, `fault` says why it is unusable, and `asleep` names the
-    parts of its memory that are given back (`weights`, `kv_cache`). `readable` are the weights that can be read back
-    from its parameters, None before the first update. A call that makes no step for `timeout` seconds counts as hung.
+    parts of its memory that are given back (`weights`, `kv_cache`). `read_back` finds the
+    weights that it was given in its layers. A call that makes no step for `timeout` seconds counts as hung.
     """
 
     llm: Any
@@ -78,7 +79,7 @@ class Handle:
     owner: object | None = None
     fault: str | None = None
     asleep: set[str] = field(default_factory=set)
-    readable: set[str] | None = None
+    read_back: ReadBack = field(default_factory=ReadBack)
     timeout: float = 600.0
 
 
