@@ -25,7 +25,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.export.saving import Saving
 from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.health.guards import Guards
-from mm_grpo.health.logp_gap import logp_gap
+from mm_grpo.health.logp_gap import sampled_gap
 from mm_grpo.health.update_happens import update_happens
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
@@ -231,15 +231,17 @@ class GRPOTrainer(Saving):
             with timed(times, "time/learner"):
                 report = self.learner.update(groups)
             with ranks.fail_together("guards"):
-                mean_gap, max_gap = report.gap_at(self.sync.version)
-                guards.apply("logp_gap", logp_gap(mean_gap, max_gap, self.sync.limit), step)
+                for version, gap in report.gaps.items():
+                    moved = self.sync.moved_since(version)
+                    guards.apply("logp_gap", sampled_gap(gap, self.sync.limit, moved), step)
                 for record in report.updates:
                     guards.apply("update_happens", update_happens(record), step)
 
             self.pipeline.drain(step)
             with timed(times, "time/sync"), ranks.fail_together("weight sync"):
                 self.pipeline.wake()
-                synced = self.sync.update(step, canary, noise=max_gap)
+                own = report.gaps.get(self.sync.version)
+                synced = self.sync.update(step, canary, noise=0.0 if own is None else own.max)
                 guards.apply("logp_gap", synced.problem, step)
             self.pipeline.landed(step)  # after the checks, which would wait behind what is sampled next
             if algorithm.sync_ref_model and step % algorithm.ref_model_sync_steps == 0:

@@ -124,8 +124,9 @@ def group_cost(group: Group, config: GRPOConfig, *, shared: bool = True) -> Cost
 
 
 def enters_loss(completion: Completion, algorithm: AlgorithmConfig) -> bool:
-    """Whether the config lets a completion into the loss."""
-    return not (algorithm.mask_truncated_completions and completion.finish_reason == "length")
+    """Whether a completion enters the loss: not one that is masked, nor, where the config says so, a truncated one."""
+    truncated = algorithm.mask_truncated_completions and completion.finish_reason == "length"
+    return completion.masked is None and not truncated
 
 
 def has_dense_objective(algorithm: AlgorithmConfig, prompt: Prompt | None = None) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.health.logp_gap import SampledGap
 from mm_grpo.learner.pack import Item, Pack, by_group
 from mm_grpo.types import Prompt, UpdateRecord
 
@@ -26,12 +27,7 @@ class LearnerReport:
 
     metrics: dict[str, float]
     updates: list[UpdateRecord] = field(default_factory=list)
-    gaps: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-
-    def gap_at(self, version: int) -> tuple[float, float]:
-        """Mean and largest gap of what was sampled under `version`; 0 where nothing was. Only at the learner's own
-        version has the engine to agree with it: an older one differs by the updates between."""
-        return self.gaps.get(version, (0.0, 0.0))
+    gaps: Mapping[int, SampledGap] = field(default_factory=dict)
 
     @property
     def mean_gap(self) -> float:
@@ -162,20 +158,26 @@ def gaps_by_version(
     learned: Mapping[int, Tensor],
     versions: Sequence[tuple[int, ...]],
     ranks: Ranks,
-) -> dict[int, tuple[float, float]]:
-    """Mean and largest distance of the engine's log-probs [R][T] from the learner's, by the version [R] that a
-    completion was sampled under; those with several are left out. Collective."""
+) -> dict[int, SampledGap]:
+    """How far the engine's log-probs [R][T] are from the learner's, by the oldest version [R] that a completion was
+    sampled under. Collective."""
     own: dict[int, list[float]] = {}
     for index, values in learned.items():
-        if len(versions[index]) == 1:
-            gap = (torch.tensor(engine[index], dtype=torch.float64) - values.double().cpu()).abs()
-            own.setdefault(versions[index][0], []).extend(gap.tolist())
-    parts = [(v, math.fsum(gaps), len(gaps), max(gaps)) for v, gaps in own.items() if gaps]
-    every = [part for of_rank in ranks.all_gather(parts, "log-prob gaps") for part in of_rank]
-    found: dict[int, tuple[float, float]] = {}
-    for version in sorted({part[0] for part in every}):
-        _, sums, counts, largest = zip(*(part for part in every if part[0] == version), strict=True)
-        found[version] = (math.fsum(sums) / sum(counts), max(largest))
+        moves = values.double().cpu() - torch.tensor(engine[index], dtype=torch.float64)
+        own.setdefault(min(versions[index]), []).extend(moves.tolist())
+    every = ranks.all_gather(own, "log-prob gaps")
+    found: dict[int, SampledGap] = {}
+    for version in sorted({version for of_rank in every for version in of_rank}):
+        moves = torch.tensor([m for of_rank in every for m in of_rank.get(version, ())], dtype=torch.float64)
+        if len(moves):
+            excess = moves.exp() - 1
+            spread = float(excess.square().sum().sqrt())
+            found[version] = SampledGap(
+                float(moves.abs().mean()),
+                float(moves.abs().max()),
+                float(excess.mean()) + 1,
+                float(excess.sum()) / spread if spread else 0.0,
+            )
     return found
 
 

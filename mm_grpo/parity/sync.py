@@ -18,6 +18,7 @@ each one has to pass.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -49,6 +50,10 @@ SOUND = 20.0
 """Times the largest gap that sound updates of this run have shown that the next one may show."""
 SETTLED = 3
 """Sound updates before that holds."""
+OTHERS = 8
+"""Completions of a group that say how far an update moves the learner."""
+RECENT = 8
+"""Updates whose moves tell how far an older one may have moved what it did not score."""
 VISIBLE = 1e-6
 """Least move of the learner's log-probs, in nats per token, that an engine has to show as well."""
 NOISE = {"float32": 2e-6, "bfloat16": 5e-3}
@@ -65,12 +70,17 @@ class Canary:
     It goes on with arbitrary tokens after its end, for short answers of a sure model have log-probs near 0, which
     hardly move. `scoring` has the engine's, of each of its servers by name ("" where it has none), empty where nothing
     is sent; they are awaited, for an engine that works beside the learner may have a whole step's prompts before it.
+    Where older samples are learned from, the learner scores `others` of the group too, which say how far it moves.
+    `as_sent` says whether its log-probs are those of merged adapters.
     """
 
     prompt: Prompt
     token_ids: tuple[int, ...]
     logprobs: Sequence[float]
     scoring: Future[Mapping[str, Sequence[float]]]
+    as_sent: bool = True
+    others: Sequence[Sequence[int]] = ()
+    others_logprobs: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True)
@@ -105,9 +115,11 @@ class VerifiedSync:
     def __init__(self, engine: RolloutEngine, learner: Learner, config: GRPOConfig) -> None:
         self.engine, self.learner = engine, learner
         self.version = 0
+        self._moves: dict[int, float] = {}
         self.limit = limit_for(config.run.max_logp_gap, str(learner.model.dtype))
         self.noise = NOISE.get(str(learner.model.dtype).removeprefix("torch."), NOISE["bfloat16"])
         self._sound, self._largest = 0, 0.0  # updates that passed, and the largest gap of their canaries
+        self._stale = config.rollout.max_staleness > 0
         self._seeds = eval_seeds(config.run.seed, 0, PROBES if config.rollout.max_staleness else 1)
         self._longest = config.rollout.max_completion_length
         self._probe = Sampling(min(PROBE_TOKENS, self._longest), config.rollout.temperature)
@@ -144,14 +156,18 @@ class VerifiedSync:
         """
         if not groups or (self._shared and not is_due(self.version + 1)):
             return None
-        group = next((g for g in groups if g.prompt.engine_prompt.images), groups[0])
+        pictured = [g for g in groups if g.prompt.engine_prompt.images] or groups
+        # what is learned from most moves most, and shows best what an engine did not take
+        group = pictured[0] if self._shared else max(pictured, key=lambda g: max(map(abs, g.advantages)))
         sampled = max((c.token_ids for c in group.completions), key=len)
         if self._shared:  # there is no update that it could have lost
             ids = sampled[:CANARY_TOKENS]
-            return Canary(group.prompt, ids, self._score(group.prompt, ids), _done({}))
+            return Canary(group.prompt, ids, self._score(group.prompt, [ids])[0], _done({}), as_sent=False)
         ids = (*sampled, *self._filling)[: min(CANARY_TOKENS, max(len(sampled), self._longest))]
         scoring = self._beside(lambda: dict(self._on_each(lambda engine: engine.score(group.prompt, ids))))
-        return Canary(group.prompt, ids, self._score(group.prompt, ids), scoring)
+        others = [c.token_ids for c in group.completions[:OTHERS]] if self._stale else []
+        logprobs, *rest = self._score(group.prompt, [ids, *others])
+        return Canary(group.prompt, ids, logprobs, scoring, others=others, others_logprobs=rest)
 
     def update(self, version: int, canary: Canary | None, noise: float = 0.0) -> SyncReport:
         """`send` the weights and see what the engine makes of them; without a canary, send them.
@@ -164,8 +180,9 @@ class VerifiedSync:
         if canary is None:
             return report
         prompt = canary.prompt
-        after = [self._score(prompt, canary.token_ids)]
-        moved = gap_of([canary.logprobs], after).mean
+        after, *others = self._score(prompt, [canary.token_ids, *canary.others])
+        moved = gap_of([canary.logprobs], [after]).mean
+        self._moves[version] = gap_of([canary.logprobs, *canary.others_logprobs], [after, *others]).max
         requests = [Request(prompt, seed, self._probe) for seed in self._seeds]
         scores: list[Gap] = []
         probes: list[Gap] = []
@@ -189,7 +206,7 @@ class VerifiedSync:
             )
             own_probe, own_score = (
                 gap_of([c.logprobs for c in sampled], expected),
-                gap_of([engine_after], after),
+                gap_of([engine_after], [after]),
             )
             probes.append(own_probe)
             scores.append(own_score)
@@ -204,9 +221,9 @@ class VerifiedSync:
             self._sound, self._largest = self._sound + 1, max(self._largest, score.mean)
         return replace(report, score=score, probe=probe, moved=moved, problem=problem)
 
-    def _score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
-        """The learner's log-probs [T] of the canary, of the weights that the engine is sent."""
-        return self.learner.score(prompt, [token_ids], as_sent=not self._shared)[0]
+    def _score(self, prompt: Prompt, completions: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The learner's log-probs [T] of completions, of the weights that the engine is sent."""
+        return self.learner.score(prompt, completions, as_sent=not self._shared)
 
     def _limit(self) -> float:
         """The largest gap of the canary: after some sound updates a multiple of theirs, where that is less.
@@ -215,6 +232,20 @@ class VerifiedSync:
         """
         settled = self._sound >= SETTLED
         return min(self.limit, SOUND * max(self._largest, self.noise)) if settled else self.limit
+
+    def moved_since(self, version: int) -> float:
+        """Nats that updates after weights number `version` may have moved a token, infinity where that is not known.
+
+        Each counts as much as the farthest of the last RECENT did, at the token that moved most of those scored around
+        it: an update moves some completions far and others hardly.
+        """
+        if version >= self.version:
+            return 0.0
+        if any(v not in self._moves for v in range(version + 1, self.version + 1)):
+            return math.inf
+        first = min(version + 1, self.version + 1 - RECENT)
+        farthest = max(self._moves.get(v, 0.0) for v in range(first, self.version + 1))
+        return (self.version - version) * farthest
 
     def close(self) -> None:
         """End the thread that scores beside the learner."""

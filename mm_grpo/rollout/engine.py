@@ -257,6 +257,11 @@ def wrong_answer(
                 f"{uid}: seed {request.seed} came back with {len(completion.token_ids)} tokens and "
                 f"{len(completion.logprobs)} log-probs; every sampled token needs one, and there must be a token"
             )
+        if len(completion.token_ids) > request.sampling.max_tokens:
+            return (
+                f"{uid}: seed {request.seed} was asked for {request.sampling.max_tokens} tokens at most and came back "
+                f"with {len(completion.token_ids)}"
+            )
         versions = versions_of(completion)
         if isinstance(version, tuple):
             if (problem := wrong_spans(completion, *version)) is not None:

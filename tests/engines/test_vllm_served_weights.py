@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers import tiny
 from safetensors.torch import save_file
+from test_vllm_lost_updates import UPDATES, Run
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from vllm_rig import Rig
@@ -355,3 +356,29 @@ def test_requests_wait_through_an_update_and_go_on_under_the_new_weights(fleet: 
     assert 0 < spans[0]["end"] == spans[1]["start"] < spans[1]["end"] == 400
     assert learner.gap(client) < NEAR["float32"]
     transfer.close()
+
+
+@pytest.mark.parametrize(("lora", "rate"), [(False, 1e-6), (True, 1e-5), (True, 1e-4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sound_updates_raise_no_alarm(
+    dtype: str, lora: bool, rate: float, fleet: Fleet, models: dict[str, Path]
+) -> None:
+    urls = [client.url for client in fleet.of(dtype)[1]]
+    run = Run(
+        models["qwen2_5_vl"],
+        rate,
+        dtype,
+        lora,
+        engine={
+            "engine": "vllm_server",
+            "server": {"urls": urls, "transfer": "gloo"},
+            "vllm": {"max_model_len": 256},
+        },
+    )
+    reports = [run.update(version) for version in range(1, UPDATES + 1)]
+    run.engine.close()
+    assert [r.problem for r in reports if r.problem] == []
+    assert all(r.tensors and r.score and r.moved is not None for r in reports)
+    account = fleet.of(dtype)[1][0].call("/collective_rpc", {"method": "mm_grpo_received"})["results"][0]
+    sent = {name: digest(tensor) for name, tensor in run.learner.named_tensors()}
+    assert account["digests"].items() <= sent.items()

@@ -8,7 +8,7 @@ import pytest
 
 from mm_grpo.errors import GuardStop
 from mm_grpo.health import apply_guard
-from mm_grpo.health.logp_gap import limit_for, logp_gap
+from mm_grpo.health.logp_gap import SampledGap, limit_for, logp_gap, sampled_gap
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,23 @@ def test_the_guard_stops_warns_or_is_off(caplog: pytest.LogCaptureFixture) -> No
     assert apply_guard("logp_gap", message, {"logp_gap": "warn"}) is True
     assert "the limit is 0.001" in caplog.text
     assert apply_guard("logp_gap", message, {"logp_gap": "off"}) is False
+
+
+@pytest.mark.parametrize(
+    ("gap", "moved", "stopped"),
+    [
+        (SampledGap(1e-3, 0.1, 1.5), 0.0, False),  # of the learner's own weights: the limit alone
+        (SampledGap(1.1e-3, 0.1, 1.0), 0.0, True),
+        (SampledGap(0.99, 2.0), 0.1, False),
+        (SampledGap(1.01, 2.0), 0.1, True),
+        (SampledGap(0.2, 2.0, 1.5, 7.9), 0.1, False),
+        (SampledGap(0.2, 2.0, 1.09, 20.0), 0.1, False),
+        (SampledGap(0.2, 2.0, 1.11, 8.1), 0.1, True),
+        (SampledGap(0.2, 2.0, 0.89, -8.1), 0.1, True),
+        (SampledGap(9.0, 9.0), math.inf, False),  # what the learner moved is not known
+    ],
+)
+def test_stale_samples_may_be_as_far_as_the_learner_moved(
+    gap: SampledGap, moved: float, stopped: bool
+) -> None:
+    assert (sampled_gap(gap, 1e-3, moved) is not None) == stopped

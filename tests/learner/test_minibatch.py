@@ -61,8 +61,20 @@ def test_two_updates_each_have_their_own_denominator() -> None:
     assert second[2] == [0.0] * 4 + [0.2, 0.2]
 
 
-def test_masked_completions_have_no_weight_and_are_not_run() -> None:
-    ((items, live, weights, tokens),) = minibatches(algorithm={"mask_truncated_completions": True})
+@pytest.mark.parametrize("dense", [{}, {"beta": 0.1}, {"entropy_coef": 0.1}])
+@pytest.mark.parametrize("kept_out", ["truncated", "a tool came too late"])
+def test_masked_completions_have_no_weight_and_are_not_run(
+    kept_out: str, dense: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truncated = kept_out == "truncated"
+    if not truncated:
+        first, second = GROUPS[0].completions
+        masked = replace(GROUPS[0], completions=(first, replace(second, masked=kept_out)))
+        monkeypatch.setitem(globals(), "GROUPS", [masked, *GROUPS[1:]])
+    ((items, live, weights, tokens),) = minibatches(
+        algorithm={"mask_truncated_completions": truncated, **dense}
+    )
+    live = [index for index in live if not dense or index not in (2, 3)]  # these have no advantage
     assert (items, live, tokens) == ([0, 1, 2, 3, 4, 5], [0, 4, 5], 13)
     assert weights == pytest.approx([1 / 13, 0.0, 1 / 13, 1 / 13, 1 / 13, 1 / 13], abs=1e-15)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import CancelledError
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from helpers.patience import PATIENCE, until
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.step_report import LearnerReport, gaps_by_version
+from mm_grpo.learner.step_report import gaps_by_version
 from mm_grpo.rollout.background import Background
 from mm_grpo.rollout.collect import Rollout
 from mm_grpo.rollout.engine import wrong_spans
@@ -62,13 +63,17 @@ def test_ages_are_those_of_the_first_token_and_of_what_is_learned_from() -> None
     assert [scheduled_version(step, 0) for step in (1, 2, 3)] == [0, 1, 2]
 
 
-def test_only_what_was_sampled_at_the_learners_version_is_compared_with_it() -> None:
+def test_gaps_and_ratios_are_those_of_the_oldest_version_of_a_completion() -> None:
     engine = [(-1.0, -2.0), (-1.0,), (-3.0, -3.0), (-9.0,)]
     learned = {0: torch.tensor([-1.0, -2.5]), 1: torch.tensor([-4.0]), 2: torch.tensor([-3.0, -3.25])}
+    learned[3] = torch.tensor([-1.0])
     found = gaps_by_version(engine, learned, [(2,), (1,), (2,), (1, 2)], Ranks())
-    assert found == {1: (3.0, 3.0), 2: ((0.5 + 0.25) / 4, 0.5)}
-    report = LearnerReport({}, [], found)
-    assert report.gap_at(2) == (0.1875, 0.5) and report.gap_at(3) == (0.0, 0.0)
+    assert (found[1].mean, found[1].max) == ((3.0 + 8.0) / 2, 8.0)
+    assert found[1].ratio == pytest.approx((math.exp(-3) + math.exp(8)) / 2)
+    assert (found[2].mean, found[2].max) == ((0.5 + 0.25) / 4, 0.5)
+    assert found[2].ratio == pytest.approx((2 + math.exp(-0.5) + math.exp(-0.25)) / 4)
+    one, two = math.exp(-0.5) - 1, math.exp(-0.25) - 1
+    assert found[2].errors == pytest.approx((one + two) / math.hypot(one, two))
 
 
 def test_background_calls_end_with_the_run() -> None:

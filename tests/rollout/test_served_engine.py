@@ -227,11 +227,14 @@ def test_all_servers_lost_in_an_update_are_waited_for(make: Made) -> None:
     assert {c.weight_versions for c in engine.generate(requests(2))} == {((0, 1),)}
 
 
-def test_a_server_that_received_something_else_stops_the_run(make: Made) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_server_that_loads_something_else_or_nothing_stops_the_run(lost: bool, make: Made) -> None:
     engine, fakes = make()
     worker = fakes[1].control.workers[0]
     load = worker.model.load_weights
-    worker.model.load_weights = lambda tensors: load((name, tensor + 1) for name, tensor in tensors)
+    worker.model.load_weights = lambda tensors: load(
+        [(name, tensor + 1) for name, tensor in tensors][: None if not lost else 0]
+    )
     with pytest.raises(
         GuardStop, match=rf"weight sync with {fakes[1].url}: of 1 tensors 1 arrived changed: 'b"
     ):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.rollout.pipeline import scheduled_version
 from mm_grpo.rollout.seeds import SeedPlan
+from mm_grpo.types import Completion
 
 STEPS = 5
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "base"
 
 
 def run(path: Path, folder: Path, staleness: int, **changes: Any) -> GRPOTrainer:
@@ -340,3 +344,53 @@ def test_the_correction_is_on_where_samples_are_stale(
     )
     assert config.importance_sampling_mode == meant
     assert config.with_correction().algorithm.importance_sampling_mode == meant
+
+
+class Liar:
+    """Answers as `generate` does, with a lie about the log-probs; requests of a check are answered well."""
+
+    def __init__(self, generate: Any, lie: str, tokens: int) -> None:
+        self.generate, self.lie, self.tokens = generate, lie, tokens
+        self.before: list[Completion] = []
+
+    def __call__(self, requests: Any) -> list[Completion]:
+        sound: list[Completion] = self.generate(requests)
+        if requests[0].sampling.max_tokens != self.tokens:
+            return sound
+        others, self.before = self.before or sound, sound
+        return [self.told(*both) for both in zip(sound, others, strict=True)]
+
+    def told(self, own: Completion, other: Completion) -> Completion:
+        logprobs = own.logprobs
+        if self.lie == "all -1":
+            logprobs = (-1.0,) * len(logprobs)
+        elif self.lie == "shifted":
+            logprobs = (*logprobs[1:], logprobs[0])
+        elif self.lie == "wrong from the second":
+            logprobs = (logprobs[0], *(2 * x - 1 for x in logprobs[1:]))
+        elif self.lie == "of another prompt":
+            return replace(other, seed=own.seed, weight_versions=own.weight_versions)
+        return replace(own, logprobs=logprobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["lockstep", "eager"])
+@pytest.mark.parametrize("lie", ["", "all -1", "shifted", "wrong from the second", "of another prompt"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wrong_log_probs_of_stale_samples_stop_the_run(
+    dtype: str, lie: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_server(monkeypatch, updates_in_flight=order == "eager")
+    trainer = trainer_of(
+        SHAPES,
+        tmp_path / "r",
+        model={"dtype": dtype},
+        rollout={"max_staleness": 1, "staleness_order": order, "max_completion_length": 8},
+        optim={"learning_rate": 1e-6 if lie else 1e-4},
+        run={"max_steps": 20 if lie else 6},
+    )
+    generate = trainer.engine.generate
+    liar = Liar(generate, lie, 8)
+    monkeypatch.setattr(trainer.engine, "generate", lambda r: (liar if trainer.sync.version else generate)(r))
+    with pytest.raises(GuardStop, match="logp_gap") if lie else nullcontext():
+        trainer.train()
