@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-long test-all test-lowest lint bench gpu-proof docs requirements
+.PHONY: help setup demo test test-long test-all test-lowest test-random lint bench gpu-proof docs requirements
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
@@ -53,6 +53,11 @@ LOWEST := cli config data distributed export preflight processors run \
 	rewards/test_scoring_isolated.py
 test-lowest: .venv-lowest/.ready  ## run the tests of our dependencies that are not long with the oldest packages allowed
 	.venv-lowest/bin/python $(PYTEST) -m "not long" $(addprefix tests/,$(LOWEST))
+
+# Those of tests/ whose examples hypothesis makes; `make test` takes the same ones each time.
+RANDOM_FILES = $(shell grep -lE "^from hypothesis|^import hypothesis" $$(find tests -name 'test_*.py'))
+test-random: setup  ## look for new examples that break a property, 2,000 of each, in about ten minutes
+	RANDOM_EXAMPLES=1 $(BIN)/python $(PYTEST) $(RANDOM_FILES)
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check

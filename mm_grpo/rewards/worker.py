@@ -22,7 +22,7 @@ from mm_grpo.rewards.call import fault_of
 from mm_grpo.rewards.resolve import resolve_entry
 from mm_grpo.rewards.scores import scores_of
 from mm_grpo.rewards.spec import is_async
-from mm_grpo.rewards.user_code import end_fork
+from mm_grpo.rewards.user_code import end_fork, own_copy
 from mm_grpo.worker_processes import detach
 
 LONGEST_TRACE = 20_000
@@ -75,11 +75,13 @@ class Worker:
         why its answer is `refused`."""
         fn, limit = self.fn, self.load.memory_limit
         assert fn is not None
+        # the rows of one message share what they have in common
+        arguments: Mapping[str, Any] = own_copy(job.arguments, {})
         process = os.getpid()
         logged: list[tuple[str, str, Any]] = []
         try:
             with _memory(limit):
-                answer = fn(**job.arguments, **_loggers(self.load.kind, job.logs, logged))
+                answer = fn(**arguments, **_loggers(self.load.kind, job.logs, logged))
                 if inspect.isawaitable(answer) and is_async(fn):
                     answer = self.awaited(answer)
         except BaseException as error:  # whatever it is, only this call has failed

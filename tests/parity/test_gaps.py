@@ -116,6 +116,11 @@ def test_answers_are_held_against_requests(models: dict[str, Path]) -> None:
         (sound[:1], 3, "answered 2 requests with 1 completions"),
         ([sound[0], made([5], 40, 3)], 3, "r:1: the engine was asked for seed 41 and says that it used 40"),
         ([sound[0], made([], 41, 3)], 3, "r:1: seed 41 came back with 0 tokens and 0 log-probs"),
+        (
+            [sound[0], made([5] * 99, 41, 3)],
+            3,
+            f"r:1: seed 41 was asked for {requests[1].sampling.max_tokens} tokens",
+        ),
         ([sound[0], replace(sound[1], logprobs=())], 3, "came back with 1 tokens and 0 log-probs"),
         (sound, 4, "r:1: seed 40 was sampled under weight version 3, and the learner is at version 4"),
     ]

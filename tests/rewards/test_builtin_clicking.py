@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
-from mm_grpo.rewards.builtins.boxes import has_area
-from mm_grpo.rewards.builtins.clicking import bounds, clicking, distance, is_inside, point_inside
+from mm_grpo.rewards.builtins.clicking import clicking, distance, is_inside, point_inside
 from mm_grpo.rewards.builtins.grounding import point_in_box
 from mm_grpo.types import Sample
 
@@ -21,6 +20,8 @@ TRIANGLE = [[0, 0], [40, 0], [0, 40]]
 HORSESHOE = [0, 0, 30, 0, 30, 30, 20, 30, 20, 10, 10, 10, 10, 30, 0, 30]
 
 whole = st.integers(0, 20)
+sides = st.lists(whole, min_size=2, max_size=2, unique=True).map(sorted)
+corners = st.tuples(sides, sides).map(lambda s: ((s[0][0], s[1][0]), (s[0][1], s[1][1])))
 polygons = st.lists(st.tuples(whole, whole), min_size=3, max_size=7)
 
 
@@ -118,26 +119,27 @@ def test_no_gold_and_options_that_mean_nothing() -> None:
         clicking("(1, 1)", TRIANGLE, reach=0.5)
 
 
-@given(st.tuples(whole, whole, whole, whole).filter(has_area), whole, whole)
-def test_a_box_is_scored_as_point_in_box_scores_it(box: tuple[int, int, int, int], x: int, y: int) -> None:
+@given(corners, whole, whole)
+def test_a_box_is_scored_as_point_in_box_scores_it(opposite: Any, x: int, y: int) -> None:
+    box = (*opposite[0], *opposite[1])
     assert clicking(f"({x}, {y})", box) == point_in_box(f"({x}, {y})", box)
-    corners = [box[0], box[1], box[2], box[1], box[2], box[3], box[0], box[3]]
-    assert clicking(f"({x}, {y})", corners) == point_in_box(f"({x}, {y})", box)
+    around = [box[0], box[1], box[2], box[1], box[2], box[3], box[0], box[3]]
+    assert clicking(f"({x}, {y})", around) == point_in_box(f"({x}, {y})", box)
 
 
-@given(st.lists(st.tuples(whole, whole), min_size=3, max_size=3), whole, whole)
+@given(st.lists(st.tuples(whole, whole), min_size=3, max_size=3, unique=True), whole, whole)
 def test_a_point_in_a_triangle_has_all_edges_on_one_side(points: Any, x: int, y: int) -> None:
     a, b, c = points
+    if (b[0] - a[0]) * (c[1] - a[1]) == (b[1] - a[1]) * (c[0] - a[0]):  # on one line
+        c = (a[0] - (b[1] - a[1]), a[1] + (b[0] - a[0]))
     sides = [(q[0] - p[0]) * (y - p[1]) - (q[1] - p[1]) * (x - p[0]) for p, q in ((a, b), (b, c), (c, a))]
-    assume((b[0] - a[0]) * (c[1] - a[1]) != (b[1] - a[1]) * (c[0] - a[0]))
-    assert is_inside((x, y), tuple(points)) == (min(sides) >= 0 or max(sides) <= 0)
-    assert (distance((x, y), tuple(points)) == 0) == is_inside((x, y), tuple(points))
+    assert is_inside((x, y), (a, b, c)) == (min(sides) >= 0 or max(sides) <= 0)
+    assert (distance((x, y), (a, b, c)) == 0) == is_inside((x, y), (a, b, c))
 
 
-@given(polygons)
-def test_a_point_inside_is_inside(points: Any) -> None:
-    polygon = tuple((float(x), float(y)) for x, y in points)
-    assume(has_area(bounds(polygon)))
+@given(polygons, corners)
+def test_a_point_inside_is_inside(points: Any, spread: Any) -> None:
+    polygon = tuple((float(x), float(y)) for x, y in (*points, *spread))
     assert is_inside(point_inside(polygon), polygon)
 
 

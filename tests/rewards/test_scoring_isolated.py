@@ -49,6 +49,12 @@ def test_a_worker_gets_what_the_function_asks_for(rows, scorer):
     assert scores.extra == {"seen": [{"box": [1, {"2": "two"}]}] * 2}
 
 
+def test_what_a_function_changes_of_a_row_no_other_call_sees(rows, scorer):
+    answers = ["a", "b", "c"]
+    scores = scorer(isolated("pops")).score(*rows(list("wxyz") * 4, answers=[answers] * 16), step=1)
+    assert scores.totals == [2.0] * 16 and answers == ["a", "b", "c"]
+
+
 def test_a_batch_function_in_a_worker(rows, scorer):
     scores = scorer(isolated("echo_batch")).score(*rows(["abc", "de"], box=[(1, 2), (3, 4)]), step=1)
     assert scores.parts == {"r": [0.5, None]} and scores.metrics["count"] == 2.0
