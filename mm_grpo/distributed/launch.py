@@ -73,7 +73,12 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from mm_grpo.distributed.ranks import STORE
+
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch's store listens at every address
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
     logging.disable(logging.CRITICAL)  # the launcher's own report; ours is below
     asked: list[int] = []
 
@@ -98,12 +103,14 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
                 nproc_per_node=processes,
                 run_id=f"{RUN_ID}{os.getpid()}-{uuid.uuid4()}",
                 rdzv_backend="c10d",
-                rdzv_endpoint="localhost:0",
+                rdzv_endpoint=str(folder / "rendezvous"),
+                rdzv_configs={"store_type": "file"},
                 local_addr="localhost",
                 max_restarts=0,
                 logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
                 signals_to_handle="SIGQUIT",
             )
+            os.environ[STORE] = str(folder / "store")
             elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         code, message = exit_code(error.failures, processes, asked[0] if asked else None)

@@ -11,12 +11,15 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import secrets
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from hashlib import blake2b
+from hmac import compare_digest
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +31,8 @@ from mm_grpo.timing import span
 
 DEADLINE = 1800.0
 """Seconds that a process waits for the others; a rollout may take one of them so much longer."""
+STORE = "MM_GRPO_STORE"
+"""Variable with the file over which the processes of `launch` find each other, in place of a port that others reach."""
 BUCKET = 64 << 20
 """Elements that are summed over the processes at once."""
 
@@ -43,13 +48,15 @@ class Ranks:
     """Rank, world size and object collectives of this process.
 
     `group` is the gloo group that objects go over, `deadline` the seconds that a collective waits. Every collective
-    takes `what`, the name of what is exchanged, and raises RankLost with it when another process is lost.
+    takes `what`, the name of what is exchanged, and raises RankLost with it when another process is lost. What is
+    exchanged is sealed with `key`, which all of them know.
     """
 
     rank: int = 0
     world: int = 1
     group: Any = None
     deadline: float = DEADLINE
+    key: bytes = field(default=b"", repr=False)
 
     @property
     def first(self) -> bool:
@@ -75,29 +82,23 @@ class Ranks:
         """The values of all ranks [world], on every rank."""
         if self.world == 1:
             return [value]
-        gathered: list[Any] = [None] * self.world
-        with self._watched(what):
-            dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        return self._exchange([self._seal(value)] * self.world, what)
 
     def gather(self, value: T, what: str) -> list[T] | None:
         """The values of all ranks [world] on rank 0, None on the others."""
         if self.world == 1:
             return [value]
-        gathered: list[Any] | None = [None] * self.world if self.first else None
-        with self._watched(what):
-            dist.gather_object(value, gathered, group=self.group)
-        return gathered
+        own, none = self._seal(value), self._seal(None)
+        gathered = self._exchange([own, *[none] * (self.world - 1)], what)
+        return gathered if self.first else None
 
     def broadcast(self, value: T, what: str) -> T:
         """Rank 0's value, on every rank."""
         if self.world == 1:
             return value
-        held: list[Any] = [value if self.first else None]
-        with self._watched(what):
-            dist.broadcast_object_list(held, src=0, group=self.group)
-        result: T = held[0]
-        return result
+        sealed = self._seal(value if self.first else None)
+        result: T = self._exchange([sealed] * self.world, what)[0]
+        return value if self.first else result
 
     def sum(self, values: Mapping[str, float], what: str) -> dict[str, float]:
         """Sums over the ranks by name; a name that a rank does not have counts as 0 there."""
@@ -115,14 +116,29 @@ class Ranks:
         """Send `parcels[r]` to rank r; returns what each rank sent to this one [world]."""
         if self.world == 1:
             return list(parcels)
-        packed = [pickle.dumps(parcel) for parcel in parcels]
-        sizes = self.all_gather([len(p) for p in packed], what)
-        due = [size[self.rank] for size in sizes]
-        received = torch.empty(sum(due), dtype=torch.uint8)
-        sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
+        return self._exchange([self._seal(parcel) for parcel in parcels], what)
+
+    def _exchange(self, parcels: Sequence[bytes], what: str) -> list[Any]:
+        """Send the sealed `parcels[r]` to rank r; returns the values that the ranks sent to this one [world]."""
+        sizes = torch.tensor([len(p) for p in parcels])
+        due = torch.empty_like(sizes)
+        sent = torch.frombuffer(bytearray(b"".join(parcels)), dtype=torch.uint8)
         with self._watched(what):
-            dist.all_to_all_single(received, sent, due, [len(p) for p in packed], group=self.group)
-        return [pickle.loads(part.numpy().tobytes()) for part in received.split(due)]
+            dist.all_to_all_single(due, sizes, group=self.group)
+            received = torch.empty(int(due.sum()), dtype=torch.uint8)
+            dist.all_to_all_single(received, sent, due.tolist(), sizes.tolist(), group=self.group)
+            return [self._open(part.numpy().tobytes()) for part in received.split(due.tolist())]
+
+    def _seal(self, value: Any) -> bytes:
+        data = pickle.dumps(value)
+        return blake2b(data, key=self.key).digest() + data
+
+    def _open(self, sealed: bytes) -> Any:
+        """The value; RuntimeError for one that no process of this run sent, which is not unpickled: that runs code."""
+        size = blake2b().digest_size
+        if not compare_digest(blake2b(sealed[size:], key=self.key).digest(), sealed[:size]):
+            raise RuntimeError("what arrived was not sent by a process of this run")
+        return pickle.loads(sealed[size:])
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks, in place, over the group that gradients use."""
@@ -209,8 +225,14 @@ def start(device: str = "auto", deadline: float = DEADLINE) -> Ranks:
 
     timeout = timedelta(seconds=deadline)
     joined = dist.is_initialized()
+    file = os.environ.get(STORE)
+    place = (
+        {"init_method": f"file://{file}", "rank": int(os.environ["RANK"]), "world_size": world}
+        if file
+        else {}
+    )
     try:
-        state = PartialState(cpu=not gpu, backend="nccl" if gpu else "gloo", timeout=timeout)
+        state = PartialState(cpu=not gpu, backend="nccl" if gpu else "gloo", timeout=timeout, **place)
     except (NotImplementedError, ValueError) as error:  # what accelerate knows of GPUs and hosts that cannot
         raise ConfigError(f"the {world} processes cannot be joined: {error}") from None
     if state.num_processes != world:
@@ -223,7 +245,9 @@ def start(device: str = "auto", deadline: float = DEADLINE) -> Ranks:
             state.destroy_process_group
         )  # gloo's threads, left running, can abort a finished process
     group = dist.new_group(backend="gloo", timeout=timeout) if gpu else None
-    return Ranks(state.process_index, world, group, deadline)
+    store = dist.distributed_c10d._get_default_store()
+    key = store.compare_set("mm_grpo/key", "", secrets.token_hex(32))  # the first one's
+    return Ranks(state.process_index, world, group, deadline, key)
 
 
 def joined_others() -> bool:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,18 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
+def listening(pids: list[int]) -> set[str]:
+    """The addresses that these processes listen at over TCP, as the kernel writes them."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            files = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+            texts = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+            lines = [line.split() for text in texts for line in text.splitlines()]
+            found |= {w[1].partition(":")[0] for w in lines if w[3] == "0A" and f"socket:[{w[9]}]" in files}
+    return found
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + DEADLINE
     while not condition():
@@ -111,8 +123,13 @@ def test_two_processes_make_one_run(job: Path) -> None:
             "import os\nclass Last:\n    def __del__(self, abort=os.abort):\n        abort()\nlast = Last()\n"
         )
     with started("-m", "mm_grpo.cli", "train", job, "--processes", "2") as process:
+        seen: set[str] = set()
+        while process.poll() is None and not (job.parent / "run" / "metrics.jsonl").exists():
+            seen |= listening([process.pid, *ranks_of(process).values()])
+            time.sleep(0.05)
         code, out, err = ended(process)
     assert code == 0, err
+    assert seen == {"0100007F"}  # 127.0.0.1
     assert out.count("done: 2 steps") == 1 and "tokens on 2 processes -> 1 update" in out
     run = job.parent / "run"
     assert (run / "metrics.jsonl").read_bytes().count(b"\n") == 2
