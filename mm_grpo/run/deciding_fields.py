@@ -9,9 +9,17 @@ from typing import Any
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.messages import Section, section_of
 
-# Fields that may differ on resuming: none of them changes a sample or an update.
+# Fields that may differ on resuming: none of them changes a sample or an update. They say where, in how much memory, by
+# how many workers and for how long at most it is computed, how it is evaluated, checked, kept and shown.
 NEUTRAL = (
     "model.device",
+    "data.num_workers",
+    "data.prefetch_bytes",
+    "data.gold_template",
+    "rollout.environment_workers",
+    "rollout.vllm.gpu_memory_utilization",
+    "rollout.vllm.sleep_level",
+    "rollout.vllm.timeout",
     "rollout.eval.",
     "rollout.server.",
     "optim.max_tokens_per_pack",
@@ -23,6 +31,13 @@ NEUTRAL = (
 NOT_NEUTRAL = ("run.seed",)
 
 
+def is_neutral(field: str) -> bool:
+    """Whether a field, by its dotted path, may differ on resuming."""
+    return field not in NOT_NEUTRAL and any(
+        field == n or (n[-1] == "." and field.startswith(n)) for n in NEUTRAL
+    )
+
+
 def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     """The fields that decide what a run computes, flat, as JSON holds them."""
     flat: dict[str, Any] = {}
@@ -32,9 +47,7 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
             path = before + name
             if section_of(type(section).model_fields[name]):
                 walk(getattr(section, name), value, f"{path}.")
-            elif path in NOT_NEUTRAL or not any(
-                path == n or (n[-1] == "." and path.startswith(n)) for n in NEUTRAL
-            ):  # a mapping whole, and a section that may be null: what is left out of it is a difference too
+            elif not is_neutral(path):  # a mapping whole, and a section that may be null: what is left out counts
                 flat[path] = json.loads(json.dumps(value, default=str))
 
     walk(config, config.model_dump(), "")
@@ -50,7 +63,7 @@ def differing_field(
     """A deciding field that is not `now` what it was `then`, with both values; None where all are equal."""
     # a field that the version of the checkpoint did not have is as it was then when it has its default
     default = deciding_fields(GRPOConfig.from_dict({"model": {"path": config.model.path}}))
-    for field in [*now, *(then.keys() - now.keys())]:
+    for field in [*now, *(field for field in then.keys() - now.keys() if not is_neutral(field))]:
         value, known = now.get(field), then.get(field, default.get(field))
         if known != value:
             return field, value, known

@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.config.messages import leaves
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import load_processor
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
-from mm_grpo.run.deciding_fields import deciding_fields
+from mm_grpo.run.deciding_fields import deciding_fields, differing_field, is_neutral
 from mm_grpo.run.manifest import digest_of
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.types import Completion, Group
@@ -454,13 +455,37 @@ def test_fields_that_change_no_update_may_change(models: dict[str, Path]) -> Non
     neutral = config_for(
         path,
         model={"device": "cpu"},
+        data={"num_workers": 5, "prefetch_bytes": 9, "gold_template": "<answer>{gold}</answer>"},
         optim={"max_tokens_per_pack": 99, "zero_stage": 1, "gradient_checkpointing": True},
-        run={"save_every": 3, "dir": "elsewhere"},
-        rollout={"eval": {"temperature": 1.0}},
+        run={"save_every": 3, "dir": "elsewhere", "process_timeout": 9},
+        rollout={
+            "eval": {"temperature": 1.0},
+            "environment_workers": 3,
+            "vllm": {"gpu_memory_utilization": 0.9, "sleep_level": 2, "timeout": 9},
+            "server": {"timeout": 9, "wait_timeout": 9},
+        },
     )
     assert deciding_fields(neutral) == deciding_fields(config_for(path))
+    then = deciding_fields(config_for(path)) | {"data.num_workers": 1}  # of a version that compared it
+    assert differing_field(neutral, deciding_fields(neutral), then) is None
     constant = {"optim": {"lr_scheduler_type": "constant"}}
     assert "run.max_steps" not in deciding_fields(config_for(path, **constant))
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.parametrize("leaf", [path for path, _ in leaves(GRPOConfig)])
+def test_every_other_field_is_refused_by_name(leaf: str) -> None:
+    config = GRPOConfig.from_dict({"model": {"path": "x", "lora": {"rank": 2}}})
+
+    def changed(section: Any, names: list[str]) -> Any:
+        value = changed(getattr(section, names[0]), names[1:]) if names[1:] else another
+        return section.model_copy(update={names[0]: value})
+
+    another = "y" if leaf == "model.path" else 77
+    other = changed(config, leaf.split("."))
+    found = differing_field(other, deciding_fields(other), deciding_fields(config))
+    assert (found is None) == is_neutral(leaf)
+    assert found is None or f"{leaf}.".startswith(f"{found[0]}.")
 
 
 def test_a_full_disk_is_one_message_and_leaves_the_last_good_one(
