@@ -23,6 +23,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import xxhash
 from PIL import Image
 
 from mm_grpo.data.blind import exchange, image_key, without_images
@@ -35,7 +36,7 @@ from mm_grpo.data.columns import (
     rename,
     value_at,
 )
-from mm_grpo.data.images import open_image
+from mm_grpo.data.images import open_image, read_encoded
 from mm_grpo.data.rows import Fields, read_row, renamed
 from mm_grpo.errors import DataError
 from mm_grpo.types import Sample
@@ -228,8 +229,7 @@ class Dataset:
             pictured = self._image_rows[index]
             row_name = f"{row_name} (images of {self.row_name(pictured)})"
             sources = self.fields(pictured).images
-        folder = self._folder(pictured) if callable(self._folder) else self._folder
-        return partial(self._open, index, fields, sources, row_name, folder)
+        return partial(self._open, index, fields, sources, row_name, self._image_folder(pictured))
 
     def _open(
         self, index: int, fields: Fields, sources: Sequence[Any], row_name: str, folder: str | Path | None
@@ -284,7 +284,7 @@ class Dataset:
         by_count: dict[int, dict[int, tuple[Hashable, ...]]] = {}
         for index in range(len(self)):
             sources = self.encoded_fields(index).images
-            folder = self._folder(index) if callable(self._folder) else self._folder
+            folder = self._image_folder(index)
             by_count.setdefault(len(sources), {})[index] = tuple(image_key(s, folder) for s in sources)
         by_count.pop(0, None)
         image_rows = list(range(len(self)))
@@ -315,6 +315,22 @@ class Dataset:
         blank = copy.copy(self)
         blank._blank = True
         return blank
+
+    def _image_folder(self, index: int) -> str | Path | None:
+        """Where relative image paths of row `index` start."""
+        return self._folder(index) if callable(self._folder) else self._folder
+
+    def fingerprint_of(self, index: int) -> str:
+        """Row `index` as JSON, with the XXH3 of its images in their place: of what they are encoded in, unopened.
+
+        A PIL image has its mode and size there, and one that cannot be read what the row has.
+        """
+        fields = self.encoded_fields(index)
+        name, folder, images = self.row_name(index), self._image_folder(index), list(fields.images)
+        for place, source in enumerate(images):
+            with suppress(DataError):
+                images[place] = read_encoded(source, name, self._settings.max_image_bytes, folder)[0]
+        return json.dumps([fields.messages, images, fields.columns], sort_keys=True, default=_plain)
 
     def fields(self, index: int) -> Fields:
         """Row `index` (from 0) with its images closed. DataError when it is wrong."""
@@ -386,9 +402,9 @@ class Dataset:
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """What tells one dataset from another, for a resume: the number of `rows`, and a `sha256` of them.
 
-    Of up to FINGERPRINT_ROWS rows, evenly spaced, the conversation, the columns and where the images come from are
-    hashed. Images are not opened: one that was exchanged behind its path is not noticed. Of a mixture also its
-    `sources`, each with its weight.
+    Of up to FINGERPRINT_ROWS rows, evenly spaced, the conversation, the columns and the images' files are hashed. So an
+    image that was exchanged behind its path is noticed in these rows, and when or where a file was copied does not
+    matter. Of a mixture also its `sources`, each with its weight.
     """
     if dataset.parts[0] is not dataset:
         sources = [
@@ -399,16 +415,14 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
         return {"rows": len(dataset), "sha256": digest, "sources": sources}
     state = hashlib.sha256()
     for index in range(0, len(dataset), -(-len(dataset) // FINGERPRINT_ROWS)):
-        fields = dataset.fields(index)
-        text = json.dumps([fields.messages, fields.images, fields.columns], sort_keys=True, default=_plain)
-        state.update(text.encode() + b"\0")
+        state.update(dataset.fingerprint_of(index).encode() + b"\0")
     return {"rows": len(dataset), "sha256": state.hexdigest()}
 
 
 def _plain(value: Any) -> str:
     """Anything that JSON does not hold, without what differs between two readings of the same row."""
     if isinstance(value, bytes):
-        return hashlib.sha256(value).hexdigest()
+        return xxhash.xxh3_128_hexdigest(value)
     if isinstance(value, Image.Image):
         return f"{value.mode} {value.size}"
     if hasattr(value, "tolist"):  # arrays

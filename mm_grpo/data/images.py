@@ -104,7 +104,7 @@ def open_image(
         where = _Where(row, "(a PIL image)")
         opened = source
     else:
-        data, where = _read(source, row, max_bytes, image_dir)
+        data, where = read_encoded(source, row, max_bytes, image_dir)
         opened = _identify(data, where, max_pixels)
     _limit(opened, where, max_pixels)
     with _GIVEN if given else nullcontext():
@@ -113,7 +113,7 @@ def open_image(
     return _to_rgb(decoded, where, from_png=opened.format == "PNG")
 
 
-def _read(
+def read_encoded(
     source: Any, row: str, max_bytes: int, image_dir: str | Path | None, label: str = "(bytes in the row)"
 ) -> tuple[bytes, _Where]:
     """The encoded bytes of a source, no more than `max_bytes` of them; `label` names bytes in messages."""
@@ -122,7 +122,7 @@ def _read(
         if inner is None and path is None:
             raise DataError(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
         label = label if path is None else brief(path) if len(str(path)) > 200 else repr(path)
-        return _read(path if inner is None else inner, row, max_bytes, image_dir, label)
+        return read_encoded(path if inner is None else inner, row, max_bytes, image_dir, label)
     if isinstance(source, bytes | bytearray | memoryview):
         data, where = bytes(source), _Where(row, label)
     elif isinstance(source, str) and source[:5].lower() == "data:":

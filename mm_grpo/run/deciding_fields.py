@@ -47,7 +47,7 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
             path = before + name
             if section_of(type(section).model_fields[name]):
                 walk(getattr(section, name), value, f"{path}.")
-            elif not is_neutral(path):  # a mapping whole, and a section that may be null: what is left out counts
+            elif not is_neutral(path):  # mappings whole: what is left out of one is a difference too
                 flat[path] = json.loads(json.dumps(value, default=str))
 
     walk(config, config.model_dump(), "")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +50,28 @@ def test_others_have_another(other: list[dict[str, Any]]) -> None:
     assert of(other) != of([row(), row(answer="blue")])
 
 
-def test_images_are_fingerprinted_by_where_they_come_from(tmp_path: Path) -> None:
-    for name, size in (("a", 56), ("b", 84)):
-        Image.new("RGB", (size, size)).save(tmp_path / f"{name}.png")
-    paths = [of([row(image=str(tmp_path / f"{name}.png"))]) for name in "ab"]
-    held = [of([row(image=(tmp_path / f"{name}.png").read_bytes())]) for name in "ab"]
-    assert paths[0] != paths[1] and held[0] != held[1]
+@pytest.mark.parametrize("held", [str, lambda path: {"path": str(path), "bytes": None}, Path.read_bytes])
+def test_images_are_fingerprinted_by_their_files_contents(
+    held: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "a.bmp"  # of one size, whatever it shows
+
+    def with_picture(colour: str, time: int) -> dict[str, Any]:
+        Image.new("RGB", (56, 56), colour).save(file)
+        os.utime(file, (time, time))
+        return of([row(image=held(file)), row()])
+
+    found = with_picture("red", 1)
+    assert with_picture("red", 2) == found, "a copy, whose time is another"
+    assert with_picture("blue", 1) != found, "exchanged behind its path"
+    file.unlink()
+    assert held is Path.read_bytes or of([row(image=held(file)), row()]) != found, "gone"
+
+
+def test_images_of_a_dataset_are_fingerprinted_by_their_contents(tmp_path: Path) -> None:
+    tables = [datasets.Dataset.from_list([row(boxes=[1], x=1, image=tiny.picture(n))]) for n in (1, 1, 2)]
+    found = [of(table) for table in tables]
+    assert found[0] == found[1] != found[2]
 
 
 def test_a_file_and_a_dataset_of_it_are_read_the_same_twice(tmp_path: Path) -> None:
