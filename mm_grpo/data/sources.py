@@ -148,7 +148,11 @@ def load_eval(
             raise DataError(
                 f"{name}: weight is for training; an evaluation answers every row once: leave it out"
             )
-    return {name: _load_checked(source, config, name, verify, needs) for name, source in sources.items()}
+    called = {"train": "eval:train"}  # uids and tables tell it from the training set
+    return {
+        name: _load_checked(source, config, called.get(name, name), verify, needs)
+        for name, source in sources.items()
+    }
 
 
 def _load_checked(

@@ -70,13 +70,12 @@ def check_config(
     config.require_rewards(given=bool(own))
     scorer = Scorer([*config.rewards, *own], several_turns=toolbox is not None)
     Headline.of(config, [spec.name for spec in scorer.specs])
-    sets = {
-        "train": load_train(config, verify=False, needs=scorer.check),
-        **load_eval(config, verify=False, needs=scorer.check),
-    }
+    train = load_train(config, verify=False, needs=scorer.check)
+    evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
+    sets = {dataset.name: dataset for dataset in (train, *evaluations)}
     specs = scorer.specs[: len(scorer.specs) - len(own)]  # an environment's own has no right answer
     scorer.close()
-    plan = plan_run(config, sets["train"], several_turns=toolbox is not None)
+    plan = plan_run(config, train, several_turns=toolbox is not None)
     steps = plan.max_steps
     processor = processor_of(config)
     vllm = config.rollout.vllm if config.rollout.engine != "transformers" else None
@@ -108,7 +107,7 @@ def check_config(
             call_judges=call_judges,
         )
         looked = dataset if rows is None else dataset.head(rows)
-        limits = _limits(config, trained=name == "train")
+        limits = _limits(config, trained=dataset is train)
         lengths, images, failed, dropped = _walk(looked, prompt_builder, limits, rewards, console, shown)
         reports[name] = rewards.finish()
         if dataset.layouts not in ((), ("trl",)):
@@ -129,8 +128,7 @@ def check_config(
                 f"{name}: left out as too long (data.on_overlong = drop): {dropped} of {len(looked)}"
             )
     if config.run.eval_blind is not None and not failures:
-        evaluated = {name: dataset for name, dataset in sets.items() if name != "train"}
-        first = dict(list(evaluated.items())[:1])
+        first = {dataset.name: dataset for dataset in evaluations[:1]}
         try:
             blind_controls(first, config.run.eval_blind, several_turns=toolbox is not None)
         except UserError as error:
@@ -145,7 +143,7 @@ def check_config(
     for failure in failures:
         console.print(printable(failure), style="red", highlight=False, markup=False, soft_wrap=True)
     wrong = _print_failures(console, [report for of_set in reports.values() for report in of_set])
-    idle = [] if rows is not None else [report for report in reports["train"] if report.applies_nowhere]
+    idle = [] if rows is not None else [report for report in reports[train.name] if report.applies_nowhere]
     _print_faults(console, reports, idle)
     problems = len(failures) + wrong + len(idle)
     if shown is not None:

@@ -10,6 +10,9 @@ import pytest
 import yaml
 from helpers import tiny
 
+from mm_grpo import GRPOConfig
+from mm_grpo.data.sources import load_eval
+
 
 @pytest.fixture
 def job(tmp_path: Path, models: dict[str, Path]) -> Path:
@@ -113,6 +116,16 @@ def test_an_exception_names_the_row_and_the_line(command: Any, job: Path) -> Non
     result = command("check", job, f"rewards=[{job.parent}/mine.py:broken]")
     assert result.code == 2 and "3 problem(s)" in result.out  # not called again after three
     assert "judge is down" in result.out and "mine.py:6" in result.out and "rows.jsonl:1: " in result.out
+
+
+def test_an_evaluation_set_called_train_hides_no_training_row(command: Any, job: Path) -> None:
+    sound = job.parent / "sound.jsonl"
+    sound.write_text((job.parent / "rows.jsonl").read_text())
+    (job.parent / "rows.jsonl").write_text('{"prompt": "what", "image": "lost.png", "answer": "x"}\n')
+    done = command("check", job, f"data.eval={{train: {sound}}}")
+    assert done.code == 2 and "lost.png" in done.out and "eval:train" in done.out, done.out
+    config = GRPOConfig.from_yaml(job, [f"data.eval={{train: {sound}}}"])
+    assert load_eval(config)["train"].uid(0) != "train:0"
 
 
 def test_the_gold_template(command: Any, job: Path) -> None:
