@@ -44,6 +44,9 @@ Which = Annotated[
         "--checkpoint", help="Of a run folder: best, last or step-N. Default: last.", show_default=False
     ),
 ]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that a run, an export or a model brings along.")
+]
 
 
 class ConfigFiles(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mm_grpo.cli.configs import Config, Overrides, Which, load_config
+from mm_grpo.cli.configs import Config, Overrides, Trust, Which, load_config
 from mm_grpo.cli.imports import heavy_imports
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import atomic_write
@@ -28,6 +28,7 @@ def evaluate(
         ),
     ] = None,
     checkpoint: Which = None,
+    trust_remote_code: Trust = False,
     blind: Annotated[
         str | None,
         typer.Option(help="Also without the images: shuffled (each row with another's) or removed."),
@@ -58,7 +59,7 @@ def evaluate(
         from mm_grpo.run.progress import Progress
 
     transformers_logging.disable_progress_bar()
-    weights = find_weights(loaded, model, checkpoint)
+    weights = find_weights(loaded, model, checkpoint, trust=trust_remote_code)
     progress = Progress(0)
     results = evaluate_config(loaded, weights, by=by, phase=print_phase, report=progress.evaluating)
     if not results.first:

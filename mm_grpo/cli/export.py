@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mm_grpo.cli.configs import Which
+from mm_grpo.cli.configs import Trust, Which
 from mm_grpo.cli.imports import heavy_imports
 from mm_grpo.errors import ConfigError
 from mm_grpo.terminal import printable
@@ -26,6 +26,7 @@ def export(
         typer.Argument(help="model.path=..., model.device=... or model.dtype=...", show_default=False),
     ] = None,
     checkpoint: Which = None,
+    trust_remote_code: Trust = False,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="The adapters of model.lora for peft, not the merged model.")
     ] = False,
@@ -58,6 +59,7 @@ def export(
         overwrite=overwrite,
         overrides=overrides or [],
         max_shard_size=max_shard_size,
+        trust=trust_remote_code,
     )
     typer.echo(printable(str(proof)))
     typer.echo(printable(f"done: {'adapter' if adapter else 'model'} in {out}"))
@@ -77,6 +79,7 @@ def ask(
         list[str] | None, typer.Option(help="An image, which stands before the question; may be repeated.")
     ] = None,
     checkpoint: Which = None,
+    trust_remote_code: Trust = False,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token each time.")] = False,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Softmax temperature; 0 is greedy.")
@@ -97,7 +100,7 @@ def ask(
         from mm_grpo.export.ask import load_answering
 
     transformers_logging.disable_progress_bar()
-    loaded = load_answering(source, which=checkpoint, device=device)
+    loaded = load_answering(source, which=checkpoint, device=device, trust=trust_remote_code)
     for note in loaded.notes:
         print(printable(note), file=sys.stderr)
     found = answer(

@@ -26,7 +26,7 @@ from mm_grpo.rollout.evaluate import sampling_of
 from mm_grpo.rollout.prompts import context_of
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.trained.model import load_trained
-from mm_grpo.trained.source import RunCheckpoint, WholeModel, find_model
+from mm_grpo.trained.source import RunCheckpoint, WholeModel, find_model, refuse_code
 from mm_grpo.types import Completion, Sample
 
 MAX_TOKENS = 512
@@ -44,18 +44,27 @@ class Answering:
     notes: tuple[str, ...] = ()
 
 
-def load_answering(source: str, *, which: str | None = None, device: str | None = None) -> Answering:
-    """The model at `source`; `which` is the checkpoint of a run, best, last (also None) or step-N. ConfigError else."""
-    found = find_model(source, which, [f"model.device={device}"] if device else [])
+def load_answering(
+    source: str, *, which: str | None = None, device: str | None = None, trust: bool = False
+) -> Answering:
+    """The model at `source`; `which` is the checkpoint of a run, best, last (also None) or step-N.
+
+    Raises ConfigError for what is no model, and for code that its files ask to run, unless `trust`.
+    """
+    found = find_model(source, which, [f"model.device={device}"] if device else [], trust=trust)
     if found.config is not None:
         return _of_run(found, found.config)
     path = Path(source)
     mark = read_mark(path)
     settings: dict[str, Any] = mark["settings"] if mark else {}
-    place = {"device": device} if device else {}
+    place: dict[str, Any] = {"device": device} if device else {}
+    if trust:
+        place["trust_remote_code"] = True
     adapter = found.is_adapter
     base = _base_of(path) if adapter else source
     config = GRPOConfig.from_dict({**settings, "model": {**settings.get("model", {}), "path": base, **place}})
+    if not trust:
+        refuse_code(source, config.model)
     processor = processor_of(config)
     if adapter:
         dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))

@@ -49,13 +49,15 @@ def export_run(
     overwrite: bool = False,
     overrides: Sequence[str] = (),
     max_shard_size: str = SHARD,
+    trust: bool = False,
 ) -> Proof:
     """Write a checkpoint of the run `source` to the folder `out`; the proof that it is the trained model.
 
-    Raises ConfigError, and leaves `out` as it was, for whatever cannot be read, written or proved.
+    Raises ConfigError, and leaves `out` as it was, for whatever cannot be read, written or proved, and for code that
+    the run's files ask to run, unless `trust`.
     """
     check_out(out, overwrite=overwrite)
-    found = find_checkpoint(source, which, overrides)
+    found = find_checkpoint(source, which, overrides, trust=trust)
     if adapter and found.config.model.lora is None:
         raise ConfigError("--adapter: the run trained no adapters (model.lora is null); export its model")
     trained = load_trained(found)

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from mm_grpo.config import GRPOConfig
+from mm_grpo.config import GRPOConfig, ModelConfig
+from mm_grpo.config.messages import yaml_repr
 from mm_grpo.config.yaml_file import apply_overrides, read_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.deciding_fields import deciding_fields, differing_field
@@ -68,19 +69,26 @@ class WholeModel:
 
 
 def find_model(
-    given: str, which: str | None = None, overrides: Sequence[str] = (), *, elsewhere: str | None = None
+    given: str,
+    which: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    user: ModelConfig | None = None,
+    trust: bool = False,
 ) -> RunCheckpoint | WholeModel:
     """What `given` names, and in a run's folder `which` says: best, last (also None) or step-N.
 
     `best` of a run that no step made better is its base model; `last` of one without checkpoints the model that it
-    saved at its end. `overrides` change fields of CHANGEABLE of a run's config, and `elsewhere` is its base model where
-    that which it names is not there. Reads every file of a checkpoint once. Raises ConfigError for what is no model,
-    for a checkpoint that is not there, damaged or of another config, and for `which` without a run.
+    saved at its end. `overrides` change fields of CHANGEABLE of a run's config. `user` is that section of the user's
+    own config: its path is the base model where that which the run names is not there, and the code that it names may
+    be run, as any may with `trust`. Reads every file of a checkpoint once. Raises ConfigError for what is no model, for
+    a checkpoint that is not there, damaged or of another config, for `which` without a run, and for code that nobody
+    but the folder asks for.
     """
     _check_word(which)
     path = Path(given)
     if is_run(path):
-        return _of_run(path, which, overrides, elsewhere)
+        return _of_run(path, which, overrides, user, trust)
     if which is not None:
         raise ConfigError(
             f"--checkpoint {which}: says which checkpoint of a run folder, and '{given}' is no run folder; leave it out"
@@ -94,19 +102,38 @@ def find_model(
     return found
 
 
-def find_checkpoint(path: Path, which: str | None = None, overrides: Sequence[str] = ()) -> RunCheckpoint:
+def find_checkpoint(
+    path: Path, which: str | None = None, overrides: Sequence[str] = (), *, trust: bool = False
+) -> RunCheckpoint:
     """As `find_model`, but a checkpoint it must be. Raises ConfigError for any other model too."""
     _check_word(which)
     if not is_run(path):
         raise ConfigError(
             f"'{path}' is neither a run folder (config.yaml) nor a checkpoint in one's folder checkpoints/ ({MANIFEST})"
         )
-    found = _of_run(path, which, overrides, None)
+    found = _of_run(path, which, overrides, None, trust)
     if isinstance(found, WholeModel):
         raise ConfigError(
             f"--checkpoint {which or DEFAULT}: this is no checkpoint, but '{found.path}', {found.note}"
         )
     return found
+
+
+def refuse_code(folder: str | Path, asked: ModelConfig, user: ModelConfig | None = None) -> None:
+    """ConfigError for the code that settings in a folder ask to run, and the section `user` of the user's own config
+    does not: whoever sent the folder wrote them."""
+    own = {} if user is None or user.path != asked.path else user.model_dump()
+    named = {name: getattr(asked, name) for name in ("processor", "trust_remote_code")}
+    code = [
+        f"model.{name} = {yaml_repr(value)}"
+        for name, value in named.items()
+        if value not in (None, False, own.get(name))
+    ]
+    if code:
+        raise ConfigError(
+            f"'{folder}' asks to run code, by {' and '.join(code)} in its own files; read that code, and give "
+            "--trust-remote-code if you trust it"
+        )
 
 
 def is_run(path: Path) -> bool:
@@ -128,7 +155,7 @@ def _check_word(which: str | None) -> None:
 
 
 def _of_run(
-    path: Path, which: str | None, overrides: Sequence[str], elsewhere: str | None
+    path: Path, which: str | None, overrides: Sequence[str], user: ModelConfig | None, trust: bool
 ) -> RunCheckpoint | WholeModel:
     own = _is_checkpoint(path)
     if own and which is not None:
@@ -146,8 +173,11 @@ def _of_run(
             f"'{paths.root}' has no config.yaml, which says what the checkpoint is of; leave checkpoints in their run "
             "folder"
         )
-    config, changed = _config_of(paths, overrides, elsewhere)
+    config, changed = _config_of(paths, overrides, user.path if user else None)
     chosen = path.resolve() if own else _chosen(paths, which or DEFAULT, config)
+    loaded = chosen.config if isinstance(chosen, WholeModel) and chosen.config else config
+    if not trust:
+        refuse_code(paths.root, loaded.model, user)
     if isinstance(chosen, WholeModel):
         return chosen
     checkpoint = read_checkpoint(chosen)

@@ -15,6 +15,7 @@ from helpers import tiny
 from helpers.finished_runs import Finished
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.evaluation.weights import find_weights
 from mm_grpo.export import hub
 from mm_grpo.export.ask import TextPieces, ask, load_answering
 from mm_grpo.export.write import MARK, export_run
@@ -53,6 +54,55 @@ def test_a_run_its_exports_and_its_model_answer_alike(runs: Runs, exported: Path
     first = answers[sources[0]]
     assert answers[sources[1]] == answers[sources[2]] == first
     assert answers[base] != first and len(set(first)) == 3
+
+
+def test_code_that_a_folder_asks_for_is_run_by_the_user_s_word_alone(
+    runs: Runs, exported: Path, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    code, ran = tmp_path / "theirs.py", tmp_path / "ran"
+    code.write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from mm_grpo.processors.qwen_vl import QwenVLProcessor\nclass Theirs(QwenVLProcessor):\n    pass\n"
+    )
+    run = runs("lora")
+    for each in (run.root, exported / "merged", exported / "adapter"):
+        shutil.copytree(each, tmp_path / each.name)
+    run_copy, whole = tmp_path / run.root.name, tmp_path / "whole"
+    shutil.copytree(run_copy, whole)
+    shutil.rmtree(whole / "checkpoints")
+    mine = run.trainer.config
+    mine.with_values({"rewards": ["exact_match"]}).save(tmp_path / "mine.yaml")
+    out = tmp_path / "out"
+    for asked in ({"processor": f"{code}:Theirs"}, {"trust_remote_code": True}):
+        theirs = mine.with_values({f"model.{name}": value for name, value in asked.items()})
+        for folder in (run_copy, whole):
+            theirs.save(folder / "config.yaml")
+        for folder in (tmp_path / "merged", tmp_path / "adapter"):
+            mark = json.loads((folder / MARK).read_text())
+            mark["settings"]["model"] = asked
+            (folder / MARK).write_text(json.dumps(mark))
+        (name,) = asked
+        for arguments in (
+            ("ask", run_copy, "what"),
+            ("ask", whole, "what"),
+            ("ask", tmp_path / "merged", "what"),
+            ("ask", tmp_path / "adapter", "what"),
+            ("export", run_copy, out),
+            ("eval", tmp_path / "mine.yaml", "--model", run_copy),
+            ("eval", tmp_path / "mine.yaml", "--model", whole),
+        ):
+            status, _, err = command(*arguments)
+            folder = next(each for each in arguments if isinstance(each, Path) and each.is_dir())
+            assert status == 2 and str(folder) in err and f"model.{name}" in err, (arguments, err)
+            assert "--trust-remote-code" in err and not ran.exists() and not out.exists(), arguments
+        with pytest.raises(ConfigError, match="--trust-remote-code"):  # the user trusts another model's code
+            find_weights(theirs.with_values({"model.path": str(tmp_path)}), str(run_copy))
+        assert find_weights(theirs, str(whole), trust=True).checkpoint is None
+    assert find_weights(mine, str(whole / "model"), trust=True).model.trust_remote_code
+    mark["settings"]["model"] = {"processor": f"{code}:Theirs"}
+    (tmp_path / "merged" / MARK).write_text(json.dumps(mark))
+    status, _, err = command("ask", tmp_path / "merged", "what", "--trust-remote-code")
+    assert status == 0 and ran.exists(), err
 
 
 def test_other_seeds_and_limits(runs: Runs) -> None:
