@@ -144,6 +144,12 @@ class GRPOConfig(Section):
         return "token_truncate" if self.rollout.max_staleness > 0 else "none"
 
     @property
+    def pack_room(self) -> int:
+        """Longest prompt, in tokens, that fits a pack with any completion; the perception term takes both twice."""
+        copies = 2 if self.algorithm.perception_coef > 0 else 1
+        return self.optim.max_tokens_per_pack // copies - self.rollout.max_completion_length
+
+    @property
     def resolved_fields(self) -> dict[str, Any]:
         """The fields whose null or auto stands for a value that other fields decide, with that value."""
         return {

@@ -98,7 +98,8 @@ class DataConfig(Section):
     max_prompt_length: int | None = Field(default=None, ge=1)
     """Longest prompt, in tokens with its images expanded, >= 1; never cut; null is the model's limit. Default: null."""
     on_overlong: Literal["stop", "drop"] = "stop"
-    """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it. Default: stop."""
+    """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it, also where prompt
+    and longest completion may not fit optim.max_tokens_per_pack. Default: stop."""
     num_workers: int = Field(default=2, ge=0)
     """Threads in each process, of one core each, that decode and resize the images of the next rows while a step runs,
     >= 0; 0 makes each step wait for its images. Rows, order and seeds are the same. Default: 2."""
@@ -350,7 +351,8 @@ class OptimConfig(Section):
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates that share out the prompts of a step, >= 1; at most rollout.prompts_per_step. Default: 1."""
     max_tokens_per_pack: int = Field(default=16384, ge=1)
-    """Tokens in one forward and backward pass, >= 1; bounds the memory; changes no update. Default: 16384."""
+    """Tokens in one forward and backward pass, >= 1; bounds the memory; changes no update, but for rows that
+    data.on_overlong drops. Default: 16384."""
     gradient_checkpointing: bool | None = None
     """Compute activations twice, to hold fewer of them; null is true on a GPU and false on a CPU. Default: null."""
     zero_stage: Annotated[int, Accepts("0, 1 or 2")] = Field(default=2, ge=0, le=2)

@@ -107,8 +107,9 @@ def check_config(
             call_judges=call_judges,
         )
         looked = dataset if rows is None else dataset.head(rows)
-        limits = _limits(config, trained=dataset is train)
-        lengths, images, failed, dropped = _walk(looked, prompt_builder, limits, rewards, console, shown)
+        limits = _Limits(config, trained=dataset is train)
+        builder = prompt_builder if dataset is train else prompt_builder.evaluation
+        lengths, images, failed, dropped = _walk(looked, builder, limits, rewards, console, shown)
         reports[name] = rewards.finish()
         if dataset.layouts not in ((), ("trl",)):
             notes.append(f"{name}: rows in the layout {' and '.join(dataset.layouts)} (data.layout)")
@@ -120,7 +121,7 @@ def check_config(
         if dropped and not lengths:
             failures.append(
                 f"{name}: no row is left: {dropped} of {len(looked)} prompts are longer than "
-                f"{prompt_builder.limit_name} allows ({prompt_builder.limit} tokens); raise the limit, or lower "
+                f"{builder.limit_name} allows ({builder.limit} tokens); raise the limit, or lower "
                 "data.max_pixels"
             )
         elif dropped:
@@ -154,30 +155,29 @@ def check_config(
 
 @dataclass(frozen=True)
 class _Limits:
-    """What the learner and the engine take: tokens of a prompt and its completion by field, images of a prompt."""
+    """What the learner, where a set is `trained` on, and the engine take of a prompt: tokens beside the longest
+    completion, and images."""
 
-    room: int
-    tokens: dict[str, int]
-    images: int | None
+    config: GRPOConfig
+    trained: bool
 
     def broken_by(self, prompt: Prompt) -> str | None:
         """What a run would stop at, of a prompt that can be made."""
+        rollout, pack = self.config.rollout, self.config.optim.max_tokens_per_pack
         length, images = len(prompt.token_ids), len(prompt.engine_prompt.images)
-        for field, most in self.tokens.items():
-            if length + self.room > most:
-                return (
-                    f"the prompt has {length} tokens, which with rollout.max_completion_length = {self.room} is more "
-                    f"than {field} = {most}; raise that, or lower data.max_pixels or rollout.max_completion_length"
-                )
-        if self.images is not None and images > self.images:
-            return f"the row has {images} images, and rollout.vllm.max_images = {self.images}; raise it"
+        if self.trained and length > self.config.pack_room:
+            twice = (
+                ", twice with algorithm.perception_coef," if self.config.algorithm.perception_coef > 0 else ""
+            )
+            return (
+                f"the prompt has {length} tokens, which with rollout.max_completion_length = "
+                f"{rollout.max_completion_length}{twice} is more than optim.max_tokens_per_pack = {pack}; raise that, "
+                "or lower data.max_pixels or rollout.max_completion_length"
+            )
+        most = rollout.vllm.max_images if rollout.engine != "transformers" else None
+        if most is not None and images > most:
+            return f"the row has {images} images, and rollout.vllm.max_images = {most}; raise it"
         return None
-
-
-def _limits(config: GRPOConfig, *, trained: bool) -> _Limits:
-    vllm = config.rollout.vllm if config.rollout.engine != "transformers" else None
-    tokens = {"optim.max_tokens_per_pack": config.optim.max_tokens_per_pack} if trained else {}
-    return _Limits(config.rollout.max_completion_length, tokens, None if vllm is None else vllm.max_images)
 
 
 def _walk(

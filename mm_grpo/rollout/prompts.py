@@ -44,7 +44,8 @@ class PromptBuilder:
     """Samples to prompts under the config's length limit. `context` is the model's own, in tokens, `max_model_len` what
     vLLM is started for, None with another engine.
 
-    `evaluation` is the builder for evaluation, whose completions may be longer. Raises ConfigError when the longest
+    Where prompts are dropped, those go too that may not fit a pack with their completion. `evaluation` is the builder
+    for evaluation, which makes no packs and whose completions may be longer. Raises ConfigError when the longest
     completion (`completion_length`, by the field of that name) takes all of the context.
     """
 
@@ -86,12 +87,15 @@ class PromptBuilder:
                     "prompt none of it; raise the first or lower the second"
                 )
             limits[f"rollout.vllm.max_model_len = {max_model_len} less {length_field}"] = room
+        if self.policy == "drop" and length_field == TRAINING:
+            pack = config.optim.max_tokens_per_pack
+            limits[f"optim.max_tokens_per_pack = {pack}, with any completion,"] = config.pack_room
         known = {name: limit for name, limit in limits.items() if limit is not None}
         self.limit_name = min(known, key=lambda name: known[name]) if known else None
         self.limit = known[self.limit_name] if self.limit_name else None
         self.evaluation = self
         longer = config.rollout.eval.max_completion_length
-        if length_field == TRAINING and longer is not None:
+        if length_field == TRAINING and (longer is not None or self.policy == "drop"):
             self.evaluation = PromptBuilder(
                 processor, config, context, max_model_len, longer, EVALUATION, self.prefetcher
             )

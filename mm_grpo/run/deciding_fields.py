@@ -52,6 +52,10 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
 
     walk(config, config.model_dump(), "")
     flat |= config.resolved_fields
+    # which rows are dropped goes by the pack where that is the narrower limit
+    longest = config.data.max_prompt_length
+    if config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest):
+        flat["optim.max_tokens_per_pack"] = config.optim.max_tokens_per_pack
     if config.optim.lr_scheduler_type != "constant":  # the rate of every step goes by the length of the run
         flat["run.max_steps"] = config.run.max_steps
     return flat

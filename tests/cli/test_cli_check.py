@@ -202,6 +202,18 @@ def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, job:
     pack = command("check", job, "optim.max_tokens_per_pack=60", "rollout.max_completion_length=20")
     assert pack.code == 2 and f"{rows}:5: the prompt has " in pack.out
     assert "more than optim.max_tokens_per_pack = 60" in pack.out
+    twice = command(
+        "check",
+        job,
+        "optim.max_tokens_per_pack=120",
+        "rollout.max_completion_length=20",
+        "algorithm.perception_coef=0.1",
+    )
+    assert twice.code == 2 and "twice with algorithm.perception_coef, is more than" in twice.out
+    drop = ("optim.max_tokens_per_pack=60", "rollout.max_completion_length=20", "data.on_overlong=drop")
+    few = command("check", job, *drop, f"data.eval={rows}")
+    assert few.code == 0 and few.out.count("left out as too long") == 1  # an evaluation learns from none
+    assert "train: left out as too long (data.on_overlong = drop): 1 of 5" in few.out
     images = command("check", job, "rollout.engine=vllm", "rollout.vllm.max_images=1")
     assert images.code == 2 and images.out.rstrip().endswith("1 problem(s)")
     assert f"{rows}:5: the row has 2 images, and rollout.vllm.max_images = 1;" in images.out

@@ -116,6 +116,26 @@ def test_no_room_for_a_prompt(models: dict[str, Any]) -> None:
         PromptBuilder(load_processor(str(models["qwen2_5_vl"])), config, None, 101)
 
 
+@pytest.mark.parametrize(("coef", "copies"), [(0.0, 1), (0.01, 2)])
+def test_a_row_that_may_not_fit_a_pack_is_dropped_by_policy(
+    models: dict[str, Any], coef: float, copies: int
+) -> None:
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    asked = rows("x" * 50)
+    for missing, policy, kept in ((0, "drop", True), (1, "drop", False), (1, "stop", True)):
+        sample = load_train(small_config(models["qwen2_5_vl"]), asked).sample(0)
+        longest = copies * (len(processor.prompt(sample).token_ids) + 6) - missing
+        config = small_config(
+            models["qwen2_5_vl"],
+            data={"on_overlong": policy},
+            algorithm={"perception_coef": coef},
+            optim={"max_tokens_per_pack": longest},
+        )
+        builder, dataset = PromptBuilder(processor, config, CONTEXT), load_train(config, asked)
+        assert builder.prompts(dataset, {0: 0}).dropped == (not kept)
+        assert builder.evaluation.prompts(dataset, {0: 0}).dropped == 0  # nothing is learned from there
+
+
 def test_a_photograph_is_1280_tokens_unless_more_are_allowed(models: dict[str, Any], tmp_path: Path) -> None:
     folder, size = tmp_path / "model", {"shortest_edge": 3136, "longest_edge": 12845056}  # Qwen2.5-VL's own
     shutil.copytree(models["qwen2_5_vl"], folder, ignore=shutil.ignore_patterns("*.safetensors"))

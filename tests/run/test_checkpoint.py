@@ -468,6 +468,15 @@ def test_fields_that_change_no_update_may_change(models: dict[str, Path]) -> Non
     assert deciding_fields(neutral) == deciding_fields(config_for(path))
     then = deciding_fields(config_for(path)) | {"data.num_workers": 1}  # of a version that compared it
     assert differing_field(neutral, deciding_fields(neutral), then) is None
+    optim, drop = {"max_tokens_per_pack": 99}, {"on_overlong": "drop"}
+    for data, decides in (
+        (drop, True),
+        (drop | {"max_prompt_length": 92}, True),
+        (drop | {"max_prompt_length": 91}, False),
+    ):
+        assert (
+            "optim.max_tokens_per_pack" in deciding_fields(config_for(path, data=data, optim=optim))
+        ) == decides
     constant = {"optim": {"lr_scheduler_type": "constant"}}
     assert "run.max_steps" not in deciding_fields(config_for(path, **constant))
 

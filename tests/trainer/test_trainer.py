@@ -140,15 +140,18 @@ def test_long_prompts_are_refused_or_dropped_and_never_cut(models: dict[str, Pat
         DataError, match=r"train:1: the prompt has 2\d\d tokens, and data.max_prompt_length allows 120"
     ):
         GRPOTrainer(config, train=rows, rewards=[vowels]).train()
-    dropping = config_for(
-        models["qwen2_vl"], tmp_path / "b", data={**limits, "on_overlong": "drop"}, run={"max_steps": 1}
-    )
-    GRPOTrainer(dropping, train=rows, rewards=[vowels]).train()
-    assert rows_of(tmp_path / "b")[0]["prompts/dropped"] == 1
-    logged = rollouts_of(tmp_path / "b", 1)
-    plan = SeedPlan(5, 4, 3, 1, 1)
-    assert len(logged) == 9 and "train:1" not in {r["uid"] for r in logged}
-    assert all(r["seed"] == plan.group(1, r["slot"])[r["generation"]] for r in logged)
+    of_packs = {"max_tokens_per_pack": 126}  # of which a completion takes up to 6
+    for name, tokens, optim in (("b", 120, {}), ("c", None, of_packs)):
+        data = {**limits, "max_prompt_length": tokens, "on_overlong": "drop"}
+        dropping = config_for(
+            models["qwen2_vl"], tmp_path / name, data=data, optim=optim, run={"max_steps": 1}
+        )
+        GRPOTrainer(dropping, train=rows, rewards=[vowels]).train()
+        assert rows_of(tmp_path / name)[0]["prompts/dropped"] == 1
+        logged = rollouts_of(tmp_path / name, 1)
+        plan = SeedPlan(5, 4, 3, 1, 1)
+        assert len(logged) == 9 and "train:1" not in {r["uid"] for r in logged}
+        assert all(r["seed"] == plan.group(1, r["slot"])[r["generation"]] for r in logged)
 
 
 def test_callbacks_are_called_at_every_step(models: dict[str, Path], tmp_path: Path) -> None:
