@@ -190,6 +190,26 @@ def test_packs_equal_the_plain_forward(
     assert logp <= 1e-6 and gradient <= 1e-6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_whole_gradient_is_the_plain_forwards_where_heads_forget_at_once(
+    seed: int, models: dict[str, Path]
+) -> None:
+    """With decays as transformers draws them, whose own gradients are rounding in both."""
+    model = load(models[tiny.HYBRID])
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.empty_like(parameter).uniform_(0.01, 16).log())
+    reference = copy.deepcopy(model)
+    logp, _ = gaps(model, reference, models[tiny.HYBRID])
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
+    apart = sum(float((ours - theirs).square().sum()) for ours, theirs in pairs if theirs is not None)
+    whole = sum(float(theirs.square().sum()) for _, theirs in pairs if theirs is not None)
+    assert logp <= 1e-5 and (apart / whole) ** 0.5 <= 5e-6
+
+
 def test_bfloat16_differs_by_its_rounding_alone(models: dict[str, Path]) -> None:
     """From float32 packs in bfloat16 are hardly farther than the plain forward in bfloat16 is."""
     path = models[tiny.HYBRID]
