@@ -47,6 +47,7 @@ from mm_grpo.learner.minibatch import (
     ByCompletion,
     LogProbs,
     Minibatch,
+    check_groups,
     group_cost,
     make_minibatches,
 )
@@ -124,8 +125,11 @@ class Learner:
     def update(self, groups: Sequence[Group]) -> LearnerReport:
         """Make the step's updates from this process's groups; the weights have changed in place on return.
 
-        The report is that of the whole step, equal on every process.
+        The report is that of the whole step, equal on every process. Raises ValueError for groups without advantages,
+        and for completions without tokens or without a log-prob for each.
         """
+        with self.ranks.fail_together("groups"):
+            check_groups(groups)
         cost = partial(group_cost, config=self.config, shared=self._shared)
         perceives = self.config.algorithm.perception_coef > 0
         groups = balanced(groups, cost, self.ranks, images=perceives)

@@ -83,6 +83,22 @@ class LogProbs:
         )
 
 
+def check_groups(groups: Sequence[Group]) -> None:
+    """ValueError for a completion without tokens or without a log-prob for each, or a group without advantages."""
+    for group in groups:
+        if len(group.advantages) != len(group.completions):
+            raise ValueError(
+                f"{group.prompt.uid}: {len(group.completions)} completions and {len(group.advantages)} advantages; a "
+                "group has one for each before it is learned from"
+            )
+        for place, completion in enumerate(group.completions):
+            if not completion.token_ids or len(completion.logprobs) != len(completion.token_ids):
+                raise ValueError(
+                    f"{group.prompt.uid}: completion {place} has {len(completion.token_ids)} tokens and "
+                    f"{len(completion.logprobs)} log-probs; every token needs one, and there must be a token"
+                )
+
+
 def make_minibatches(
     groups: Sequence[Group], config: GRPOConfig, ranks: Ranks, device: torch.device
 ) -> list[Minibatch]:

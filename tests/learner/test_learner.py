@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -281,3 +282,23 @@ def test_the_change_of_a_large_tensor_is_that_of_all_its_elements() -> None:
 def test_schedules_by_hand(kind: str, rates: list[float]) -> None:
     optim = config_for("x", optim={"learning_rate": 1.0, "warmup_steps": 2, "lr_scheduler_type": kind}).optim
     assert [schedule(optim, u, 6) for u in range(5)] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("change", [{"token_ids": (), "logprobs": ()}, {"logprobs": (-1.0,)}, None])
+@pytest.mark.parametrize("algorithm", [{}, {"beta": 0.1}])
+def test_groups_that_no_engine_makes_are_one_message(
+    models: dict[str, Any], change: Any, algorithm: dict[str, Any]
+) -> None:
+    """No token, a log-prob too few, and no advantages yet."""
+    processor = load_processor(str(models["qwen2_vl"]))
+    first, _, third, _ = make_groups(processor)
+    spoilt = replace(third, advantages=())
+    if change is not None:
+        spoilt = replace(third, completions=(*third.completions[:2], replace(third.completions[2], **change)))
+    learner = Learner(
+        load(models["qwen2_vl"]), processor, config_for(models["qwen2_vl"], algorithm=algorithm), 1
+    )
+    before = {name: p.clone() for name, p in learner.model.named_parameters()}
+    with pytest.raises(ValueError, match="r:2"):
+        learner.update([first, spoilt])
+    assert all(torch.equal(p, before[name]) for name, p in learner.model.named_parameters())
