@@ -26,7 +26,7 @@ from mm_grpo.export.saving import Saving
 from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.health.guards import Guards
 from mm_grpo.health.logp_gap import sampled_gap
-from mm_grpo.health.update_happens import update_happens
+from mm_grpo.health.update_happens import finite_loss, update_happens
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.processors.base import Processor
@@ -42,7 +42,7 @@ from mm_grpo.run.checkpoint import Checkpoints, steps_between
 from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.inputs import inputs_of
-from mm_grpo.run.metrics import iter_metrics
+from mm_grpo.run.metrics import finite_or_text, iter_metrics
 from mm_grpo.run.profile import Profile
 from mm_grpo.run.progress import Progress
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of, tool_sources_of
@@ -236,6 +236,7 @@ class GRPOTrainer(Saving):
                     guards.apply("logp_gap", sampled_gap(gap, self.sync.limit, moved), step)
                 for record in report.updates:
                     guards.apply("update_happens", update_happens(record), step)
+                guards.apply("update_happens", finite_loss(report.metrics["loss"]), step)
 
             self.pipeline.drain(step)
             with timed(times, "time/sync"), ranks.fail_together("weight sync"):
@@ -327,7 +328,7 @@ class GRPOTrainer(Saving):
                     last = last or ended
                     with span("metrics"), self.ranks.fail_together("writing metrics.jsonl"):
                         if first:
-                            run.append_metrics(step, metrics)
+                            run.append_metrics(step, finite_or_text(metrics))
                     trackers.log(step, metrics)
                     progress.advance(step, metrics)
                     with self.ranks.fail_together("guards"):

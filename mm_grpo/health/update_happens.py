@@ -55,6 +55,16 @@ def update_happens(record: UpdateRecord) -> str | None:
     return None
 
 
+def finite_loss(loss: float) -> str | None:
+    """A message when a step's mean loss is infinite or NaN, else None."""
+    if math.isfinite(loss):
+        return None
+    return (
+        f"the loss is {loss}; lower optim.learning_rate, check the rewards for huge values and the engine's log-probs, "
+        "or train in float32 (model.dtype)"
+    )
+
+
 class NoUpdate:
     """The guard `no_update`: whether any update of the run moved the weights, and if none did, why.
 

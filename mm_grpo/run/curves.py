@@ -7,6 +7,7 @@ run goes on. CURVES says which metrics are drawn, and how: to add a curve, a lin
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -219,4 +220,6 @@ def places_of(metric: str) -> list[tuple[int, str]]:
 
 
 def _number(value: Any) -> float | None:
-    return None if isinstance(value, bool) or not isinstance(value, int | float) else value
+    """A number that can be drawn, else None."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if known else None

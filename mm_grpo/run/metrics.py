@@ -1,8 +1,8 @@
 """The numbers of a run: metrics.jsonl, one JSON object a step under TRL's metric names, and summary.json at its end.
 
 A row is complete or absent: the last line that a killed process left unfinished is cut when the log
-is opened again, and passed over by the reader. A value that was not measured is None, and never
-NaN, which JSON cannot hold and curves silently drop.
+is opened again, and passed over by the reader. A value that was not measured is None. What a step measured as infinite
+or NaN, which JSON cannot hold, is the text "inf", "-inf" or "nan" (`finite_or_text`), and a float again for readers.
 
 Opening the log and appending to it cost the same whatever its length. A file that is only appended to needs no
 rename to be whole: a row counts once its line feed is there, which is the last byte written, so a process that is
@@ -24,6 +24,7 @@ from mm_grpo.files import atomic_write
 from mm_grpo.run.paths import RunPaths
 
 Value = float | int | str | bool | None
+NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
 SUMMARY_KEYS = ("accuracy_before", "accuracy_after", "seconds", "steps", "eval")
 
 
@@ -96,7 +97,12 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not JSON ({error}); remove the line") from None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise DataError(f"{where}: a row is an object with a whole number 'step'")
-    return row
+    return {k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
+
+
+def finite_or_text(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as a row holds them: a text where one is infinite or NaN."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def write_summary(paths: RunPaths, summary: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.errors import ConfigError, DataError, GuardStop, RewardError
+from mm_grpo.learner.loss import pack_loss
 from mm_grpo.rollout.seeds import SeedPlan
+from mm_grpo.run.metrics import read_metrics
 
 
 def is_a_time(key: str) -> bool:
@@ -255,3 +258,34 @@ def test_a_path_is_no_loaded_model(name: str, models: dict[str, Path], tmp_path:
         ConfigError, match=f"^{name} = 'some/model': must be a loaded one; to have it loaded, write"
     ):
         GRPOTrainer(config, train=ROWS, rewards=[vowels], **{name: "some/model"})
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_loss_that_is_no_number_is_a_row_where_guards_warn(
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    value: float,
+) -> None:
+    def spoilt(config: Any, inputs: Any, tokens: Any, statistics: Any) -> Any:
+        statistics.add(loss=torch.tensor(value), entropy=torch.tensor(value))
+        return pack_loss(config, inputs, tokens, statistics)
+
+    monkeypatch.setattr("mm_grpo.learner.learner.pack_loss", spoilt)
+    run = {"max_steps": 1, "save_every": 1, "report_every": 1}
+    config = config_for(models["qwen2_vl"], tmp_path / "r", run=run)
+    with pytest.raises(GuardStop, match="loss"):
+        GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
+    warned = config_for(
+        models["qwen2_vl"], tmp_path / "w", run=run | {"guards": {"update_happens": "warn"}, "max_steps": 2}
+    )
+    GRPOTrainer(warned, train=ROWS, rewards=[vowels]).train()
+    assert "loss" in caplog.text and "cannot be written" not in caplog.text
+    assert [row["loss"] for row in rows_of(tmp_path / "w")] == [str(value)] * 2  # JSON has no number for it
+    (first, _) = read_metrics(tmp_path / "w/metrics.jsonl")
+    assert str(first["loss"]) == str(value)
+    assert (tmp_path / "w/report.html").is_file()
+    more = warned.with_values({"run.max_steps": 3})
+    GRPOTrainer(more, train=ROWS, rewards=[vowels], resume=True).train()
+    assert "cannot be written" not in caplog.text and len(rows_of(tmp_path / "w")) == 3
