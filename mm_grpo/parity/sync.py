@@ -5,7 +5,7 @@ received, are held against the learner's (rollout/weights.py), so one that did n
 learning rate. Then a completion of this step with its images (the canary) is scored by both sides before and
 after: where the learner's log-probs moved and the engine's are the same to the last bit, the engine did not load
 what it received. In bfloat16 the size of a move would not show it, for an update moves log-probs by less than the two
-sides differ by rounding. Last, the engine's scores and a few tokens sampled anew agree with the learner, which
+sides differ by rounding, and it takes several updates in a row, where layers could not be read back. Last, the engine's scores and a few tokens sampled anew agree with the learner, which
 catches caches of image features or of keys and values that belong to older weights. The learner scores with what it
 sent: with adapters that is their merge, rounded as the engine has it, and how far that is from the policy shows in what
 is sampled next.
@@ -47,15 +47,21 @@ FILLING = 256
 CLEAR = 10.0
 """An update is held to have moved a log-prob for certain when it did so by this many times the noise."""
 SOUND = 20.0
-"""Times the largest gap that sound updates of this run have shown that the next one may show."""
+"""Times the largest gap of the first sound updates of this run that a later one may show."""
 SETTLED = 3
-"""Sound updates before that holds."""
+"""Sound updates that say so, the first ones: a gap that grows slowly has to reach the bound."""
 OTHERS = 8
 """Completions of a group that say how far an update moves the learner."""
 RECENT = 8
 """Updates whose moves tell how far an older one may have moved what it did not score."""
 VISIBLE = 1e-6
 """Least move of the learner's log-probs, in nats per token, that an engine has to show as well."""
+MOST = 0.5
+"""Least share of the learner's log-probs that change, by which an engine has to show an update as well."""
+UNMOVED = {"float32": 1}
+"""Updates in a row after which an engine that did not move at all has lost them, UNMOVED_ROUNDED in other formats: at
+small rates, as in a warm-up, a few weights round to other numbers, and a sound engine's sums may be the same."""
+UNMOVED_ROUNDED = 8
 NOISE = {"float32": 2e-6, "bfloat16": 5e-3}
 """Least rounding noise of a log-prob that is reckoned with, in nats."""
 
@@ -115,11 +121,13 @@ class VerifiedSync:
     def __init__(self, engine: RolloutEngine, learner: Learner, config: GRPOConfig) -> None:
         self.engine, self.learner = engine, learner
         self.version = 0
+        self._unmoved: dict[str, int] = {}  # by server: updates in a row that its scores did not show
         self._moves: dict[int, float] = {}
         self.limit = limit_for(config.run.max_logp_gap, str(learner.model.dtype))
         self.noise = NOISE.get(str(learner.model.dtype).removeprefix("torch."), NOISE["bfloat16"])
         self._sound, self._largest = 0, 0.0  # updates that passed, and the largest gap of their canaries
         self._stale = config.rollout.max_staleness > 0
+        self._most_unmoved = UNMOVED.get(str(learner.model.dtype).removeprefix("torch."), UNMOVED_ROUNDED)
         self._seeds = eval_seeds(config.run.seed, 0, PROBES if config.rollout.max_staleness else 1)
         self._longest = config.rollout.max_completion_length
         self._probe = Sampling(min(PROBE_TOKENS, self._longest), config.rollout.temperature)
@@ -197,8 +205,10 @@ class VerifiedSync:
             if before := scored_before.get(name):
                 # what both sides rounded differently before, of the same tokens, they do after
                 rounding = max(noise, gap_of([before], [canary.logprobs]).mean)
-                message = lost_update(before, engine_after, moved, report.tensors, prompt.uid)
-            if message is not None:
+                learned = share_changed(canary.logprobs, after)
+                message = lost_update(before, engine_after, moved, learned, report.tensors, prompt.uid)
+            self._unmoved[name] = 0 if message is None else self._unmoved.get(name, 0) + 1
+            if message is not None and self._unmoved[name] >= self._most_unmoved:
                 raise GuardStop(f"weight sync to version {version}{where}: {message}")
             require_answers(requests, sampled, version)
             expected = self.learner.score(
@@ -217,7 +227,7 @@ class VerifiedSync:
             if found is not None:
                 problem = problem or f"after the weight sync to version {version}{where}, {found}"
         score, probe = (max(gaps, key=lambda gap: gap.mean) for gaps in (scores, probes))
-        if problem is None:
+        if problem is None and self._sound < SETTLED:
             self._sound, self._largest = self._sound + 1, max(self._largest, score.mean)
         return replace(report, score=score, probe=probe, moved=moved, problem=problem)
 
@@ -270,6 +280,11 @@ class VerifiedSync:
             yield "", check(self.engine)
 
 
+def share_changed(before: Sequence[float], after: Sequence[float]) -> float:
+    """Share of log-probs that are not the same to the last bit."""
+    return sum(a != b for a, b in zip(before, after, strict=True)) / max(len(before), 1)
+
+
 def _done(scores: Scores) -> Future[Scores]:
     future: Future[Scores] = Future()
     future.set_result(scores)
@@ -277,14 +292,15 @@ def _done(scores: Scores) -> Future[Scores]:
 
 
 def lost_update(
-    before: Sequence[float], after: Sequence[float], moved: float, tensors: int, uid: str
+    before: Sequence[float], after: Sequence[float], moved: float, learned: float, tensors: int, uid: str
 ) -> str | None:
     """A message when `tensors` that changed were sent and `moved` the learner, and the engine answers as before.
 
     `before` and `after` are the engine's log-probs [T] of a completion of `uid`, `moved` is the mean move of the
-    learner's, in nats. Below VISIBLE an engine of another order of summation may honestly round to the same numbers.
+    learner's, in nats, and `learned` the share of them that changed. Below VISIBLE, and where few changed (in bfloat16
+    a small update flips the rounding of single tokens), a sound engine may round to the same numbers.
     """
-    if not tensors or moved < VISIBLE or list(after) != list(before):
+    if not tensors or moved < VISIBLE or learned < MOST or list(after) != list(before):
         return None
     return (
         f"{tensors} tensors arrived, the update moved the learner's log-probs of a completion of {uid} "

@@ -120,7 +120,7 @@ def test_an_update_that_is_not_loaded_stops_the_run(
         blind(run, monkeypatch)
     load(lose)
     with pytest.raises(GuardStop, match=r"weight sync"):
-        for version in (2, 3):
+        for version in range(2, 12):
             run.update(version)
 
 
@@ -132,7 +132,7 @@ def test_the_canary_alone_catches_it(
     blind(run, monkeypatch)
     load(lose)
     with pytest.raises(GuardStop, match=r"the engine's are the same to the last bit"):
-        for version in (2, 3):
+        for version in range(2, 12):
             run.update(version)
 
 
@@ -184,11 +184,13 @@ def test_a_part_that_keeps_its_first_weights_is_named(
         ("bfloat16", True, 1e-5),
         ("bfloat16", True, 1e-4),
         ("float32", True, 1e-4),
+        ("bfloat16", False, 1e-7),
+        ("bfloat16", True, 3e-7),
     ],
 )
 def test_sound_updates_raise_no_alarm(dtype: str, lora: bool, rate: float, models: dict[str, Path]) -> None:
     run = Run(models["qwen2_5_vl"], rate, dtype, lora)
     reports = [run.update(version) for version in range(1, UPDATES + 1)]
     assert [r.problem for r in reports if r.problem] == []
-    assert sum(r.tensors > 0 for r in reports) > 0.95 * UPDATES
+    assert sum(r.tensors > 0 for r in reports) > 0.95 * UPDATES or rate < 1e-6
     assert all((r.moved or 0) < 0.05 for r in reports)

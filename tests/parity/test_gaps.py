@@ -143,8 +143,10 @@ def test_the_first_prompt_with_an_image_is_chosen(models: dict[str, Path]) -> No
 
 
 def test_an_update_is_lost_when_the_learner_moves_and_the_engine_does_not() -> None:
-    def message(before: list[float], after: list[float], moved: float = 1e-3, tensors: int = 7) -> str | None:
-        return lost_update(before, after, moved, tensors, "row-3")
+    def message(
+        before: list[float], after: list[float], moved: float = 1e-3, learned: float = 1.0, tensors: int = 7
+    ) -> str | None:
+        return lost_update(before, after, moved, learned, tensors, "row-3")
 
     said = message([-1.0, -2.001], [-1.0, -2.001])
     assert (
@@ -153,6 +155,9 @@ def test_an_update_is_lost_when_the_learner_moves_and_the_engine_does_not() -> N
     )
     assert message([-1.0, -2.001], [-1.0, -2.0011]) is None  # it moved, however little
     assert message([-1.0, -2.001], [-1.0, -2.001], moved=1e-7) is None  # nothing to see
+    assert (
+        message([-1.0, -2.001], [-1.0, -2.001], learned=0.4) is None
+    )  # single tokens were rounded otherwise
     assert message([-1.0, -2.001], [-1.0, -2.001], tensors=0) is None  # nothing was sent
 
 
