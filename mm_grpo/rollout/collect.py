@@ -145,7 +145,8 @@ class Collector:
         else:
             most = self.config.rollout.max_attempts
             slots = [slot for slot in rollout.zero_std_slots if slot in rollout.own]
-            rows = {slot: self.order.spare(step, attempt, slot, most) for slot in slots}
+            places = {slot: rollout.own[slot].place or (step, slot) for slot in slots}
+            rows = {slot: self.order.spare(of, attempt, at, most) for slot, (of, at) in places.items()}
         return self.prompt_builder.prompts(self.dataset, rows, following)
 
     def count_prompts(self, rollout: Rollout, own: Mapping[str, int]) -> None:

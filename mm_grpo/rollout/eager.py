@@ -20,7 +20,7 @@ group. Prompts of first attempts are made in the main thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -174,10 +174,11 @@ class Eager(Lockstep):
                     self.changed.notify_all()
             require_answers(requests, completions, (oldest, newest))
             [group] = groups_of([slot], [prompt], completions, attempt)
+            group = replace(group, place=place)
             with self.changed:
                 if attempt == 0:
                     self.asked.remove(place)
-                    self.done.append(replace(group, place=place))
+                    self.done.append(group)
                 else:
                     self.replacements.append(group)
                 self.changed.notify_all()
@@ -201,10 +202,13 @@ class Eager(Lockstep):
             if not rollout.zero_std_slots or rollout.attempts == collect.config.rollout.max_attempts:
                 return with_advantages(collect, rollout)
             made = collect.prompts(rollout)
+            slot_of: dict[Place | None, int] = {}  # a replacement has the place of the group that it replaces
             for slot, prompt in zip(made.slots, made.prompts, strict=True):
-                self._ask(prompt, (rollout.step, slot), rollout.attempts)
+                place = rollout.own[slot].place or (rollout.step, slot)
+                slot_of[place] = slot
+                self._ask(prompt, place, rollout.attempts)
             with timed(rollout.times, "time/rollout"), collect.ranks.fail_together("rollout"):
-                groups = self._replacing(len(made.slots))
+                groups = self._replacing(slot_of)
 
     def _first(self, step: int, slots: Sequence[int]) -> tuple[list[Group], int]:
         """The groups that finished first, in the slots of `step`, and how many were too old and dropped."""
@@ -226,13 +230,15 @@ class Eager(Lockstep):
         taken = sorted(taken, key=lambda group: group.place or (0, 0))
         return [replace(group, slot=slot) for slot, group in zip(slots, taken, strict=True)], stale
 
-    def _replacing(self, count: int) -> list[Group]:
+    def _replacing(self, slot_of: Mapping[Place | None, int]) -> list[Group]:
+        """The groups that were asked for as replacements, in the slots that their places have in the step."""
         with self.changed:
-            while len(self.replacements) < count:
+            while len(self.replacements) < len(slot_of):
                 self._require_going_on()
                 self.changed.wait(LOOK)
             taken, self.replacements = self.replacements, []
-        return sorted(taken, key=lambda group: group.slot)
+        placed = [replace(group, slot=slot_of[group.place]) for group in taken]
+        return sorted(placed, key=lambda group: group.slot)
 
     def _require_going_on(self) -> None:
         if self.failure is not None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.ahead import noting_seeds, trainer_of, use_server
+from helpers.ahead import LITTLE, noting_seeds, trainer_of, use_server
 from helpers.patience import PATIENCE
-from helpers.small_runs import rollouts_of, rows_of
+from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of
 
+from mm_grpo import GRPOTrainer
+from mm_grpo.data import Mixture
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.rollout.seeds import SeedPlan
 
@@ -149,7 +151,54 @@ def test_dynamic_sampling_replaces_groups_of_the_step(
     plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=2, max_steps=STEPS)
     for step in range(1, STEPS + 1):
         again = [row for row in rollouts_of(tmp_path / "r", step) if row["attempt"] == 1]
-        assert [row["seed"] for row in again] == [s for slot in range(4) for s in plan.group(step, slot, 1)]
+        assert len(again) == 12
+        assert all(row["seed"] == plan.group(*row["place"], 1)[row["generation"]] for row in again)
+
+
+@pytest.mark.slow
+def test_of_a_mixture_a_replacement_is_of_the_source_of_what_it_replaces(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flat(completion: str) -> float:
+        return 1.0
+
+    use_server(monkeypatch)
+    rollout = {"max_staleness": 2, "staleness_order": "eager", "dynamic_sampling": True, "max_attempts": 3}
+    run = LITTLE | {"max_steps": STEPS, "seed": 5, "guards": {"no_update": "warn"}}
+    sources = [{"path": ROWS[i : i + 2], "weight": weight} for i, weight in ((0, 2), (2, 1), (4, 1))]
+    trainer = GRPOTrainer(
+        config_for(models["qwen2_vl"], tmp_path / "r", rollout=rollout, run=run),
+        train=Mixture(sources),
+        rewards=[flat],
+    )
+    engine, plan = trainer.engine, SeedPlan(run_seed=5, prompts=4, generations=3, attempts=3, max_steps=STEPS)
+    late, passed, generate = plan.group(1, 0)[0], threading.Event(), engine.generate
+
+    def delayed(requests: Any) -> Any:
+        """The first place of the first step is learned from in a later one, in another place's slot."""
+        done = generate(requests)
+        if requests[0].seed == late:
+            assert passed.wait(PATIENCE)
+        return done
+
+    update = trainer.sync.update
+
+    def sent(step: int, *args: Any, **kwargs: Any) -> Any:
+        passed.set()
+        return update(step, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "generate", delayed)
+    monkeypatch.setattr(trainer.sync, "update", sent)
+    trainer.train()
+    order, moved = trainer.plan.order, 0
+    for step in range(1, STEPS + 1):
+        for row in rollouts_of(tmp_path / "r", step):
+            of, slot = row["place"]
+            moved += (of, slot) != (step, row["slot"])
+            asked = order.spare(of, row["attempt"], slot, 3) if row["attempt"] else order.rows(of)[slot]
+            assert row["uid"] == trainer.train_set.uid(asked)
+            assert row["seed"] == plan.group(of, slot, row["attempt"])[row["generation"]]
+    assert moved
 
 
 @pytest.mark.slow
