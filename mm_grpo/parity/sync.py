@@ -4,11 +4,11 @@ First the tensors: the engine's digests of what its own layers hold where it can
 received, are held against the learner's (rollout/weights.py), so one that did not arrive is named whatever the
 learning rate. Then a completion of this step with its images (the canary) is scored by both sides before and
 after: where the learner's log-probs moved and the engine's are the same to the last bit, the engine did not load
-what it received. In bfloat16 the size of a move would not show it, for an update moves log-probs by less than the two
-sides differ by rounding, and it takes several updates in a row, where layers could not be read back. Last, the engine's scores and a few tokens sampled anew agree with the learner, which
-catches caches of image features or of keys and values that belong to older weights. The learner scores with what it
-sent: with adapters that is their merge, rounded as the engine has it, and how far that is from the policy shows in what
-is sampled next.
+what it received. In bfloat16 that has to happen several times in a row, and the size of a move would not show it, for
+an update moves log-probs by less than the two sides differ by rounding. Last, the engine's scores and a few tokens
+sampled anew agree with the learner, which catches caches of image features or of keys and values that belong to older
+weights. The learner scores with what it sent: with adapters that is their merge, rounded as the engine has it, and how
+far that is from the policy shows in what is sampled next.
 
 An engine that samples from the learner's own module is sent nothing, and what it samples next is held against the
 learner in the next step. There the last check is made at the first step and at every 50th, those at which the trainer
