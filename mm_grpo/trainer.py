@@ -148,7 +148,7 @@ class GRPOTrainer(Saving):
         self.checkpoints = Checkpoints(self.folder.paths, self.learner, config, self._call)
         log = self.folder.append_event if self.ranks.first else None
         self.guards = Guards(config, self.scorer.specs, log)
-        self.images = ImageMeasures(config, self.learner, self.guards, self.folder.paths, self.ranks)
+        self.images = ImageMeasures(config, self.learner, self.guards, self.folder, self.ranks)
         self.tokens_seen = 0
         self.signals = StopSignals(quiet=not self.ranks.first)
         self._trained, self.stop_reason = False, ""

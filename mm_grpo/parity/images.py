@@ -19,7 +19,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.sight import GroupSight, measure
 from mm_grpo.parity.gaps import gap_of
 from mm_grpo.parity.sync import Canary
-from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.rollout_log import add_to_rollouts
 from mm_grpo.timing import span
 from mm_grpo.types import Group
@@ -31,10 +31,10 @@ class ImageMeasures:
     """The measurements of one run. Every process calls them; metrics are complete on the first one."""
 
     def __init__(
-        self, config: GRPOConfig, learner: Learner, guards: Guards, paths: RunPaths, ranks: Ranks
+        self, config: GRPOConfig, learner: Learner, guards: Guards, folder: RunFolder, ranks: Ranks
     ) -> None:
         self.every, self.max_tokens = config.run.sight_every, config.optim.max_tokens_per_pack
-        self.learner, self.guards, self.paths, self.ranks = learner, guards, paths, ranks
+        self.learner, self.guards, self.folder, self.ranks = learner, guards, folder, ranks
 
     def unread(self, step: int, canary: Canary | None) -> Metrics:
         """On some steps: how far other pixels move the learner's log-probs of the canary, in nats per token.
@@ -72,7 +72,8 @@ class ImageMeasures:
                 metrics = sight_metrics(found)
                 if metrics and rewarded:
                     metrics["sight/reward"] = sum(total for _, total, _ in parts) / rewarded
-                add_to_rollouts(self.paths, step, log_columns(found))
+                with self.folder.writing("the rollouts"):
+                    add_to_rollouts(self.folder.paths, step, log_columns(found))
         return {**metrics, "time/sight": time.perf_counter() - started}
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.files import atomic_write
 from mm_grpo.learner.state import FileMark, StateFile, mark_of
 from mm_grpo.run.manifest import LOG, MANIFEST, REFERENCE, checkpoints_in, digest_of, step_of
+from mm_grpo.run.paths import left_in
 from mm_grpo.timing import span
 
 
@@ -77,8 +79,9 @@ class CheckpointWriter:
 
     def _make_room(self, beside: Path) -> None:
         try:
-            for left in self.folder.glob(".step-*.new"):  # by a process that was killed
-                _remove(left)
+            for left in left_in(self.folder):
+                with suppress(OSError):  # one that somebody holds, on a shared disk
+                    _remove(left)
             beside.mkdir(parents=True)
         except OSError as error:
             raise unwritten(self.folder, error) from None
@@ -136,7 +139,10 @@ class CheckpointWriter:
         done = [path for path in listed if step_of(path) <= step]
         for old in [*done[: -self.keep], *listed[len(done) :]]:
             if step_of(old) != spared:
-                shutil.rmtree(old, ignore_errors=True)
+                left = old.with_name(f".{old.name}.old")
+                with suppress(OSError):  # then it stays as it is
+                    os.replace(old, left)
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def unwritten(folder: Path, error: OSError) -> ConfigError:

@@ -82,3 +82,8 @@ class RunPaths:
 
     def evaluation_file(self, step: int) -> Path:
         return self.rollouts / f"eval-step-{step:06d}.jsonl"
+
+
+def left_in(folder: Path) -> list[Path]:
+    """What killed processes left in `folder`: checkpoints that they were writing (.new) or removing (.old)."""
+    return [path for path in folder.glob(".step-*") if path.suffix in (".new", ".old")]

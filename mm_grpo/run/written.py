@@ -12,7 +12,7 @@ from pathlib import Path
 from mm_grpo.config import GRPOConfig
 from mm_grpo.files import unfinished_writes
 from mm_grpo.run.claim import Mark
-from mm_grpo.run.paths import EVALUATION_NAME, IMAGE_NAME, STEP_NAME, RunPaths
+from mm_grpo.run.paths import EVALUATION_NAME, IMAGE_NAME, STEP_NAME, RunPaths, left_in
 
 FILES = (
     "config.yaml",
@@ -88,7 +88,7 @@ def remove_run(paths: RunPaths, mark: Mark) -> None:
         ],
         "checkpoints": [
             *(f for f in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(f.name)),
-            *paths.checkpoints.glob(".step-*.new"),
+            *left_in(paths.checkpoints),
         ],
         "tensorboard": list(paths.tensorboard.glob("events.out.tfevents.*")),
         "model": [paths.model],

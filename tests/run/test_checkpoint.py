@@ -129,6 +129,25 @@ def test_the_newest_are_kept_and_leftovers_removed(models: dict[str, Path], tmp_
     assert sorted(p.name for p in kept.folder.iterdir()) == ["step-000003", "step-000010"]
 
 
+def test_a_process_killed_while_it_removes_one_leaves_only_whole_ones(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = checkpoints_of(build(models["qwen2_vl"], run={"keep_checkpoints": 1}), tmp_path)
+    kept.save(1, {})
+
+    def killed(path: Path, **_: object) -> None:
+        if path.exists():
+            truncate(path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        kept.save(2, {})
+    assert [p.name for p in kept.folder.glob("step-*")] == ["step-000002"]
+    kept.save(3, {})
+    assert [p.name for p in kept.folder.iterdir()] == ["step-000003"]
+
+
 def test_a_damaged_one_of_later_does_not_push_out_the_whole_ones(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from mm_grpo.errors import ConfigError
+from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import logged_steps, read_rollouts, write_rollouts
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample
@@ -98,6 +101,20 @@ def test_an_image_is_saved_once_and_told_apart_by_content(tmp_path: Path) -> Non
     assert read_rollouts(paths, 2)[0]["images"] == images[0]
     assert len(list(paths.images.iterdir())) == 2
     assert logged_steps(paths) == [1, 2]
+
+
+def test_a_full_disk_leaves_no_half_image(tmp_path: Path) -> None:
+    """The limit on the size of a file stands for the disk."""
+    folder, noise = RunFolder.create(tmp_path, "x: 1\n"), Image.effect_noise((64, 64), 90).convert("RGB")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="rollouts cannot be written"):
+            folder.write_rollouts(1, [group(0), group(1, noise)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (image,) = folder.paths.images.iterdir()
+    assert Image.open(image).getpixel((0, 0)) == RED.getpixel((0, 0)) and logged_steps(folder.paths) == []
 
 
 def test_equal_bytes_of_another_shape_are_another_image(tmp_path: Path) -> None:
