@@ -64,6 +64,7 @@ HEALTHY = UpdateRecord(1e-4, 0.5, 1e-3, live_tokens=10, trainable_parameters=100
         ({"trainable_parameters": 0, "grad_norm": 0.0, "update_norm": 0.0}, "no trainable parameter"),
         ({"grad_norm": math.inf, "update_norm": 0.0, "stepped": False}, "overflow"),
         ({"grad_norm": 0.0, "update_norm": 0.0}, "detached"),
+        ({"grad_norm": 0.0, "update_norm": 0.0, "live_tokens": 1}, "although 1 tokens"),
         ({"grad_norm": 0.0, "update_norm": 0.0}, "gives every token probability 1"),
         ({"update_norm": 0.0}, "holds other tensors"),
         ({"update_norm": math.inf}, "moved the weights by inf at learning rate 0.0001"),

@@ -227,6 +227,18 @@ def test_bfloat16_keeps_updates_that_its_weights_cannot_show() -> None:
     assert module.weight.item() == pytest.approx(0.9949, abs=4e-3) and module.weight.item() < 1.0
 
 
+def test_gradients_of_bfloat16_packs_are_summed_in_float32() -> None:
+    """Three packs of gradients 1, 2^-9 and 2^-9: each of the small ones is lost where 1 is bfloat16."""
+    config = config_for("x", optim={"learning_rate": 0.1, "max_grad_norm": 0.0}).optim
+    module = torch.nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    optimizer = Optimizer(module, config, 500)
+    for number, gradient in enumerate((1.0, 2.0**-9, 2.0**-9)):
+        optimizer.backward((module.weight * gradient).sum(), last=number == 2)
+    (master,) = optimizer.masters
+    assert master.grad is not None and master.grad.item() == 1 + 2.0**-8
+    assert optimizer.apply(live_tokens=1).grad_norm == 1 + 2.0**-8
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_second_optimizer_of_one_model_gets_its_gradients(dtype: torch.dtype) -> None:
     config = config_for("x", optim={"learning_rate": 0.1, "max_grad_norm": 0.0}).optim

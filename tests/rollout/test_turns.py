@@ -162,8 +162,30 @@ def test_the_tokens_after_the_prompt_are_bounded(models: dict[str, Path]) -> Non
         one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56))
         for answer in one.run(tokens=tokens):
             assert answer.run_length <= tokens
-        for requests in one.engine.seen:
-            assert all(r.sampling.max_tokens >= 1 for r in requests)
+        first = one.engine.seen[0][0].prompt.token_ids
+        for request in (r for requests in one.engine.seen for r in requests):
+            left = tokens - (len(request.prompt.token_ids) - len(first))
+            assert request.sampling.max_tokens == left >= 1
+
+
+def test_versions_of_later_turns_begin_where_their_tokens_do(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56) if turn < 2 else "done")
+    generate, turns = one.engine.generate, iter(range(9))
+
+    def changing(requests: Any) -> list[Completion]:
+        spans = ((0, turn := next(turns)), (2, turn + 1))
+        return [replace(c, weight_versions=spans) for c in generate(requests)]
+
+    monkeypatch.setattr(one.engine, "generate", changing)
+    monkeypatch.setattr(one.loop, "version", lambda: (0, 9))  # updates may land while it samples
+    for answer in one.run():
+        lengths = answer.turn_lengths
+        assert len(lengths) == 3 and min(lengths) > 2
+        assert answer.weight_versions == tuple(
+            (sum(lengths[:turn]) + at, turn + later) for turn in range(3) for at, later in ((0, 0), (2, 1))
+        )
 
 
 def test_images_are_limited(models: dict[str, Path]) -> None:
