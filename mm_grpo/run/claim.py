@@ -1,8 +1,9 @@
 """The mark of a run folder, and the lock on it while a run writes there.
 
 `mm_grpo_run.json` is written into a run folder before anything else. It names what runs of mm_grpo wrote there
-(`wrote`): anything else under the same names is somebody else's, and is neither written over nor removed. An empty
-mark says that everything there is a run's; `touch` makes one in the folder of a version that had none.
+(`wrote`), of `model/` and `adapter/` also each file: anything else under the same names is somebody else's, and is
+neither written over nor removed. An empty mark says that everything there is a run's; `touch` makes one in the folder
+of a version that had none.
 
 A run holds the mark open and locked (flock), so the lock ends with the process, however that ends. Where a file
 system has no locks the run goes on with a warning. `pid` and `host` are in the mark while a run holds it.
@@ -76,7 +77,7 @@ class Claim:
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         new = not (root / MARK).exists()
-        handle = os.open(root / MARK, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(root / MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._file: BinaryIO = os.fdopen(handle, "r+b", buffering=0)
         _OPEN.add(self)
         try:

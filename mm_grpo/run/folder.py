@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -28,7 +29,7 @@ from mm_grpo.run.paths import EVALUATION_NAME, STEP_NAME, RunPaths
 from mm_grpo.run.report import WHILE_RUNNING, WHOLE, Budget, Report, check_expected
 from mm_grpo.run.rollout_budget import RolloutBudget
 from mm_grpo.run.rollout_log import write_rollouts
-from mm_grpo.run.written import FILES, FOLDERS, held, is_there, remove, remove_run, unfinished
+from mm_grpo.run.written import FILES, FOLDERS, files_in, held, is_there, remove, remove_run, unfinished
 from mm_grpo.types import Group
 
 if TYPE_CHECKING:
@@ -223,10 +224,25 @@ class RunFolder:
             return None
 
     def replace_folder(self, name: str, write: Callable[[Path], None]) -> Path:
-        """Let `write` fill a folder, such as "model", which then takes the place of the old one."""
+        """Let `write` fill `model` or `adapter`, which then takes the place of the old one.
+
+        Where the folder is claimed, files in the old one that no run wrote are in the new one too.
+        """
         path = self.paths.root / name
+
+        def fill(new: Path) -> None:
+            write(new)
+            if self._claim is None:
+                return
+            users = files_in(path, self._claim.mark, own=False)
+            self._claim.add(f"{name}/{file.relative_to(new)}" for file in new.rglob("*") if file.is_file())
+            for file in users:
+                if not os.path.lexists(kept := new / file.relative_to(path)):
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(file, kept, follow_symlinks=False)
+
         with self.writing(f"{name}/"):
-            atomic_folder(path, write)
+            atomic_folder(path, fill)
         return path
 
     def cut_after(self, step: int, log: bytes | None = None) -> None:
@@ -303,13 +319,15 @@ class RunFolder:
             )
 
     def _refuse_odd(self) -> None:
-        """ConfigError for a pipe, which is waited for when it is read or removed, and the like under a run's names."""
+        """ConfigError for a pipe, for which a reader waits, a link, which is written through, and the like."""
         for name in (MARK, *self._writes):
             path, folder = self.paths.root / name, name in ("rollouts", "tensorboard", *FOLDERS)
-            if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
+            regular = path.is_file() and not path.is_symlink()
+            if not os.path.lexists(path) or (path.is_dir() if folder else regular):
                 continue
             what = (
-                "a folder" if path.is_dir()
+                "a link" if path.is_symlink() and path.exists()
+                else "a folder" if path.is_dir()
                 else "a file" if path.is_file()
                 else "a pipe, a socket or a device" if path.exists()
                 else "a link to nothing"

@@ -91,15 +91,24 @@ def remove_run(paths: RunPaths, mark: Mark) -> None:
             *left_in(paths.checkpoints),
         ],
         "tensorboard": list(paths.tensorboard.glob("events.out.tfevents.*")),
-        "model": [paths.model],
-        "adapter": [paths.adapter],
+        "model": files_in(paths.model, mark),
+        "adapter": files_in(paths.adapter, mark),
     }
     for name, found in written.items():
         if mark.owns(name):
             remove(found)
-    for left in (paths.images, paths.rollouts, paths.checkpoints, paths.tensorboard):
-        if left.is_dir() and not left.is_symlink() and not any(left.iterdir()):
-            left.rmdir()
+    for folder in (paths.rollouts, paths.checkpoints, paths.tensorboard, paths.model, paths.adapter):
+        for left in sorted([folder, *folder.rglob("*")], reverse=True):  # what is inside before what it is in
+            if left.is_dir() and not left.is_symlink() and not any(left.iterdir()):
+                left.rmdir()
+
+
+def files_in(folder: Path, mark: Mark, *, own: bool = True) -> list[Path]:
+    """The files in `model` or `adapter` that runs wrote, or with `own=False` all others; a link is one itself."""
+    if folder.is_symlink():
+        return [folder] if own else []
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return [path for path in files if mark.owns(f"{folder.name}/{path.relative_to(folder)}") is own]
 
 
 def unfinished(paths: RunPaths, mark: Mark) -> Iterator[Path]:

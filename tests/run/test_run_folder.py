@@ -31,7 +31,11 @@ def names(folder: Path) -> list[str]:
 
 def finished_run(path: Path) -> RunFolder:
     """A folder with everything that a run writes, and notes of the user's beside it."""
-    folder = RunFolder.create(path, "run: 1\n")
+    folder = RunFolder.prepare(path)
+    with folder.claim():
+        folder.start("run: 1\n").replace_folder(
+            "model", lambda new: add_to(new, "config.json", "sub/weights")
+        )
     folder.metrics.append(1, {"reward": 0.5})
     folder.metrics.append(2, {"reward": 0.75})
     for file in (
@@ -40,17 +44,20 @@ def finished_run(path: Path) -> RunFolder:
         "rollouts/step-000001.jsonl",
         f"rollouts/images/{'0a' * 16}.png",
         "checkpoints/step-000002/state",
-        "model/config.json",
         "tensorboard/events.out.tfevents.1",
         "notes.txt",
         "rollouts/my-favourites.jsonl",
         "rollouts/images/screenshot.png",
         "tensorboard/layout.json",
     ):
-        target = path / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("x\n")
+        add_to(path, file)
     return folder
+
+
+def add_to(folder: Path, *files: str) -> None:
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("x\n")
 
 
 def test_a_new_run_has_its_config_and_its_environment(tmp_path: Path) -> None:
@@ -224,11 +231,15 @@ def test_a_fork_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path) -> None:
     finished_run(tmp_path)
+    add_to(tmp_path, "model/mine/notes.txt")
     RunFolder.create(tmp_path, "x: 2\n", overwrite=True)
     assert names(tmp_path) == [
         "config.yaml",
         "environment.json",
         "mm_grpo_run.json",
+        "model",
+        "model/mine",
+        "model/mine/notes.txt",
         "notes.txt",
         "rollouts",
         "rollouts/images",
@@ -247,7 +258,24 @@ def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> N
     (tmp_path / "run" / "model").symlink_to(elsewhere)
     RunFolder.create(tmp_path / "run", "x: 2\n", overwrite=True)
     assert not (tmp_path / "run" / "model").is_symlink()
-    assert names(elsewhere) == ["config.json"]
+    assert names(elsewhere) == ["config.json", "sub", "sub/weights"]
+
+
+@pytest.mark.parametrize("name", ["model", "adapter"])
+@pytest.mark.parametrize("given", [{"resume": True}, {"overwrite": True}])
+def test_a_model_that_is_saved_again_leaves_the_users_files_in_its_folder(
+    given: dict[str, bool], name: str, tmp_path: Path
+) -> None:
+    for number, new in enumerate(["weights-1-of-2", "weights"]):
+        folder = RunFolder(tmp_path, **given if number else {})
+        with folder.claim():
+            folder.start("x: 1\n")
+            add_to(tmp_path / name, f"notes-{number}.txt", "evaluations/mine.json")
+            folder.replace_folder(name, lambda path, file=new: add_to(path, file, "sub/config"))
+        kept = [f"notes-{n}.txt" for n in range(number + 1)]
+        assert names(tmp_path / name) == [
+            "evaluations", "evaluations/mine.json", *kept, "sub", "sub/config", new,
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -322,6 +350,13 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path, monkeypatch: 
     )
 
 
+def linked(path: Path) -> None:
+    """What lies there is the user's, elsewhere, and a link in its place."""
+    mine = path.parent.with_name("mine")
+    path.rename(mine) if path.exists() else mine.touch()
+    path.symlink_to(mine)
+
+
 @pytest.mark.parametrize(
     ("name", "make", "what"),
     [
@@ -335,6 +370,8 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path, monkeypatch: 
         ),
         ("rollouts", os.mkfifo, "a pipe, a socket or a device, where a run has a folder"),
         ("model", Path.touch, "a file, where a run has a folder"),
+        ("mm_grpo_run.json", linked, "a link, where a run has a file"),
+        ("metrics.jsonl", linked, "a link, where a run has a file"),
     ],
 )
 @pytest.mark.parametrize("given", [{"resume": True}, {"overwrite": True}])

@@ -56,7 +56,7 @@ def test_a_full_disk_is_one_message(
 
     monkeypatch.setattr("mm_grpo.parity.images.add_to_rollouts", full)
     config = config_for(models["qwen2_vl"], tmp_path / "r", run={"max_steps": 1, "report": False})
-    with pytest.raises(ConfigError, match=r"the rollouts cannot be written .No space left on device"):
+    with pytest.raises(ConfigError, match=r"the rollouts cannot be written \(No space left on device"):
         GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
 
 
