@@ -3,22 +3,59 @@
 A control character in such a text can recolour the terminal, move its cursor, or hide what follows; a
 bidirectional override shows text in another order than it has. `printable` writes them as escapes. Everything that
 goes to the terminal passes it: messages of errors, tables, progress, and what the logger "mm_grpo" is given.
+
+`redact` takes keys and passwords out of what is printed, saved, sent or put on a page.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 import unicodedata
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 KEPT = "\u200c\u200d"
 """Joiners, which some scripts and emoji need."""
+
+REDACTED = "[redacted]"
+"""Stands where a key, a password or the query of a url was."""
+_NAME = (
+    r"(?:[\w.-]{0,40}[_.-])?(?:(?:api|access|auth|client|hub|hf|private|secret)[_-]?(?:key|token)|passw(?:or)?d|secret"
+    r"|authorization)"
+)
+_SECRETS = (
+    r"(://)[^\s/?#'\"\[]*(?=@)",
+    r"(://[^\s?#'\"]{0,999}\?)[^\s#'\"<>()\[\]{}]+",
+    rf"(\b{_NAME}[\"']?\s*[:=]\s*[\"']?(?:bearer |basic )?+)[^\s\"',;&()\[\]{{}}]+",
+    r"(\b)(?:hf_|sk-|gh[oprsu]_)[\w-]{16,}",
+)
+
+
+def redact(value: Any, *secrets: str | None) -> Any:
+    """A text, or a mapping or list of them, without `secrets` and without what looks like one, the rest as it was.
+
+    That is user and query of a url, the value of a name such as api_key or password, and a key of a known form. In a
+    mapping or a list, a text of several words (a prompt) is kept.
+    """
+    if isinstance(value, Mapping):
+        inner = dict(zip(value, redact([*value.values()]), strict=True))
+        named = [key for key in value if value[key] and re.fullmatch(_NAME, str(key), re.IGNORECASE)]
+        return inner | dict.fromkeys(named, REDACTED)
+    if isinstance(value, list | tuple):
+        return [each if isinstance(each, str) and re.search(r"\s", each) else redact(each) for each in value]
+    if isinstance(value, str):
+        for secret in filter(None, secrets):
+            value = value.replace(secret, REDACTED)
+        for pattern in _SECRETS:
+            value = re.sub(pattern, rf"\1{REDACTED}", value, flags=re.IGNORECASE)
+    return value
 
 
 def printable(text: object, *, lines: bool = True) -> str:
@@ -56,10 +93,10 @@ def print_phase(text: str) -> None:
 
 
 class PrintableFilter(logging.Filter):
-    """Makes the whole message of a record printable; never drops one."""
+    """Makes the whole message of a record printable, without keys; never drops one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = printable(record.getMessage()), None
+        record.msg, record.args = printable(redact(record.getMessage())), None
         return True
 
 
@@ -68,7 +105,7 @@ def print_traceback(kind: type[BaseException], error: BaseException, trace: Trac
     import sys
 
     print(
-        printable("".join(traceback.format_exception(kind, error, trace))),
+        printable(redact("".join(traceback.format_exception(kind, error, trace)))),
         end="",
         file=sys.stderr,
         flush=True,

@@ -46,7 +46,7 @@ from mm_grpo.cli.train import train
 from mm_grpo.cli.view import view
 from mm_grpo.distributed.launch import end_with_launcher, launched_here
 from mm_grpo.errors import EngineError, GuardStop, UserError
-from mm_grpo.terminal import PrintableFilter, print_traceback, printable
+from mm_grpo.terminal import PrintableFilter, print_traceback, printable, redact
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -151,7 +151,7 @@ def _exit(message: str, code: int, lost: bool = False) -> None:
         if not should_report(message, lost=lost):
             sys.exit(code)
     with suppress(OSError):  # the terminal is gone
-        print(printable(message), file=sys.stderr, flush=True)
+        print(printable(redact(message)), file=sys.stderr, flush=True)
     sys.exit(code)
 
 

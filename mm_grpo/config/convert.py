@@ -25,6 +25,7 @@ from mm_grpo.config.messages import leaves
 from mm_grpo.config.other_trainers import explains, unknown_key
 from mm_grpo.config.yaml_file import set_value, shown, write_yaml
 from mm_grpo.errors import ConfigError
+from mm_grpo.terminal import printable, redact
 
 NO_MODEL = "NAME_OF_THE_MODEL"
 """Stands in `model.path` where the file names no model."""
@@ -81,15 +82,17 @@ class Conversion:
     def yaml(self) -> str:
         """Our config, with what was left out as comments behind it."""
         ordered = {name: self.values[name] for name in GRPOConfig.model_fields if name in self.values}
-        lines = [write_yaml(ordered).rstrip("\n")]
+        given = redact(self.given)
+        lines = [write_yaml(redact(ordered)).rstrip("\n")]
         for title, entries in (
             ("Written although no key said it:", self.notes),
             (
                 "Not taken over:",
-                [f"{key} = {shown(self.given[key])}: {why}" for key, why in self.left.items()],
+                [f"{key} = {shown(given[key])}: {why}" for key, why in self.left.items()],
             ),
         ):
-            lines += ["", f"# {title}", *(f"#   {entry}" for entry in entries)] if entries else []
+            shown_entries = [printable(redact(entry), lines=False) for entry in entries]
+            lines += ["", f"# {title}", *(f"#   {entry}" for entry in shown_entries)] if entries else []
         return "\n".join(lines) + "\n"
 
 

@@ -40,6 +40,7 @@ from mm_grpo.config.values import RewardEntry
 from mm_grpo.config.yaml_file import apply_overrides, merge, read_yaml, resolve_relative_path, write_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import RUN_MARK, atomic_write
+from mm_grpo.terminal import REDACTED, redact
 
 
 class FieldHelp(NamedTuple):
@@ -101,7 +102,12 @@ class GRPOConfig(Section):
         values = cls._read(path)
         for layer in layers:
             values = merge(values, cls._read(layer), sources=("data.train", "data.eval"))
-        return cls.from_dict(apply_overrides(values, overrides))
+        values = apply_overrides(values, overrides)
+        if REDACTED in str(values):
+            raise ConfigError(
+                f"'{path}' holds {REDACTED}: keys are not saved with a run; name its first config, or give that field"
+            )
+        return cls.from_dict(values)
 
     @classmethod
     def _read(cls, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -122,8 +128,8 @@ class GRPOConfig(Section):
         return cls.model_validate(dict(values) if isinstance(values, Mapping) else values)
 
     def to_yaml(self) -> str:
-        """Every field as YAML; `from_yaml` reads it back as an equal config."""
-        return write_yaml(self.model_dump())
+        """Every field as YAML, keys redacted; `from_yaml` reads it back as an equal config, if it has none."""
+        return write_yaml(redact(self.model_dump()))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_yaml` to a file, whole or not at all. Makes its folder."""

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from mm_grpo.environments.own_tools import EnvironmentGone
 from mm_grpo.errors import ConfigError
+from mm_grpo.terminal import redact
 
 MOST_BYTES = 100 * 2**20
 """Bytes of one answer, as openenv-core's own client bounds it."""
@@ -49,8 +50,8 @@ class Server:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
             raise ConfigError(
-                f"openenv: the server's address is {base_url!r}; it must be http://HOST:PORT, or ws://HOST:PORT for "
-                "one that is to be asked over WebSockets alone"
+                f"openenv: the server's address is {redact(base_url)!r}; it must be http://HOST:PORT, or "
+                "ws://HOST:PORT for one that is to be asked over WebSockets alone"
             )
         self.timeout = timeout
         self.local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
@@ -60,7 +61,7 @@ class Server:
         self.http, self.ws = f"http{secure}://{rest}", f"ws{secure}://{rest}/ws"
 
     def __str__(self) -> str:
-        return f"the OpenEnv server at {self.http}"
+        return f"the OpenEnv server at {redact(self.http)}"
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
         """The status of an answer below 500, and its JSON, None where it has none."""
@@ -102,7 +103,7 @@ class Server:
         return EnvironmentGone(f"{self} had not answered {what} after {self.timeout:g} s", late=True)
 
     def unreachable(self, error: BaseException) -> EnvironmentGone:
-        why = f"{type(error).__name__}: {error}".rstrip(": ")
+        why = redact(f"{type(error).__name__}: {error}".rstrip(": "))
         return EnvironmentGone(f"{self} cannot be reached ({why}); start it, or correct its address")
 
     def nonsense(self, what: str, answer: Any) -> EnvironmentGone:

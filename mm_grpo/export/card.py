@@ -15,6 +15,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import write_yaml
 from mm_grpo.run.charts import Series, line_chart, running_mean
 from mm_grpo.run.manifest import Checkpoint
+from mm_grpo.terminal import redact
 from mm_grpo.version import __version__
 
 STYLE = (
@@ -111,7 +112,8 @@ def card(
     lines += ["", *(f"![{name.removesuffix('.svg')}]({name})" for name in curves)]
     lines += ["", "## How it was compared", "", f"Before this folder was named: {proof}.", "", "## Use", ""]
     lines += [_usage(base, adapter=adapter), ""]
-    lines += ["## Config", "", "```yaml", write_yaml(shortened(config.model_dump())).strip(), "```", ""]
+    settings = write_yaml(redact(shortened(config.model_dump()))).strip()
+    lines += ["## Config", "", "```yaml", settings, "```", ""]
     return "\n".join(lines)
 
 

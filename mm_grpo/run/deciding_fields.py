@@ -8,6 +8,7 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.messages import Section, section_of
+from mm_grpo.terminal import redact
 
 # Fields that may differ on resuming: none of them changes a sample or an update. They say where, in how much memory, by
 # how many workers and for how long at most it is computed, how it is evaluated, checked, kept and shown.
@@ -50,7 +51,7 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
             elif not is_neutral(path):  # mappings whole: what is left out of one is a difference too
                 flat[path] = json.loads(json.dumps(value, default=str))
 
-    walk(config, config.model_dump(), "")
+    walk(config, redact(config.model_dump()), "")
     flat |= config.resolved_fields
     # which rows are dropped goes by the pack where that is the narrower limit
     longest = config.data.max_prompt_length

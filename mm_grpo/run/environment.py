@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from mm_grpo.terminal import redact
 from mm_grpo.version import __version__
 
 # Those whose version can change a result; one that is not installed is left out.
@@ -46,7 +47,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": _gpus(),
-        "command": [Path(program).name, *arguments],
+        "command": [Path(program).name, *map(redact, arguments)],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -34,7 +34,7 @@ from mm_grpo.run.metrics import new_rows, read_summary
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.shades import LEGEND
 from mm_grpo.run.tiles import evaluation_table, tiles
-from mm_grpo.terminal import printable
+from mm_grpo.terminal import printable, redact
 
 __all__ = ["WHILE_RUNNING", "WHOLE", "Budget", "Report", "write_report"]
 
@@ -339,7 +339,7 @@ def value_before(
 def changed_settings(paths: RunPaths) -> list[dict[str, str]]:
     """The settings of config.yaml that are not the defaults, by their full names; none where it cannot be read."""
     try:
-        config = GRPOConfig.from_yaml(str(paths.config))
+        config = GRPOConfig.from_dict(read_yaml(paths.config))
         default = GRPOConfig.from_dict({"model": {"path": config.model.path}})
     except (UserError, OSError, ValueError):
         return []
@@ -354,12 +354,12 @@ def changed_settings(paths: RunPaths) -> list[dict[str, str]]:
                 text = json.dumps(value, ensure_ascii=False, default=str)
                 found.append({"name": printable(before + key), "value": printable(text, lines=False)})
 
-    walk(config.model_dump(mode="json"), default.model_dump(mode="json"), "")
+    walk(redact(config.model_dump(mode="json")), default.model_dump(mode="json"), "")
     return [{"name": "model.path", "value": printable(config.model.path)}, *found]
 
 
 def config_text(paths: RunPaths) -> str:
-    return printable(paths.config.read_text(encoding="utf-8")) if paths.config.is_file() else ""
+    return printable(redact(paths.config.read_text(encoding="utf-8"))) if paths.config.is_file() else ""
 
 
 def environment_of(paths: RunPaths) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from numpy import asarray
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.tracker_table import RolloutTable, hosted_table, markdown, rollout_table
+from mm_grpo.terminal import redact
 from mm_grpo.timing import span
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Hosted:
     def __init__(self, package: Any, config: GRPOConfig, project: str, **options: Any) -> None:
         self._package = package
         name = Path(config.run.dir).resolve().name
-        settings = config.model_dump(mode="json")
+        settings = redact(config.model_dump(mode="json"))
         self._run = package.init(project=project, name=name, config=settings, **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from helpers import tiny
 
 
@@ -188,6 +189,38 @@ def test_a_run_is_resumed_by_its_own_config(run: Any, job: Path) -> None:
 
 
 @pytest.mark.slow
+def test_keys_and_passwords_are_nowhere_but_in_the_user_s_config(run: Any, job: Path) -> None:
+    (job.parent / "mine.py").write_text(
+        "def mine(completion, *, api_key='', url=''):\n"
+        "    assert (api_key, url) == ('s3cret-a', 'http://me:s3cret-b@host/v1?key=s3cret-c')\n"
+        "    return len(set(completion))\n"
+    )
+    written = yaml.safe_load(job.read_text())
+    secrets = {"api_key": "s3cret-a", "url": "http://me:s3cret-b@host/v1?key=s3cret-c"}
+    written["rewards"] = [{"name": f"{job.parent}/mine.py:mine", **secrets}]
+    written["run"] |= {"trackers": ["tensorboard"], "save_every": 1}
+    written["data"]["system_prompt"] = prompt = "Look at http://host/?page=1 well"
+    job.write_text(yaml.safe_dump(written))
+    shouted = "rewards.0.url=http://me:s3cret-b@host/v1?key=s3cret-c"
+    done = run("train", job, shouted)
+    assert done.code == 0 and "s3cret" not in done.out + done.err, done.err
+    folder = job.parent / "run"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["system_prompt"] == prompt
+    exported = run("export", folder, job.parent / "out")
+    assert exported.code == 0, exported.err
+    for file in [*folder.rglob("*"), *(job.parent / "out").rglob("*")]:
+        assert file.is_dir() or b"s3cret" not in file.read_bytes(), file
+    assert "redacted" in (folder / "report.html").read_text()
+    own = run("train", folder / "config.yaml", "--resume", "run.max_steps=3")
+    assert own.code == 2 and "[redacted]" in own.err and "Traceback" not in own.err
+    given = [f"rewards.0.{name}={value}" for name, value in secrets.items()]
+    for arguments in ((job, "run.max_steps=3"), (folder / "config.yaml", "run.max_steps=4", *given)):
+        done = run("train", *arguments, "--resume")
+        assert done.code == 0, done.err
+    wrong = run("check", job, shouted, "rewards.0.weight=much")
+    assert wrong.code == 2 and "rewards" in wrong.err and "s3cret" not in wrong.err
+
+
 def test_a_reward_that_changed_is_refused_on_resume(run: Any, job: Path) -> None:
     assert run("train", job, "run.max_steps=1").code == 0
     (job.parent / "mine.py").write_text(

@@ -236,10 +236,6 @@ def test_a_key_that_is_none(
     assert server.requests == []
 
 
-def test_secrets_in_the_address_are_not_shown() -> None:
-    assert chat.shown("https://user:pass@host:1/v1?key=abc") == "https://host:1/v1"
-
-
 # the environment -------------------------------------------------------------------------------
 
 

@@ -39,6 +39,7 @@ class Handler(BaseHTTPRequestHandler):
         answer = {
             200: {"path": path},
             400: {"error": {"message": "the row\nis wrong"}},
+            401: {"error": f"{'x' * 375}no such key: {self.headers.get('authorization')}"},
             422: {"detail": [{"loc": ["body"]}]},
         }.get(status, {"error": "x" * 900})
         data = b"not json" if path == "/text" else b"" if path == "/empty" else json.dumps(answer).encode()
@@ -71,6 +72,12 @@ def client(server: ThreadingHTTPServer) -> Iterator[ServerClient]:
     found = ServerClient(f"http://127.0.0.1:{server.server_port}/", key="s3cret", timeout=2 * PATIENCE)
     yield found
     found.close()
+
+
+def test_a_key_that_a_server_echoes_is_in_no_message(client: ServerClient) -> None:
+    with pytest.raises(ServerRefused) as raised:
+        client.call("/status/401")
+    assert "HTTP 401" in str(raised.value) and "s3" not in str(raised.value)
 
 
 def test_an_answer_is_decoded_and_the_key_sent(client: ServerClient) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mm_grpo.run.progress import Progress
-from mm_grpo.terminal import KEPT, PrintableFilter, cell, print_traceback, printable
+from mm_grpo.terminal import KEPT, REDACTED, PrintableFilter, cell, print_traceback, printable, redact
 
 HOSTILE = "\x1b[31mred\x07\x9b2J\u202edetsrever\u2066\u2028next\r[bold]b[/bold]\ud800\x00"
 SHOWN = r"\x1b[31mred\x07\x9b2J\u202edetsrever\u2066\u2028next\r[bold]b[/bold]\ud800\x00"
@@ -43,6 +43,45 @@ def test_what_people_write_stays(text: str) -> None:
 def test_no_hidden_character_is_left(text: str) -> None:
     assert hidden(printable(text)) == []
     printable(text).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:p@ss@host:1/v1?key=abc#x", "https://R@host:1/v1?R#x"),
+        ("openenv:ws://tok@host/a, 'http://h/?sig=1'", "openenv:ws://R@host/a, 'http://h/?R'"),
+        (
+            "{'hub_token': 'abc', \"OPENAI_API_KEY\": \"abc\"}",
+            "{'hub_token': 'R', \"OPENAI_API_KEY\": \"R\"}",
+        ),
+        ("password=abc db.passwd: abc", "password=R db.passwd: R"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer R"),
+        ("hf_abcdefghijklmnopqrst (sk-abcdefghijklmnopqrst)", "R (R)"),
+        ("the key of mine is wrong", "the R of R is wrong"),
+        (
+            "max_tokens=5 key_env: MINE special_tokens=as_text",
+            "max_tokens=5 key_env: MINE special_tokens=as_text",
+        ),
+        ("http://host:8000/v1 unix:///run/a.sock me@host, see a?b=c", None),
+    ],
+)
+def test_keys_are_redacted(text: str, shown: str | None) -> None:
+    secrets = ("key", "mine", None) if "mine" in text else ()
+    found = redact(text, *secrets)
+    assert found == (text if shown is None else shown.replace("R", REDACTED) if "R" in shown else shown)
+    assert redact(found, *secrets) == found
+
+
+def test_of_a_mapping_keys_are_redacted_and_prompts_kept() -> None:
+    prompt = "Look at http://host/?page=1 well"
+    given = {"api_key": "abc", "auth_token": None, "args": ({"url": "http://h/?a"}, prompt), "n": 1.5}
+    shown = {
+        "api_key": REDACTED,
+        "auth_token": None,
+        "args": [{"url": f"http://h/?{REDACTED}"}, prompt],
+        "n": 1.5,
+    }
+    assert redact(given) == redact(shown) == shown
 
 
 def test_progress_prints_data_as_text() -> None:

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.builtins import library
+from mm_grpo.terminal import redact
 
 FIRST_WAIT = 0.5  # seconds before the second try; each further wait is twice the one before
 LONGEST_WAIT = 60.0  # seconds; a server that asks for more is not waited for
@@ -54,7 +55,7 @@ async def ask(
     `seconds` bounds each of at most `attempts` tries. RewardError when none gave an answer.
     """
     openai = library("judge")
-    server, where = _server(url, key_env), shown(url)
+    server, where = _server(url, key_env), redact(url)
     create = server.client.chat.completions.with_raw_response.create
     # Without a key of its own the client must send none: it would take OPENAI_API_KEY, whatever server this is.
     headers = {"Authorization": openai.Omit()} if key_env is None else {}
@@ -155,11 +156,4 @@ def _excerpt(text: str, key_env: str | None) -> str:
 
 
 def _redacted(text: str, key_env: str | None) -> str:
-    key = os.environ.get(key_env, "").strip() if key_env else ""
-    return text.replace(key, "***") if key else text
-
-
-def shown(url: str) -> str:
-    """The address without user, password and query, which may hold secrets."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return str(redact(text, os.environ.get(key_env, "").strip() if key_env else None))

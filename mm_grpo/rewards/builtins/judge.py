@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.builtins.answers import Answer, gold_texts
-from mm_grpo.rewards.builtins.chat import ask, shown
+from mm_grpo.rewards.builtins.chat import ask
 from mm_grpo.rewards.registry import reward
+from mm_grpo.terminal import redact
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -103,7 +104,7 @@ async def judge(
     """
     # They have defaults so that a column of one of these names is never taken for the setting.
     if not model or not url.startswith(("http://", "https://")):
-        raise ValueError(f"model={model!r}, url={shown(url)!r}; set both, such as url: http://host:8000/v1")
+        raise ValueError(f"model={model!r}, url={redact(url)!r}; set both, such as url: http://host:8000/v1")
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(
             f"low={low}, high={high}; they are the verdicts for 0 and 1, and low must be below high"

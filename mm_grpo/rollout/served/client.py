@@ -19,6 +19,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from mm_grpo.terminal import redact
+
 T = TypeVar("T")
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -137,7 +139,7 @@ class ServerClient:
                 self.url, f"the connection was cut during {path} ({_cause(error)})"
             ) from error
         if answer.status_code >= 400:
-            reason = f"{path} was answered with HTTP {answer.status_code}: {_message(answer.text)}"
+            reason = f"{path} was answered with HTTP {answer.status_code}: {_message(redact(answer.text, self._key))}"
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise ServerUnreachable(self.url, reason)
             raise ServerRefused(self.url, reason, answer.status_code)
