@@ -10,11 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
+
+LARGEST = 2.0**63
+"""Most, either way, that a score, a weight, a metric or a number of the config is: the product of two is a float32."""
+LONGEST = 1e9
+"""Most seconds of a time-out; a wait of the operating system's takes no more than nine times as many."""
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number that sums and products of a run can hold."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= LARGEST
+
 
 FinishReason = Literal["stop", "length", "abort"]
 

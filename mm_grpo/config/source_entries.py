@@ -7,7 +7,6 @@ sources differ in one more field of `data`: its name in `OWN`, and its check in 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from mm_grpo.config.messages import FieldError
 from mm_grpo.config.yaml_file import shown
 from mm_grpo.errors import did_you_mean
+from mm_grpo.types import is_number
 
 OWN = ("columns", "layout", "answer_from", "image_dir", "system_prompt", "text_only")
 """Fields of `data` that an entry may set for its own rows."""
@@ -71,11 +71,7 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _weight(value: Any) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (math.isfinite(value) and value > 0)
-    ):
+    if not (is_number(value) and value > 0):
         raise ValueError
     return value
 

@@ -7,18 +7,18 @@ field accepts. The fields themselves are in `sections`.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from mm_grpo.config.messages import Accepts, FieldError
 from mm_grpo.config.source_entries import check_entries, read_entry
 from mm_grpo.config.yaml_file import is_source, plain, shown
 from mm_grpo.files import expand_home
+from mm_grpo.types import LARGEST, LONGEST, is_number
 
 
 def _path(value: Any) -> Any:
@@ -43,10 +43,18 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _bounded(value: float, info: ValidationInfo) -> float:
+    """A number that float32 can hold, and the inverse of which it can hold."""
+    most = LONGEST if str(info.field_name).endswith("timeout") else LARGEST
+    if value and not 1e-30 <= abs(value) <= most:
+        raise FieldError(f"must be 0, or from 1e-30 to {most:.3g} in size")
+    return value
+
+
 def _headline(value: Any) -> str | None:
     if value is None:
         return None
-    mark = r">=\s*[-+]?(\d+\.?\d*|\.\d+)"
+    mark = r">=\s*[-+]?(\d{1,18}(\.\d*)?|\.\d+)"
     if not isinstance(value, str) or not re.fullmatch(rf"\S.*({mark}|\smean)", value.strip()):
         raise FieldError(
             "must be a reward's name and its least mark, such as exact_match >= 1, or its name and mean, such as iou "
@@ -147,7 +155,7 @@ def _reward(value: Any) -> str | dict[str, Any]:
     entry["name"] = _reward(entry["name"])
     if "weight" in entry:
         weight = _number(entry["weight"])
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        if not is_number(weight):
             raise FieldError(f"weight is {shown(weight)}; it must be a finite number")
         entry["weight"] = float(weight)
     return entry
@@ -177,7 +185,7 @@ def _profile(value: Any) -> bool | int | str:
 
 
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1), Accepts("a path")]
-Number = Annotated[float, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_number), AfterValidator(_bounded)]
 Source = Annotated[
     str | list[Any] | dict[str, Any],
     PlainValidator(_source),

@@ -13,13 +13,13 @@ its time-out stops the run.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from mm_grpo.errors import RewardError
+from mm_grpo.types import LONGEST, is_number
 
 Action = Literal["stop", "mask"]
 Clip = tuple[float | None, float | None]
@@ -165,9 +165,7 @@ def _flag(value: Any) -> bool:
 def _seconds(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError
-    if not (math.isfinite(value) and value > 0):
+    if not (is_number(value) and 0 < value <= LONGEST):
         raise ValueError
     return float(value)
 
@@ -235,9 +233,7 @@ def _bounds(value: Any) -> Clip | None:
 
 
 def _finite(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError
-    if not math.isfinite(value):
+    if not is_number(value):
         raise ValueError
     return float(value)
 

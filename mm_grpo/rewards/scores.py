@@ -11,6 +11,8 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from mm_grpo.types import LARGEST
+
 LEGAL = "legal is a finite number, or None where the reward does not apply"
 LEGAL_TURNS = "legal is a list with a finite number or None for each turn of the model, for per_turn is true"
 
@@ -30,13 +32,10 @@ def score_of(value: Any) -> float | None:
         raise ValueError("a coroutine that nobody awaits; write the function with `async def`")
     if not isinstance(value, numbers.Real):  # bool counts as 0 or 1
         raise ValueError(f"a {type(value).__name__}")
-    try:
-        score = float(value)
-    except OverflowError:
-        raise ValueError("which no float can hold") from None
-    if not math.isfinite(score):
-        raise ValueError("which is not finite")
-    return score
+    size: Any = abs(value)
+    if not size <= LARGEST:
+        raise ValueError(f"which is not finite, or beyond {LARGEST:.3g}")
+    return float(value)
 
 
 def scores_of(

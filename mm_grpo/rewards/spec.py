@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import Any, Literal
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.options import KEYS, RewardOptions, check_options, read_options
+from mm_grpo.types import is_number
 
 Kind = Literal["completion", "batch"]
 
@@ -219,7 +219,7 @@ def make_spec(
 
 def check_weight(name: str, weight: Any) -> float:
     """`weight` as a float; RewardError unless it is a finite number."""
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+    if not is_number(weight):
         raise RewardError(
             f"reward {name!r}: weight is {weight!r}; it must be a finite number (1.0 is the default, 0 logs "
             f"the reward without training on it)"

@@ -22,6 +22,7 @@ from typing import Any
 from mm_grpo.errors import DataError
 from mm_grpo.files import atomic_write
 from mm_grpo.run.paths import RunPaths
+from mm_grpo.types import LARGEST
 
 Value = float | int | str | bool | None
 NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
@@ -132,8 +133,8 @@ def read_summary(paths: RunPaths) -> dict[str, Any] | None:
 def _checked(step: int, key: str, value: Value) -> Value:
     if value is not None and not isinstance(value, (bool, int, float, str)):
         raise TypeError(f"metric '{key}' of step {step} is a {type(value).__name__}; log a plain number")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"metric '{key}' of step {step} is {value}; a metric is finite, or None")
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST:
+        raise ValueError(f"metric '{key}' of step {step} is {value!s:.40}; a metric is finite, below 1e19")
     return float(value) if isinstance(value, float) else value  # numpy's float64 is a float too
 
 

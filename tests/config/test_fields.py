@@ -213,6 +213,32 @@ def test_a_wrong_value_gets_one_line(path: str, value: Any, line: str) -> None:
     assert line in str(caught.value).splitlines()
 
 
+@pytest.mark.parametrize("value", [1e308, 1e30, 5e-324, 10**400])
+@pytest.mark.parametrize(
+    "path", ["optim.learning_rate", "algorithm.beta", "rollout.temperature", "rollout.server.timeout"]
+)
+def test_a_number_that_overflows_is_refused(path: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^{path} = .*: must be"):
+        GRPOConfig.from_dict(nested(path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("rewards", [{"name": "iou", "weight": 10**400}]),
+        ("rewards", [{"name": "iou", "weight": -1e300}]),
+        ("data.train", [{"path": "a.jsonl", "weight": 10**400}]),
+        ("data.train", [{"path": "a.jsonl", "weight": 1e300}]),
+        ("run.headline", f"iou >= 1{'0' * 400}"),
+        ("run.process_timeout", 1e10),
+        ("rollout.vllm.timeout", "1e300"),
+    ],
+)
+def test_a_weight_a_mark_and_a_time_out_that_overflow_are_refused(path: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=path):
+        GRPOConfig.from_dict({"model": {"path": "m"}} | nested(path, value))
+
+
 @pytest.mark.parametrize("generations", [1, 0, -3])
 def test_fewer_than_two_generations(generations: int) -> None:
     assert message(rollout={"num_generations": generations}) == (

@@ -24,14 +24,15 @@ def named(name, fn, **settings):
 @pytest.mark.parametrize(
     "value, message",
     [
-        (float("nan"), "nan, which is not finite"),
-        (float("-inf"), "-inf, which is not finite"),
+        (float("nan"), "nan, which is not finite.*"),
+        (float("-inf"), "-inf, which is not finite.*"),
         ("0.5", "'0.5', a str"),
         ([1.0], r"\[1.0\], a list"),
-        (10**400, "1000.*, which no float can hold"),
+        (10**400, "1000.*, which is not finite.*"),
+        (-1e308, r"-1e\+308, which is not finite, or beyond 9.22e\+18"),
         (Decimal("1"), r"Decimal\('1'\), a Decimal"),
         (1j, "1j, a complex"),
-        (np.float32("nan"), ".*nan.*, which is not finite"),
+        (np.float32("nan"), ".*nan.*, which is not finite.*"),
         ({}, "{}, a dict"),
     ],
 )
@@ -42,6 +43,20 @@ def test_what_is_no_score_stops_the_run(rows, value, message):
     )
     with fails(expected + "number, or None where the reward does not apply"):
         scorer.score(*rows(["some text"]), step=1)
+
+
+@pytest.mark.parametrize("number", [1e308, 10**30, 10**400])
+def test_numbers_whose_sums_overflow_are_refused(rows, number):
+    for settings in ({"weight": number}, {"timeout": number}, {"clip": [0, number]}):
+        with fails(f"'a'.*{next(iter(settings))}"):
+            Scorer([named("a", lambda completion: 1.0, **settings)])
+
+    def logs(completion, log_metric):
+        log_metric("m", number)
+        return 1.0
+
+    with fails("log_metric.*'m'"):
+        Scorer([named("a", logs)]).score(*rows(["x", "y"]), step=1)
 
 
 def test_an_exception_stops_the_run_and_names_its_line(rows):

@@ -129,7 +129,7 @@ def test_a_function_that_prints_and_reads_scores_all_the_same(rows, scorer):
 
 def test_a_bad_score_reads_as_it_does_without_isolation(rows, scorer):
     message = (
-        "^reward 'r', on row 'row:1' with the completion 'nan', returned nan, which is not finite; legal is"
+        "^reward 'r', on row 'row:1' with the completion 'nan', returned nan, which is not finite.*; legal is"
     )
     for entry in (isolated("behave"), isolated("behave", isolated=False)):
         with fails(message):
