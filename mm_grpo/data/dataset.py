@@ -36,7 +36,7 @@ from mm_grpo.data.columns import (
     rename,
     value_at,
 )
-from mm_grpo.data.images import open_image, read_encoded
+from mm_grpo.data.images import open_images, read_encoded
 from mm_grpo.data.rows import Fields, read_row, renamed
 from mm_grpo.errors import DataError
 from mm_grpo.types import Sample
@@ -234,16 +234,9 @@ class Dataset:
     def _open(
         self, index: int, fields: Fields, sources: Sequence[Any], row_name: str, folder: str | Path | None
     ) -> Sample:
-        settings, count = self._settings, len(sources)
-        images = tuple(
-            open_image(
-                source,
-                row=row_name if count == 1 else f"{row_name}, image {number} of {count}",
-                max_bytes=settings.max_image_bytes,
-                max_pixels=settings.max_image_pixels,
-                image_dir=folder,
-            )
-            for number, source in enumerate(sources, start=1)
+        most_bytes, most_pixels = self._settings.max_image_bytes, self._settings.max_image_pixels
+        images = open_images(
+            sources, row=row_name, max_bytes=most_bytes, max_pixels=most_pixels, image_dir=folder
         )
         return Sample(self.uid(index), fields.messages, images, (), fields.columns)
 

@@ -21,7 +21,7 @@ import binascii
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from io import BytesIO
@@ -35,6 +35,8 @@ from mm_grpo.data.columns import brief
 from mm_grpo.errors import DataError
 from mm_grpo.files import expand_home, read_regular_file, short_path
 
+ROW_BYTES = 2**31
+"""Bytes that the images of a row, or of a tool's answer, have as RGB at most, unless a single legal one has more."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 LEGAL_SOURCES = (
     "a path, bytes, a mapping with 'bytes' or 'path', a data URL (data:image/png;base64,...) or a PIL image"
@@ -111,6 +113,24 @@ def open_image(
         decoded = _decode(opened, where)
     _thread.decoded = decoded_here() + 1
     return _to_rgb(decoded, where, from_png=opened.format == "PNG")
+
+
+def open_images(
+    sources: Sequence[Any], *, row: str, max_pixels: int, **options: Any
+) -> tuple[Image.Image, ...]:
+    """The pictures of a row, as `open_image` makes each. DataError also when they have more than ROW_BYTES together:
+    none is opened behind the one that is too much."""
+    images: list[Image.Image] = []
+    most, size = max(ROW_BYTES, 3 * max_pixels), 0
+    for number, source in enumerate(sources, start=1):
+        name = row if len(sources) == 1 else f"{row}, image {number} of {len(sources)}"
+        images.append(image := open_image(source, row=name, max_pixels=max_pixels, **options))
+        size += 3 * image.width * image.height
+        if size > most:
+            raise DataError(
+                f"{name}: the images so far have {size} bytes as pixels, and a row may have {most}; shrink them"
+            )
+    return tuple(images)
 
 
 def read_encoded(

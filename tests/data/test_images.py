@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mm_grpo.data.images import FORMATS, open_image
+from mm_grpo.data import images
+from mm_grpo.data.images import FORMATS, decoded_here, open_image, open_images
 from mm_grpo.errors import DataError
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
@@ -170,6 +171,18 @@ def test_bytes_are_limited_before_anything_is_decoded(tmp_path: Path) -> None:
     assert "data.max_image_bytes allows 100" in refusal("data:image/png;base64," + "A" * 400, max_bytes=100)
     data = encoded(Image.new("RGB", (2, 2)))
     assert opened(data, max_bytes=len(data)).size == (2, 2)
+
+
+def test_a_row_s_images_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "ROW_BYTES", 3 * 100)
+    small, before = Image.new("RGB", (5, 10)), decoded_here()
+    how = {"row": "train.jsonl:12", "max_bytes": 10**6, "max_pixels": 60}
+    assert [image.size for image in open_images([small, encoded(small)], **how)] == [(5, 10)] * 2
+    with pytest.raises(DataError, match=r"train.jsonl:12, image 3 of 9: .* 450 bytes .* 300"):
+        open_images([small] * 9, **how)
+    assert decoded_here() - before == 5  # none behind the third
+    (one,) = open_images([Image.new("RGB", (20, 10))], **how | {"max_pixels": 200})
+    assert one.size == (20, 10)
 
 
 def test_pixels_are_limited_by_the_header_alone() -> None:
