@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -41,6 +42,27 @@ def short_path(path: object, limit: int = 300) -> str:
     """A path as a message shows it; of one that no file can have, the beginning."""
     text = str(path)
     return text if len(text) <= limit else f"{text[:60]}... ({len(text)} characters)"
+
+
+def expand_glob(pattern: str) -> list[str]:
+    """The paths that match, sorted; a `**` follows links too, but into no folder twice or upwards, and finds each file
+    once."""
+    deep = re.fullmatch(r"(|.*?/)\*\*(?:/+(.+)|/*)", pattern, re.DOTALL)
+    if deep is None:
+        return sorted(glob.glob(pattern))
+    found: dict[str, str] = {}
+    for top in glob.glob(deep[1]) if deep[1] else ["."]:
+        seen = {str(folder) for folder in Path(top).resolve().parents}
+        for folder, folders, _ in os.walk(top, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders[:] = sorted(name for name in folders if name[0] != ".")
+            for path in expand_glob(os.path.join(glob.escape(folder), deep[2] or "*").removeprefix("./")):
+                found.setdefault(os.path.realpath(path), path)
+    return sorted(found.values())
 
 
 def read_regular_file(path: Path, limit: int = -1) -> bytes:

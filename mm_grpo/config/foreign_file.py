@@ -10,6 +10,7 @@ from typing import Any
 
 from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import read_regular_file
 
 
 def read_foreign(path: str | Path) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def read_foreign(path: str | Path) -> dict[str, Any]:
     if path.suffix.lower() in (".yaml", ".yml", ".json"):
         return read_yaml(path)  # JSON is YAML
     try:
-        words = shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
+        words = shlex.split(read_regular_file(path).decode().replace("\\\n", " "), comments=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except (OSError, ValueError) as error:

@@ -30,7 +30,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import VersionedResolver
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_regular_file, short_path
+from mm_grpo.files import expand_glob, read_regular_file, short_path
 
 LARGEST_FILE = 200_000
 """Bytes of a config file."""
@@ -180,7 +180,7 @@ def resolve_relative_path(value: Any, folder: Path, *, rewards: bool = False) ->
     whole, colon, split = value.rpartition(":")
     if whole and os.path.isdir(folder / whole):
         return f"{folder / whole}{colon}{split}"
-    if glob.has_magic(value) and next(glob.iglob(value, root_dir=folder, recursive=True), None) is not None:
+    if glob.has_magic(value) and expand_glob(f"{glob.escape(str(folder))}/{value}"):
         return f"{glob.escape(str(folder))}/{value}"
     return value
 

@@ -24,7 +24,7 @@ from typing import Literal
 
 from mm_grpo.data.columns import quoted
 from mm_grpo.errors import DataError
-from mm_grpo.files import expand_home, short_path
+from mm_grpo.files import expand_glob, expand_home, short_path
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 LEGAL = (
@@ -82,8 +82,6 @@ def find(given: str, name: str) -> list[Found]:
         raise missing(path, name)
     if stat.S_ISDIR(mode):
         return _folder(path, split, name)
-    if not stat.S_ISREG(mode):
-        raise DataError(f"{name}: {path} is a pipe, a socket or a device, not a file; {LEGAL}")
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(f"{name}: {path} has the suffix {path.suffix!r}; {LEGAL}")
     return [Found("file", str(path))]
@@ -122,7 +120,7 @@ def _mode(path: Path) -> int | None:
 def _matching(pattern: str, name: str) -> list[Found]:
     """The files and saved datasets that match a glob."""
     found: list[Found] = []
-    for match in sorted(glob.glob(pattern, recursive=True)):
+    for match in expand_glob(pattern):
         if os.path.isdir(match):
             found += [Found("saved", match)] if _is_saved(Path(match)) else []
         elif match.lower().endswith(SUFFIXES) and os.path.basename(match) not in _NOT_ROWS:

@@ -19,7 +19,7 @@ from typing import Any
 from mm_grpo.data.columns import quoted
 from mm_grpo.data.jsonl import JsonLines, parse_json, read_json
 from mm_grpo.data.library import open_arrow, open_hub, open_parquet, open_saved
-from mm_grpo.data.paths import Found
+from mm_grpo.data.paths import LEGAL, Found
 from mm_grpo.errors import DataError
 
 LARGEST_CELL = 2**30
@@ -55,6 +55,8 @@ def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
         if found.kind == "saved":
             rows: Any = open_saved(path, found.split, columns)
             return Part(rows, lambda index: f"{path} row {index}", path)
+        if path.exists() and not path.is_file():
+            raise DataError(f"{name}: {path} is a pipe, a socket or a device, not a file; {LEGAL}")
         suffix = path.suffix.lower()
         if suffix == ".jsonl":
             lines = JsonLines(path)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mm_grpo.files import read_regular_file
 from mm_grpo.rewards.builtins.answers import final_part
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import logged_steps
@@ -159,8 +160,7 @@ def read_rows(path: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
     """The rows of a log file in its first `limit` bytes, and the bytes that were read. What is no row is left out."""
     rows: list[dict[str, Any]] = []
     try:
-        with path.open("rb") as file:
-            data = file.read(limit)
+        data = read_regular_file(path, limit)
     except OSError:  # removed since it was listed
         return [], 0
     lines = data.split(b"\n")

@@ -13,6 +13,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import is_source
 from mm_grpo.data.mixture import Mixture, mixture_of
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import expand_glob
 from mm_grpo.run.expected_curve import read_expected_curve
 
 AnyPath = str | PathLike[str]
@@ -65,7 +66,7 @@ def _paths_in(source: Any) -> list[AnyPath]:
     whole = text.rpartition(":")[0]
     if whole and os.path.isdir(whole):
         return [whole]
-    return list(glob.glob(text, recursive=True)) if glob.has_magic(text) else []
+    return [*expand_glob(text)] if glob.has_magic(text) else []
 
 
 def refuse_inputs(dir: AnyPath, inputs: Inputs) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.patience import PATIENCE
+from ruamel.yaml import YAML
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.convert import NO_MODEL, convert
@@ -105,6 +109,21 @@ def test_what_is_written_reads_back_and_holds_the_reasons(tmp_path: Path) -> Non
     assert text.startswith("model:\n  path: Qwen/Q\n")
     assert "\n# Not taken over:\n" in text
     assert "\n#   lora_dropout = 0.05: model.lora has rank, alpha, " in text
+
+
+def test_foreign_keys_and_values_are_no_lines_and_no_secrets_of_ours() -> None:
+    theirs = {
+        "model_name_or_path": "q", "per_device_train_batch_size": 8,
+        "x\nrun:\n  dir: /theirs\n#": 1, "y\u2028model": "a\nb", "z": {"\rk\x85": "\n- c"},
+        "report_to": ["wandb", "a\nrewards: [theirs]"], "reward_funcs": ["b\nrewards: [theirs]"],
+        "hub_token": "abc-def", "wandb_api_key": "abc-def", "vllm_server_base_url": "http://u:abc-def@h/?abc-def",
+    }  # fmt: skip
+    text = convert(theirs).yaml()
+    expected = convert(
+        {key: theirs[key] for key in ("model_name_or_path", "per_device_train_batch_size")}
+    ).values
+    assert YAML(typ="safe").load(text) == expected | {"run": {"trackers": ["wandb"]}, "rewards": []}
+    assert "abc-def" not in text and "hub_token" in text and "theirs" in text
 
 
 def test_what_trl_does_by_default_is_written_out() -> None:
@@ -246,6 +265,17 @@ def test_a_config_of_verl() -> None:
         "trainer.total_epochs",
     ]
     assert found.left["trainer.total_epochs"].startswith("write run.max_steps (steps, not epochs")
+
+
+def test_a_pipe_is_no_script(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.sh")
+    reader = os.open(tmp_path / "train.sh", os.O_RDWR | os.O_NONBLOCK)  # so that nobody waits for a writer
+    os.write(reader, b"--seed 3")
+    timer = threading.Timer(PATIENCE, os.close, [reader])
+    timer.start()
+    with pytest.raises(ConfigError, match=r"train.sh: cannot be read"):
+        read_foreign(tmp_path / "train.sh")
+    timer.cancel()
 
 
 def test_a_shell_script_is_read_as_its_options(tmp_path: Path) -> None:

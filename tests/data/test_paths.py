@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from io import BytesIO
 from pathlib import Path
@@ -15,12 +17,16 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from helpers.patience import PATIENCE
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data import library
+from mm_grpo.data.paths import SUFFIXES
 from mm_grpo.data.sources import load, load_train
 from mm_grpo.errors import DataError
+from mm_grpo.files import expand_glob
+from mm_grpo.run.inputs import inputs_of
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -125,6 +131,55 @@ def test_globs_and_lists(tmp_path: Path) -> None:
         }
     )
     assert len(load_train(config)) == 2
+
+
+def test_links_that_lead_up_end_and_each_file_is_found_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at, name in enumerate(["rows", "a/rows", "a/b/rows", "c.d/rows", ".hidden/rows"]):
+        jsonl(tmp_path / "top" / f"{name}.jsonl", at)
+    monkeypatch.chdir(tmp_path)
+    for pattern in (
+        "**/*.jsonl",
+        "top/**/*.jsonl",
+        "**/b/**/*.jsonl",
+        f"{tmp_path}/t*/**/rows.jsonl",
+        "top/*/*.jsonl",
+    ):
+        assert expand_glob(pattern) == sorted(glob.glob(pattern, recursive=True)) != [], pattern
+    (tmp_path / "top" / "a" / "up").symlink_to("..")
+    (tmp_path / "elsewhere").mkdir()
+    jsonl(tmp_path / "elsewhere" / "rows.jsonl", 9)
+    (tmp_path / "top" / "out").symlink_to("../elsewhere")
+    assert rows_of("top/**/*.jsonl") == [2, 1, 3, 9, 0]
+    jsonl(tmp_path / "rows.jsonl", 8)  # above what is asked for
+    for name in ("root", "a/b/root", "a/again"):
+        (tmp_path / "top" / name).symlink_to(tmp_path)
+    assert rows_of("top/**/*.jsonl") == [2, 1, 3, 9, 0]
+    assert rows_of("top/**/**/b/*.jsonl") == [2]
+    config = {"model": {"path": "m"}, "data": {"train": "**/*.jsonl"}}
+    (tmp_path / "top" / "config.yaml").write_text(json.dumps(config))
+    found = inputs_of(GRPOConfig.from_yaml(tmp_path / "top" / "config.yaml"))
+    assert len(found) == 5 == len({path for _, path in found})
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    jsonl(tmp_path / "d" / "a.jsonl", 1)
+    for kind in SUFFIXES:
+        pipe = tmp_path / "d" / f"z{kind}"
+        os.mkfifo(pipe)
+        # unblocks whoever waits for a writer, so that the test ends
+        timer = threading.Timer(
+            PATIENCE, lambda path: os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK)), [pipe]
+        )
+        timer.start()
+        try:
+            for given in (pipe, f"{tmp_path}/d/z*", *([tmp_path / "d"] if kind == ".jsonl" else [])):
+                assert f"{pipe} is a pipe, a socket or a device" in refusal(given)
+        finally:
+            timer.cancel()
+            timer.join()
+        pipe.unlink()
 
 
 def test_images_start_at_the_folder_of_their_own_file(tmp_path: Path) -> None:
@@ -257,8 +312,6 @@ def test_a_line_that_changes_during_a_run_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_inputs_of_a_run_are_found_in_lists_and_globs(tmp_path: Path) -> None:
-    from mm_grpo.run.inputs import inputs_of
-
     jsonl(tmp_path / "d" / "a.jsonl", 1)
     for train in (f"{tmp_path}/d/*.jsonl", [f"{tmp_path}/d/a.jsonl"], f"{tmp_path}/d:train"):
         config = GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": train}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,17 @@ def logged(path: Path, *steps: list[Group]) -> RunFolder:
 
 def decoded(picture: dict[str, Any]) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(picture["uri"].partition(",")[2])))
+
+
+def test_a_pipe_is_no_log(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "step-000001.jsonl")
+    row = b'{"step": 1, "uid": "train:0"}\n'
+    end = os.open(
+        tmp_path / "step-000001.jsonl", os.O_RDWR | os.O_NONBLOCK
+    )  # so that nobody waits for a writer
+    os.write(end, row)
+    assert read_rows(tmp_path / "step-000001.jsonl", len(row)) == ([], 0)
+    os.close(end)
 
 
 def test_steps_are_taken_from_both_ends_then_between() -> None:
