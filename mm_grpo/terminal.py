@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 KEPT = "\u200c\u200d"
 """Joiners, which some scripts and emoji need."""
 
-REDACTED = "[redacted]"
+REDACTED = "<redacted>"
 """Stands where a key, a password or the query of a url was."""
 _NAME = (
     r"(?:[\w.-]{0,40}[_.-])?(?:(?:api|access|auth|client|hub|hf|private|secret)[_-]?(?:key|token)|passw(?:or)?d|secret"
     r"|authorization)"
 )
 _SECRETS = (
-    r"(://)[^\s/?#'\"\[]*(?=@)",
+    r"(://)[^\s/?#'\"<>]*(?=@)",
     r"(://[^\s?#'\"]{0,999}\?)[^\s#'\"<>()\[\]{}]+",
-    rf"(\b{_NAME}[\"']?\s*[:=]\s*[\"']?(?:bearer |basic )?+)[^\s\"',;&()\[\]{{}}]+",
+    rf"(\b{_NAME}[\"']?\s*[:=]\s*[\"']?(?:bearer |basic )?+)[^\s\"',;&()<>\[\]{{}}]+",
     r"(\b)(?:hf_|sk-|gh[oprsu]_)[\w-]{16,}",
 )
 
