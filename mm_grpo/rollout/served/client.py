@@ -139,7 +139,9 @@ class ServerClient:
                 self.url, f"the connection was cut during {path} ({_cause(error)})"
             ) from error
         if answer.status_code >= 400:
-            reason = f"{path} was answered with HTTP {answer.status_code}: {_message(redact(answer.text, self._key))}"
+            reason = (
+                f"{path} was answered with HTTP {answer.status_code}: {_message(redact(answer.text, key))}"
+            )
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise ServerUnreachable(self.url, reason)
             raise ServerRefused(self.url, reason, answer.status_code)
