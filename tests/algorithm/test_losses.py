@@ -124,13 +124,21 @@ def test_dppo_tv_by_hand() -> None:
     assert got.loss.tolist() == pytest.approx([0.5, 4.0, -1.5], abs=1e-6) and not got.clipped_high.any()
 
 
-@pytest.mark.parametrize(("epsilon", "loss"), [(0.14, 0.0), (0.16, 0.7 * math.log(0.35))])
-def test_dppo_tv_bounds_what_falls_by_epsilon_alone(epsilon: float, loss: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "epsilon", "loss"),
+    [
+        ("dppo_tv", 0.14, 0.0),
+        ("dppo_tv", 0.16, 0.7 * math.log(0.35)),
+        ("dppo_kl", 0.047, 0.0),  # .5 log(.5 / .35) + .5 log(.5 / .65) = .0472 nats
+        ("dppo_kl", 0.048, 0.7 * math.log(0.35)),
+    ],
+)
+def test_dppo_bounds_what_falls_by_epsilon_alone(name: str, epsilon: float, loss: float) -> None:
     # from .5 to .35 with A < 0, and, which nothing bounds, with A > 0
     fallen = torch.tensor([0.35, 0.35]).log()
     old, advantages = torch.tensor([0.5, 0.5]).log(), torch.tensor([-1.0, 1.0])
     tokens = Tokens(fallen, old, advantages, completion_index=torch.tensor([0, 1]))
-    got = LOSSES["dppo_tv"].token_loss(tokens, config(epsilon=epsilon, epsilon_high=0.01))
+    got = LOSSES[name].token_loss(tokens, config(epsilon=epsilon, epsilon_high=0.01))
     assert got.loss.tolist() == pytest.approx([loss, -0.7 * math.log(0.35)], abs=1e-6)
     assert got.clipped_low.tolist() == [loss == 0, False] and not got.clipped_high.any()
 
