@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.launch import ServerProcess
+from mm_grpo.rollout.served.transfer import FileTransfer
 from robustness.http_proxy import Proxy
 
 GENERATE, UPDATE, FINISH = "/generate", "/update_weights", "/finish_weight_update"
@@ -108,8 +109,9 @@ def close(world: World, number: int) -> None:
 
 def rename(world: World, number: int) -> None:
     """Give a server's weights another run's name, as another run's update would."""
-    client = ServerClient(world.servers[number].url, timeout=30)
-    client.call("/update_weight_version", {"new_version": "another:3"})
+    client, another = ServerClient(world.servers[number].url, timeout=30), FileTransfer(timeout=30.0)
+    another.send([client], [], 3)
+    another.close()
     client.close()
 
 
