@@ -25,17 +25,21 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     asked: list[tuple[str, str, str | None, Any]]
     released: threading.Event
+    failed = False
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         path = self.path
         self.asked.append((self.command, path, self.headers.get("authorization"), json.loads(body or "null")))
-        if path.startswith("/cut"):
+        if path.startswith("/cut") or self.failed:
             self.connection.shutdown(socket.SHUT_RDWR)
             return
         if path.startswith("/hang"):
             self.released.wait(10)
-        status = int(path.rsplit("/", 1)[1].split("?")[0]) if "/status/" in path else 200
+        self.failed = path == "/update_weights"  # as vLLM: the connection ends after the error, unannounced
+        status = (
+            500 if self.failed else int(path.rsplit("/", 1)[1].split("?")[0]) if "/status/" in path else 200
+        )
         answer = {
             200: {"path": path},
             400: {"error": {"message": "the row\nis wrong"}},
@@ -89,6 +93,13 @@ def test_an_answer_is_decoded_and_the_key_sent(client: ServerClient) -> None:
         ("GET", "/b", "Bearer s3cret", None),
         ("POST", "/empty", "Bearer s3cret", None),
     ]
+
+
+def test_what_follows_the_error_of_a_worker_is_not_cut(client: ServerClient) -> None:
+    for _ in range(3):
+        with pytest.raises(ServerUnreachable):
+            client.call("/update_weights", {})
+        assert client.call("/a") == {"path": "/a"}
 
 
 def test_proxies_of_the_environment_are_not_used(

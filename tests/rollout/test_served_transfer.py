@@ -341,35 +341,14 @@ def test_a_server_that_dies_in_mid_transfer_is_left_out_and_comes_back(
     assert equal(bad.weights, sent)
 
 
-class Closing(FakeServer):
-    """Closes the connection after an error, without a word: what is asked next is cut, as by vLLM's."""
-
-    closed = False
-
-    def call(self, path: str, json: Any = None, **options: Any) -> Any:
-        if self.closed:
-            self.closed = False
-            raise ServerUnreachable(self.url, "the connection was cut")
-        try:
-            return super().call(path, json, **options)
-        except ServerError:
-            self.closed = True
-            raise
-
-
-@pytest.mark.parametrize("kind", [FakeServer, Closing])
-def test_an_update_that_was_given_up_needs_one_that_brings_everything(
-    files: FileTransfer, kind: type[FakeServer]
-) -> None:
-    server = kind()
+def test_an_update_that_was_given_up_needs_one_that_brings_everything(files: FileTransfer) -> None:
+    server = FakeServer()
     files.connect([server])
     files.send([server], weights(torch.float32).items(), 0)  # type: ignore[list-item]
     dies_at(server, 2)
     files.send([server], weights(torch.float32, 1).items(), 1)  # type: ignore[list-item]
     server.dead = False  # it was cut off, and lives: vLLM still waits for the rest
     server.faults.clear()
-    if isinstance(server, Closing):
-        server.closed = False
     assert server.paused
     part = [(NAMES[3], torch.ones(6, 8))]
     outcome = files.send([server], part, 2)  # type: ignore[list-item]

@@ -27,6 +27,10 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """A connection whose other end is gone without a word (a host that lost power, an address translation that forgot it)
 ends after 30 s of silence and 3 unanswered probes 10 s apart. An answer may be silent for longer: the kernel of the
 server's host answers probes. Options that a system does not have are left out."""
+OWN_CONNECTION = frozenset(
+    ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
+)
+"""Calls whose connection no other call uses: with an error of a worker vLLM closes it, unannounced."""
 SHOWN = 400
 """Characters of a server's own message that are shown."""
 
@@ -115,6 +119,9 @@ class ServerClient:
 
         seconds = self.timeout if timeout is None else timeout
         key = self._key(self.url) if callable(self._key) else self._key
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        if path in OWN_CONNECTION:
+            headers["connection"] = "close"
         try:
             async with asyncio.timeout(seconds):
                 body = await asyncio.to_thread(_encoded, json) if json is not None else None
@@ -122,7 +129,7 @@ class ServerClient:
                     method,
                     path,
                     content=body,
-                    headers={"authorization": f"Bearer {key}"} if key else None,
+                    headers=headers,
                     params=None if params is None else dict(params),
                     timeout=httpx.Timeout(None, connect=min(seconds, self.connect_timeout)),
                 )

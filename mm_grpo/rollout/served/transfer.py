@@ -18,14 +18,13 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.chunks import CHUNK_BYTES, Meta, chunks, pack
-from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable
+from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.dialect import RECEIVED, RPC
 from mm_grpo.rollout.served.groups import Group, Listener, init_info
 from mm_grpo.rollout.served.weight_transfer import Outcome, WeightTransfer
@@ -152,18 +151,11 @@ class ServedTransfer:
             )
         if not all(self.joined(client, account) for account in accounts):
             self._join(client)
-        begin = partial(client.call, "/start_weight_update", timeout=self.timeout)
-        if all(account["finished"] for account in accounts):
-            begin()
-            return
-        # One was begun and never finished, and vLLM begins no other: an update that fails ends it. With that error the
-        # server closes the connection, unannounced, so what is asked next may be cut.
-        with suppress(ServerError):
-            client.call("/update_weights", {"update_info": {"version": -1}}, timeout=self.timeout)
-        try:
-            begin()
-        except ServerUnreachable:
-            begin()
+        if not all(account["finished"] for account in accounts):
+            # One was begun and never finished, and vLLM begins no other: an update that fails ends it.
+            with suppress(ServerError):
+                client.call("/update_weights", {"update_info": {"version": -1}}, timeout=self.timeout)
+        client.call("/start_weight_update", timeout=self.timeout)
 
     def _finish(self, client: ServerClient, version: int) -> Digest:
         client.call(
