@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import json
 import os
 import re
 import shutil
@@ -17,14 +18,19 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mm_grpo.errors import ConfigError
 
 STREAMS = ("/dev/stdout", "/dev/stderr")
 """Names that are written to as streams, wherever they lead."""
+LARGEST_JSON = 2**30
+"""Bytes of a file of JSON, or of a server's answer, in which a token with its log-prob takes some 100."""
+DEEPEST = 100
+"""Lists and mappings within one another in JSON."""
 RUN_MARK = "mm_grpo_run.json"
 """The file by which a run's folder is known (run/claim.py)."""
 TEMPORARY = "mm_grpo_tmp_"
@@ -81,6 +87,39 @@ def read_regular_file(path: Path, limit: int = -1) -> bytes:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "a pipe, a socket or a device, not a file", str(path))
         return file.read(limit)
+
+
+def parse_json(data: str | bytes, kind: type = object) -> Any:
+    """The value of JSON that somebody else wrote, which has to be a `kind` such as dict.
+
+    Raises ValueError, whose text is one short line, for any other kind, for what is no JSON, and for lists within lists
+    deeper than DEEPEST.
+    """
+    depth = 0
+    try:
+        found = json.loads(data)
+        level = [found]
+        while depth <= DEEPEST and (level := [each for one in level for each in _members(one)]):
+            depth += 1
+    except RecursionError:
+        depth = DEEPEST + 1
+    if depth > DEEPEST:
+        raise ValueError(f"holds lists or mappings within one another deeper than {DEEPEST} levels")
+    if not isinstance(found, kind):
+        raise ValueError(f"holds a {type(found).__name__} where a {kind.__name__} is expected")
+    return found
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def read_json(path: Path, kind: type = object) -> Any:
+    """As `parse_json`, of a regular file of at most LARGEST_JSON bytes. Raises OSError too."""
+    data = read_regular_file(path, LARGEST_JSON + 1)
+    if len(data) > LARGEST_JSON:
+        raise ValueError(f"has more than {LARGEST_JSON} bytes")
+    return parse_json(data, kind)
 
 
 def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None:

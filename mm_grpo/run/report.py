@@ -24,7 +24,7 @@ from typing import Any
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.errors import ConfigError, UserError
-from mm_grpo.files import atomic_write
+from mm_grpo.files import atomic_write, read_json
 from mm_grpo.run.charts import Point, Series, line_chart, number, running_mean, thin
 from mm_grpo.run.curves import CURVES, Curve, Curves, Trace, places_of
 from mm_grpo.run.events import read_events
@@ -344,7 +344,7 @@ def config_text(paths: RunPaths) -> str:
 def environment_of(paths: RunPaths) -> dict[str, Any]:
     if not paths.environment.is_file():
         return {}
-    found: dict[str, Any] = json.loads(paths.environment.read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_json(paths.environment, dict)
     return found
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from mm_grpo.files import LARGEST_JSON, parse_json
 from mm_grpo.terminal import redact
 
 T = TypeVar("T")
@@ -118,7 +119,7 @@ class ServerClient:
         try:
             async with asyncio.timeout(seconds):
                 body = await asyncio.to_thread(_encoded, json) if json is not None else None
-                answer = await self._open().request(
+                sent = self._open().stream(
                     method,
                     path,
                     content=body,
@@ -126,6 +127,14 @@ class ServerClient:
                     params=None if params is None else dict(params),
                     timeout=httpx.Timeout(None, connect=min(seconds, self.connect_timeout)),
                 )
+                content = bytearray()
+                async with sent as answer:
+                    async for part in answer.aiter_bytes():
+                        content += part
+                        if len(content) > LARGEST_JSON:
+                            raise ServerUnreachable(
+                                self.url, f"{path} was answered with more than {LARGEST_JSON} bytes"
+                            )
         except TimeoutError as error:
             raise ServerUnreachable(self.url, f"no answer to {path} within {seconds:g} s") from error
         except httpx.ConnectTimeout as error:
@@ -134,23 +143,20 @@ class ServerClient:
             ) from error
         except httpx.ConnectError as error:
             raise ServerUnreachable(self.url, f"no connection ({_cause(error)})") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise ServerUnreachable(
                 self.url, f"the connection was cut during {path} ({_cause(error)})"
             ) from error
         if answer.status_code >= 400:
-            reason = (
-                f"{path} was answered with HTTP {answer.status_code}: {_message(redact(answer.text, key))}"
-            )
+            text = redact(content.decode(errors="replace"), key)
+            reason = f"{path} was answered with HTTP {answer.status_code}: {_message(text)}"
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise ServerUnreachable(self.url, reason)
             raise ServerRefused(self.url, reason, answer.status_code)
-        if not answer.content:
-            return None
         try:
-            return answer.json()
+            return parse_json(bytes(content)) if content else None
         except ValueError as error:
-            raise ServerUnreachable(self.url, f"the answer to {path} is not JSON") from error
+            raise ServerUnreachable(self.url, f"the answer to {path} is not JSON ({error})") from error
 
     def close(self) -> None:
         """Close the connections, and give up what is unanswered: who waits for it gets a CancelledError."""
@@ -240,7 +246,7 @@ def _cause(error: BaseException) -> str:
 def _message(text: str) -> str:
     """The message of an error's body, in vLLM's layouts, else the body itself."""
     try:
-        value = jsonlib.loads(text)
+        value = parse_json(text)
         for key in ("error", "message", "detail"):
             value = value.get(key, value) if isinstance(value, dict) else value
         text = value if isinstance(value, str) else jsonlib.dumps(value)
