@@ -15,8 +15,9 @@ import json as jsonlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from mm_grpo.files import LARGEST_JSON, parse_json
@@ -50,6 +51,22 @@ class ServerRefused(ServerError):
     def __init__(self, url: str, reason: str, status: int) -> None:
         super().__init__(url, reason)
         self.status = status
+
+
+class ServerUnreadable(ServerUnreachable):
+    """An answer that is not as vLLM gives it; another server may be asked."""
+
+
+@contextmanager
+def reading(url: str, path: str) -> Iterator[None]:
+    """A block that reads the answer of the server at `url` to `path`: what fails there is ServerUnreadable."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]
+        raise ServerUnreadable(
+            url, f"the answer to {path} is not as vLLM with mm_grpo's plugin gives it ({why})"
+        ) from error
 
 
 class ServerClient:
@@ -153,10 +170,8 @@ class ServerClient:
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise ServerUnreachable(self.url, reason)
             raise ServerRefused(self.url, reason, answer.status_code)
-        try:
+        with reading(self.url, path):
             return parse_json(bytes(content)) if content else None
-        except ValueError as error:
-            raise ServerUnreachable(self.url, f"the answer to {path} is not JSON ({error})") from error
 
     def close(self) -> None:
         """Close the connections, and give up what is unanswered: who waits for it gets a CancelledError."""
