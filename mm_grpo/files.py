@@ -1,7 +1,8 @@
 """Paths as users write them, atomic writes, and temporary folders.
 
 `expand_home` is the one place that knows what `~` means; `read_regular_file` reads no pipe and no device. A file or a
-folder that is written is filled under a temporary name, then renamed; it is never half there.
+folder that is written is filled under a temporary name, then renamed; it is never half there. A file that a user names
+is an `OutputFile`.
 """
 
 from __future__ import annotations
@@ -9,16 +10,27 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import json
 import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from mm_grpo.errors import ConfigError
+
+STREAMS = ("/dev/stdout", "/dev/stderr")
+"""Names that are written to as streams, wherever they lead."""
+LARGEST_JSON = 2**30
+"""Bytes of a file of JSON, or of a server's answer, in which a token with its log-prob takes some 100."""
+DEEPEST = 100
+"""Lists and mappings within one another in JSON."""
 RUN_MARK = "mm_grpo_run.json"
 """The file by which a run's folder is known (run/claim.py)."""
 TEMPORARY = "mm_grpo_tmp_"
@@ -77,6 +89,39 @@ def read_regular_file(path: Path, limit: int = -1) -> bytes:
         return file.read(limit)
 
 
+def parse_json(data: str | bytes, kind: type = object) -> Any:
+    """The value of JSON that somebody else wrote, which has to be a `kind` such as dict.
+
+    Raises ValueError, whose text is one short line, for any other kind, for what is no JSON, and for lists within lists
+    deeper than DEEPEST.
+    """
+    depth = 0
+    try:
+        found = json.loads(data)
+        level = [found]
+        while depth <= DEEPEST and (level := [each for one in level for each in _members(one)]):
+            depth += 1
+    except RecursionError:
+        depth = DEEPEST + 1
+    if depth > DEEPEST:
+        raise ValueError(f"holds lists or mappings within one another deeper than {DEEPEST} levels")
+    if not isinstance(found, kind):
+        raise ValueError(f"holds a {type(found).__name__} where a {kind.__name__} is expected")
+    return found
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def read_json(path: Path, kind: type = object) -> Any:
+    """As `parse_json`, of a regular file of at most LARGEST_JSON bytes. Raises OSError too."""
+    data = read_regular_file(path, LARGEST_JSON + 1)
+    if len(data) > LARGEST_JSON:
+        raise ValueError(f"has more than {LARGEST_JSON} bytes")
+    return parse_json(data, kind)
+
+
 def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
     """Put `data` at `path`; the file is either the old one or the new one, never a mixture.
 
@@ -96,6 +141,55 @@ def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None
     except BaseException:
         tmp.unlink(missing_ok=True)
         raise
+
+
+class OutputFile:
+    """A file that a user names by `option`: looked at when this is made, before the work that makes its content.
+
+    A regular file is replaced where `mark` stands near its start, and with None never. Raises ConfigError for any other
+    file, for what is no regular file, and for a folder that is missing or takes no file.
+    """
+
+    def __init__(self, option: str, named: str | Path, mark: bytes | None = b"") -> None:
+        self.option, self.named, self.mark = option, short_path(named), mark
+        try:
+            self.path = Path(expand_home(str(named)))
+            self.is_stream = str(self.path) in STREAMS
+            self._check()
+        except FileNotFoundError:
+            raise self._refused(
+                f"there is no folder '{self.path.parent}'; make it, or name another"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise self._refused(f"{getattr(error, 'strerror', None) or error}; name another file") from None
+
+    def write(self, text: str) -> None:
+        """Put the text there, in one piece. Raises ConfigError where it cannot be."""
+        try:
+            if self.is_stream:
+                stream = sys.stdout if str(self.path) == STREAMS[0] else sys.stderr
+                stream.write(text)
+                stream.flush()
+            else:
+                self._check()
+                atomic_write(self.path, text)
+        except OSError as error:
+            raise self._refused(f"cannot be written ({error.strerror or error})") from None
+
+    def _check(self) -> None:
+        if self.is_stream:
+            return
+        if self.path.is_symlink():
+            raise self._refused("is a link; name the file that it leads to")
+        with tempfile.TemporaryFile(dir=self.path.parent), suppress(FileNotFoundError):
+            head = read_regular_file(self.path, 1000)
+            if self.mark is None or self.mark not in head:
+                raise self._refused(
+                    "is there already, not written by this command, and stays as it is; name another file"
+                )
+
+    def _refused(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.option} '{self.named}': {why}")
 
 
 def unfinished_writes(folder: Path) -> dict[Path, str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mm_grpo.errors import ConfigError
-from mm_grpo.files import atomic_write
+from mm_grpo.files import OutputFile
 from mm_grpo.terminal import printable
 
 
@@ -28,14 +26,13 @@ def convert(
     from mm_grpo.config.convert import convert as convert_keys
     from mm_grpo.config.foreign_file import read_foreign
 
-    if output is not None and Path(output).exists():
-        raise ConfigError(f"--output '{output}': is there already; name another file, or remove it")
+    written = None if output is None else OutputFile("--output", output, mark=None)
     found = convert_keys(read_foreign(file), devices=devices)
     text = found.yaml()
-    if output is None:
+    if written is None:
         typer.echo(printable(text), nl=False)
     else:
-        atomic_write(Path(output), text)
+        written.write(text)
     left = f"; {len(found.left)} not, with their reasons as comments at the end" if found.left else ""
     where = f" into {output}" if output is not None else ""
     typer.echo(printable(f"{len(found.taken)} of {len(found.given)} keys taken over{where}{left}"), err=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +10,7 @@ import typer
 from mm_grpo.cli.configs import Config, Overrides, Trust, Which, load_config
 from mm_grpo.cli.imports import heavy_imports
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import atomic_write
+from mm_grpo.files import OutputFile
 from mm_grpo.terminal import print_phase
 
 if TYPE_CHECKING:
@@ -47,8 +46,7 @@ def evaluate(
 ) -> None:
     """Answer the evaluation sets of a config with a model, a checkpoint or a run; train nothing."""
     loaded = with_options(load_config(config, overrides or []), blind, samples, temperature)
-    if as_json is not None and not Path(as_json).absolute().parent.is_dir():
-        raise ConfigError(f"--json '{as_json}': its folder is not there; make it, or name another file")
+    file = None if as_json is None else OutputFile("--json", as_json)
     print_phase("importing torch and transformers")
     with heavy_imports():
         from transformers.utils import logging as transformers_logging
@@ -65,8 +63,8 @@ def evaluate(
     if not results.first:
         return
     show(results)
-    if as_json is not None:
-        atomic_write(Path(as_json), json.dumps(as_dict(results), indent=2, ensure_ascii=False) + "\n")
+    if file is not None:
+        file.write(json.dumps(as_dict(results), indent=2, ensure_ascii=False) + "\n")
 
 
 def with_options(

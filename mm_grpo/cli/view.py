@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import OutputFile
 
 
 def view(
@@ -20,18 +21,19 @@ def view(
     """Write the page of a run, finished or going on, and say where it is; of several, one page with all curves."""
     from mm_grpo.run.claim import read_mark
     from mm_grpo.run.folder import RunFolder
-    from mm_grpo.run.report import Report, check_page
+    from mm_grpo.run.report import WRITTEN_BY, Report, render
 
     folders = [RunFolder.open(run).paths for run in runs]
     roots = [paths.root.resolve() for paths in folders]
     if twice := next((run for i, run in enumerate(roots) if run in roots[:i]), None):
         raise ConfigError(f"view: '{twice}' is named twice; name each run once")
-    page = output or (folders[0].report if len(folders) == 1 else Path("view.html"))
+    named = output or (folders[0].report if len(folders) == 1 else Path("view.html"))
     mark = read_mark(folders[0].root)
-    if output is not None or len(folders) > 1 or mark is None or not mark.owns(page.name):
-        check_page(page)
+    own = output is None and len(folders) == 1 and mark is not None and mark.owns(named.name)
+    page = OutputFile("--output", named, mark=b"" if own else WRITTEN_BY)
     try:
-        Report(folders).write(page)
+        html = render(Report(folders).gather())
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"view: '{page}' cannot be made ({type(error).__name__}: {error})") from error
-    typer.echo(f"page: {page.resolve()} ({page.stat().st_size / 1e6:.1f} MB)")
+        raise ConfigError(f"view: '{page.named}' cannot be made ({type(error).__name__}: {error})") from error
+    page.write(html)
+    typer.echo(f"page: {page.path.resolve()} ({len(html.encode()) / 1e6:.1f} MB)", err=page.is_stream)

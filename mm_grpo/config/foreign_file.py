@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_regular_file
+from mm_grpo.files import parse_json, read_regular_file
 
 
 def read_foreign(path: str | Path) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def _read_value(text: str) -> Any:
         return float(text)
     if text[:1] in ("[", "{"):
         try:
-            return json.loads(text)
+            return parse_json(text)
         except ValueError:
             return text
     return text

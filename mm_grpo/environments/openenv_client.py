@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from mm_grpo.environments.own_tools import EnvironmentGone
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import parse_json
 from mm_grpo.terminal import redact
 
 MOST_BYTES = 100 * 2**20
@@ -93,7 +94,7 @@ class Server:
                 "into its log"
             )
         try:
-            return response.status_code, json.loads(text)
+            return response.status_code, parse_json(text)
         except ValueError:
             if response.status_code == 200:
                 raise self.nonsense(what, text) from None
@@ -214,7 +215,7 @@ class WebSocketConnection:
         except (WebSocketException, OSError) as error:
             raise self.server.unreachable(error) from None
         try:
-            found = json.loads(text)
+            found = parse_json(text)
         except ValueError:
             raise self.server.nonsense(what, text) from None
         kind = found.get("type") if isinstance(found, Mapping) else None

@@ -23,6 +23,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.export.card import History, write_card
 from mm_grpo.export.prompts import prompts_of_run
 from mm_grpo.export.proof import Expected, Proof, expected_of, prove
+from mm_grpo.files import read_json
 from mm_grpo.learner.lora import adapter_factors, checked_merge, has_adapters, merged_tensors, save_adapter
 from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.trained.model import Trained, load_trained
@@ -140,7 +141,7 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
     if folder.is_symlink() or not file.is_file() or file.is_symlink():
         return None
     try:
-        mark = json.loads(file.read_text(encoding="utf-8"))
+        mark = read_json(file, dict)
         if mark["format"] != FORMAT:
             raise ConfigError(f"'{file}' has format {mark['format']}, and this version reads {FORMAT}")
         return {**mark, "files": list(mark["files"]), "settings": dict(mark["settings"])}

@@ -18,8 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.errors import ConfigError
-from mm_grpo.files import atomic_write, expand_home, read_regular_file
+from mm_grpo.files import OutputFile
 from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.run.marks import Mark, gold_marks
 from mm_grpo.terminal import printable
@@ -81,7 +80,7 @@ class CheckPage:
         rows: int = ROWS,
         template: str | None = None,
     ) -> None:
-        self.path = check_path(path)
+        self.file = OutputFile("--page", NAME if path is None else path, WRITTEN_BY)
         self._processor, self._specs, self._rows, self._template = processor, specs, rows, template
         self._sets: dict[str, _Set] = {}
         self._bytes = 0
@@ -124,14 +123,9 @@ class CheckPage:
             Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
         )
         html = template.render(self.gather())
-        try:
-            atomic_write(check_path(str(self.path)), html, durable=False)
-        except OSError as error:
-            raise ConfigError(
-                f"--page '{self.path}': cannot be written ({error.strerror or error})"
-            ) from None
+        self.file.write(html)
         shown = sum(len(of_set.shown) for of_set in self._sets.values())
-        return f"page: {self.path.resolve()} shows {shown} rows ({len(html.encode()) / 1e6:.1f} MB)"
+        return f"page: {self.file.path.resolve()} shows {shown} rows ({len(html.encode()) / 1e6:.1f} MB)"
 
     def gather(self) -> dict[str, Any]:
         """Everything that the template shows."""
@@ -220,29 +214,6 @@ class CheckPage:
             "gold": [(name, _short(answer)) for name, answer in gold if answer is not None],
             "columns": [(name, _short(_plain(value))) for name, value in prompt.sample.columns.items()],
         }
-
-
-def check_path(path: str | None) -> Path:
-    """The path of the page. ConfigError unless it can be written there without harm to a file of somebody else's."""
-    given = NAME if path is None else path
-    try:
-        found = Path(expand_home(given))
-    except ValueError as error:
-        raise ConfigError(f"--page '{given}': {error}") from None
-    if not found.parent.is_dir():
-        raise ConfigError(f"--page '{given}': there is no folder {found.parent}; make it, or name another")
-    try:
-        ours = WRITTEN_BY in read_regular_file(found, 1000)
-    except FileNotFoundError:
-        ours = not found.is_symlink()
-    except OSError as error:
-        raise ConfigError(f"--page '{given}': {error.strerror or error}; name another file") from None
-    if not ours:
-        raise ConfigError(
-            f"--page '{given}': what is there was not written by mm-grpo check, and stays as it is; name another "
-            "file, or remove it"
-        )
-    return found
 
 
 def describe_lengths(lengths: Sequence[tuple[int, str]]) -> dict[str, Any] | None:

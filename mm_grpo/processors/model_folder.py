@@ -7,7 +7,6 @@ hub that cannot be reached is found there too, in seconds: huggingface_hub asks 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.files import read_json
 
 logger = logging.getLogger("mm_grpo")
 LONGEST = 300
@@ -93,14 +93,12 @@ def _refuse_broken_json(path: str) -> None:
     """transformers takes a generation_config.json that it cannot read for one that is not there."""
     for file in sorted(Path(path).glob("*.json")) if Path(path).is_dir() else ():
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            read_json(file, dict if file.name.endswith("config.json") else object)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"model.path = '{path}': {file.name} cannot be read ({quoted(error)}); it is not whole: copy or "
                 "download the model again"
             ) from None
-        if file.name.endswith("config.json") and not isinstance(content, dict):
-            raise ConfigError(f"model.path = '{path}': {file.name} holds no mapping; copy the model again")
 
 
 def _refuse_unreachable(path: str) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mm_grpo.files import parse_json
+
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*\Z", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -40,8 +42,8 @@ def _read(body: str) -> ToolCall:
     if found := _FUNCTION.match(body):
         return ToolCall(found[1].strip(), {k.strip(): _value(v) for k, v in _PARAMETER.findall(found[2])})
     try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        given = parse_json(body)
+    except ValueError as error:
         return ToolCall("", {}, f"the tool call is no JSON ({error})")
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return ToolCall("", {}, 'the tool call must be {"name": ..., "arguments": {...}}')
@@ -54,8 +56,8 @@ def _read(body: str) -> ToolCall:
 def _value(text: str) -> Any:
     """A parameter's value: JSON where it is some, else the text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return text
 
 

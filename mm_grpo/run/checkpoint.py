@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_regular_file
+from mm_grpo.files import read_json
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
 from mm_grpo.learner.snapshot import Snapshot
@@ -285,13 +285,13 @@ class Checkpoints:
         manifest: dict[str, Any] = {}
         fault: str | None = None
         try:
-            manifest = json.loads(read_regular_file(path / MANIFEST).decode())
+            manifest = read_json(path / MANIFEST)
             fault = manifest_fault(manifest, step_of(path))
             fault = fault and f"{path.name}{fault}"
             kept = [] if fault else [*manifest["files"], manifest["reference"], manifest["log"]]
             for wanted in self.ranks.shard([mark for mark in kept if mark is not None]):
                 fault = fault or file_fault(path, wanted)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             fault = f"{path.name}/{MANIFEST} cannot be read ({error})"
         faults = [f for f in self.ranks.all_gather(fault, "looking for a checkpoint") if f]
         return manifest, faults[0] if faults else None

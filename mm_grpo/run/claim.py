@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import RUN_MARK
+from mm_grpo.files import LARGEST_JSON, RUN_MARK, parse_json, read_regular_file
 
 MARK = RUN_MARK
 FORMAT = 1
@@ -49,7 +49,7 @@ class Mark:
 def read_mark(root: Path) -> Mark | None:
     """The mark of the folder `root`; None when it has none. ConfigError for one that this version cannot read."""
     try:
-        data = (root / MARK).read_bytes()
+        data = read_regular_file(root / MARK, LARGEST_JSON)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -156,7 +156,7 @@ def _parsed(data: bytes, root: Path) -> Mark:
     if not data.strip():
         return Mark(new_run(), None if _holds_anything(root) else frozenset())
     try:
-        known = json.loads(data)
+        known = parse_json(data, dict)
         if known["format"] != FORMAT:
             raise ConfigError(
                 f"run.dir = '{root}': {MARK} has format {known['format']}, and this version reads {FORMAT}; name "

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.files import atomic_write
+from mm_grpo.files import atomic_write, parse_json
 
 MOST_BYTES = 1 << 18
 """Of the end of the file that `read_events` looks at."""
@@ -44,7 +44,7 @@ def cut_events(path: Path, step: int) -> None:
 
 def _event(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except ValueError:
         return None
     texts = ("name", "action", "message")

@@ -12,7 +12,6 @@ Only figures that were measured are written down; a recipe without any has no su
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -20,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_regular_file
+from mm_grpo.files import read_json
 
 KEYS = ("metric", "steps", "values", "source")
-LARGEST_FILE = 1_000_000
-"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,12 @@ def read_expected_curve(path: str | os.PathLike[str]) -> ExpectedCurve:
     """The curve in a file. ConfigError, which names the file and the key, when there is none."""
     where = f"run.expected_curve = '{path}'"
     try:
-        found = json.loads(read_regular_file(Path(path), LARGEST_FILE))
+        found = read_json(Path(path), dict)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); name a JSON file, or null") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{where}: is not valid JSON ({error})") from None
-    if not isinstance(found, dict) or set(found) != set(KEYS):
+    if set(found) != set(KEYS):
         raise ConfigError(f"{where}: must hold one object with the keys {', '.join(KEYS)} and no others")
     for key in ("metric", "source"):
         if not isinstance(found[key], str) or not found[key]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.files import read_regular_file
+from mm_grpo.files import parse_json, read_regular_file
 from mm_grpo.rewards.builtins.answers import final_part
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import logged_steps
@@ -168,7 +168,7 @@ def read_rows(path: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
         lines[:-1] or lines
     ):  # what follows the last line feed was cut, by the limit or by a killed process
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int) and "uid" in row:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_regular_file
+from mm_grpo.files import read_json
 from mm_grpo.learner.state import has_mark
 from mm_grpo.run.paths import STEP_NAME
 
@@ -105,13 +105,13 @@ def file_fault(path: Path, wanted: Mapping[str, Any]) -> str | None:
 def read_checkpoint(path: Path, *, files: bool = True) -> Checkpoint:
     """The checkpoint in `path`, without a learner; with `files` they are as they were written. ConfigError else."""
     try:
-        manifest = json.loads(read_regular_file(path / MANIFEST).decode())
+        manifest = read_json(path / MANIFEST)
         fault = manifest_fault(manifest, step_of(path))
         fault = fault and f"{path.name}{fault}"
         kept = [*manifest["files"], manifest["reference"], manifest["log"]] if files and not fault else []
         for wanted in kept:
             fault = fault or (file_fault(path, wanted) if wanted is not None else None)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         fault = f"{path.name}/{MANIFEST} cannot be read ({error})"
     if fault:
         raise ConfigError(f"'{path}': {fault}; take another checkpoint")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import DataError
-from mm_grpo.files import atomic_write
+from mm_grpo.files import atomic_write, parse_json, read_json
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.types import LARGEST
 
@@ -93,8 +93,8 @@ def new_rows(path: str | PathLike[str], start: int, limit: int = -1) -> tuple[li
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(f"{where}: not JSON ({error}); remove the line") from None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise DataError(f"{where}: a row is an object with a whole number 'step'")
@@ -126,7 +126,7 @@ def read_summary(paths: RunPaths) -> dict[str, Any] | None:
     """What summary.json holds; None when the run has not ended."""
     if not paths.summary.is_file():
         return None
-    summary: dict[str, Any] = json.loads(paths.summary.read_text(encoding="utf-8"))
+    summary: dict[str, Any] = read_json(paths.summary, dict)
     return summary
 
 

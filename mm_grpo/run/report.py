@@ -24,7 +24,7 @@ from typing import Any
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.errors import ConfigError, UserError
-from mm_grpo.files import atomic_write, read_regular_file
+from mm_grpo.files import atomic_write, read_json
 from mm_grpo.run.charts import Point, Series, line_chart, number, running_mean, thin
 from mm_grpo.run.curves import CURVES, Curve, Curves, Trace, places_of
 from mm_grpo.run.events import read_events
@@ -248,27 +248,6 @@ def write_report(paths: RunPaths, budget: Budget = WHOLE) -> Path:
     return Report([paths]).write(paths.report, budget)
 
 
-def check_page(path: Path) -> None:
-    """ConfigError unless a page may be written to `path`: into a folder that is there, and over no other file."""
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"view: there is no folder '{path.parent}'; make it, or name another file with --output"
-        )
-    try:
-        ours = WRITTEN_BY in read_regular_file(path, 1000)
-    except FileNotFoundError:
-        ours = not path.is_symlink()
-    except OSError as error:
-        raise ConfigError(
-            f"view: '{path}': {error.strerror or error}; name another file with --output"
-        ) from None
-    if not ours:
-        raise ConfigError(
-            f"view: '{path}' was not written by mm-grpo view or a run, and stays as it is; name another file with "
-            "--output, or remove it"
-        )
-
-
 def render(found: Mapping[str, Any]) -> str:
     """The page of what `Report.gather` found."""
     style, script = (_asset(name) for name in ("report.css", "report.js"))
@@ -365,7 +344,7 @@ def config_text(paths: RunPaths) -> str:
 def environment_of(paths: RunPaths) -> dict[str, Any]:
     if not paths.environment.is_file():
         return {}
-    found: dict[str, Any] = json.loads(paths.environment.read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_json(paths.environment, dict)
     return found
 
 

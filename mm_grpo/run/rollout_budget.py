@@ -8,12 +8,12 @@ its name says is somebody else's, and so is an image that no row names.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from mm_grpo.files import parse_json
 from mm_grpo.run.paths import STEP_NAME, RunPaths
 
 AIM = 0.98
@@ -129,7 +129,7 @@ def is_own(path: Path) -> bool:
     if not line:
         return True  # a step without a group
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return False
     return isinstance(row, dict) and row.get("step") == int(match[1]) and "uid" in row

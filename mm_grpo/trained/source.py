@@ -21,6 +21,7 @@ from mm_grpo.config import GRPOConfig, ModelConfig
 from mm_grpo.config.messages import yaml_repr
 from mm_grpo.config.yaml_file import apply_overrides, read_yaml
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import read_json
 from mm_grpo.run.deciding_fields import deciding_fields, differing_field
 from mm_grpo.run.manifest import MANIFEST, Checkpoint, checkpoints_in, read_checkpoint
 from mm_grpo.run.paths import STEP_NAME, RunPaths
@@ -221,11 +222,10 @@ def _dtype_of(paths: RunPaths, device: str) -> str:
     if device == "cpu":
         return "float32"
     try:
-        known = json.loads(paths.environment.read_text(encoding="utf-8"))
-        gpus = known.get("gpus")
+        gpus = read_json(paths.environment, dict).get("gpus")
     except FileNotFoundError:
         gpus = None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"'{paths.environment}' cannot be read ({error}); put it back, or remove it: then model.dtype = auto goes "
             "by this machine"

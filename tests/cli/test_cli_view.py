@@ -29,6 +29,8 @@ def test_several_runs_are_one_page(tmp_path: Path, command: Callable[..., Any], 
     done = command("view", "one", "two", "--output", "both.html")
     assert done.code == 0 and (tmp_path / "both.html").exists()
     assert not (tmp_path / "one" / "report.html").exists()
+    done = command("view", "one", "--output", "/dev/stdout")
+    assert done.code == 0 and done.out.startswith("<!doctype html>") and done.err.startswith("page: ")
 
 
 def test_what_cannot_be_shown_is_one_message(
@@ -41,11 +43,9 @@ def test_what_cannot_be_shown_is_one_message(
     for arguments, words in (
         (["empty"], "'empty' is no run folder: it has no config.yaml"),
         (["one", "one"], "is named twice"),
-        (
-            ["one", "-o", "notes.html"],
-            "'notes.html' was not written by mm-grpo view or a run, and stays as it is",
-        ),
-        (["one", "-o", "none/x.html"], "there is no folder 'none'"),
+        (["one", "-o", "notes.html"], "--output 'notes.html'"),
+        (["one", "-o", "none/x.html"], "--output 'none/x.html'"),
+        (["one", "-o", "/dev/full"], "--output '/dev/full'"),
     ):
         done = command("view", *arguments)
         assert (done.code, done.err.count("\n")) == (2, 1) and words in done.err, arguments

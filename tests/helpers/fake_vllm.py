@@ -14,7 +14,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
@@ -79,6 +79,7 @@ class FakeVLLM:
         self.missing: tuple[str, ...] = ()
         self.max_model_len, self.key, self.raw, self.expanded = 1000, "", False, EXPANDED
         self.refuse = ""
+        self.odd: dict[str, Callable[[Any], Any]] = {}  # what becomes of an answer, by path
         self.lock = threading.Lock()
         self.working: list[socket.socket] = []  # connections whose request is being sampled
         self.mute: set[socket.socket] = set()  # connections that stay open and bring nothing any more
@@ -162,6 +163,8 @@ class FakeVLLM:
             self.most = max(self.most, len(self.working))
         try:
             status, value = 200, self.answer(path, json.loads(body or "null"), query, call)
+            if path in self.odd:
+                value = self.odd[path](value)
         except ServerRefused as error:
             status, value = error.status, {"error": error.reason}
         except ServerUnreachable as error:

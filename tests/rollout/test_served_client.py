@@ -16,7 +16,7 @@ import pytest
 from helpers.patience import PATIENCE, until
 from helpers.processes import refusing_port
 
-from mm_grpo.rollout.served.client import ServerClient, ServerRefused, ServerUnreachable
+from mm_grpo.rollout.served.client import ServerClient, ServerRefused, ServerUnreachable, ServerUnreadable
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -46,7 +46,8 @@ class Handler(BaseHTTPRequestHandler):
             401: {"error": f"{'x' * 375}no such key: {self.headers.get('authorization')}"},
             422: {"detail": [{"loc": ["body"]}]},
         }.get(status, {"error": "x" * 900})
-        data = b"not json" if path == "/text" else b"" if path == "/empty" else json.dumps(answer).encode()
+        odd = {"/text": b"not json", "/empty": b"", "/deep": b"[" * 100_000}
+        data = odd.get(path, json.dumps(answer).encode())
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -124,8 +125,15 @@ def test_4xx_is_the_requests_fault_and_5xx_the_servers(client: ServerClient) -> 
         with pytest.raises(ServerUnreachable, match=rf"HTTP {status}: x{{400}} \.\.\.$") as error:
             client.call(f"/status/{status}", {})
         assert "s3cret" not in str(error.value)
-    with pytest.raises(ServerUnreachable, match="the answer to /text is not JSON"):
-        client.call("/text")
+
+
+def test_answers_are_bounded(client: ServerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("/text", "/deep"):
+        with pytest.raises(ServerUnreadable, match=f"the answer to {path} "):
+            client.call(path)
+    monkeypatch.setattr("mm_grpo.rollout.served.client.LARGEST_JSON", 8)
+    with pytest.raises(ServerUnreachable, match="/long was answered with more than 8 bytes"):
+        client.call("/long")
 
 
 def test_refused_cut_and_late(client: ServerClient) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from helpers.fake_vllm import FakeVLLM
+from helpers.fake_vllm import FakeVLLM, prompt_of
 from helpers.patience import PATIENCE, until
 from helpers.served import WEIGHTS, Made, back, cut, fail, in_midst, requests, restart, stop_and_go
 
-from mm_grpo.errors import EngineError
+from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.served import pool
+from mm_grpo.rollout.served.dialect import GENERATE, INFO, RPC
 
 
 @pytest.mark.slow
@@ -171,3 +174,72 @@ def test_twenty_faults(make: Made) -> None:
         back(engine)
     assert len(engine.pool.recoveries) >= 13  # one that fails while it has nothing to do is not lost
     assert max(seconds for _, seconds in engine.pool.recoveries) < 5
+
+
+# odd answers -----------------------------------------------------------------------------------
+
+
+def first(**changes: Any) -> Callable[[Any], Any]:
+    """The first choice with other fields."""
+    return lambda answer: {**answer, "choices": [{**answer["choices"][0], **changes}, *answer["choices"][1:]]}
+
+
+def logprob(value: Any) -> Callable[[Any], Any]:
+    return first(logprobs={"content": [{"logprob": value}] * 5})
+
+
+def worker(**changes: Any) -> Callable[[Any], Any]:
+    return lambda answer: {"results": [{**answer["results"][0], **changes}]}
+
+
+ODD: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    *(("start", path, lambda _, odd=odd: odd)
+      for path in ("/version", "/openapi.json", "/v1/models", RPC) for odd in ([1], None, "x", {})),
+    ("start", "/openapi.json", lambda answer: {**answer, "components": []}),
+    ("start", "/openapi.json", lambda answer: {**answer, "paths": None}),
+    ("start", "/v1/models", lambda _: {"data": []}),
+    ("start", "/v1/models", lambda _: {"data": [{"id": "tiny", "max_model_len": "100"}]}),
+    ("start", RPC, lambda _: {"results": []}),
+    ("start", RPC, lambda _: {"results": ["None"]}),
+    ("start", RPC, worker(model=[1])),
+    ("start", RPC, worker(finished="no")),
+    *(("update", RPC, worker(**change)) for change in ({"digests": [1]}, {"digests": {"a": 1}}, {"version": "0"})),
+    *(("generate", path, lambda _, odd=odd: odd) for path in (GENERATE, INFO) for odd in ([1], None, "x", {})),
+    *(("generate", GENERATE, first(**change)) for change in (
+        {"index": 7}, {"index": None}, {"index": [0]}, {"token_ids": None}, {"token_ids": ["1"]}, {"token_ids": [1.5]},
+        {"token_ids": [-1]}, {"token_ids": [2**40]}, {"logprobs": [1]}, {"logprobs": {"content": [None]}},
+        {"logprobs": {"content": 3}}, {"weight_versions": 3}, {"weight_versions": [{"start": "0"}]},
+        {"weight_versions": [{"start": 4, "version": "a:0"}]})),
+    *(("generate", GENERATE, logprob(value)) for value in (None, "-0.5", float("nan"), float("-inf"), [], {})),
+    ("generate", GENERATE, lambda answer: {**answer, "choices": None}),
+    ("generate", GENERATE, lambda answer: {**answer, "choices": answer["choices"][:1] * 4}),
+    ("generate", GENERATE, lambda answer: {**answer, "prompt_token_ids": "1"}),
+    *(("score", GENERATE, lambda answer, odd=odd: {**answer, "prompt_logprobs": odd})
+      for odd in (None, [], [None], {}, [None] * 5, [None, *({str(t): {"logprob": "x"}} for t in (121, 122, 50, 60))])),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("when", "path", "odd"), ODD, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_an_odd_answer_is_one_message_that_names_server_and_path(
+    when: str, path: str, odd: Callable[[Any], Any], make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "BACK_OFF", (0.01, 0.02))
+    monkeypatch.setattr(pool, "PERIOD", 0.01)
+    fake = FakeVLLM()
+    if when == "start":
+        fake.odd[path] = odd
+        with pytest.raises(ConfigError, match=re.escape(fake.url)) as caught:
+            make(servers=[fake])
+    else:
+        engine, _ = make(servers=[fake], wait_timeout=0.2)
+        fake.odd[path] = odd
+        with pytest.raises(EngineError, match=re.escape(fake.url)) as caught:
+            if when == "generate":
+                engine.generate(requests(1))
+            elif when == "score":
+                engine.score(prompt_of("a", "xyz"), [50, 60])
+            else:
+                engine.update_weights(WEIGHTS.items(), 1)
+    assert path in str(caught.value) and "\n" not in str(caught.value)

@@ -19,13 +19,11 @@ from mm_grpo.run.report import (
     WHILE_RUNNING,
     Report,
     changed_settings,
-    check_page,
     inert_json,
     policy_hash,
     render,
     run_names,
     value_before,
-    write_report,
 )
 
 EVIL = "</td><script>alert(1)</script><img src=x onerror=alert(2)>\"'\u202e\x1b[31m\x00"
@@ -257,18 +255,6 @@ def test_the_accuracy_before_the_run_comes_from_the_summary(tmp_path: Path) -> N
     trace = curves.traces[1]["heldout"]
     assert value_before("heldout", trace, {"eval": {"heldout": {"before": 0.25}}}) == ()
     assert value_before("other", trace, {"eval": {"heldout": {"before": 0.25}}}) == ()
-
-
-def test_a_page_is_written_over_nothing_else(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "x: 1\n")
-    write_report(folder.paths)
-    check_page(folder.paths.report)
-    check_page(tmp_path / "new.html")
-    (tmp_path / "notes.html").write_text("mine")
-    with pytest.raises(ConfigError, match=r"notes.html' was not written by mm-grpo view or a run, and stays"):
-        check_page(tmp_path / "notes.html")
-    with pytest.raises(ConfigError, match="there is no folder"):
-        check_page(tmp_path / "none" / "view.html")
 
 
 def test_a_picture_of_the_page_s_group(tmp_path: Path) -> None:

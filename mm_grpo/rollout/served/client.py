@@ -15,10 +15,12 @@ import json as jsonlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from mm_grpo.files import LARGEST_JSON, parse_json
 from mm_grpo.terminal import redact
 
 T = TypeVar("T")
@@ -53,6 +55,22 @@ class ServerRefused(ServerError):
     def __init__(self, url: str, reason: str, status: int) -> None:
         super().__init__(url, reason)
         self.status = status
+
+
+class ServerUnreadable(ServerUnreachable):
+    """An answer that is not as vLLM gives it; another server may be asked."""
+
+
+@contextmanager
+def reading(url: str, path: str) -> Iterator[None]:
+    """A block that reads the answer of the server at `url` to `path`: what fails there is ServerUnreadable."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]
+        raise ServerUnreadable(
+            url, f"the answer to {path} is not as vLLM with mm_grpo's plugin gives it ({why})"
+        ) from error
 
 
 class ServerClient:
@@ -125,7 +143,7 @@ class ServerClient:
         try:
             async with asyncio.timeout(seconds):
                 body = await asyncio.to_thread(_encoded, json) if json is not None else None
-                answer = await self._open().request(
+                sent = self._open().stream(
                     method,
                     path,
                     content=body,
@@ -133,6 +151,14 @@ class ServerClient:
                     params=None if params is None else dict(params),
                     timeout=httpx.Timeout(None, connect=min(seconds, self.connect_timeout)),
                 )
+                content = bytearray()
+                async with sent as answer:
+                    async for part in answer.aiter_bytes():
+                        content += part
+                        if len(content) > LARGEST_JSON:
+                            raise ServerUnreachable(
+                                self.url, f"{path} was answered with more than {LARGEST_JSON} bytes"
+                            )
         except TimeoutError as error:
             raise ServerUnreachable(self.url, f"no answer to {path} within {seconds:g} s") from error
         except httpx.ConnectTimeout as error:
@@ -141,23 +167,18 @@ class ServerClient:
             ) from error
         except httpx.ConnectError as error:
             raise ServerUnreachable(self.url, f"no connection ({_cause(error)})") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise ServerUnreachable(
                 self.url, f"the connection was cut during {path} ({_cause(error)})"
             ) from error
         if answer.status_code >= 400:
-            reason = (
-                f"{path} was answered with HTTP {answer.status_code}: {_message(redact(answer.text, key))}"
-            )
+            text = redact(content.decode(errors="replace"), key)
+            reason = f"{path} was answered with HTTP {answer.status_code}: {_message(text)}"
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise ServerUnreachable(self.url, reason)
             raise ServerRefused(self.url, reason, answer.status_code)
-        if not answer.content:
-            return None
-        try:
-            return answer.json()
-        except ValueError as error:
-            raise ServerUnreachable(self.url, f"the answer to {path} is not JSON") from error
+        with reading(self.url, path):
+            return parse_json(bytes(content)) if content else None
 
     def close(self) -> None:
         """Close the connections, and give up what is unanswered: who waits for it gets a CancelledError."""
@@ -247,7 +268,7 @@ def _cause(error: BaseException) -> str:
 def _message(text: str) -> str:
     """The message of an error's body, in vLLM's layouts, else the body itself."""
     try:
-        value = jsonlib.loads(text)
+        value = parse_json(text)
         for key in ("error", "message", "detail"):
             value = value.get(key, value) if isinstance(value, dict) else value
         text = value if isinstance(value, str) else jsonlib.dumps(value)

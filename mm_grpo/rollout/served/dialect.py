@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict
+
 from mm_grpo.errors import ConfigError
-from mm_grpo.rollout.served.client import ServerRefused
+from mm_grpo.rollout.served.client import ServerRefused, ServerUnreadable, reading
 
 if TYPE_CHECKING:
     from mm_grpo.rollout.served.client import ServerClient
@@ -94,9 +97,9 @@ def probe(client: ServerClient, timeout: float = 10.0) -> Dialect:
     """Ask a server what it has. Raises ConfigError for one that lacks what a run needs, with how to start it, and
     ServerUnreachable."""
     try:
-        version = client.call("/version", method="GET", timeout=timeout)
-        listed = client.call("/openapi.json", method="GET", timeout=timeout)
-        models = client.call("/v1/models", method="GET", timeout=timeout)
+        return _probe(client, timeout)
+    except ServerUnreadable as error:
+        raise ConfigError(f"rollout.server.urls: {error}; start it with `mm-grpo serve`") from None
     except ServerRefused as error:
         if error.status in (401, 403):
             raise ConfigError(key_refused(client.url, error.reason)) from None
@@ -104,39 +107,75 @@ def probe(client: ServerClient, timeout: float = 10.0) -> Dialect:
             f"rollout.server.urls: {client.url} is no vLLM server that lists its endpoints ({error.reason}); start it "
             "with `mm-grpo serve`, or `vllm serve` without --disable-fastapi-docs"
         ) from None
-    paths = listed.get("paths", {}) if isinstance(listed, Mapping) else {}
-    schemas = listed.get("components", {}).get("schemas", {}) if isinstance(listed, Mapping) else {}
-    fields = schemas.get("GenerateRequest", {}).get("properties", {})
-    images_by_ids = "content_parts" in fields
+
+
+def _probe(client: ServerClient, timeout: float) -> Dialect:
+    version = client.call("/version", method="GET", timeout=timeout)
+    listed = client.call("/openapi.json", method="GET", timeout=timeout)
+    models = client.call("/v1/models", method="GET", timeout=timeout)
+    with reading(client.url, "/openapi.json"):
+        paths = dict(listed["paths"])
+        schemas = listed.get("components", {}).get("schemas", {})
+        fields = schemas.get("GenerateRequest", {}).get("properties", {})
+        images_by_ids = "content_parts" in fields
     require(client.url, paths, images_by_ids)
-    workers = client.call(RPC, {"method": RECEIVED}, timeout=timeout)
-    served: Mapping[str, Any] = next(iter(models.get("data", ())), {})
-    return Dialect(
-        version=str(version.get("version", "unknown")),
-        images_by_ids=images_by_ids,
-        spans=INFO in paths,
-        named_versions=INFO in paths,
-        priorities="priority" in fields,
-        model=str(served.get("id", "")),
-        max_model_len=served.get("max_model_len"),
-        sizes=workers["results"][0].get("model", {}),
-    )
+    workers = accounts(client, timeout)
+    with reading(client.url, "/version"):
+        name = str(version["version"])
+    with reading(client.url, "/v1/models"):
+        served = models["data"][0]
+        longest = served.get("max_model_len")
+        return Dialect(
+            version=name,
+            images_by_ids=images_by_ids,
+            spans=INFO in paths,
+            named_versions=INFO in paths,
+            priorities="priority" in fields,
+            model=str(served["id"]),
+            max_model_len=None if longest is None else index(longest),
+            sizes=workers[0].model,
+        )
+
+
+class WorkerAccount(BaseModel):
+    """What a worker of a server received (`Account` of plugin_engines.py)."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    version: int | None
+    digests: dict[str, str]
+    finished: bool
+    damaged: bool
+    group: str
+    weights_name: str
+    model: dict[str, Any]
+
+
+def accounts(client: ServerClient, timeout: float) -> list[WorkerAccount]:
+    """What each worker of a server received, one at least."""
+    answer = client.call(RPC, {"method": RECEIVED}, timeout=timeout)
+    with reading(client.url, f"{RPC} for {RECEIVED}"):
+        found = [WorkerAccount.model_validate(each) for each in answer["results"]]
+        return [found[0], *found[1:]]
 
 
 async def weights_name(client: ServerClient, dialect: Dialect, timeout: float) -> str | None:
     """The name of the weights that a server holds, which is another one after a restart."""
     if dialect.named_versions:
         found = await client.request(INFO, method="GET", timeout=timeout)
-        return None if found is None else str(found["weight_version"])
+        with reading(client.url, INFO):
+            return str(found["weight_version"])
     found = await client.request(RPC, {"method": WEIGHTS_NAME}, timeout=timeout)
-    names = set(found["results"])
-    return str(names.pop()) if len(names) == 1 and None not in names else None
+    with reading(client.url, RPC):
+        names = set(found["results"])
+        return str(names.pop()) if len(names) == 1 and None not in names else None
 
 
 async def is_paused(client: ServerClient, timeout: float) -> bool:
     """Whether a server samples nothing because weights are being sent to it."""
     answer = await client.request("/is_paused", method="GET", timeout=timeout)
-    return bool(answer["is_paused"])
+    with reading(client.url, "/is_paused"):
+        return bool(answer["is_paused"])
 
 
 def require(url: str, paths: Mapping[str, Any], images_by_ids: bool) -> None:

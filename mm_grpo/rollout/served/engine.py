@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Request, RequestStream
-from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable
+from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable, reading
 from mm_grpo.rollout.served.dialect import GENERATE, Dialect
 from mm_grpo.rollout.served.pool import ServerPool
 from mm_grpo.rollout.served.protocol import Work
@@ -290,7 +290,8 @@ class ServedEngine:
             return True
         try:
             answer = server.client.call(GENERATE, body)
-            found = float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
+            with reading(server.url, GENERATE):
+                found = float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
         except ServerUnreachable as error:
             self.pool.lose(server, error.reason)
             return False

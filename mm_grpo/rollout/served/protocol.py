@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, EngineError
+from mm_grpo.rollout.served.client import reading
 from mm_grpo.rollout.served.dialect import CHAT, GENERATE, RENDER
 
 if TYPE_CHECKING:
@@ -86,14 +89,17 @@ async def ask(client: ServerClient, dialect: Dialect, work: Work, timeout: float
     if dialect.images_by_ids or not work.images:
         body = await client.request(GENERATE, lambda: _by_ids(work, dialect), timeout=timeout)
         sent = None if dialect.images_by_ids else tuple(work.token_ids)
-        return read_generated(body, sent, client.url)
+        with reading(client.url, GENERATE):
+            return read_generated(body, sent, "prompt_logprobs" in work.params)
     if work.text and "prompt_logprobs" not in work.params:
         body = await client.request(CHAT, lambda: _chat(work, dialect), timeout=timeout)
-        return read_chat(body, client.url)
+        with reading(client.url, CHAT):
+            return read_chat(body)
     rendered = await client.request(RENDER, lambda: _images_alone(work, dialect), timeout=timeout)
     placed, features = _placed(rendered, work, dialect, client.url)
     body = await client.request(GENERATE, lambda: _by_ids(work, dialect, placed, features), timeout=timeout)
-    return read_generated(body, placed, client.url)
+    with reading(client.url, GENERATE):
+        return read_generated(body, placed, "prompt_logprobs" in work.params)
 
 
 # bodies --------------------------------------------------------------------------------------
@@ -210,47 +216,56 @@ def _placed(
 # answers -------------------------------------------------------------------------------------
 
 
-def read_generated(body: Any, sent: tuple[int, ...] | None, url: str) -> Answer:
-    """An answer of `/inference/v1/generate`; `sent` are the prompt's ids where the server does not return them."""
-    try:
-        ids = body["prompt_token_ids"] if sent is None else sent
-        return Answer(tuple(ids), _sequences(body["choices"]), _chosen(body.get("prompt_logprobs"), ids))
-    except (KeyError, TypeError, ValueError) as error:
-        raise _unreadable(url, GENERATE, error) from error
+def read_generated(body: Any, sent: tuple[int, ...] | None, scored: bool) -> Answer:
+    """An answer of `/inference/v1/generate`; `sent` are the prompt's ids where the server does not return them.
+
+    As the other readers here it raises what `reading` makes an error of the server's.
+    """
+    ids = tuple(map(_token, body["prompt_token_ids"])) if sent is None else sent
+    logprobs = _chosen(body["prompt_logprobs"], ids) if scored else ()
+    return Answer(ids, _sequences(body["choices"]), logprobs)
 
 
-def read_chat(body: Any, url: str) -> Answer:
+def read_chat(body: Any) -> Answer:
     """An answer of `/v1/chat/completions` with `return_token_ids`."""
-    try:
-        return Answer(tuple(body["prompt_token_ids"]), _sequences(body["choices"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise _unreadable(url, CHAT, error) from error
+    return Answer(tuple(map(_token, body["prompt_token_ids"])), _sequences(body["choices"]))
 
 
 def _sequences(choices: Sequence[Mapping[str, Any]]) -> tuple[Sampled, ...]:
-    return tuple(
-        Sampled(
-            tuple(choice["token_ids"]),
-            tuple(float(entry["logprob"]) for entry in (choice.get("logprobs") or {}).get("content") or ()),
-            choice.get("finish_reason"),
-            tuple((int(s["start"]), str(s["version"])) for s in choice.get("weight_versions") or ()),
-        )
-        for choice in sorted(choices, key=lambda choice: choice["index"])
+    by_index = {choice["index"]: choice for choice in choices}
+    return tuple(_sampled(by_index[generation]) for generation in range(len(choices)))
+
+
+def _sampled(choice: Mapping[str, Any]) -> Sampled:
+    spans = tuple(
+        (index(span["start"]), str(span["version"])) for span in choice.get("weight_versions") or ()
+    )
+    starts = [start for start, _ in spans]
+    if starts and (starts[0] != 0 or starts != sorted(set(starts))):
+        raise ValueError(f"weight_versions start at tokens {starts}")
+    return Sampled(
+        tuple(map(_token, choice["token_ids"])),
+        tuple(_logprob(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()),
+        choice.get("finish_reason"),
+        spans,
     )
 
 
-def _chosen(entries: Any, ids: Sequence[int]) -> tuple[float | None, ...]:
+def _chosen(entries: Sequence[Any], ids: Sequence[int]) -> tuple[float | None, ...]:
     """The log-prob of each token of the prompt; that of the first is None."""
-    if entries is None:
-        return ()
-    return tuple(
-        None if entry is None else float(entry[str(token)]["logprob"])
-        for entry, token in zip(entries, ids, strict=True)
-    )
+    if len(entries) != len(ids):
+        raise ValueError(f"{len(entries)} prompt_logprobs for {len(ids)} tokens")
+    return (None, *(_logprob(entry[str(token)]) for entry, token in zip(entries[1:], ids[1:], strict=True)))
 
 
-def _unreadable(url: str, path: str, error: Exception) -> EngineError:
-    return EngineError(
-        f"{url}: the answer of {path} is not as vLLM 0.25.1 to 0.33 give it ({type(error).__name__}: {error}); use one "
-        "of these versions"
-    )
+def _token(value: Any) -> int:
+    if not 0 <= index(value) < 1 << 31:
+        raise ValueError(f"{value} is no token")
+    return index(value)
+
+
+def _logprob(entry: Mapping[str, Any]) -> float:
+    value = entry["logprob"]
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no log-prob")
+    return float(value)

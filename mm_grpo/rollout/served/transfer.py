@@ -18,14 +18,15 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.chunks import CHUNK_BYTES, Meta, chunks, pack
-from mm_grpo.rollout.served.client import ServerClient, ServerError
-from mm_grpo.rollout.served.dialect import RECEIVED, RPC
+from mm_grpo.rollout.served.client import ServerClient, ServerError, reading
+from mm_grpo.rollout.served.dialect import WorkerAccount, accounts
 from mm_grpo.rollout.served.groups import Group, Listener, init_info
 from mm_grpo.rollout.served.weight_transfer import Outcome, WeightTransfer
 
@@ -89,7 +90,7 @@ class ServedTransfer:
     def join(self, client: ServerClient) -> None:
         """Make a server ready for `transmit`."""
 
-    def joined(self, client: ServerClient, account: Mapping[str, Any]) -> bool:
+    def joined(self, client: ServerClient, account: WorkerAccount) -> bool:
         """Whether a server with this account of its worker is still ready."""
         return True
 
@@ -141,17 +142,17 @@ class ServedTransfer:
 
     def _begin(self, client: ServerClient) -> None:
         client.call("/pause", params={"mode": "keep"}, timeout=self.timeout)
-        accounts = self._accounts(client)
+        workers = accounts(client, self.timeout)
         held = self._held_by.pop(client.url, None)
-        if held is not None and any(account["weights_name"] != held for account in accounts):
+        if held is not None and any(account.weights_name != held for account in workers):
             raise ServerError(
                 client.url,
                 "it does not hold the weights that it was sent last (it was restarted, or another run sent it some), "
                 "and needs all of them",
             )
-        if not all(self.joined(client, account) for account in accounts):
+        if not all(self.joined(client, account) for account in workers):
             self._join(client)
-        if not all(account["finished"] for account in accounts):
+        if not all(account.finished for account in workers):
             # One was begun and never finished, and vLLM begins no other: an update that fails ends it.
             with suppress(ServerError):
                 client.call("/update_weights", {"update_info": {"version": -1}}, timeout=self.timeout)
@@ -174,36 +175,26 @@ class ServedTransfer:
 
     def _received(self, client: ServerClient, version: int) -> Digest:
         """The digests of one server's workers, which have to agree: tensor-parallel ones receive the same."""
-        first, *others = accounts = self._accounts(client)
-        for place, account in enumerate(accounts):
-            if account["version"] is not None and account["version"] != version:
+        first, *others = received = accounts(client, self.timeout)
+        for place, account in enumerate(received):
+            if account.version is not None and account.version != version:
                 raise ServerError(
                     client.url,
-                    f"worker {place} received version {account['version']} where {version} was sent",
+                    f"worker {place} received version {account.version} where {version} was sent",
                 )
-            if account["damaged"] or not account["finished"]:
+            if account.damaged or not account.finished:
                 raise ServerError(
                     client.url,
                     "an earlier update was given up half-way; it needs one that brings every tensor",
                 )
         for place, account in enumerate(others, 1):
-            if account["digests"] != first["digests"]:
+            if account.digests != first.digests:
                 raise ServerError(client.url, f"workers 0 and {place} received different tensors")
-        self._held_by[client.url] = first["weights_name"]
-        return dict(first["digests"])
-
-    def _accounts(self, client: ServerClient) -> list[dict[str, Any]]:
-        """What each worker of a server received; ServerError where it is not one that mm_grpo's plugin runs in."""
-        answer = client.call(RPC, {"method": RECEIVED}, timeout=self.timeout)
-        results = answer.get("results") if isinstance(answer, Mapping) else None
-        if not results or not all(isinstance(each, dict) and "digests" in each for each in results):
-            raise ServerError(
-                client.url, "its workers do not know mm_grpo's extension; start it with mm-grpo serve"
-            )
-        return list(results)
+        self._held_by[client.url] = first.weights_name
+        return dict(first.digests)
 
     def _join(self, client: ServerClient) -> None:
-        self._accounts(client)
+        accounts(client, self.timeout)
         self.join(client)
 
     def _on_all(self, clients: Sequence[ServerClient], work: Callable[[ServerClient], Any]) -> dict[str, Any]:
@@ -326,7 +317,9 @@ class GroupTransfer(ServedTransfer):
 
     def join(self, client: ServerClient) -> None:
         self._leave(client)
-        size = client.call("/get_world_size", method="GET", timeout=self.timeout)["world_size"]
+        answer = client.call("/get_world_size", method="GET", timeout=self.timeout)
+        with reading(client.url, "/get_world_size"):
+            size = index(answer["world_size"])
         seconds = min(self.timeout, JOIN_TIMEOUT)
         listener, name = Listener(self.host), secrets.token_hex(8)
         info = init_info(self.host, listener.port, workers=size, timeout=self.timeout, group=name)
@@ -354,8 +347,8 @@ class GroupTransfer(ServedTransfer):
         group.timeout = self.timeout
         self._groups[client.url] = name, group
 
-    def joined(self, client: ServerClient, account: Mapping[str, Any]) -> bool:
-        return client.url in self._groups and account["group"] == self._groups[client.url][0]
+    def joined(self, client: ServerClient, account: WorkerAccount) -> bool:
+        return client.url in self._groups and account.group == self._groups[client.url][0]
 
     @contextmanager
     def handed_over(self, chunk: Chunk, version: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
