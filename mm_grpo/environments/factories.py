@@ -106,6 +106,12 @@ def tools_of(environment: Any) -> Mapping[str, Callable[..., Any]]:
         raise ConfigError(
             f"rollout.environment: {name} has no method `reset`, which begins each conversation"
         )
+    paid = getattr(type(environment), "step_reward", None)
+    if isinstance(paid, property) and paid.fset is None:
+        raise ConfigError(
+            f"rollout.environment: {name}.step_reward is a property that cannot be set, and it is set to None before "
+            "each call; give it a setter, or make it an attribute"
+        )
     try:
         found = methods(environment)
     except (UserError, EnvironmentGone) as error:

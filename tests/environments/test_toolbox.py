@@ -134,6 +134,14 @@ def untyped(a):  # type: ignore[no-untyped-def]
     """
 
 
+def placed(a: int, /) -> None:
+    """Do nothing.
+
+    Args:
+        a: Anything.
+    """
+
+
 class NoReset:
     def count(self) -> None:
         """Count."""
@@ -148,6 +156,7 @@ class NoTools:
     [
         ([untyped], None, "rollout.tools: untyped: .* a type hint for each argument"),
         ([lambda x: x], None, "rollout.tools: .*has no docstring"),
+        ([placed], None, "rollout.tools: placed takes 'a'"),
         ([add, add], None, "two tools have one name"),
         ([], NoReset, "NoReset has no method `reset`"),
         ([], NoTools, "no public method besides reset"),
