@@ -13,7 +13,9 @@ import importlib.util
 import linecache
 import os
 import sys
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +27,21 @@ FILE_MODULE = "mm_grpo_file_"
 """How the names of modules begin that were imported from a file."""
 
 _LOADED: dict[Path, tuple[str, ModuleType]] = {}
+
+
+def library_first(path: Sequence[str], folder: str) -> list[str]:
+    """`sys.path` with `folder`, if it is there, behind the standard library, before which a json.py there would come.
+
+    It stays where it is when PYTHONPATH names it.
+    """
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [place for place in path if place not in ("", folder)]
+    if len(others) == len(path) or folder in (os.path.abspath(place) for place in named if place):
+        return list(path)
+    library = sysconfig.get_path("stdlib")
+    libraries = (library, os.path.join(library, "lib-dynload"))
+    end = max((n for n, place in enumerate(others, 1) if place in libraries), default=len(others))
+    return [*others[:end], folder, *others[end:]]
 
 
 def load_named(address: str, field: str, error: type[UserError], base: Path | None = None) -> Any:
