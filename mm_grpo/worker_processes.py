@@ -47,7 +47,7 @@ def _preparation_data(name: str) -> dict[str, Any]:
     return {key: value for key, value in data.items() if not key.startswith("init_main")}
 
 
-def _start_server(executable: str, arguments: list[str], descriptors: list[int]) -> int:
+def _start_server(executable: Any, arguments: list[str], descriptors: list[int]) -> int:
     *options, command = arguments
     path = f"import sys; sys.path[:] = {_preparation_data('')['sys_path']!r}; "
     return util.spawnv_passfds(executable, [*options, path + command], descriptors)
