@@ -3,7 +3,8 @@
 One loop serves a scorer's whole life, because clients that rewards keep (an HTTP session) belong to
 the loop they were made in. Being in another thread, it works inside a notebook, whose own loop is
 already running, and beside the other rewards of a step. A coroutine that blocks the loop cannot be
-ended; when the deadline of every async reward has passed, that stops the run.
+ended; when the deadline of every async reward has passed, that stops the run. One that keeps the interpreter's lock
+besides lets nothing here notice: then a watchdog ends the process.
 """
 
 from __future__ import annotations
