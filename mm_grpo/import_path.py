@@ -13,18 +13,36 @@ import importlib.util
 import linecache
 import os
 import sys
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mm_grpo.errors import UserError, did_you_mean
 from mm_grpo.files import expand_home
+from mm_grpo.watchdog import at_start
 
 FILE_MODULE = "mm_grpo_file_"
 """How the names of modules begin that were imported from a file."""
 
 _LOADED: dict[Path, tuple[str, ModuleType]] = {}
+
+
+def library_first(path: Sequence[str], folder: str) -> list[str]:
+    """`sys.path` with `folder`, if it is there, behind the standard library, before which a json.py there would come.
+
+    It stays where it is when PYTHONPATH names it.
+    """
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [place for place in path if place not in ("", folder)]
+    if len(others) == len(path) or folder in (os.path.abspath(place) for place in named if place):
+        return list(path)
+    library = sysconfig.get_path("stdlib")
+    libraries = (library, os.path.join(library, "lib-dynload"))
+    end = max((n for n, place in enumerate(others, 1) if place in libraries), default=len(others))
+    return [*others[:end], folder, *others[end:]]
 
 
 def load_named(address: str, field: str, error: type[UserError], base: Path | None = None) -> Any:
@@ -73,7 +91,8 @@ def load_file(what: str, place: str, error: type[UserError], base: Path | None =
     try:
         # Not loader.exec_module: its bytecode cache goes by the file's second and size, and would run
         # the old code of a file that was edited within one second.
-        exec(compile(source, str(path), "exec"), module.__dict__)
+        with at_start(f"{what}: the import of {path}"):
+            exec(compile(source, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as cause:
         del sys.modules[name]
         raise error(import_failed(what, cause)) from cause
@@ -84,7 +103,8 @@ def load_file(what: str, place: str, error: type[UserError], base: Path | None =
 def load_module(what: str, place: str, error: type[UserError]) -> ModuleType:
     """The module named `place`."""
     try:
-        return importlib.import_module(place)
+        with at_start(f"{what}: the import of {place}"):
+            return importlib.import_module(place)
     except (Exception, SystemExit) as cause:
         raise error(import_failed(what, cause)) from cause
 

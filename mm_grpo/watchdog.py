@@ -18,16 +18,21 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 logger = logging.getLogger("mm_grpo")
 
 AFTER_MESSAGE = 1.0
 """Seconds between the message and the end of the process."""
+
+START_LIMIT = 600.0
+"""Seconds that the user's code may take at the start of a run: to import a file, to make an environment."""
 
 _REPORTER = """
 import json, os, select, sys
@@ -77,6 +82,14 @@ class Watchdog:
     def end(self) -> float:
         """When the time ends, in seconds of `time.monotonic`."""
         return self._since + self.seconds
+
+
+def at_start(what: str) -> AbstractContextManager[object]:
+    """A Watchdog of START_LIMIT for the user's code `what`; in a worker none, whose start the trainer limits."""
+    if multiprocessing.parent_process() is not None:
+        return nullcontext()
+    why = f"error: {what} had not ended after {START_LIMIT:g} s, so the process is ended; where it stands follows"
+    return Watchdog(START_LIMIT, why)
 
 
 class _Timer:

@@ -15,10 +15,12 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing import forkserver, popen_forkserver, spawn
+from multiprocessing import forkserver, popen_forkserver, spawn, util
 from multiprocessing.context import ForkServerProcess
 from types import FunctionType, SimpleNamespace
 from typing import Any
+
+from mm_grpo.import_path import library_first
 
 START_LIMIT = 120.0
 """Seconds that a worker may take to start and to import what it runs."""
@@ -41,11 +43,38 @@ def ended(code: int) -> str:
 
 def _preparation_data(name: str) -> dict[str, Any]:
     data = spawn.get_preparation_data(name)
+    data["sys_path"] = library_first(data["sys_path"], data["orig_dir"])
     return {key: value for key, value in data.items() if not key.startswith("init_main")}
 
 
-_SERVER = forkserver.ForkServer()  # of our own: what Python's has imported is the user's affair
+def _start_server(executable: Any, arguments: list[str], descriptors: list[int]) -> int:
+    *options, command = arguments
+    path = f"import sys; sys.path[:] = {_preparation_data('')['sys_path']!r}; "
+    return util.spawnv_passfds(executable, [*options, path + command], descriptors)
+
+
+class _Server(forkserver.ForkServer):
+    """Python's own, which imports nothing from the working folder in the place of the standard library."""
+
+    _ensure_running = FunctionType(
+        forkserver.ForkServer.ensure_running.__code__,
+        {**vars(forkserver), "util": SimpleNamespace(**{**vars(util), "spawnv_passfds": _start_server})},
+    )
+
+    def ensure_running(self) -> None:
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"  # for the resource tracker too, which may be started with it
+        try:
+            self._ensure_running()
+        finally:
+            if before is None:
+                del os.environ["PYTHONSAFEPATH"]
+            else:
+                os.environ["PYTHONSAFEPATH"] = before
+
+
 _PRELOAD = [__name__]
+_SERVER = _Server()  # of our own: what Python's has imported is the user's affair
 _SERVER.set_forkserver_preload(_PRELOAD)
 _NAMES = {
     "forkserver": SimpleNamespace(

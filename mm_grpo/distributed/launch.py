@@ -111,7 +111,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
                 signals_to_handle="SIGQUIT",
             )
             os.environ[STORE] = str(folder / "store")
-            elastic_launch(config, sys.executable)(*arguments)
+            elastic_launch(config, sys.executable)("-P", *arguments)  # see import_path.library_first
     except ChildFailedError as error:
         code, message = exit_code(error.failures, processes, asked[0] if asked else None)
     except SignalException as stop:

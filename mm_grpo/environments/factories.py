@@ -16,6 +16,7 @@ from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools
 from mm_grpo.environments.session import methods
 from mm_grpo.errors import ConfigError, UserError, did_you_mean
 from mm_grpo.import_path import address_in_module, in_this_process_alone, load_named
+from mm_grpo.watchdog import at_start
 
 BUILTINS = {"zoom": "Zoom", "rotate": "Rotate", "grid_world": "GridWorld"}
 """Environments of this package by the name that `rollout.environment` gives them."""
@@ -87,12 +88,13 @@ def made(factory: Callable[[], Any]) -> Any:
         raise ConfigError(
             f"rollout.environment: {factory!r} cannot be called without arguments to make an environment; name a class"
         )
+    name = getattr(factory, "__qualname__", repr(factory))
     try:
-        return factory()
+        with at_start(f"rollout.environment: {name}(), which makes an environment,"):
+            return factory()
     except UserError as error:
         raise ConfigError(f"rollout.environment: {error}") from error
     except Exception as error:
-        name = getattr(factory, "__qualname__", repr(factory))
         raise ConfigError(
             f"rollout.environment: {name} raised {described(error)} when an environment was made; it is called without "
             "arguments, and gets the row in reset"
@@ -105,6 +107,12 @@ def tools_of(environment: Any) -> Mapping[str, Callable[..., Any]]:
     if not callable(getattr(environment, "reset", None)):
         raise ConfigError(
             f"rollout.environment: {name} has no method `reset`, which begins each conversation"
+        )
+    paid = getattr(type(environment), "step_reward", None)
+    if isinstance(paid, property) and paid.fset is None:
+        raise ConfigError(
+            f"rollout.environment: {name}.step_reward is a property that cannot be set, and it is set to None before "
+            "each call; give it a setter, or make it an attribute"
         )
     try:
         found = methods(environment)

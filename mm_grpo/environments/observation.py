@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from mm_grpo.data.images import open_image
+from mm_grpo.data.images import ROW_BYTES, open_images
 from mm_grpo.errors import DataError
 
 Part = str | Image.Image
@@ -25,8 +25,6 @@ LONGEST_FAULT = 500
 """Characters of an exception's message that the model is told."""
 LONGEST_TEXT = 2**24
 """Characters of text that one answer may have; in UTF-8 they are 64 MiB at most."""
-MOST_BYTES = 2**28
-"""Bytes that the images of one answer may have as RGB, unless a single one that is legal has more."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Limits:
     @property
     def all_bytes(self) -> int:
         """Most bytes of all images of an answer, as RGB."""
-        return max(MOST_BYTES, 3 * self.max_pixels)
+        return max(ROW_BYTES, 3 * self.max_pixels)
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,11 @@ def described(error: BaseException) -> str:
 def observation_of(result: Any, limits: Limits) -> Observation:
     """What a tool returned; a fault where it cannot be shown, or holds an image that cannot be opened within limits."""
     try:
-        parts = tuple(_parts(result, limits))
+        given = _parts(result)
+        sources = [part.source for part in given if isinstance(part, _Image)]
+        options = {"max_bytes": limits.max_bytes, "max_pixels": limits.max_pixels}
+        images = iter(open_images(sources, row="the tool's answer", **options))
+        parts = tuple(next(images) if isinstance(part, _Image) else part for part in given)
     except DataError as error:
         return failed("bad_result", str(error))
     except Exception as error:  # out of the user's object: __str__, __iter__, get
@@ -100,19 +102,26 @@ def checked(seen: Observation, limits: Limits) -> Observation:
     return seen
 
 
-def _parts(result: Any, limits: Limits) -> list[Part]:
+@dataclass(frozen=True)
+class _Image:
+    """What an answer gives as an image, not opened yet."""
+
+    source: Any
+
+
+def _parts(result: Any) -> list[str | _Image]:
     if result is None:
         return []
     if isinstance(result, str):
         return [_encodable(result)]
     if isinstance(result, Image.Image):
-        return [_opened(result, limits)]
+        return [_Image(result)]
     if isinstance(result, list | tuple) and any(_is_part(item) for item in result):
-        return [part for item in result for part in _parts(item, limits)]
+        return [part for item in result for part in _parts(item)]
     if isinstance(result, Mapping) and result.get("type") == "text":
         return [_encodable(str(result.get("text")))]
     if isinstance(result, Mapping) and result.get("type") == "image":
-        return [_opened(result.get("image"), limits)]
+        return [_Image(result.get("image"))]
     try:
         return [_encodable(json.dumps(result, ensure_ascii=False))]
     except (TypeError, ValueError, RecursionError):
@@ -128,8 +137,3 @@ def _is_part(item: Any) -> bool:
 def _encodable(text: str) -> str:
     """A text as UTF-8 has it: half a character, which no tokenizer takes, becomes a question mark."""
     return str.encode(text, "utf-8", "replace").decode()
-
-
-def _opened(source: Any, limits: Limits) -> Image.Image:
-    row = "the tool's answer"
-    return open_image(source, row=row, max_bytes=limits.max_bytes, max_pixels=limits.max_pixels)

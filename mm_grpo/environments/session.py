@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from mm_grpo.environments.observation import Limits, Observation, described, failed, observation_of, text_of
 from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools
+from mm_grpo.rewards.scores import LEGAL, score_of
 from mm_grpo.rewards.user_code import end_fork
 
 NOT_TOOLS = ("reset", "get_reward", "close")
@@ -67,18 +68,18 @@ class Session:
                     self.environment.step_reward = None  # what a call does not set is not paid twice
                 seen = self._call(name, arguments)
                 done = bool(getattr(self.environment, "done", False))
-                paid = self.environment.step_reward if pays else None
-                if paid is not None and not isinstance(paid, int | float):
-                    shown = text_of(lambda: repr(paid))
-                    return Answer(seen, raised=f"set step_reward to {shown}; it must be a number, or None")
-                return Answer(seen, None if paid is None else float(paid), done)
+                try:
+                    return Answer(seen, score_of(self.environment.step_reward) if pays else None, done)
+                except Exception as error:  # a property may raise
+                    return Answer(seen, raised=f"left a bad step_reward: {described(error)}; {LEGAL}")
             method = getattr(self.environment, what, None)
             found = None if method is None else _called(method, _asked_for(method, arguments))
-            if what == "close" or found is None:
+            if what == "close":
                 return Answer()
-            if not isinstance(found, int | float):
-                return Answer(raised=f"answered {text_of(lambda: repr(found))}; it must be a number")
-            return Answer(reward=float(found))
+            try:
+                return Answer(reward=score_of(found))
+            except ValueError as error:
+                return Answer(raised=f"answered {text_of(lambda: repr(found))}, {error}; {LEGAL}")
         except KeyboardInterrupt:
             raise
         except EnvironmentGone as error:

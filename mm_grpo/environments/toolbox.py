@@ -292,12 +292,18 @@ def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
+        parameters = inspect.signature(tool).parameters.values()
         schema: dict[str, Any] = get_json_schema(tool)
     except Exception as error:
         raise ConfigError(
             f"rollout.tools: {tool.__qualname__}: {error}; a tool needs a docstring, a type hint for each argument "
             "and a line for each under `Args:`, for that is what the model is told"
         ) from None
+    if alone := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        raise ConfigError(
+            f"rollout.tools: {tool.__qualname__} takes {alone[0]!r} by position alone, and tools are called by "
+            "keyword; take the / out of its signature"
+        )
     schema["function"].pop("return", None)  # an image has no schema
     return schema
 

@@ -3,7 +3,8 @@
 One loop serves a scorer's whole life, because clients that rewards keep (an HTTP session) belong to
 the loop they were made in. Being in another thread, it works inside a notebook, whose own loop is
 already running, and beside the other rewards of a step. A coroutine that blocks the loop cannot be
-ended; when the deadline of every async reward has passed, that stops the run.
+ended; when the deadline of every async reward has passed, that stops the run. One that keeps the interpreter's lock
+besides lets nothing here notice: then a watchdog ends the process.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
 from mm_grpo.timing import record
+from mm_grpo.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -26,6 +28,9 @@ BACKOFF = 0.5
 """Seconds before the first retry of a call; each further one waits twice as long."""
 GRACE = 0.4
 """Seconds that cancelled coroutines get to end, and the loop to answer after that."""
+
+WITHOUT_LOCK = 30.0
+"""Seconds beyond the time-out for which no other thread of this process may have been able to run."""
 
 
 class BackgroundLoop:
@@ -90,6 +95,9 @@ class AsyncCalls:
         self.loop, self.running = loop, {one.spec.name: _Running(one) for one in rewards}
         self._called: dict[str, RewardCalls] = {}
         self._all_added, self._since = asyncio.Event(), 0.0
+        self._watched, self._ended = contextlib.ExitStack(), threading.Event()
+        if (limit := _limit(one.results for one in self.running.values())) is not None:
+            self._watch(limit + WITHOUT_LOCK)
         self.future = loop.start(self._answers())
 
     def add(self, name: str, calls: Iterable[Call]) -> None:
@@ -106,9 +114,7 @@ class AsyncCalls:
     def finish(self) -> None:
         """Wait for the answers, while the deadlines allow; the first error that stops the run cancels the rest."""
         rewards = self._called.values()
-        deadlines = [one.spec.options.deadline for one in rewards]
-        known = [deadline for deadline in deadlines if deadline is not None]
-        limit = max(known) + 2 * GRACE if known and len(known) == len(deadlines) else None
+        limit = _limit(rewards)
         try:
             left = None if limit is None else max(GRACE, self._since + limit - time.monotonic())
             self.loop.finish(self.future, left)
@@ -119,10 +125,30 @@ class AsyncCalls:
                 f"`await`, or goes on when it is cancelled. It runs in the trainer's process and cannot be killed, so "
                 f"the run stops. Use an async library in it, or set isolated: true"
             ) from error
+        finally:
+            self._watched.close()
 
     def abandon(self) -> None:
         """Cancel the calls, whose answers nobody wants."""
+        self._watched.close()
         self.loop.abandon(self.future)
+
+    def _watch(self, seconds: float) -> None:
+        """End the process where a coroutine keeps the interpreter's lock, so that a thread beside it cannot run."""
+        names = ", ".join(map(repr, self.running))
+        hangs = (
+            f"error: async rewards ({names}): one of them lets nothing else of this process run (a regular expression "
+            "or C code that holds the interpreter's lock), so the process is ended; where it stands follows. With "
+            "isolated: true it runs in a process that can be killed"
+        )
+        watchdog = self._watched.enter_context(Watchdog(seconds, hangs))
+        self._watched.callback(self._ended.set)
+
+        def restart() -> None:
+            while not self._ended.wait(seconds / 5):
+                watchdog.restart()
+
+        threading.Thread(target=restart, name="watchdog of async rewards", daemon=True).start()
 
     async def _answers(self) -> None:
         running = self.running.values()
@@ -134,6 +160,13 @@ class AsyncCalls:
         except BaseException:
             await _cancel([*waits, *(task for one in running for task in one.tasks)])
             raise
+
+
+def _limit(rewards: Iterable[RewardCalls]) -> float | None:
+    """Seconds that the calls may take together; None where one has no time-out."""
+    deadlines = [one.spec.options.deadline for one in rewards]
+    known = [deadline for deadline in deadlines if deadline is not None]
+    return max(known) + 2 * GRACE if known and len(known) == len(deadlines) else None
 
 
 class _Running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from helpers.tiny import picture, sample
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.data import images
 from mm_grpo.environments.builtins import GridWorld, Rotate, Zoom
+from mm_grpo.environments.observation import Limits, observation_of
 from mm_grpo.environments.toolbox import Toolbox, toolbox_of
 from mm_grpo.errors import ConfigError, ToolError
 
@@ -111,6 +114,21 @@ def test_what_goes_wrong_is_told_to_the_model(name: str, arguments: Any, fault: 
     assert seen.fault == fault and seen.text.startswith(told) and not seen.images
 
 
+def test_an_answer_s_images_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of a row's images, and none is opened behind it; a data URL is refused by its length."""
+    opened: list[int] = []
+    real = images.open_image
+    monkeypatch.setattr(images, "ROW_BYTES", 3 * 100)
+    monkeypatch.setattr(images, "open_image", lambda source, **how: opened.append(1) or real(source, **how))
+    limits, small = Limits(max_pixels=60, max_bytes=100), Image.new("RGB", (5, 10))
+    assert len(observation_of([small, "and", small], limits).images) == 2
+    seen = observation_of([small] * 9, limits)
+    assert seen.fault == "bad_result" and "450" in seen.text and len(opened) == 2 + 3
+    monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("it was decoded"))
+    url = {"type": "image", "image": "data:image/png;base64," + "A" * 400}
+    assert observation_of(url, limits).fault == "bad_result"
+
+
 def test_an_exception_stops_the_run_where_the_config_says_so() -> None:
     episode = Toolbox(config(on_tool_error="stop"), [broken], None).episode(sample("train:3"))
     with pytest.raises(ToolError, match="train:3: broken raised KeyError"):
@@ -134,6 +152,14 @@ def untyped(a):  # type: ignore[no-untyped-def]
     """
 
 
+def placed(a: int, /) -> None:
+    """Do nothing.
+
+    Args:
+        a: Anything.
+    """
+
+
 class NoReset:
     def count(self) -> None:
         """Count."""
@@ -148,6 +174,7 @@ class NoTools:
     [
         ([untyped], None, "rollout.tools: untyped: .* a type hint for each argument"),
         ([lambda x: x], None, "rollout.tools: .*has no docstring"),
+        ([placed], None, "rollout.tools: placed takes 'a'"),
         ([add, add], None, "two tools have one name"),
         ([], NoReset, "NoReset has no method `reset`"),
         ([], NoTools, "no public method besides reset"),

@@ -25,6 +25,18 @@ made = scorer.Scorer([{"name": sys.argv[1] + ":slow", "timeout": 0.5}])
 made.score([prompt], [Completion((1,), (0.0,), "x", "stop", 0)], step=1)
 """
 
+ASYNC = REWARD.replace("import plain", "import async_calls").replace(
+    "plain.WITHOUT_LOCK", "async_calls.WITHOUT_LOCK"
+)
+START = """
+import sys
+from mm_grpo import watchdog
+from mm_grpo.environments import factories
+watchdog.START_LIMIT = 1.0
+sys.path.append(sys.argv[1])
+factories.made(factories.factory_named(sys.argv[2]))
+"""
+
 ENGINE = """
 from types import SimpleNamespace
 from mm_grpo.rollout.vllm.internals import _watched
@@ -54,6 +66,32 @@ def test_a_reward_that_hangs_with_the_interpreters_lock(hang: str, tmp_path: Pat
     message, where = result.stderr.split("Timeout (", 1)
     assert "error: reward 'slow' had not answered after timeout = 0.5 s, and lets nothing else" in message
     assert "isolated: true" in message and f'"{file}", line 2 in slow' in where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hang", [SLEEP, REGEX], ids=["C", "regular expression"])
+def test_an_async_reward_that_hangs_with_the_interpreters_lock(hang: str, tmp_path: Path) -> None:
+    """Also before its answer is waited for: it runs as soon as it is begun."""
+    file = tmp_path / "own.py"
+    file.write_text(f"async def slow(completion):\n    {hang}\n    return 1.0\n")
+    result = ended(ASYNC, str(file))
+    assert result.returncode == 1
+    message, where = result.stderr.split("Timeout (", 1)
+    assert "'slow'" in message and f'"{file}", line 2 in slow' in where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["{file}:Own", "own:Own"])
+@pytest.mark.parametrize("at_import", [True, False], ids=["at import", "when made"])
+def test_an_environment_that_hangs_at_the_start(address: str, at_import: bool, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        f"import time\ntime.sleep({60 * at_import})\nclass Own:\n    def __init__(self):\n        time.sleep(60)\n"
+    )
+    result = ended(START, str(tmp_path), address.format(file=file))
+    assert result.returncode == 1
+    message, where = result.stderr.split("Timeout (", 1)
+    assert "error: rollout.environment" in message and f'"{file}", line {2 if at_import else 5}' in where
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_a_server_is_started_as_the_engine_in_the_trainer_would_be(monkeypatch: 
     monkeypatch.setenv("MM_GRPO_SERVER_KEY", "secret-of-the-test")
     settings = ServerSettings(ENGINE, transfer="gloo", tensor_parallel=2)
     words = server_command(settings, 8123)
-    assert words[:2] == [sys.executable, "-m"] and words[2].startswith("vllm.entrypoints.")
+    assert words[:3] == [sys.executable, "-P", "-m"] and words[3].startswith("vllm.entrypoints.")
     pairs = dict(pairwise(words))
     wanted = {
         "--model": str(BASE),
@@ -78,7 +78,7 @@ def test_an_older_vllm_is_started_by_its_own_module_and_flags(
 ) -> None:
     monkeypatch.setattr(command, "vllm_folder", lambda: tmp_path)  # with nothing of what came later
     words = server_command(ServerSettings(ENGINE), 8000)
-    assert words[2] == "vllm.entrypoints.openai.api_server"
+    assert words[3] == "vllm.entrypoints.openai.api_server"
     assert "--enable-scale-out" not in words and "--trust-request-chat-template" in words
 
 

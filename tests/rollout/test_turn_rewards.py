@@ -143,32 +143,50 @@ def test_a_discount_without_tools_is_refused(models: dict[str, Path], tmp_path: 
         GRPOTrainer(config, train=ROWS, rewards=[by_turn])
 
 
-class Misspaying(Paying):
-    def look(self, side: int) -> Any:
-        """Look.
+def misspaying(left: Any) -> type[Paying]:
+    """An environment that leaves this in `step_reward`, or raises it when it is asked."""
 
-        Args:
-            side: Pixels.
-        """
-        self.step_reward = "much"  # type: ignore[assignment]
-        return "seen"
+    class Misspaying(Paying):
+        @property
+        def step_reward(self) -> Any:
+            if isinstance(left, Exception):
+                raise left
+            return left
+
+        @step_reward.setter
+        def step_reward(self, value: Any) -> None: ...
+
+    return Misspaying
 
 
-def test_a_reward_of_a_step_that_is_no_number_stops_the_run() -> None:
+BAD = ("much", math.nan, math.inf, 1e300, 10**400, [1.0], KeyError("purse"))
+
+
+@pytest.mark.parametrize("left", BAD, ids=lambda left: f"{left!r:.12}")
+def test_a_reward_of_a_step_that_is_no_number_stops_the_run(left: Any) -> None:
     """Whatever is done about tools that raise: the model has done nothing wrong."""
-    limits = Limits(100, 100)
-    said = Answer(Observation(("seen",)), reward=1.5, raised="set step_reward to 'much'")
-    assert unpacked_answer(packed_answer(said, limits), limits) == said  # of a worker process
     rollout = {"environment_workers": 0, "on_tool_error": "reply"}
-    toolbox = Toolbox(small_config("model", rollout=rollout), [], Misspaying)
+    toolbox = Toolbox(small_config("model", rollout=rollout), [], misspaying(left))
     try:
         episode = toolbox.episode(sample("row"))
-        with pytest.raises(
-            ToolError, match="row: look set step_reward to 'much'; it must be a number, or None"
-        ):
+        with pytest.raises(ToolError, match=r"row: look .*step_reward"):
             episode.call("look", {"side": 3})
     finally:
         toolbox.close()
+
+
+def test_a_reward_of_a_step_that_cannot_be_set_is_refused_at_the_start() -> None:
+    class Unset(Paying):
+        step_reward = property(lambda self: 1.0)  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match=r"Unset.step_reward"):
+        Toolbox(small_config("model"), [], Unset)
+
+
+def test_an_answer_of_a_worker_is_what_it_was() -> None:
+    limits = Limits(100, 100)
+    said = Answer(Observation(("seen",)), reward=1.5, raised="left a bad step_reward")
+    assert unpacked_answer(packed_answer(said, limits), limits) == said
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])

@@ -91,7 +91,8 @@ def server_command(settings: ServerSettings, port: int) -> list[str]:
         arguments |= {"host": settings.host, "port": port}
     arguments["middleware"] = server_key.MIDDLEWARE
     module = "launchers.api_server.entry" if newer else "openai.api_server"
-    return [sys.executable, "-m", f"vllm.entrypoints.{module}", *flags(arguments)]
+    # -P: it imports nothing from the working folder, where a json.py may stand
+    return [sys.executable, "-P", "-m", f"vllm.entrypoints.{module}", *flags(arguments)]
 
 
 def version_options(package: Path) -> dict[str, bool]:
