@@ -91,7 +91,7 @@ def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
 def test_a_number_stays_a_text_for_a_reward_that_takes_one(
     kind: str, future: str, command: Any, tmp_path: Path
 ) -> None:
-    """As the row of docs/own-data.md has it: "answer": "3"."""
+    """As the row of docs/data.md has it: "answer": "3"."""
     given, value = ("answer=[3]", [3]) if kind == "list[int]" else ("answer=3", "3" if "str" in kind else 3)
     annotation = f": {kind}" if kind else ""
     body = f"    return float(answer == {value!r} and type(answer) is {type(value).__name__})\n"
