@@ -394,8 +394,8 @@ class RunConfig(Section):
     log_rollouts_every: int = Field(default=1, ge=1)
     """Steps from one whose completions are written down to the next, >= 1. Default: 1."""
     sight_every: int = Field(default=10, ge=0)
-    """Steps from one that measures how much completions depend on their images (docs/evaluation.md) to the next, the first
-    step included, >= 0; 0 is none. Default: 10."""
+    """Steps from one that measures how much completions depend on their images (docs/evaluation.md) to the next, the
+    first step included, >= 0; 0 is none. Default: 10."""
     keep_rollouts: int | None = Field(default=20_000_000_000, ge=0)
     """Bytes on disk of logged completions and their images, >= 0; the oldest go first, never those of the first and
     the last step; null keeps all. Default: 20000000000."""

@@ -50,7 +50,7 @@ class Episode:
     environment: Any = None
     step_reward: float | None = None
     place: Any = None
-    """Its number at its host."""
+    """Place at its host."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
         """The tool's answer, or a fault that the model is told; ToolError where the config says stop."""

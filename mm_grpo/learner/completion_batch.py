@@ -97,7 +97,7 @@ class CompletionBatch:
         return _repeated(found, own.rows)
 
     def after_prompt(self, x: Tensor, own: Sequences) -> Tensor:
-        """Select prompts' last values for each completion of a batch: by number of the prompt [R, ...] to [c, ...]."""
+        """Repeat prompts' last values for each completion of a batch: by number of the prompt [R, ...] to [c, ...]."""
         return _repeated(x, own.prompts)
 
 

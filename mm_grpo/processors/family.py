@@ -81,7 +81,7 @@ class Family(ABC):
     those of `linear_attention` that it cannot start from a state (learner/linear_attention.py), and masks those of
     `sliding_attention` by the config's `sliding_window`."""
     looks_ahead: bool = False
-    """True when the tokens of an image see those that follow in it. vLLM refuses that on a CPU."""
+    """True when an image's tokens see those that follow in it; vLLM on a CPU does not follow that, and is refused."""
 
     @abstractmethod
     def tower(self, model: Any) -> nn.Module:

@@ -136,7 +136,7 @@ class Prefetcher:
             return Made(self.process(sample), decoded)
 
     def _make_ahead(self, opener: OpenSample) -> Made | None:
-        """Decode the next row; None when the queue is at its memory limit."""
+        """Make a prompt ahead; None when the queue is at its memory limit."""
         if self.held >= self.max_bytes:
             return None
         made = self._make(opener)

@@ -352,7 +352,7 @@ class TransformersStream:
 
 
 def _rule(request: Request) -> Sampling:
-    """Key of a request's sampling, whatever its length."""
+    """Return a request's sampling without its length."""
     return replace(request.sampling, max_tokens=0)
 
 

@@ -39,7 +39,7 @@ class WeightTransfer(Protocol):
         ...
 
     def forget(self, client: ServerClient) -> None:
-        """Send all of the weights to this server next, whatever it holds."""
+        """Forget what this server holds: all of the weights are sent next."""
         ...
 
     def catch_up(self, clients: Sequence[ServerClient]) -> Outcome | None:
