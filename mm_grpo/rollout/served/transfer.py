@@ -91,7 +91,7 @@ class ServedTransfer:
         """Make a server ready for `transmit`."""
 
     def joined(self, client: ServerClient, account: Mapping[str, Any]) -> bool:
-        """True when a server with this account of its worker is still ready."""
+        """Whether a server with this account of its worker is still ready."""
         return True
 
     def handed_over(self, chunk: Chunk, version: int) -> AbstractContextManager[Any]:
@@ -201,7 +201,7 @@ class ServedTransfer:
         return dict(first["digests"])
 
     def _accounts(self, client: ServerClient) -> list[dict[str, Any]]:
-        """Ask each worker of a server what it received; ServerError where mm_grpo's plugin does not run in it."""
+        """What each worker of a server received; ServerError where it is not one that mm_grpo's plugin runs in."""
         answer = client.call(RPC, {"method": RECEIVED}, timeout=self.timeout)
         results = answer.get("results") if isinstance(answer, Mapping) else None
         if not results or not all(isinstance(each, dict) and "digests" in each for each in results):
