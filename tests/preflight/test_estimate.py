@@ -214,5 +214,8 @@ def test_what_is_unknown_is_one_message(models: dict[str, Path], tmp_path: Path)
 
 @pytest.mark.long
 def test_the_page_on_memory_holds_the_figures_of_today() -> None:
-    made, text = runpy.run_path(str(DOCS / "make_memory.py")), (DOCS / "choosing.md").read_text(encoding="utf-8")
+    made, text = (
+        runpy.run_path(str(DOCS / "make_memory.py")),
+        (DOCS / "choosing.md").read_text(encoding="utf-8"),
+    )
     assert made["page"](text) == text
