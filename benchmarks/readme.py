@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from the last results, so that the page is never out of step with them.
+"""Writes the tables of README.md from the last results, and that of speed in the README of the project.
 
     python benchmarks/readme.py [FOLDER of the JSON files [FOLDER of those of gpu_proof.py]]
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+FRONT = HERE.parent / "README.md"
 RESULTS = HERE / "results" / "cpu"
 GPU_RESULTS = HERE / "results" / "gpu"
 MIB = 1 << 20
@@ -268,6 +269,31 @@ GPU_TABLES: dict[str, Callable[[Sequence[Result]], list[list[str]]]] = {
 }
 
 
+def front(page: str, results: Path) -> str:
+    """The project's README with its table of speed: of each row the least and the most that were measured."""
+
+    def rows(name: str) -> list[Row]:
+        found: list[Row] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+        return found
+
+    table = [["", "TRL's time / ours"]]
+    for r in rows("learner"):
+        what = "a 448 x 448 image" if r["kind"] == "image" else "a few words"
+        table.append(
+            [f"loss and backward, {r['G']} answers of {r['T']} tokens to {what}", least_to_most(r, "ratio")]
+        )
+    for r in rows("step"):
+        if r["workload"] != "shapes":
+            what = f"a whole step, {r['G']} answers of {r['T']} tokens to such images"
+            table.append([what, least_to_most(r, "step_ratio")])
+    return _with_table(page, "speed", table)
+
+
+def least_to_most(row: Row, key: str) -> str:
+    low, high = row[f"{key}_low"], row[f"{key}_high"]
+    return f"{low:.2f} to {high:.2f}" if high < 2 else f"{low:.1f} to {high:.1f}"
+
+
 def markdown(table: Sequence[Sequence[str]]) -> str:
     """
     >>> print(markdown([["G", "s"], ["8", "0.1"]]))
@@ -313,6 +339,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2)
     text = written(page.read_text(encoding="utf-8"), results, gpu_results)
     page.write_text(text, encoding="utf-8")
+    if results == RESULTS:
+        FRONT.write_text(front(FRONT.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
-"""Writes docs/memory.md: `python docs/make_memory.py`. The figures are those of `mm-grpo estimate`."""
+"""Writes the table of cards in docs/choosing.md, by `mm-grpo estimate`: `python docs/make_memory.py`."""
 
 from __future__ import annotations
 
-import io
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from mm_grpo.config import GRPOConfig
-from mm_grpo.preflight.estimate import GB, fit_sentence, peak_phase, show, sizes_of, what_fits
+from mm_grpo.preflight.estimate import GB, fit_sentence, what_fits
 
-FILE = Path(__file__).with_name("memory.md")
+PAGE = Path(__file__).with_name("choosing.md")
 CARDS = (24, 48, 80)
 
 
@@ -55,96 +52,33 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Shapes from the models' published config.json files, as assumed here."""
 
-TEXT = """<!-- made by docs/make_memory.py -->
-# What a run holds of a GPU's memory
-
-    mm-grpo estimate CONFIG [section.field=value ...] [--gpu 24 --gpu 80] [--processes 8]
-
-needs the model's `config.json` and no weights, no GPU and no rows. The model is built on torch's meta device, with its
-adapters and its frozen parts, so that counts of weights are exact. It prints what one process holds while it learns and
-while it samples, and for GPUs of 24, 48 and 80 GB (and those of `--gpu`) whether that fits, or which settings make it
-fit, in the order of what costs least: let vLLM sleep, give it a share in which its weights and one group fit,
-gradient checkpointing, smaller packs, the optimizer in the host's memory, more processes (ZeRO-2), a frozen tower,
-LoRA. A run prints the same arithmetic in one line when it starts. Where a group of the longest completions does not fit
-one pack, the prompt that its packs share is counted too (`kept prompt`).
-
-What is counted, with its formulas, stands at the head of `mm_grpo/learner/memory.py` and
-`mm_grpo/preflight/estimate.py`. Weights, gradients and optimizer states of tiny models are counted to the byte in
-`tests/preflight/test_estimate.py`; activations of the text are within a tenth of what autograd keeps, those of a vision
-tower and of dense masks within a factor of 1.5. None of it was compared with a GPU's own counters yet;
-`make gpu-proof` does that ([benchmarks](../benchmarks/README.md#on-a-gpu)). Not counted are
-the buffers of kernels, the allocator's losses (leave a tenth) and what a tower's projector keeps. The host needs
-12 bytes for each trained weight with `optim.offload_optimizer`, vLLM's weights at `sleep_level` 1, and, where
-checkpoints are written in the background (`run.async_save`, the default), 12 bytes for each trained weight, of all
-processes together (of each of them at `optim.zero_stage` 0), from the first checkpoint to the end; 4 more for each
-weight of a reference policy that moves (`algorithm.sync_ref_model`). Where the host has less free, checkpoints are
-written while the run waits, with a warning.
-
-## Worked: Qwen2.5-VL-3B, all weights, one GPU of 80 GB
-
-16 prompts, 8 completions of at most 1,024 tokens, vLLM in the process, all else by default, images of at most 1,280
-tokens. The shapes are those of the published config.json.
-
-```
-{worked}
-```
-
-- weights: {weights:,} numbers of 2 bytes = {weight_bytes:.2f} GB.
-- gradients: 4 bytes each, summed in fp32 = {gradient_bytes:.2f} GB.
-- optimizer: fp32 weights and AdamW's two means, 12 bytes each = {optimizer_bytes:.2f} GB.
-- activations: a token keeps 2 x 8 x 2048 + 10 x 2048 + 8 x 11008 = 141,312 bytes in a layer. With checkpointing 36
-  layers keep their inputs, 4,096 bytes, and one at a time has all:
-  16,384 x (36 x 4,096 + 141,312) = {activation:.2f} GB.
-
-So at `rollout.vllm.sleep_level` 0, where vLLM keeps its 24 GB, it does not fit, and at level 1, where its weights lie
-in the host's memory, it does.
-
-## Which card
-
-The same settings; GB of one process at its peak, and what makes it fit.
-
-{table}
-"""
+START, END = "<!-- cards: written by docs/make_memory.py -->", "<!-- end of the cards -->"
 
 
-def main() -> None:
-    FILE.write_text(page(), encoding="utf-8")
+def page(text: str) -> str:
+    """The page with its table of cards made anew."""
+    head, tail = text.split(START)[0], text.split(END)[1]
+    return f"{head}{START}\n{cards()}\n{END}{tail}"
 
 
-def page() -> str:
-    """The text of docs/memory.md."""
+def cards() -> str:
+    """A table of models and GPUs."""
+    rows = ["| | " + " | ".join(f"{card} GB" for card in CARDS) + " |", "|---" * (len(CARDS) + 1) + "|"]
     with tempfile.TemporaryDirectory() as folder:
-        rows = ["| model | trained | GPU | fits |", "|---|---|---|---|"]
         for name, shapes in MODELS.items():
             path = Path(folder) / name
             path.mkdir()
             (path / "config.json").write_text(json.dumps(shapes))
-            for what, lora in (("all weights", None), ("LoRA, rank 16", {"rank": 16})):
-                for card in CARDS:
-                    config = config_of(path, lora)
-                    found = fit_sentence(what_fits(config, card * GB, processes=1), card)
-                    said = (
-                        found.replace(f" on {card} GB", "")
-                        .replace("fits with", "with")
-                        .replace("fits (", "yes (")
-                    )
-                    rows.append(f"| {name} | {what} | {card} GB | {said} |")
-        config = config_of(Path(folder) / "Qwen2.5-VL-3B", None)
-        sizes, image = sizes_of(config)
-        found_phases = peak_phase(sizes, image, config, 80 * GB, 1).learner
-        out = Console(file=io.StringIO(), width=110, highlight=False)
-        show(config, [80], processes=1, console=out)
-        stream: Any = out.file
-        worked = "\n".join(line.rstrip() for line in stream.getvalue().replace(f"{folder}/", "").splitlines())
-    return TEXT.format(
-        worked=worked,
-        table="\n".join(rows),
-        weights=sizes.weights,
-        weight_bytes=found_phases.weights / GB,
-        gradient_bytes=found_phases.gradients / GB,
-        optimizer_bytes=found_phases.optimizer / GB,
-        activation=found_phases.activations / GB,
-    )
+            for what, lora in (("all weights", None), ("LoRA", {"rank": 16})):
+                cells = [cell(path, lora, card) for card in CARDS]
+                rows.append(f"| {name}, {what} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def cell(path: Path, lora: dict[str, int] | None, card: int) -> str:
+    found = fit_sentence(what_fits(config_of(path, lora), card * GB, processes=1), card)
+    short = found.replace(f" on {card} GB", "").replace("fits with", "with").replace("fits (", "yes (")
+    return short.partition(", whatever")[0]
 
 
 def config_of(path: Path, lora: dict[str, int] | None) -> GRPOConfig:
@@ -162,4 +96,4 @@ def config_of(path: Path, lora: dict[str, int] | None) -> GRPOConfig:
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

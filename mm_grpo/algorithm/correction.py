@@ -43,7 +43,7 @@ def mismatch_weights(
 def off_policy_keep(
     logp: Tensor, sampling_logp: Tensor, advantages: Tensor, completion_index: Tensor, threshold: float
 ) -> Tensor:
-    """Which tokens [M] stay: those of completions with advantage >= 0, or near enough to the policy.
+    """Keep tokens [M] of completions with advantage >= 0, or near enough to the policy.
 
     Near is a mean of sampling_logp - logp over the completion of at most `threshold` nats.
     """

@@ -1,4 +1,4 @@
-"""Which tokens enter the loss.
+"""Masks of tokens that enter the loss.
 
 `top_entropy_mask` keeps the share of tokens at which the policy was least sure (`algorithm.top_entropy_quantile`,
 Wang et al. 2025, arXiv:2506.01939): forks in the text, where a choice was made. The KL term is not
@@ -37,7 +37,7 @@ def entropy_threshold(entropies: Tensor, share: float) -> float:
 
 
 def top_entropy_mask(entropies: Tensor, active: Tensor, share: float) -> Tensor:
-    """Which tokens enter the loss, bool of any one shape: active ones among the top `share` by entropy.
+    """Keep active tokens among the top `share` by entropy; bool of any one shape.
 
     `entropies` are in nats; `active` is bool or 0 and 1, and what is not active neither counts nor stays. What is
     tied with the last one stays, up to rounding.

@@ -176,7 +176,7 @@ class RolloutConfig(Section):
     where: ClassVar[str] = "rollout"
     engine: Literal["transformers", "vllm", "vllm_server"] = "transformers"
     """Rollout engine: transformers (embedded), vllm (in the trainer's process) or vllm_server (servers of
-    rollout.server, docs/distributed.md). Default: transformers."""
+    rollout.server, docs/served.md). Default: transformers."""
     prompts_per_step: int = Field(default=8, ge=1)
     """P: prompts in a step, over all processes, >= 1. Default: 8."""
     num_generations: int = Field(default=8, ge=2)
@@ -187,7 +187,7 @@ class RolloutConfig(Section):
     """Softmax temperature of training, > 0; the learner uses the same one. Default: 1.0."""
     max_staleness: int = Field(default=0, ge=0)
     """k: updates that a completion may be behind the learner, >= 0; above 0 steps are sampled while it works
-    (docs/staleness.md), by an engine that holds its own weights. Default: 0."""
+    (docs/served.md), by an engine that holds its own weights. Default: 0."""
     staleness_order: Literal["lockstep", "eager"] = "lockstep"
     """When updates reach that engine; lockstep (between steps: a run repeats) or eager (at once). Default: lockstep."""
     dynamic_sampling: bool = False
@@ -394,8 +394,8 @@ class RunConfig(Section):
     log_rollouts_every: int = Field(default=1, ge=1)
     """Steps from one whose completions are written down to the next, >= 1. Default: 1."""
     sight_every: int = Field(default=10, ge=0)
-    """Steps from one that measures how much completions depend on their images (docs/sight.md) to the next, the first
-    step included, >= 0; 0 is none. Default: 10."""
+    """Steps from one that measures how much completions depend on their images (docs/evaluation.md) to the next, the
+    first step included, >= 0; 0 is none. Default: 10."""
     keep_rollouts: int | None = Field(default=20_000_000_000, ge=0)
     """Bytes on disk of logged completions and their images, >= 0; the oldest go first, never those of the first and
     the last step; null keeps all. Default: 20000000000."""
@@ -439,6 +439,6 @@ class RunConfig(Section):
     float32 weights and 0.1 for bfloat16 ones. Default: null."""
     profile: ProfileChoice = False
     """Print where the time goes and write trace.json: true (of 10 steps), a number of steps, or torch, which adds
-    torch's own trace of an update (docs/profile.md). Default: false."""
+    torch's own trace of an update (docs/report.md). Default: false."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     """Where metrics and tables of completions with images go as well: tensorboard, wandb, trackio. Default: []."""

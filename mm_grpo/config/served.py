@@ -43,7 +43,7 @@ class ServerConfig(Section):
     urls: Annotated[list[str], Accepts("a list of urls, such as [http://127.0.0.1:8000]")] = Field(
         default_factory=list
     )
-    """The servers (docs/distributed.md), as http://host:port, https://... or unix:///path/of/socket; [] where
+    """The servers (docs/served.md), as http://host:port, https://... or unix:///path/of/socket; [] where
     `mm-grpo train --serve` starts them. Default: []."""
     key_env: str = "MM_GRPO_SERVER_KEY"
     """Environment variable that holds the servers' key, which is never written down. Where it is not set, the key that

@@ -17,7 +17,7 @@ from mm_grpo.errors import DataError
 PROMPT_FIELDS = ("prompt", "image", "images", "video", "videos")
 """The names that a prompt is made of, in every layout."""
 ABSENT = object()
-"""What stands for a nested value that a row does not have."""
+"""Placeholder of a nested value that a row does not have."""
 _LONGEST_VALUE = 60
 _FEW = 12
 _BASE64 = re.compile(r"data:|[A-Za-z0-9+/=_-]{32,}$", re.IGNORECASE)
@@ -50,7 +50,7 @@ def check_columns(columns: Mapping[str, str], available: Collection[str], datase
 
 
 def rename(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Which dataset column fills each of our names: our name → dataset's column, nested ones by their dotted path.
+    """Map each of our names to the dataset's column, nested ones by their dotted path.
 
     A mapped column is known by our name alone; a column that already bears that name gives way to it. The column that a
     nested one lies in stays.
@@ -136,7 +136,7 @@ def did_you_mean(name: str, legal: Iterable[str]) -> str:
 
 
 def is_text(value: object, *texts: str) -> bool:
-    """Whether a value is one of the texts. A row may hold arrays, whose comparison with a text is no truth value."""
+    """True when a value is one of the texts. A row may hold arrays, whose comparison with a text is no truth value."""
     return isinstance(value, str) and value in texts
 
 

@@ -150,17 +150,17 @@ class Dataset:
 
     @property
     def weights(self) -> Sequence[int]:
-        """How often each part is drawn from, as whole numbers without a common factor."""
+        """Weights of the parts, as whole numbers without a common factor."""
         return (1,)
 
     @property
     def text_only(self) -> bool:
-        """Whether its rows may lack images."""
+        """True when its rows may lack images."""
         return bool(getattr(self._settings, "text_only", False))
 
     @cached_property
     def by_task(self) -> bool:
-        """Whether the column `task` tells a few kinds of rows apart, so that metrics are made by its values.
+        """True when the column `task` tells a few kinds of rows apart, so that metrics are made by its values.
 
         At most MOST_TASKS short texts among up to FINGERPRINT_ROWS rows, evenly spaced; a column of other values is a
         column like any other.
@@ -191,11 +191,11 @@ class Dataset:
 
     @property
     def conversational(self) -> bool:
-        """Whether the first row's prompt is a list of messages, as rewards written for TRL want to know."""
+        """True when the first row's prompt is a list of messages, as rewards written for TRL want to know."""
         return self.encoded_fields(0).conversational
 
     def _first_fields(self) -> Iterator[Fields]:
-        """Those of the first rows that can be read."""
+        """Read the first rows; skip those that cannot be read."""
         for index in range(min(len(self), FIRST_ROWS)):
             with suppress(DataError):
                 yield self.encoded_fields(index)
@@ -205,7 +205,7 @@ class Dataset:
         return f"{self.name}:{index}"
 
     def row_name(self, index: int) -> str:
-        """What messages call a row: "train.jsonl:12" or "train row 11"."""
+        """Return a row's name for messages: "train.jsonl:12" or "train row 11"."""
         return self._row_name(index)
 
     def sample(self, index: int) -> Sample:
@@ -310,7 +310,7 @@ class Dataset:
         return blank
 
     def _image_folder(self, index: int) -> str | Path | None:
-        """Where relative image paths of row `index` start."""
+        """Return the folder that relative image paths of row `index` start from."""
         return self._folder(index) if callable(self._folder) else self._folder
 
     def fingerprint_of(self, index: int) -> str:
@@ -342,7 +342,7 @@ class Dataset:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the rows are a list, or as quick to read: all of them can be looked at."""
+        """True when the rows are a list, or as quick to read: all of them can be looked at."""
         return isinstance(self._rows, list | tuple) or bool(getattr(self._rows, "in_memory", False))
 
     def encoded_fields(self, index: int) -> Fields:
@@ -393,7 +393,7 @@ class Dataset:
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
-    """What tells one dataset from another, for a resume: the number of `rows`, and a `sha256` of them.
+    """Identify a dataset, for a resume: the number of `rows`, and a `sha256` of them.
 
     Of up to FINGERPRINT_ROWS rows, evenly spaced, the conversation, the columns and the images' files are hashed. So an
     image that was exchanged behind its path is noticed in these rows, and when or where a file was copied does not

@@ -30,7 +30,7 @@ PLACEHOLDER = re.compile(
     r"|\|(?:image|img|video|image_pad|video_pad|vision_start|image_\d+)\|)>",
     re.IGNORECASE,
 )
-"""What stands for an image or a video in the texts of one model family or another."""
+"""Placeholders of images and videos in the texts of the model families."""
 
 _SUFFIX = re.compile(r".\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif|jp2)$", re.IGNORECASE)
 _OTHER_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{1,4}$")
@@ -65,7 +65,7 @@ class _Fields(Protocol):
 
 
 class ImageRows(Protocol):
-    """What is asked of a dataset."""
+    """The members of a dataset that are used here."""
 
     name: str
 
@@ -152,7 +152,7 @@ def check_images(dataset: ImageRows, *, verify: bool) -> None:
 
 
 def missing_images(values: Mapping[str, Any], row_name: str) -> MissingImages | None:
-    """What to say of the images of a row without a prompt, whose values are under our names; None where it has some."""
+    """Make the message on the images of a row without a prompt, from values under our names; None where it has some."""
     if any(
         _looks_like_image(value) or _may_be_image(value) for value in map(values.get, ("image", "images"))
     ):
@@ -174,7 +174,7 @@ def image_columns(columns: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_image(value: Any, depth: int = _DEEPEST) -> bool:
-    """Whether a value is an image itself, not the path of one."""
+    """True when a value is an image itself, not the path of one."""
     if isinstance(value, list | tuple):
         return depth > 0 and any(_is_image(one, depth - 1) for one in value)
     if isinstance(value, Mapping):
@@ -186,7 +186,7 @@ def _is_image(value: Any, depth: int = _DEEPEST) -> bool:
 
 
 def _looks_like_image(value: Any, depth: int = _DEEPEST) -> bool:
-    """Whether a value is an image, its path or address, or a list with one of those."""
+    """True when a value is an image, its path or address, or a list with one of those."""
     if isinstance(value, list | tuple):
         return depth > 0 and any(_looks_like_image(one, depth - 1) for one in value)
     if isinstance(value, Mapping):
@@ -204,7 +204,7 @@ def _looks_like_image(value: Any, depth: int = _DEEPEST) -> bool:
 
 
 def _may_be_image(value: Any, depth: int = _DEEPEST) -> bool:
-    """Whether the value of a column that is named as images are can be one: text, bytes or an object, but no number."""
+    """True when the value of a column with the name of images can be one: text, bytes or an object, but no number."""
     if isinstance(value, list | tuple):
         return depth > 0 and any(_may_be_image(one, depth - 1) for one in value)
     if isinstance(value, str):

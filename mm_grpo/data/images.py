@@ -70,13 +70,13 @@ _thread = threading.local()
 
 
 def decoded_here() -> int:
-    """How many images the calling thread has decoded so far."""
+    """Number of images that the calling thread has decoded so far."""
     return getattr(_thread, "decoded", 0)
 
 
 @dataclass(frozen=True)
 class _Where:
-    """Which image a message is about."""
+    """Names an image in messages."""
 
     row: str
     label: str
@@ -221,7 +221,7 @@ def _not_a_file(path: Path, where: _Where) -> DataError:
 
 
 def base64_image(text: str) -> bool:
-    """Whether a text is an encoded image: it begins as PNG, JPEG, GIF or WebP do, and is longer than a name."""
+    """True when a text is an encoded image: it begins as PNG, JPEG, GIF or WebP do, and is longer than a name."""
     return text.startswith(_BASE64_HEADS) and len(text) > 64 and bool(_BASE64.fullmatch(text))
 
 

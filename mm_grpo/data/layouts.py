@@ -59,7 +59,7 @@ class Conversation:
     used: tuple[str, ...]
     answers: Mapping[str, Any]
     boxes: bool = False
-    """Whether a box of `objects` was written into the prompt."""
+    """True when a box of `objects` was written into the prompt."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Layout:
     """From all values of the row and the row's name to the answer, None where it has none."""
     also_reads: tuple[str, ...] = ()
     boxes: bool = False
-    """Whether its texts may hold tags of objects."""
+    """True when its texts may hold tags of objects."""
 
 
 def read_conversation(
@@ -240,7 +240,7 @@ def _reply(prompt: Any) -> Mapping[str, Any] | None:
 
 
 def _text(reply: Mapping[str, Any], where: str) -> str:
-    """What a reply says, which is text alone."""
+    """Return the text of a reply."""
     content = reply.get("content")
     parts = content if isinstance(content, list | tuple) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
@@ -306,7 +306,7 @@ def _ms_swift(messages: Any, column: str, values: Mapping[str, Any], row_name: s
 
 
 def _has_boxes(messages: Any, ends_with_reply: bool) -> bool:
-    """Whether a turn before the reply holds the tag of a box."""
+    """True when a turn before the reply holds the tag of a box."""
     asked = messages[: len(messages) - ends_with_reply] if isinstance(messages, list | tuple) else ()
     return any(isinstance(turn, Mapping) and has_tags([turn.get("content")], BOX) for turn in asked)
 

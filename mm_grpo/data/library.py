@@ -133,7 +133,7 @@ def open_arrow(path: Path, columns: Mapping[str, str]) -> Any:
 
 
 def open_saved(path: Path, split: str | None, columns: Mapping[str, str]) -> Any:
-    """What save_to_disk wrote into a folder: a datasets.Dataset, or one split of a DatasetDict."""
+    """Load what save_to_disk wrote: a datasets.Dataset, or one split of a DatasetDict."""
     from datasets import load_from_disk
     from datasets.exceptions import DatasetsError
 

@@ -90,7 +90,7 @@ def _rows(value: Any) -> Any:
 
 
 def _name_of(source: Any) -> str | None:
-    """What a path is called without folders, suffix and what is no part of a name."""
+    """Name a path, without folders, suffix and what is no part of a name."""
     if isinstance(source, list | tuple) and source and isinstance(source[0], str | os.PathLike):
         source = source[0]
     if isinstance(source, Mapping):
@@ -165,7 +165,7 @@ class MixedDataset(Dataset):
 
     @property
     def conversational(self) -> bool:
-        """Whether the first prompt of any source is a list of messages: rewards get one form for all."""
+        """True when the first prompt of any source is a list of messages: rewards get one form for all."""
         return any(part.conversational for part in self._parts)
 
     @property

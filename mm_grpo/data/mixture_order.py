@@ -26,7 +26,7 @@ from mm_grpo.data.order import PromptOrder, permutation
 
 
 class MixtureOrder(PromptOrder):
-    """Which row fills which slot of which step, where rows are those of several sources, one source after the other.
+    """Maps each slot of each step to a row, where rows are those of several sources, one source after the other.
 
     Args:
         sizes: rows of each source.
@@ -69,7 +69,7 @@ class MixtureOrder(PromptOrder):
         return self._starts[source] + self._sources[source].spare(draw * (attempts - 1) + attempt - 1)
 
     def epoch(self, step: int) -> float:
-        """How many epochs have been used once `step` is done. One ends when every row of every source has come at least
+        """Epochs used once `step` is done. One ends when every row of every source has come at least
         once: with the source that needs the most prompts for that."""
         return step * self.prompts_per_step / float(self._prompts_per_epoch)
 
@@ -146,7 +146,7 @@ class _Node:
         self.left, self.right, self.share, self.total = left, right, share, total
 
     def sent_left(self, asked: int) -> int:
-        """How many of so many prompts went to the left side: their share, rounded, halves up."""
+        """Count the prompts of the left side among so many: their share, rounded, halves up."""
         return (2 * asked * self.share + self.total) // (2 * self.total)
 
 
@@ -235,7 +235,7 @@ class _SourceOrder:
         return order
 
     def _ends_as_drawn(self, epoch: int) -> bool:
-        """Whether no exchange can reach the last rows of an epoch, which the next epoch is compared with."""
+        """True when no exchange can reach the last rows of an epoch, which the next epoch is compared with."""
         tail, head = self._shared_step(epoch)
         return self.size >= head + tail + min(head, tail) + self._shared_step(epoch + 1)[0]
 

@@ -18,13 +18,13 @@ from mm_grpo.errors import DataError
 REF, BOX = "<ref-object>", "<bbox>"
 KEYS = ("ref", "bbox", "bbox_type", "image_id")
 LARGEST = 10**9
-"""What coordinates stay below."""
+"""Upper bound of coordinates."""
 BOX_TYPES = ("real", "norm1")
 _TAGS = re.compile(f"{REF}|{BOX}")
 
 
 def is_objects(value: Any) -> bool:
-    """Whether a column is such a mapping: with `ref` or `bbox`, and nothing that ms-swift does not write.
+    """True when a column is such a mapping: with `ref` or `bbox`, and nothing that ms-swift does not write.
 
     >>> is_objects({"bbox": [[1, 2, 3, 4]], "ref": []}), is_objects({"bbox": [], "category": [3]})
     (True, False)
@@ -33,7 +33,7 @@ def is_objects(value: Any) -> bool:
 
 
 def has_tags(texts: Iterable[Any], *tags: str) -> bool:
-    """Whether one of the texts holds one of the tags; any of them when none is given."""
+    """True when one of the texts holds one of the tags; any of them when none is given."""
     return any(isinstance(text, str) and any(tag in text for tag in tags or (REF, BOX)) for text in texts)
 
 

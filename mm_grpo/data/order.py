@@ -13,7 +13,7 @@ from functools import lru_cache
 
 
 class PromptOrder:
-    """Which row fills which slot of which step.
+    """Maps each slot of each step to a row.
 
     Args:
         n_rows: rows in the dataset.
@@ -60,7 +60,7 @@ class PromptOrder:
             )
 
     def epoch(self, step: int) -> float:
-        """How many epochs have been used once `step` is done: 0 for step 0, 1 after every row once."""
+        """Epochs used once `step` is done: 0 for step 0, 1 after every row once."""
         return step * self.prompts_per_step / self.n_rows
 
     def epochs(self, step: int) -> dict[str, float]:
@@ -69,7 +69,7 @@ class PromptOrder:
 
     @property
     def sentence(self) -> str:
-        """What a run says of it at the start; of a mixture its shares."""
+        """Describe the order for the start of a run; of a mixture its shares."""
         return ""
 
     @property

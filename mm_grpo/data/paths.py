@@ -1,4 +1,4 @@
-"""What a string in `data.train` names: files, folders of shards or of save_to_disk, globs, a dataset of the hub.
+"""Strings in `data.train`: files, folders of shards or of save_to_disk, globs, a dataset of the hub.
 
     rows.jsonl, rows.json, rows.csv, ...   a file (`SUFFIXES`)
     saved                                  a folder with state.json or dataset_dict.json
@@ -50,7 +50,7 @@ class Found:
 
 
 def find(given: str, name: str) -> list[Found]:
-    """What a string names, in order. `name` is the dataset's, for messages.
+    """Resolve a string to its files, in order. `name` is the dataset's, for messages.
 
     Raises:
         DataError: it names nothing, or files that do not belong together.
@@ -88,12 +88,12 @@ def find(given: str, name: str) -> list[Found]:
 
 
 def is_hub_name(given: str) -> bool:
-    """Whether a text has the form of a hub's dataset, and no suffix of a file."""
+    """True when a text has the form of a hub's dataset, and no suffix of a file."""
     return bool(_HUB.fullmatch(given)) and not given.lower().endswith(SUFFIXES)
 
 
 def missing(path: Path, name: str) -> DataError:
-    """What to say of a path where nothing is."""
+    """Make the error for a path that does not exist."""
     folder = path.absolute().parent
     if not folder.is_dir():
         return DataError(f"{name}: {path} does not exist, nor does its folder {folder}; {LEGAL}")

@@ -47,7 +47,7 @@ FADE_SHARE = 0.25  # of the cell's side, over which its pattern fades out toward
 CELL_SIZES = (27, 270)
 HELDOUT_SHARE = 0.2
 CUTS = ((0, 333), (334, 667), (667, 1000))
-"""Where columns and rows of cells begin and end in thousandths of a picture, as a call of `zoom` writes them."""
+"""Edges of columns and rows of cells, in thousandths of a picture, as a call of `zoom` writes them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Scene:
 
 
 def place(cell: int) -> str:
-    """Where a cell lies in its picture, in words.
+    """Name a cell's place in its picture.
 
     >>> place(0), place(5)
     ('top left', 'middle right')

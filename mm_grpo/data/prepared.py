@@ -1,4 +1,4 @@
-"""What a recipe's prepare.py does with a dataset of the hub: reads a split of it, and writes rows of ours as JSONL.
+"""For prepare.py of recipes: read a split of a dataset of the hub, and write rows of ours as JSONL.
 
 `published` gives a split's rows with their pictures still encoded, so that nothing is compressed twice; `prepare`
 writes files, says how far it is, and leaves alone what a former run has finished. What a row becomes is the recipe's.

@@ -146,12 +146,12 @@ class JoinedRows:
         return getattr(part.rows, "encoded_row", part.rows.__getitem__)(inner)
 
     def row_name(self, index: int) -> str:
-        """What messages call a row."""
+        """Return a row's name for messages."""
         part, inner = self._place(index)
         return part.row_name(inner)
 
     def folder(self, index: int) -> Path | None:
-        """Where the row's relative image paths start."""
+        """Return the folder that the row's relative image paths start from."""
         return self._place(index)[0].folder
 
     @cached_property

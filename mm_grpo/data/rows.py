@@ -54,9 +54,9 @@ class Fields:
     layout: str = "trl"
     prompt_column: str = "prompt"
     conversational: bool = True
-    """Whether the prompt was a list of messages, not a string."""
+    """True when the prompt was a list of messages, not a string."""
     boxes: bool = False
-    """Whether the prompt holds coordinates out of the row's `objects`."""
+    """True when the prompt holds coordinates out of the row's `objects`."""
 
 
 def read_row(

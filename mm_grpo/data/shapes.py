@@ -78,7 +78,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What an image shows, and the side of the image in pixels. A question is about the first object."""
+    """Objects of an image, and its side in pixels. A question is about the first object."""
 
     objects: tuple[Thing, ...]
     size: int

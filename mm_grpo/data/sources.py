@@ -1,4 +1,4 @@
-"""Where rows come from: `load` makes a `Dataset` of whatever `data.train` or `train=` may be.
+"""Sources of rows: `load` makes a `Dataset` of whatever `data.train` or `train=` may be.
 
 `load_train` and `load_eval` are what a config trains on and is evaluated on. A source is
 
@@ -199,7 +199,7 @@ def _load_checked(
 
 
 def _missing_prompt(dataset: Dataset) -> MissingPrompt | None:
-    """What is wrong with the first row, where none of the first rows has a column for the prompt."""
+    """Explain the first row, where none of the first rows has a column for the prompt."""
     first: MissingPrompt | None = None
     for index in range(min(len(dataset), FIRST_ROWS)):
         try:

@@ -1,4 +1,4 @@
-"""What `accelerate launch` was configured with, compared with the config: nothing in its file is silently ignored.
+"""Settings of `accelerate launch`, compared with the config: nothing in its file is silently ignored.
 
 accelerate hands its YAML file on in ACCELERATE_* variables, and a script that makes an `Accelerator` obeys them.
 mm_grpo makes none: it takes from a launcher the processes alone, and sets DeepSpeed up by `optim` (zero.py). So what

@@ -20,7 +20,7 @@ FIRST_ERROR = "mm_grpo/first_error"
 
 
 def should_report(message: str, *, lost: bool = False) -> bool:
-    """Whether this process, which is about to end with `message`, prints it; false when rank 0 prints the same.
+    """True when this process, which is about to end with `message`, prints it; false when rank 0 prints the same.
 
     With `lost` the message is about another process that ended, and is not needed when rank 0 prints anything. The
     others wait for rank 0, which may still be writing the report, but not for long: a launcher ends all processes

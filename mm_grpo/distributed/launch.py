@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def launched_here() -> bool:
-    """Whether this is one of the processes that `launch` started; it prints the last message for them."""
+    """True when this is one of the processes that `launch` started; it prints the last message for them."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
 
 

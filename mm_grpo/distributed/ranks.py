@@ -60,7 +60,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which writes files and prints."""
+        """True when this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def second(self) -> Ranks:
@@ -251,7 +251,7 @@ def start(device: str = "auto", deadline: float = DEADLINE) -> Ranks:
 
 
 def joined_others() -> bool:
-    """Whether this process is in a group of several."""
+    """True when this process is in a group of several."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -283,7 +283,7 @@ def lost_text(what: str, error: RuntimeError) -> str:
 
 
 def _class_and_text(error: Exception) -> tuple[type[Exception], str]:
-    """What is sent of an error: its class where it is one of ours, for the same exit code on every rank."""
+    """Encode an error for the other ranks: its class where it is one of ours, for the same exit code everywhere."""
     ours = (c for c in type(error).__mro__ if c.__module__ == UserError.__module__)
     if isinstance(error, (UserError, GuardStop)):
         return next(ours), str(error)

@@ -1,4 +1,4 @@
-"""What makes environments: a class of this package, of another one, or at an address, and the adapters to libraries.
+"""Factories of environments: a class of this package, of another one, or at an address, and adapters.
 
 An adapter is named in a config as `kind:rest`. What it makes environments with is an `Adapter`, which other processes
 find again by that name, as they find a class by its address.
@@ -61,7 +61,7 @@ def address_of(what: Any) -> str | None:
 
 
 def factory_named(name: str) -> Callable[[], Any]:
-    """What `rollout.environment` names: a class of this package, an adapter, an entry point, or what an address has."""
+    """Resolve `rollout.environment`: a class of this package, an adapter, an entry point, or an address."""
     if name in BUILTINS:
         found: Callable[[], Any] = getattr(import_module("mm_grpo.environments.builtins"), BUILTINS[name])
         return found

@@ -1,4 +1,4 @@
-"""Where the tools and environments of a run are called: many conversations, a deadline for each call.
+"""Hosts that call the tools and environments of a run: many conversations, a deadline for each call.
 
 `Host` says what becomes of a conversation whose call failed, by the policies of the config, and keeps the environments
 that are open. Where calls are made is its subclasses' affair: `LocalHost` makes them in the trainer's process, one
@@ -50,19 +50,19 @@ class Episode:
     environment: Any = None
     step_reward: float | None = None
     place: Any = None
-    """Where its host has it."""
+    """Place at its host."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
         """The tool's answer, or a fault that the model is told; ToolError where the config says stop."""
         return self.host.call_all([(self, name, arguments)])[0]
 
     def reward(self) -> float | None:
-        """What `get_reward` of the environment says; None where there is none, and for a conversation that is masked,
+        """Call `get_reward` of the environment; None where there is none, and for a conversation that is masked,
         as this one is where the answer is late or the environment is gone."""
         return self.host.rewards([self])[0]
 
     def take_step_reward(self) -> float | None:
-        """What the calls since the last time were paid together."""
+        """Sum the rewards of the calls since the last time."""
         paid, self.step_reward = self.step_reward, None
         return paid
 
@@ -89,7 +89,7 @@ class Task:
 
     @property
     def answer(self) -> Observation:
-        """What the model is told, of a call that is finished."""
+        """Return the observation of a call that is finished."""
         return self.seen or failed("died", self.episode.masked or "")
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ class Host(ABC):
     def rewards(
         self, episodes: Sequence[Episode], turns: Sequence[Sequence[Turn]] | None = None
     ) -> list[float | None]:
-        """What `get_reward` says of each conversation, of which it may ask for the `turns`; None where it is masked."""
+        """Call `get_reward` of each conversation, which may ask for the `turns`; None where it is masked."""
         tasks = [Task(episode, "get_reward") for episode in episodes]
         if self.scores is not None:
             if "turns" in self.scores:
@@ -193,14 +193,14 @@ class Host(ABC):
 
     @abstractmethod
     def forget(self, episode: Episode) -> None:
-        """Let go of a conversation that was closed."""
+        """Forget a conversation that was closed."""
 
     @abstractmethod
     def close(self) -> None:
         """End what runs. Another call starts anew."""
 
     def due(self, task: Task) -> bool:
-        """Whether a call is to be made; where its environment is gone, the conversation is masked, or the run stops."""
+        """True when a call is to be made; if its environment is gone, the conversation is masked, or the run stops."""
         episode = task.episode
         if episode.masked is None and episode.lost is not None and task.what in ("call", "get_reward"):
             why = f"{task}: the conversation's environment is gone: {episode.lost}"

@@ -1,4 +1,4 @@
-"""What a tool answered, in the one form that a conversation takes: texts and images in order.
+"""Observations: a tool's answer in the one form that a conversation takes, texts and images in order.
 
 A tool may return text, a PIL image, None, a list of these or of the chat format's parts ({"type": "text", "text": ...},
 {"type": "image", "image": ...}), or any other value, of which the model sees the JSON. What cannot be shown is a fault,
@@ -29,7 +29,7 @@ LONGEST_TEXT = 2**24
 
 @dataclass(frozen=True)
 class Limits:
-    """What an image of an answer may have: pixels once it is open, bytes while it is encoded."""
+    """Limits of an image in an answer: pixels once it is open, bytes while it is encoded."""
 
     max_pixels: int
     max_bytes: int
@@ -75,7 +75,7 @@ def described(error: BaseException) -> str:
 
 
 def observation_of(result: Any, limits: Limits) -> Observation:
-    """What a tool returned; a fault where it cannot be shown, or holds an image that cannot be opened within limits."""
+    """Convert a tool's answer; a fault where it cannot be shown, or an image cannot be opened within limits."""
     try:
         given = _parts(result)
         sources = [part.source for part in given if isinstance(part, _Image)]

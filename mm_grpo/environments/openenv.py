@@ -27,7 +27,7 @@ from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools, Tool
 from mm_grpo.errors import ConfigError
 
 ENCODED = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""How PNG, JPEG, GIF and WebP begin in base64."""
+"""First characters of PNG, JPEG, GIF and WebP in base64."""
 ABOUT_IMAGES = frozenset(("type", "mimeType", "mime_type", "media_type", "detail", "format", "encoding"))
 """Fields that say nothing once the image beside them is shown."""
 _KNOWN: dict[tuple[str, bool], tuple[bool, Mapping[str, Any] | None, list[Mapping[str, Any]]]] = {}
@@ -106,12 +106,12 @@ class OpenEnv(OwnTools):
         return self.show(step.observation) or None
 
     def show(self, observation: Mapping[str, Any]) -> Any:
-        """What the model sees of an observation; a subclass may say it otherwise. By default a single text as it is,
+        """Show an observation to the model; a subclass may do it otherwise. By default a single text as it is,
         else the fields as JSON, and behind it the images."""
         return shown(observation)
 
     def get_reward(self) -> float | None:
-        """What the steps' rewards make; None where no step had one."""
+        """Combine the steps' rewards; None where no step had one."""
         if not self._rewards:
             return None
         return sum(self._rewards) if self.reward == "sum" else self._rewards[-1]
@@ -169,7 +169,7 @@ class OpenEnv(OwnTools):
         return HttpConnection(self._server, uuid.uuid4().hex)
 
     def _ask_server(self) -> tuple[bool, Mapping[str, Any] | None, list[Mapping[str, Any]]]:
-        """Whether the server is asked over WebSockets, the schema of its action, and its MCP tools; asked once."""
+        """Ask the server once: over WebSockets or not, the schema of its action, and its MCP tools."""
         key = self.base_url, self.alone
         if key not in _KNOWN:
             status, found = self._server.request("GET", "/schema")
@@ -268,7 +268,7 @@ def _image(value: Any) -> Any:
 
 
 def _is_row(value: Any) -> bool:
-    """Whether a list is a row of pixels, by its first one."""
+    """True when a list is a row of pixels, by its first one."""
     return (
         isinstance(value, list)
         and len(value) >= 8

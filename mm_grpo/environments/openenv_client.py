@@ -29,7 +29,7 @@ SHOWN = 200
 
 @dataclass(frozen=True)
 class Step:
-    """What a server answered to a reset or a step: its observation's fields, the reward, and whether it is over."""
+    """A server's answer to a reset or a step: its observation's fields, the reward, and whether it is over."""
 
     observation: Mapping[str, Any]
     reward: float | None

@@ -21,12 +21,12 @@ from mm_grpo.rewards.user_code import end_fork
 NOT_TOOLS = ("reset", "get_reward", "close")
 What = Literal["reset", "call", "get_reward", "close"]
 Factories = Mapping[str, Callable[[], Any]]
-"""What makes environments, by the name that a row's column `environment` gives; "" where all rows have the same one."""
+"""Factories by the name in a row's column `environment`; "" where all rows have the same one."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one call. `observation` is what `reset` or a tool answered, None where a reset showed nothing,
+    """Outcome of one call. `observation` is what `reset` or a tool answered, None where a reset showed nothing,
     `reward` what `get_reward` said, or after a call what the environment's `step_reward` was, `done` whether the
     conversation is over by its environment. Else there is no answer: the call `raised` something, was `late`, or its
     process `died`; where a call was answered and yet `raised`, that is about its reward. `gone` says why the
@@ -99,7 +99,7 @@ class Session:
 
 
 def pays_steps(environment: Any) -> bool:
-    """Whether the class of an environment says that its methods leave a reward in `step_reward`."""
+    """True when the class of an environment says that its methods leave a reward in `step_reward`."""
     return hasattr(type(environment), "step_reward")
 
 

@@ -92,14 +92,14 @@ class Toolbox:
 
     @property
     def sources(self) -> list[tuple[str, Callable[..., Any]]]:
-        """What the user's code of the run is, by name: the functions, and the classes of the environments."""
+        """User code of the run, by name: the functions, and the classes of the environments."""
         made = [(name, source_of(factory)) for name, factory in self.factories.items()]
         named = [(f"environment {name}".rstrip(), source) for name, source in made if source is not None]
         return [*self.functions.items(), *named]
 
     @property
     def host(self) -> Host:
-        """What calls the tools; chosen by the config alone where `place` was not called."""
+        """Host of the tools; chosen by the config alone where `place` was not called."""
         return self._host or self.place()
 
     def place(self, rewards: Sequence[str] = (), processes: int = 1) -> Host:
@@ -188,7 +188,7 @@ class Toolbox:
         return row
 
     def _name(self, sample: Sample) -> str:
-        """Which environment a row has. DataError where its column says none of them."""
+        """Return a row's environment. DataError where its column names none of them."""
         if not self.several:
             return ""
         name = sample.columns.get(COLUMN)
@@ -256,7 +256,7 @@ def reward_entries(config: GRPOConfig, given: Sequence[Any] | None, toolbox: Too
 
 
 def _own_reward(name: str, environments: Sequence[str] | None) -> Callable[..., Any]:
-    """What the environments of one class say of their conversations; None of those of others, where there are some."""
+    """Score conversations by the environments of one class; None for those of others."""
 
     def own(completion: str, environment_reward: float | None, sample: Sample) -> float | None:
         return environment_reward if _is_of(sample, environments) else None
@@ -266,7 +266,7 @@ def _own_reward(name: str, environments: Sequence[str] | None) -> Callable[..., 
 
 
 def _step_reward(name: str, environments: Sequence[str] | None) -> RewardSpec:
-    """What the environments of one class left in `step_reward`, turn by turn; None for conversations of others."""
+    """Read `step_reward` of the environments of one class, turn by turn; None for conversations of others."""
 
     def steps(completion: str, turns: list[dict[str, Any]], sample: Sample) -> list[float | None]:
         own = _is_of(sample, environments)

@@ -1,4 +1,4 @@
-"""What runs in the worker processes of tools and environments: conversations by number, and their calls one by one.
+"""Worker processes of tools and environments: conversations by number, and their calls one by one.
 
 Both directions carry frames: 8 bytes of length, then so many. What comes in was pickled by the trainer. What goes out
 is an `Answer` as JSON and the pixels of its images, so that nothing that a tool makes reaches pickle.
@@ -35,7 +35,7 @@ OVERHEAD = 2**20
 
 @dataclass(frozen=True)
 class Load:
-    """What a worker imports: functions and factories by name, at `file.py:name`, `module:name` or the name of an
+    """Imports of a worker: functions and factories by name, at `file.py:name`, `module:name` or the name of an
     adapter, with the SHA-256 of the file as the trainer imported it; and the limits on what they answer."""
 
     functions: Mapping[str, tuple[str, str | None]]

@@ -330,7 +330,7 @@ class WorkerHost(Host):
 
 
 def _how(slot: _Slot) -> str:
-    """How a worker ended by itself; it may be a moment from the closed connection to the end."""
+    """Describe how a worker ended; it may be a moment from the closed connection to the end."""
     if slot.process is not None:
         slot.process.join(0.5)
     return slot.stop()

@@ -173,12 +173,12 @@ class Masks:
 
     @property
     def one_row(self) -> bool:
-        """Whether a pack is best one row: where what is masked costs nothing."""
+        """True when a pack is best one row: where what is masked costs nothing."""
         return self.blocks
 
     @property
     def multiple(self) -> int:
-        """What the width of a pack is rounded up to: few different widths, and whole blocks, for the kernel."""
+        """Multiple that a pack's width is rounded up to: few different widths, and whole blocks, for the kernel."""
         return BLOCK if self.flex else 1
 
     def of_pack(
@@ -234,7 +234,7 @@ class Masks:
 
 
 def is_tried(attn: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether FlexAttention is asked for, or to be expected: on a GPU, with numbers of 16 bits.
+    """True when FlexAttention is asked for, or to be expected: on a GPU, with numbers of 16 bits.
 
     In float32 the compiler (Triton 3.7, for heads of 128 on compute capability 9.0) leaves the kernel 32 registers
     and 29 kB of spilled stores, so that there plain attention is taken unless the config says otherwise.
@@ -243,7 +243,7 @@ def is_tried(attn: str, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _flex_works(model: Any, attn: str) -> bool:
-    """Whether FlexAttention is to be used: it is tried, and right for the model's shapes."""
+    """True when FlexAttention is to be used: it is tried, and right for the model's shapes."""
     device = torch.device(model.device)
     if not is_tried(attn, device, model.dtype):
         return False

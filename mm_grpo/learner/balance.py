@@ -46,7 +46,7 @@ def balanced(
 
 
 def plan_moves(loads: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """Which slot moves to which process, from the costs by slot that each process holds.
+    """Assign slots to processes, from the costs by slot that each process holds.
 
     The busiest process gives the least busy one the group that evens the two out best, as long as that relieves it
     by `GAIN`.

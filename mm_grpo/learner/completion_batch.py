@@ -97,12 +97,12 @@ class CompletionBatch:
         return _repeated(found, own.rows)
 
     def after_prompt(self, x: Tensor, own: Sequences) -> Tensor:
-        """What a prompt ends with, for each completion of a batch: by number of the prompt [R, ...] to [c, ...]."""
+        """Repeat prompts' last values for each completion of a batch: by number of the prompt [R, ...] to [c, ...]."""
         return _repeated(x, own.prompts)
 
 
 def _is_alone(prompts: Sequence[Tensor]) -> bool:
-    """Whether batches of prompts [r, P, ...] hold one prompt."""
+    """True when batches of prompts [r, P, ...] hold one prompt."""
     return len(prompts) == 1 and len(prompts[0]) == 1
 
 
@@ -150,7 +150,7 @@ def completion_batch(segments: Tensor, before: int = 0) -> CompletionBatch:
 
 
 def _batches(prompts: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Which sequences share a batch, by the lengths of their prompts and their own; in each they keep their order.
+    """Group sequences into batches, by the lengths of their prompts and their own; in each they keep their order.
 
     From the longest to the shortest, each goes to the first batch whose padding stays within `WASTE` or `SMALL`.
     """

@@ -94,7 +94,7 @@ def attend(
 
 @cache
 def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> str | None:
-    """What is wrong with FlexAttention here: a message, or None when it agrees with plain attention.
+    """Test FlexAttention here: return None when it agrees with plain attention, else a message.
 
     Outputs and gradients of a small random pack with every kind of place and of square in it are compared, and of
     its first row alone. Every variant of the kernel that a model needs is compiled here.
@@ -128,7 +128,7 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
 
 
 def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
-    """How far outputs and gradients are from plain attention's, as shares of the norm.
+    """Distance of outputs and gradients from plain attention's, as shares of the norm.
 
     Segments are [B, N]; inputs are query, key, value and the weight of each output, all [B, N, h, d].
     """

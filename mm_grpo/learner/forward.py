@@ -98,7 +98,7 @@ class PackForward(nn.Module):
             )
 
     def _prefixes(self, pack: Pack) -> Prefixes | None:
-        """What is kept of the prompts that the pack goes on from; None where there are none."""
+        """States of the prompts that the pack goes on from; None where there are none."""
         if not pack.prefixes:
             return None
         assert self.prompts is not None and pack.prefix_segments is not None

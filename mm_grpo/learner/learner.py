@@ -192,7 +192,7 @@ class Learner:
             return score(self.model, self.processor, self.config, prompt, completions, as_sampled=as_sampled)
 
     def memory_sentence(self) -> str:
-        """What this process will hold of its device's memory, estimated from the sizes of the model; "" if unknown."""
+        """Describe this process's estimated device memory, from the sizes of the model; "" if unknown."""
         reference = self.reference.model if self.reference is not None else None
         second = reference if reference is not self.model else None
         world, pixels = self.ranks.world, self.processor.max_pixels
@@ -266,7 +266,7 @@ class Learner:
             return self.optimizer.apply(int(live["live"]))
 
     def _top_entropy(self, minibatch: Minibatch) -> tuple[LossInputs, ByCompletion | None]:
-        """Which tokens the loss is restricted to, 1 or 0 by completion; None where it takes all.
+        """Mask the tokens of the loss, 1 or 0 by completion; None where it takes all.
 
         The quantile is that of all tokens of the update that carry weight, over all processes, so it takes a
         pass of its own before the first backward.

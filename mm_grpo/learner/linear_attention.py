@@ -38,7 +38,7 @@ logger = logging.getLogger("mm_grpo")
 
 @dataclass(frozen=True)
 class SharedState:
-    """What a layer needs to know of a pack: where its completions lie, and which function runs the rule.
+    """Layout of a pack for a layer: places of its completions, and the function that runs the rule.
 
     Of a prompt alone `keep_prompt` takes the states after it; `prefixes` hold those of prompts that are run apart.
     """
@@ -50,7 +50,7 @@ class SharedState:
 
 
 def shared_state_forward(layer: Any, hidden: Tensor, shared: SharedState) -> Tensor:
-    """What the layer makes of a pack's hidden states [B, N, D]; at padding the numbers mean nothing."""
+    """Run the layer over a pack's hidden states [B, N, D]; at padding the numbers mean nothing."""
     batch = shared.batch
     gate = layer.in_proj_z(hidden).reshape(-1, layer.head_v_dim)
     beta = layer.in_proj_b(hidden).sigmoid()
@@ -129,7 +129,7 @@ def _apply(
 
 
 def prepare_linear_layers(model: Any) -> Rule | None:
-    """Let the model's linear layers take a `shared_state`; returns the rule that they are to run, None without any.
+    """Patch the model's linear layers to take a `shared_state`; return the rule that they run, None without any.
 
     Raises ConfigError where a layer of the model has a state of another kind.
     """
@@ -163,7 +163,7 @@ def prepare_linear_layers(model: Any) -> Rule | None:
 def fault(
     kernel: Rule, plain: Rule, device: torch.device, dtype: torch.dtype, heads: int, keys: int, values: int
 ) -> str | None:
-    """What is wrong with a kernel for the rule here: a message, or None when it agrees with `plain`.
+    """Test a kernel for the rule here: return None when it agrees with `plain`, else a message.
 
     Prompts of 130 tokens and two completions of each, of 70, are run as a pack's are, for layers of so many heads with
     keys and values of such widths. Outputs, states and the gradients of all inputs are compared.

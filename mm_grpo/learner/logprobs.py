@@ -48,7 +48,7 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the logits [M, V] are cut, and what is done to each: times `scale`, `banned` entries out."""
+    """Chunks of the logits [M, V], and what is done to each: times `scale`, `banned` entries out."""
 
     rows: int
     columns: int

@@ -78,7 +78,7 @@ def _linear_layers_of_tower(model: nn.Module, family: Family) -> list[str]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `add_adapters` was called on the model."""
+    """True when `add_adapters` was called on the model."""
     return any(True for _ in _layers(model))
 
 

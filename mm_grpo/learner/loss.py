@@ -29,7 +29,7 @@ from mm_grpo.learner.step_report import LossStatistics
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss needs of each completion: advantage [R] and token weight [R], 0 outside the update.
+    """Inputs of the loss for each completion: advantage [R] and token weight [R], 0 outside the update.
 
     `tokens` counts the tokens of the whole update that the entropy bonus is averaged over.
     """
@@ -154,7 +154,7 @@ def _correction(config: AlgorithmConfig, pack: PackTokens) -> Tensor | None:
 
 
 def _near_enough(config: AlgorithmConfig, pack: PackTokens, advantages: Tensor) -> Tensor | None:
-    """Which tokens [M] the off-policy mask leaves, bool; None when the config asks for none."""
+    """Make the off-policy mask of tokens [M], bool; None when the config asks for none."""
     threshold = config.off_policy_mask_threshold
     if threshold is None:
         return None

@@ -1,4 +1,4 @@
-"""What a run will hold in a device's memory, from the sizes of its model: an estimate, said at the start.
+"""Estimate of a run's device memory, from the sizes of its model, printed at the start.
 
 Bytes of one process while the learner works, with b bytes to a number of the weights, N weights of which n are trained,
 and w processes:
@@ -74,7 +74,7 @@ class VisionSizes:
 
     @classmethod
     def of(cls, model: Any) -> VisionSizes | None:
-        """Those of a transformers model; None where its vision config names an axis otherwise."""
+        """Read a transformers model's sizes; None where its vision config names an axis otherwise."""
         vision = getattr(model.config, "vision_config", None)
         layers = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
         hidden = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
@@ -89,7 +89,7 @@ class VisionSizes:
         return cls(layers, hidden, int(inner), int(side), depth, any(p.requires_grad for p in tower))
 
     def patches(self, pixels: int) -> int:
-        """How many patches images of so many pixels are cut into."""
+        """Number of patches of images of so many pixels."""
         return -(-pixels // self.patch**2)
 
 
@@ -109,7 +109,7 @@ class ModelSizes:
     head_is_trained: bool = True
     reference: int = 0
     linear_layers: int = 0
-    """How many of `layers` are of linear attention."""
+    """Number of `layers` of linear attention."""
     linear_token: int = 0
     """Bytes that each of these keeps of a token for its convolution and its rule."""
     mask_kinds: int = 0
@@ -120,11 +120,11 @@ class ModelSizes:
     trained_numbers: int = 0
     """Bytes of a number of the trained weights, where these are adapters in fp32; 0 is `numbers`."""
     adapters: int = 0
-    """How many of the weights are adapters, which an engine gets merged."""
+    """Number of weights of adapters, which an engine gets merged."""
 
     @classmethod
     def of(cls, model: Any, reference: Any = None) -> ModelSizes:
-        """Those of a transformers model. Raises AttributeError where its text config names an axis otherwise."""
+        """Read a transformers model's sizes. Raises AttributeError where its text config names an axis otherwise."""
         text = model.config.get_text_config()
         params, head = list(model.parameters()), model.get_output_embeddings().weight
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -183,7 +183,7 @@ def memory_estimate(
     pixels: int = 0,
     kept: int = 0,
 ) -> MemoryEstimate:
-    """What one of `processes` holds for packs of `tokens` tokens and `pixels` of images. See the module's text.
+    """Estimate what one of `processes` holds for packs of `tokens` tokens and `pixels` of images; see the module.
 
     `vllm` bytes are the engine's, `kept` the tokens of prompts that are kept for several packs.
 

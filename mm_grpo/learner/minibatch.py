@@ -140,13 +140,13 @@ def group_cost(group: Group, config: GRPOConfig, *, shared: bool = True) -> Cost
 
 
 def enters_loss(completion: Completion, algorithm: AlgorithmConfig) -> bool:
-    """Whether a completion enters the loss: not one that is masked, nor, where the config says so, a truncated one."""
+    """True when a completion enters the loss: not a masked one, nor, where the config says so, a truncated one."""
     truncated = algorithm.mask_truncated_completions and completion.finish_reason == "length"
     return completion.masked is None and not truncated
 
 
 def has_dense_objective(algorithm: AlgorithmConfig, prompt: Prompt | None = None) -> bool:
-    """Whether every token, or those after `prompt`, have a gradient at any advantage: from a KL term in the loss, an
+    """True when every token, or those after `prompt`, have a gradient at any advantage: from a KL term in the loss, an
     entropy bonus, or the perception term where the prompt has images."""
     everywhere = (algorithm.beta > 0 and not algorithm.kl_in_reward) or algorithm.entropy_coef != 0
     return everywhere or (algorithm.perception_coef > 0 and prompt is not None and bool(prompt.vision))

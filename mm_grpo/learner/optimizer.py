@@ -57,7 +57,7 @@ class BaseOptimizer(ABC):
     forward: Any
     adamw: torch.optim.Optimizer
     reads_order: bool = False
-    """Whether every backward has to make every gradient, in one order (see forward.py)."""
+    """True when every backward has to make every gradient, in one order (see forward.py)."""
 
     def __init__(self, module: nn.Module, config: OptimConfig, total_updates: int, ranks: Ranks) -> None:
         self.config, self.total, self.ranks = config, total_updates, ranks
@@ -279,7 +279,7 @@ def sample_elements(flat: Tensor, size: int, start: int = 0) -> Tensor:
 
 
 def elements_per_sample(size: int) -> float:
-    """How many elements of a tensor of `size` each sampled one represents."""
+    """Number of elements of a tensor of `size` that each sampled one represents."""
     return size / max(1, math.ceil(size / _stride(size)))
 
 

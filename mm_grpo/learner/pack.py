@@ -292,7 +292,7 @@ def dummy_pack(token: int, position_axes: tuple[int, ...]) -> Pack:
 
 
 def pictured_of(row: Sequence[Item], apart: Collection[int] = ()) -> Iterator[Pictured]:
-    """What has images in a row, in the order of its tokens, but for prompts that are run `apart`."""
+    """List what has images in a row, in the order of its tokens, but for prompts that are run `apart`."""
     for group in by_group(row):
         if group[0].prompt.vision and id(group[0].prompt) not in apart:
             yield group[0].prompt

@@ -36,14 +36,14 @@ from mm_grpo.types import Prompt
 
 @dataclass(frozen=True)
 class PromptEnd:
-    """What takes the place of a pack for the backward through a prompt whose packs are all done."""
+    """Stands for a pack in the backward through a prompt whose packs are all done."""
 
     prompt: Prompt
 
 
 @dataclass
 class PromptState:
-    """What is kept of a prompt of P tokens.
+    """Kept tensors of a prompt of P tokens.
 
     `layers` are, by the layer's number, its keys and values [1, h, P, d], or of linear attention the state after the
     prompt [1, h, dk, dv] and the convolution's last inputs [1, taps - 1, channels]; `last` [1, D] is the last hidden
@@ -89,7 +89,7 @@ class PromptStates:
         return found
 
     def ended(self, prompts: Iterable[Prompt]) -> list[PromptEnd]:
-        """Those of a pack's `prompts` that no further pack goes on from, each once, for their backward."""
+        """Return those of a pack's `prompts` that no further pack goes on from, each once, for their backward."""
         return [PromptEnd(p) for p in {id(p): p for p in prompts}.values() if self._left[id(p)] == 0]
 
     def joined(self, prompt: Prompt, head: Tensor | None) -> Tensor:
@@ -111,7 +111,7 @@ class PromptStates:
 
 
 class Prefixes:
-    """What a pack's layers are given of prompts that are run apart: `states` row by row, of `rows` how many each.
+    """States of prompts that are run apart, for a pack's layers: `states` row by row, of `rows` how many each.
 
     `width` is K, that of the prompts of a row with what pads them.
     """
@@ -120,7 +120,7 @@ class Prefixes:
         self.states, self.rows, self.width = states, rows, width
 
     def pairs(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """What each prompt hands on in a layer."""
+        """Return the state of each prompt in a layer."""
         return [state.layers[layer] for state in self.states]
 
     def before(self, layer: int, side: int, x: Tensor) -> Tensor:

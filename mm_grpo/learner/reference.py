@@ -59,7 +59,7 @@ def load_reference_model(config: GRPOConfig, policy: Any, processor: Processor) 
 
 
 def _token_fault(ours: Processor, theirs: Processor, policy: Any, model: Any) -> str | None:
-    """How the tokens of two models of one type differ, by special tokens and up to SAMPLES others; None if not."""
+    """Describe how two models' tokens differ, by special tokens and up to SAMPLES others; None if they do not."""
     for what in ("media_token_ids", "stop_token_ids"):
         ids, own = sorted(getattr(theirs, what)), sorted(getattr(ours, what))
         if ids != own:

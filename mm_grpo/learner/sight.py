@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupSight:
-    """What was measured of a group: `tokens` [G][T] in nats, and `other`, the uid of the row that lent its images.
+    """Sight of a group: `tokens` [G][T] in nats, and `other`, the uid of the row that lent its images.
 
     `pieces` [G][T] are the texts of the tokens, which joined give the completion's text.
     """

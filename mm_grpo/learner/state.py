@@ -38,7 +38,7 @@ SHA256_LENGTH = 64
 
 @dataclass(frozen=True)
 class FileMark:
-    """What tells a whole file from a truncated or changed one: its size, and the XXH3 of 128 bits of its bytes.
+    """Identifies a whole file: its size, and the XXH3 of 128 bits of its bytes.
 
     XXH3 is no cryptographic hash. It finds damage, at some twenty times the speed of SHA-256.
     """
@@ -53,7 +53,7 @@ class FileMark:
 
 @dataclass(frozen=True)
 class StateFile:
-    """What a safetensors file of a checkpoint holds: flat tensors [n], written as fp32, and texts."""
+    """Content of a checkpoint's safetensors file: flat tensors [n], written as fp32, and texts."""
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
@@ -148,7 +148,7 @@ def mark_of(path: Path) -> FileMark:
 
 
 def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Whether a file's bytes are those of its mark in a manifest; in manifests of format 2 that is a SHA-256.
+    """True when a file's bytes are those of its mark in a manifest; in manifests of format 2 that is a SHA-256.
 
     Raises KeyError where the mark has neither.
     """
@@ -165,7 +165,7 @@ def _file_digest(path: Path, digest: Any) -> str:
 
 
 def has_frozen(module: nn.Module, recorded: str) -> bool:
-    """Whether the parameters that are not trained are those of a manifest's digest, whose length tells how it was made:
+    """True when the untrained parameters are those of a manifest's digest, whose length tells how it was made:
     manifests of format 2 have a SHA-256."""
     made_by = hashlib.sha256 if len(recorded) == SHA256_LENGTH else xxhash.xxh3_128
     return frozen_digest(module, made_by) == recorded

@@ -19,7 +19,7 @@ GAP = "sampling/sampling_logp_difference"
 
 @dataclass
 class LearnerReport:
-    """What a step did: metrics under TRL's names, and one record per optimizer update.
+    """Report of a step: metrics under TRL's names, and one record per optimizer update.
 
     `gaps` are the mean and the largest gap of the metrics' `GAP` by the weight version that completions were sampled
     under, without those that have several.
@@ -94,7 +94,7 @@ class LossStatistics:
 
 @dataclass
 class PackStatistics:
-    """What the passes of a step ran: tokens, places in packs, images, prompts, packs.
+    """Counts of a step's passes: tokens, places in packs, images, prompts, packs.
 
     `places` count padding too. `plain` counts the tokens of the same completions without shared prefixes, the
     prompt once for each.
@@ -159,7 +159,7 @@ def gaps_by_version(
     versions: Sequence[tuple[int, ...]],
     ranks: Ranks,
 ) -> dict[int, SampledGap]:
-    """How far the engine's log-probs [R][T] are from the learner's, by the oldest version [R] that a completion was
+    """Distance of the engine's log-probs [R][T] from the learner's, by the oldest version [R] that a completion was
     sampled under. Collective."""
     own: dict[int, list[float]] = {}
     for index, values in learned.items():
@@ -184,7 +184,7 @@ def gaps_by_version(
 def gap_metrics(
     engine: Sequence[Sequence[float]], learned: Mapping[int, Tensor], ranks: Ranks
 ) -> dict[str, float]:
-    """How far the engine's log-probs [R][T] lie from the learner's, over the completions that were run. Collective."""
+    """Distance of the engine's log-probs [R][T] from the learner's, over completions that were run. Collective."""
     gaps = [
         (torch.tensor(engine[index], dtype=torch.float64) - values.double().cpu()).abs()
         for index, values in learned.items()

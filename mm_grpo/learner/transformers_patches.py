@@ -31,7 +31,7 @@ Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
 def use_prefix_attention(config: Any, attention: Callable[..., Any]) -> bool:
-    """Let text layers of this text config call `attention` where they would call sdpa; returns whether they do.
+    """Patch text layers of this text config to call `attention` in place of sdpa; return whether they do.
 
     Why: the mask of a pack costs N^2 as a tensor, and layers take nothing else. The layers read the name of
     their attention from the config in each call, and hand it the keyword arguments of the forward pass. The name is
@@ -58,7 +58,7 @@ def unread_mask(device: torch.device) -> Tensor:
 
 
 def use_shared_state(model: Any, forward: Callable[..., Tensor]) -> list[Any]:
-    """Let layers of gated delta rule call `forward(layer, hidden states, shared_state)` where the model is given one.
+    """Patch layers of gated delta rule to call `forward(layer, hidden states, shared_state)` where one is given.
 
     Returns those layers. Why: transformers' forward takes one sequence for each row, from its start or from a cache,
     whose states it overwrites in place, which has no gradients. Layers get the keyword arguments of the model's
@@ -106,7 +106,7 @@ def fla_rule() -> Rule | None:
 
 
 def use_varlen_attention(tower: nn.Module, attention: Callable[..., Any]) -> None:
-    """Let the layers of a vision tower hand `attention` the whole sequence with its cuts, where they would call sdpa.
+    """Patch the layers of a vision tower to hand `attention` the whole sequence with its cuts, in place of sdpa.
 
     Why: without flash-attn the towers of Qwen-VL call sdpa once for every image or window, thousands of times for a
     few large images, and read the lengths from the device in each layer.
@@ -120,7 +120,7 @@ def use_varlen_attention(tower: nn.Module, attention: Callable[..., Any]) -> Non
 
 
 def takes_cuts(layer: nn.Module) -> bool:
-    """Whether a layer of a tower takes many images as one sequence with its cuts."""
+    """True when a layer of a tower takes many images as one sequence with its cuts."""
     return "cu_seqlens" in inspect.signature(layer.forward).parameters
 
 
@@ -135,7 +135,7 @@ class PatchProduct(nn.Conv3d):
 
 
 def use_patch_product(tower: nn.Module) -> None:
-    """Let convolutions over patches that are cut out already be matrix products. In place.
+    """Make convolutions over patches that are cut out already matrix products. In place.
 
     Why: as a convolution over a batch of S patches it is several times slower, forward and backward. The class is
     changed, not the module, so that parameters keep their names and hooks stay.

@@ -21,7 +21,7 @@ from mm_grpo.learner.transformers_patches import use_patch_product, use_varlen_a
 
 @dataclass(frozen=True)
 class VarlenBatches:
-    """How a sequence of S patches is cut: `batches` are (how many, of which length), lengths as they come by.
+    """Cuts of a sequence of S patches: `batches` are (count, length), lengths as they come by.
 
     `order` [S] lists the patches batch by batch, `back` [S] undoes it; both are None where one length is all.
     """
@@ -79,7 +79,7 @@ def varlen_attention(
 
 
 def patch_vision_tower(tower: nn.Module) -> None:
-    """Let a tower of transformers work so, as far as it is built that way and runs sdpa. In place."""
+    """Patch a tower of transformers to attend so, where it is built that way and runs sdpa. In place."""
     use_varlen_attention(tower, varlen_attention)
     use_patch_product(tower)
 

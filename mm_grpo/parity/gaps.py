@@ -48,7 +48,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class PromptParity:
-    """What one prompt and its completions showed."""
+    """Gaps of one prompt and its completions."""
 
     uid: str
     prompt_tokens: int

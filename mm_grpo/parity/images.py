@@ -1,4 +1,4 @@
-"""What a step measures of images: that they are read at all, and how much completions depend on them (sight).
+"""Measures of images in a step: that they are read at all, and how much completions depend on them (sight).
 
 `unread` scores one completion with other pixels (health/unread_images.py); only a change of exactly 0 is a failure.
 `sight` runs a few groups with the images of another row (learner/sight.py), as often as `run.sight_every` says, and
@@ -87,7 +87,7 @@ def sight_metrics(found: Sequence[GroupSight]) -> Metrics:
 
 
 def log_columns(found: Sequence[GroupSight]) -> dict[tuple[int, int, int], dict[str, object]]:
-    """What the rollout log says of each completion, by (slot, attempt, generation)."""
+    """Return each completion's entry for the rollout log, by (slot, attempt, generation)."""
     return {
         (one.slot, one.attempt, generation): {
             "sight": {

@@ -266,7 +266,7 @@ class VerifiedSync:
         return self._background.submit(score) if getattr(self.engine, "remote", False) else _done(score())
 
     def _on_each(self, check: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-        """What `check` makes of the engine, or of each of its servers by name; one that is lost meanwhile is left out,
+        """Check the engine, or each of its servers by name; one that is lost meanwhile is left out,
         unless all are."""
         answered = 0
         for replica in getattr(self.engine, "replicas", ()):

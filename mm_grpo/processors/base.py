@@ -1,4 +1,4 @@
-"""What a processor is, and how one is found for a model.
+"""The class Processor, and `load_processor`, which finds a model's.
 
 The registry is a dict from the `model_type` of a model's config to a class; `load_processor` imports
 the family's file when it is first asked for, or the file that `model.processor` names.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mm_grpo.types import Picture, Prompt, Sample
 
 Layout = Literal["shared_prefix", "unshared"]
-"""How completions are laid out for the learner: after one prompt that they share, or each after its own."""
+"""Layout of completions for the learner: after one prompt that they share, or each after its own."""
 _FAMILIES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "qwen_vl"),
     "internvl": "internvl",
@@ -148,7 +148,7 @@ def processor_class(
 
 
 def mm_processor_kwargs(processor: Processor) -> Mapping[str, Any]:
-    """What vLLM is told of images: what the processor says, or where it says nothing, the limits by Qwen's names."""
+    """Return vLLM's arguments for images: the processor's, or where it has none, the limits by Qwen's names."""
     size = {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}
     found: Mapping[str, Any] = getattr(processor, "mm_processor_kwargs", {"size": size})
     return found

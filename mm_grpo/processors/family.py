@@ -24,7 +24,7 @@ from mm_grpo.types import Pictured
 
 @dataclass(frozen=True)
 class VisionFeatures:
-    """What a vision tower makes of images: `images` are the features [tokens, D] of each (in `TiledFamily` those of its
+    """Output of a vision tower: `images` are the features [tokens, D] of each (in `TiledFamily` those of its
     tiles), `levels` the same for each deepstack level.
 
     `whole_levels` says that the model reads a level as one tensor, of all images (transformers before 5.19).
@@ -81,7 +81,7 @@ class Family(ABC):
     those of `linear_attention` that it cannot start from a state (learner/linear_attention.py), and masks those of
     `sliding_attention` by the config's `sliding_window`."""
     looks_ahead: bool = False
-    """Whether the tokens of an image see those that follow in it. vLLM on a CPU does not follow that: refused there."""
+    """True when an image's tokens see those that follow in it; vLLM on a CPU does not follow that, and is refused."""
 
     @abstractmethod
     def tower(self, model: Any) -> nn.Module:
@@ -145,11 +145,11 @@ class Family(ABC):
         return {key: torch.cat([p.vision[key] for p in prompts if key in p.vision]) for key in keys}
 
     def count(self, vision: Mapping[str, Tensor]) -> int:
-        """How many images vision tensors are of."""
+        """Count the images of vision tensors."""
         return len(next(iter(vision.values()))) if vision else 0
 
     def features(self, model: Any, vision: Mapping[str, Tensor]) -> VisionFeatures:
-        """What the tower makes of some images; with gradients where it is trained."""
+        """Run the tower over some images; with gradients where it is trained."""
         made = self.backbone(model).get_image_features(**vision, return_dict=True)
         images = tuple(made.pooler_output)
         levels = tuple(getattr(made, "deepstack_features", None) or ())
@@ -163,7 +163,7 @@ class Family(ABC):
         return SimpleNamespace(pooler_output=features.images, deepstack_features=levels)
 
     def tower_is_frozen(self, model: Any) -> bool:
-        """Whether nothing trains the tower: an image's features are then the same in all passes of a step."""
+        """True when nothing trains the tower: an image's features are then the same in all passes of a step."""
         return not any(p.requires_grad for p in self.tower(model).parameters())
 
 

@@ -47,13 +47,13 @@ class HFProcessor(ABC):
     family: Family
     layout: Layout = "shared_prefix"
     special_tokens: SpecialTokensMode = "refuse"
-    """What is done about special tokens that a row types (`data.special_tokens`)."""
+    """Policy for special tokens that a row types (`data.special_tokens`)."""
     stable: ClassVar[str] = "an area that fits data.min_pixels and data.max_pixels"
-    """Which images have a stable size, for the message where one has none."""
+    """Describes images of a stable size, for the message where one has none."""
     template_tokens: ClassVar[Mapping[str, int]] = {}
     """Media tokens that the chat template writes beside the placeholder, and how many of each for one image."""
     content_as_parts: ClassVar[bool] = True
-    """Whether a message's string is given to the chat template as a list of one part: some templates take no string."""
+    """True when the chat template gets a message's string as a list of one part: some templates take no string."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class HFProcessor(ABC):
 
     @property
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
-        """What vLLM is told of images (`mm_processor_kwargs`), so that its processor keeps the same limits."""
+        """Return vLLM's `mm_processor_kwargs`, with which its processor keeps the same limits."""
         return {}
 
     # the processor ---------------------------------------------------------------------------

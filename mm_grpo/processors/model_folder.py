@@ -1,4 +1,4 @@
-"""What is read of a model's folder before its weights: a config that is whole, of known code, and not quantised.
+"""Checks of a model's folder before its weights: a config that is whole, of known code, and not quantised.
 
 Everything that needs a model's config gets it from `read_config`, so that code which a model brings along
 (`auto_map`) is run where `model.trust_remote_code` says so and nowhere else, and nobody is asked at a terminal. A
@@ -75,7 +75,7 @@ def refuse_own_code(path: str, error: Exception, trusted: bool) -> None:
 
 
 def quantization_of(config: Any) -> str | None:
-    """How the weights of a model with this transformers config are quantised; None where they are not."""
+    """Name the quantisation of a model with this transformers config; None where there is none."""
     for part in (config, config.get_text_config()):
         if found := getattr(part, "quantization_config", None):
             method = found.get("quant_method") if isinstance(found, dict) else found.quant_method

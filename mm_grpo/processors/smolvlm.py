@@ -151,7 +151,7 @@ def _to_longest(size: Size, longest: int) -> Size:
 
 
 def allow_without_num2words() -> None:
-    """Let transformers make SmolVLM's processor where num2words is not installed: it writes out numbers for videos.
+    """Make SmolVLM's processor loadable where num2words is not installed: it writes out numbers for videos.
 
     In vLLM too, where it runs in this process. Needless when: transformers asks for it where it needs it.
     """

@@ -62,7 +62,7 @@ def _value(text: str) -> Any:
 
 
 def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """What a template that knows no tools has to say of them, for the system message."""
+    """Describe the tools for the system message of a template that knows none."""
     lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return (
         f"You may call these tools:\n<tools>\n{lines}\n</tools>\nTo call one, write\n<tool_call>\n"
@@ -72,7 +72,7 @@ def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
 
 @lru_cache(maxsize=8)
 def knows_tools(template: str) -> bool:
-    """Whether a chat template shows the tools that it is given."""
+    """True when a chat template shows the tools that it is given."""
     syntax = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     return "tools" in jinja2.meta.find_undeclared_variables(syntax)
 
@@ -92,7 +92,7 @@ def with_tools(
 
 
 def answer_messages(answers: Sequence[Sequence[Any]], *, as_tool: bool) -> list[dict[str, Any]]:
-    """What tools answered, texts and images each, as messages: of the role `tool`, or together as a user's turn."""
+    """Make messages of tools' answers, texts and images each: of the role `tool`, or together as a user's turn."""
     contents = [
         [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
         for parts in answers

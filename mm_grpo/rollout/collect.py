@@ -268,7 +268,7 @@ class Collector:
 
 
 def counts_of(made: StepPrompts) -> dict[str, int]:
-    """How many prompts were made, rows dropped, images shown and images decoded."""
+    """Counts of prompts made, rows dropped, images shown and images decoded."""
     images = sum(len(prompt.sample.images) for prompt in {id(p): p for p in made.prompts}.values())
     prompts = len(made.prompts)
     return {"prompts": prompts, "dropped": made.dropped, "images": images, "decoded": made.decoded}
@@ -364,7 +364,7 @@ def compute_advantages(
 
 
 def has_zero_std(group: Group, specs: Sequence[RewardSpec], config: AlgorithmConfig) -> bool:
-    """Whether the rewards of a group do not distinguish its completions, before any KL comes off."""
+    """True when the rewards of a group do not distinguish its completions, before any KL comes off."""
     if config.turn_gamma is not None:
         return not any(any(turns) for turns in turn_advantages([group.turn_rewards], config)[0])
     return not any(advantages([group.rewards], config, objectives([group], specs))[0])

@@ -72,7 +72,7 @@ class Conversation:
         self._pictures += pictures
 
     def tail(self) -> Tail | None:
-        """What follows the start; None after a single answer, which needs none."""
+        """Return what follows the start; None after a single answer."""
         if len(self.answers) < 2 and all(self._sampled):
             return None
         length = len(self.start.token_ids)

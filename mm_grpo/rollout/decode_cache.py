@@ -279,7 +279,7 @@ class DecodeCache:
 
 
 class _Layout:
-    """Which row follows which prompt, and the masks of one pass; made anew when rows come or go."""
+    """The prompt of each row, and the masks of one pass; made anew when rows come or go."""
 
     def __init__(self, cache: DecodeCache) -> None:
         self.cache = cache
@@ -314,7 +314,7 @@ class _Layout:
             self._masks = {None: self._masks[None]}
 
     def masks(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """What the rows may look at: in the prefixes [P, 1, Q, L] and in the tails [R, 1, 1, T]; None for all of it."""
+        """Masks of the rows: over the prefixes [P, 1, Q, L] and the tails [R, 1, 1, T]; None for no mask."""
         if window not in self._masks:
             own = torch.arange(self.width, device=self.device)
             tail = own <= self.tails[:, None]
@@ -351,7 +351,7 @@ class _Layout:
 
 
 def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What [B, K, Q, d] see in [B, K, N, d], and the log-sum-exps [B, K, Q, 1] of their scores, in float32.
+    """Attention of [B, K, Q, d] over [B, K, N, d], and the log-sum-exps [B, K, Q, 1] of scores, in float32.
 
     A query that may look at nothing gets some value, with a log-sum-exp that gives it no weight.
     """
@@ -382,7 +382,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def is_attention(layer: Any) -> bool:
-    """Whether a layer of a cache holds keys and values, not states of linear attention."""
+    """True when a layer of a cache holds keys and values, not states of linear attention."""
     return isinstance(layer, DynamicLayer)
 
 
@@ -405,7 +405,7 @@ def _grown(buffer: Tensor, used: int, rows: int, columns: int) -> Tensor:
 
 
 def _states(layer: Any) -> list[tuple[Any, Any, Tensor]]:
-    """Where a layer of linear attention has its tensors [R, ...]: (holder, name or number, tensor)."""
+    """List the tensors [R, ...] of a layer of linear attention: (holder, name or number, tensor)."""
     found: list[tuple[Any, Any, Tensor]] = []
     for name in ("conv_states", "recurrent_states"):
         states = getattr(layer, name)

@@ -88,7 +88,7 @@ class Eager(Lockstep):
         return rollout
 
     def drain(self, step: int) -> None:
-        """Let no request be under way where the engine cannot take weights in mid-generation."""
+        """Wait until no request is in flight, where the engine cannot take weights in mid-generation."""
         with self.ranks.fail_together("requests under way"), self.changed:
             self.newest = step
             if getattr(self.engine, "updates_in_flight", False):

@@ -1,4 +1,4 @@
-"""What the trainer asks of a rollout engine, and how it asks.
+"""The interface of a rollout engine, and its requests.
 
 A `Request` is one generation: a prompt, a seed and a sampling setting. Requests that share a prompt
 object stand side by side, so that an engine can run the prompt once for all of them; the seeds stay
@@ -32,7 +32,7 @@ class ReplicaLost(EngineError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy; truncation and penalties are for evaluation only."""
+    """Sampling parameters. Temperature 0 is greedy; truncation and penalties are for evaluation only."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Follows:
-    """What a request goes on from: the `number` of one that was answered in the same stream, with which its prompt
+    """Origin of a request that goes on: the `number` of one that was answered in the same stream, with which its prompt
     begins, and the `pictures` of what was appended to it since."""
 
     number: int
@@ -72,7 +72,7 @@ class RequestStream(Protocol):
 
     @property
     def unfinished(self) -> int:
-        """How many requests have no answer yet."""
+        """Number of requests that have no answer yet."""
         ...
 
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
@@ -113,7 +113,7 @@ class RolloutEngine(Protocol):
 
     @property
     def holds_weights(self) -> bool:
-        """Whether the tensors of earlier updates are still there; if not, the next update brings every one."""
+        """True when the tensors of earlier updates are still there; if not, the next update brings every one."""
         ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -239,7 +239,7 @@ Versions = int | tuple[int, int]
 def wrong_answer(
     requests: Sequence[Request], completions: Sequence[Completion], version: Versions
 ) -> str | None:
-    """What is wrong with an engine's answers to `requests` under weights number `version`, else None.
+    """Check an engine's answers to `requests` under weights number `version`: a message, or None.
 
     Between an oldest and a newest version an answer may have several, of spans of its tokens in ascending order.
     """
@@ -275,7 +275,7 @@ def wrong_answer(
 
 
 def wrong_spans(completion: Completion, oldest: int, newest: int) -> str | None:
-    """What is wrong with the version spans of a completion that weight updates may have landed in, else None."""
+    """Check the version spans of a completion that weight updates may have landed in: a message, or None."""
     starts = [start for start, _ in completion.weight_versions]
     versions = [version for _, version in completion.weight_versions]
     whole = starts[:1] == [0] and starts == sorted(set(starts)) and starts[-1] < len(completion.token_ids)

@@ -1,4 +1,4 @@
-"""How long a sequence and how many images vLLM is started for, where the config leaves it to the rows.
+"""vLLM's limits of sequence length and images, where the config leaves them to the rows.
 
 vLLM reserves room for one sequence of `rollout.vllm.max_model_len` at least, so the whole context of a model (128,000
 tokens of Qwen2.5-VL) is more than a run needs and often more than fits. Rows are read with their images closed; an
@@ -22,7 +22,7 @@ ROWS = 1000
 """Rows of a set that are looked at: of a list half by the longest text and half by the most images, else
 evenly spaced ones."""
 MARGIN = 1.25
-"""What the longest of the rows that were looked at is multiplied by where there are others."""
+"""Factor on the longest row that was looked at, where there are others."""
 STEP = 256
 OPENED = 8
 """Rows whose environment is begun, to see how long what it shows first is."""

@@ -39,7 +39,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class RowScores:
-    """What is kept of one row's completions: `values` of the headline, total `rewards`, raw `parts`, `lengths` in
+    """Results of one row's completions: `values` of the headline, total `rewards`, raw `parts`, `lengths` in
     tokens and how many were cut off. `columns` are those of the row's that hold a number or a short text."""
 
     row: int
@@ -79,7 +79,7 @@ class Blind:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation of one set found over `rows` rows: the headline's score and the mean total reward.
+    """Result of one evaluation of one set over `rows` rows: the headline's score and the mean total reward.
 
     `accuracy` in [0, 1] is the headline's share, None where the headline is a mean. All are None where there was
     nothing to take a mean of: the reward applied to no row. `tasks` has accuracy and reward of the rows of each
@@ -101,7 +101,7 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
-        """That of `dataclasses.asdict`, after JSON made lists of pairs."""
+        """Make an evaluation of `dataclasses.asdict`, after JSON made lists of pairs."""
         blind = values.get("blind")
         return cls(**{**_pairs(values), "blind": Blind(**_pairs(blind)) if blind else None})
 

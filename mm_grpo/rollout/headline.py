@@ -1,4 +1,4 @@
-"""What evaluations are judged by, and the 95 % intervals of shares and means.
+"""The headline of evaluations, and 95 % intervals of shares and means.
 
 `run.headline` names one reward: the share of completions to which it gives at least a mark (accuracy), or its mean
 score; without it the mean total reward counts.
@@ -37,7 +37,7 @@ class Headline:
 
     @classmethod
     def of(cls, config: GRPOConfig, rewards: Sequence[str]) -> Headline:
-        """That of `run.headline`. ConfigError when it names none of the run's `rewards`."""
+        """Parse `run.headline`. ConfigError when it names none of the run's `rewards`."""
         text = config.run.headline
         if text is None:
             return cls()
@@ -64,7 +64,7 @@ class Headline:
         return self.mark is not None
 
     def values(self, group: Group) -> list[float]:
-        """What counts of each completion of a scored group: 0 or 1, or a score; without those it does not apply to."""
+        """Value of each completion of a scored group: 0 or 1, or a score; without those it does not apply to."""
         scores = group.rewards if self.name is None else group.parts[self.name]
         known = [score for score in scores if score is not None]
         return known if self.mark is None else [float(score >= self.mark) for score in known]

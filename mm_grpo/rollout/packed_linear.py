@@ -24,7 +24,7 @@ LIMIT = 4 << 30
 
 @contextmanager
 def packed(*modules: nn.Module) -> Iterator[None]:
-    """Let the linear layers in `modules` compute with packed copies of their weights, which must not change meanwhile.
+    """Run the linear layers in `modules` on packed copies of their weights, which must not change meanwhile.
 
     The copies take as much memory as the weights, LIMIT at most.
     """

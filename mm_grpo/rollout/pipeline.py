@@ -46,7 +46,7 @@ Place = tuple[int, int]
 
 @dataclass
 class Ahead:
-    """What is finished and not learned from, of this process, by the step that will learn from it.
+    """Finished work of this process that is not learned from, by the step that will learn from it.
 
     Of an eager run also `groups` that no step has yet, `asked`, the places of requests on their way, and by step the
     `slots` that those are to fill, with the `counts` of its prompts.
@@ -73,24 +73,24 @@ class Synchronous:
         return collect_step(self.collector, Rollout(step))
 
     def sleep(self) -> None:
-        """Let the learner have the device."""
+        """Free the device for the learner."""
         self.engine.sleep()
 
     def drain(self, step: int) -> None:
-        """Let nothing be under way that the weights of `step` may not land in. Collective."""
+        """Wait until no request is in flight that the weights of `step` may not land in. Collective."""
 
     def settle(self) -> None:
-        """Let nothing run that an evaluation may not run beside."""
+        """Wait until nothing runs that an evaluation may not run beside."""
 
     def wake(self) -> None:
-        """Let the engine have the device again."""
+        """Give the device back to the engine."""
         self.engine.wake()
 
     def landed(self, step: int) -> None:
         """Called when the weights of `step` have arrived."""
 
     def finished(self) -> Ahead | None:
-        """What a checkpoint has to keep of the steps ahead; None where nothing is ever ahead. Collective."""
+        """Return the steps ahead for a checkpoint; None where nothing is ever ahead. Collective."""
         return None
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ def oldest_version(group: Group) -> int:
 
 
 def staleness_metrics(rollout: Rollout, version: int) -> dict[str, float]:
-    """How many updates the completions that are learned from lie behind the learner, which is at `version`.
+    """Count the updates that the completions lie behind the learner, which is at `version`.
 
     A completion is as old as its first token; `staleness/mixed` is the share of those with several versions, and
     `staleness/dropped` counts the groups that were too old and are sampled again.

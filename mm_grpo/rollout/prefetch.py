@@ -121,7 +121,7 @@ class Prefetcher:
         return self._pool.submit(call, *args)
 
     def _taken(self, opener: OpenSample, ahead: Future[Made | None]) -> Made:
-        """What was made ahead; made now where there was no memory for it then."""
+        """Return what was made ahead; make it now where there was no memory for it then."""
         made = ahead.result()
         if made is None:
             return self._make(opener)
@@ -136,7 +136,7 @@ class Prefetcher:
             return Made(self.process(sample), decoded)
 
     def _make_ahead(self, opener: OpenSample) -> Made | None:
-        """None where the prompts that wait already take the memory that they may."""
+        """Make a prompt ahead; None when the queue is at its memory limit."""
         if self.held >= self.max_bytes:
             return None
         made = self._make(opener)
@@ -156,7 +156,7 @@ def pixel_bytes(prompt: Prompt) -> int:
 
 
 def _compute_alone(others: int) -> None:
-    """Let torch use no other thread for what this one computes; threads that are made later use `others` as before."""
+    """Limit torch to this thread for what it computes; threads that are made later use `others` as before."""
     torch.get_num_threads()  # a thread's first look takes the default, whatever was set before
     torch.set_num_threads(1)  # of this thread, and the default of those to come
     restoring = Thread(target=torch.set_num_threads, args=(others,))

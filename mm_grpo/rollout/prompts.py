@@ -144,7 +144,7 @@ class PromptBuilder:
         self.prefetcher.close()
 
     def _usable(self, wait: Callable[[], Made]) -> Made | None:
-        """What is made of a row; None when it is too long and the policy is to drop it."""
+        """Make a row's prompt; None when it is too long and the policy is to drop it."""
         try:
             made = wait()
             return replace(made, prompt=self._checked(made.prompt))

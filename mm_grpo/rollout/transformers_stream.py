@@ -183,14 +183,14 @@ class TransformersStream:
     # rows that join --------------------------------------------------------------------------
 
     def _holds(self) -> bool:
-        """Whether those that wait are too few for a prefill of their own beside the rows that run."""
+        """True when those that wait are too few for a prefill of their own beside the rows that run."""
         few = 0 < len(self.waiting) * 4 < len(self.rows)
         holds = few and self._held < MOST_HELD and all(follows for _, _, follows in self.waiting)
         self._held = self._held + 1 if holds else 0
         return holds
 
     def _admit(self) -> None:
-        """Let those that wait join, in their order, as far as there is room; one kind of sampling at a time."""
+        """Start waiting requests, in their order, while there is room; one kind of sampling at a time."""
         fresh: list[list[tuple[int, Request]]] = []
         going_on: list[tuple[int, Request, _Kept, Follows]] = []
         room, rule = self.engine.max_rows - len(self.rows), None
@@ -352,7 +352,7 @@ class TransformersStream:
 
 
 def _rule(request: Request) -> Sampling:
-    """How a request's tokens are drawn, whatever their number."""
+    """Return a request's sampling without its length."""
     return replace(request.sampling, max_tokens=0)
 
 

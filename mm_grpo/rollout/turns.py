@@ -228,7 +228,7 @@ class TurnLoop:
         return pictures[key]
 
     def _completion(self, one: _Running, reward: float | None) -> Completion:
-        """What the model sampled in a conversation, as one completion."""
+        """Return what the model sampled in a conversation as one completion."""
         answers, starts = one.conversation.answers, [0]
         for answer in answers:
             starts.append(starts[-1] + len(answer.token_ids))
@@ -260,7 +260,7 @@ def sampler_of(
     seeds: SeedPlan,
     version: Callable[[], int],
 ) -> Sampler:
-    """What answers requests: the engine, or with tools a loop over it. ConfigError for a processor without turns."""
+    """Return the engine, or with tools a loop over it. ConfigError for a processor without turns."""
     if toolbox is None:
         return engine
     missing = [name for name in ("picture", "extended", "observation") if not hasattr(processor, name)]

@@ -1,4 +1,4 @@
-"""Which tensors a rollout engine is due, and the digests that prove what arrived.
+"""Tensors that a rollout engine is due, and the digests that prove what arrived.
 
 `WeightLedger` is the one record of what an engine holds. It digests each of the learner's tensors once, sends the
 engine those layers in which something changed, and compares with the digests that the engine makes of what it
@@ -86,7 +86,7 @@ class Transfer:
 
 
 class WeightLedger:
-    """What one engine holds, by digest.
+    """Digests of the tensors that one engine holds.
 
     The first transfer must bring every tensor, tied ones under each name; its names are the inventory that later
     ones are held against.
@@ -177,7 +177,7 @@ class WeightLedger:
 
 
 def missing_tensors(sent: Mapping[str, str], received: Mapping[str, str]) -> str | None:
-    """What of the `sent` tensors did not arrive as it was, by digests; None when all did and nothing else."""
+    """Compare the `sent` tensors with what arrived, by digests: a message, or None when they are the same."""
     missing = sorted(sent.keys() - received.keys())
     extra = sorted(received.keys() - sent.keys())
     altered = sorted(name for name, value in received.items() if sent.get(name, value) != value)

@@ -9,7 +9,7 @@ advantage. Images are written once, named by their content, and the rows name th
 
 Keys: step, slot, attempt, uid, generation, messages, images, completion, tokens, finish_reason, seed,
 weight_versions, reward, parts, advantage, columns, `extra` when rewards logged columns of their own, and `sight`
-where it was measured (docs/sight.md). Boxes, points and polygons in pixels of the row's images (run/marks.py) are
+where it was measured (docs/evaluation.md). Boxes, points and polygons in pixels of the row's images (run/marks.py) are
 `gold`, those of the row, and `marks`, those that the rewards read in the completion; either is there when there is one.
 `place` is there in an eager run: the step and the slot whose row and seeds the group has.
 `opens_thinking` is there, and true, when the prompt ends with `<think>`. Rows of an evaluation have also `set`, the

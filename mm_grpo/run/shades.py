@@ -1,4 +1,4 @@
-"""The tokens of a completion with their sight (docs/sight.md), as report.html shades them.
+"""The tokens of a completion with their sight (docs/evaluation.md), as report.html shades them.
 
 A row's `sight` is what a run wrote: anything that does not fit the completion's text is left out, and then the text is
 shown without shades. Each level has a class in report.css; LEGEND says what they mean.

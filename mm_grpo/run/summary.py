@@ -66,7 +66,7 @@ def sight_of(metrics: Path, ranks: Ranks) -> dict[str, Any] | None:
 
 
 def sight_ends(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float] | None] | None:
-    """The first and the last measurement of sight (docs/sight.md) in rows of metrics; None where there is none.
+    """The first and the last measurement of sight (docs/evaluation.md) in rows of metrics; None where there is none.
 
     Each is of a step before its update, in nats: `before` of the first step, the model that the run began with, and
     `after` of the last step that measured it, None where that is the same one.

@@ -35,7 +35,7 @@ FAULTS = (
     "constant seed",
     "constant seed, hidden",
 )
-"""What may be asked of FakeRemoteEngine."""
+"""Faults of FakeRemoteEngine."""
 
 
 class FakeRemoteEngine(TransformersEngine):

@@ -21,7 +21,7 @@ from mm_grpo.processors.model_folder import read_config
 from mm_grpo.testing.tiny_recipes import RECIPES, Options
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Those of Qwen-VL whose text layers are all of full attention."""
+"""Types of Qwen-VL whose text layers are all of full attention."""
 HYBRID = "qwen3_5"
 """The family with layers of linear attention beside."""
 ALL = tuple(RECIPES)
@@ -37,7 +37,7 @@ _NAMES = {
     "llava_onevision": "llavaonevision",
     "gemma3": "gemma3",
 }
-"""What stands in a model's published name, without its dots, dashes and underscores."""
+"""Parts of models' published names, without dots, dashes and underscores."""
 _AS_DRAWN = ("embed_tokens", "in_proj_qkv", "in_proj_a", "in_proj_b", "linear_attn.conv1d")
 """Weights that are left as they are drawn: layers of linear attention lose digits where these are large."""
 

@@ -18,7 +18,7 @@ from mm_grpo.processors import smolvlm
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of a tiny model; see `tiny_models.build`."""
+    """Settings of a tiny model; see `tiny_models.build`."""
 
     family: str
     tie: bool

@@ -128,6 +128,8 @@ def test_the_readme_holds_the_results(script: Script) -> None:
     results = sorted(file.stem for file in readme.RESULTS.glob("*.json"))
     assert results == sorted(readme.TABLES)
     assert readme.written(page, readme.RESULTS) == page, "run benchmarks/readme.py"
+    text = readme.FRONT.read_text(encoding="utf-8")
+    assert readme.front(text, readme.RESULTS) == text and "| 5.7 to 8.5 |" in text
 
 
 def test_rows_are_medians_and_ranges_over_sittings(script: Script, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_the_list_has_a_line_for_each(command: Any) -> None:
     lines = result.out.splitlines()
     assert result.code == 0 and [line.split()[0] for line in lines][: len(names())] == names()
     assert all(len(line.split()) > 3 for line in lines)
-    assert "Whether the completion's final answer is the gold answer." in result.out
+    assert "1 when the completion's final answer is the gold answer." in result.out
 
 
 def test_every_reward_has_a_page_with_an_entry_that_resolves() -> None:
@@ -42,7 +42,7 @@ def test_a_reward_of_turns_is_tried_on_one_turn(command: Any, tmp_path: Path) ->
 
 def test_a_page(command: Any) -> None:
     out = command("rewards", "exact_match").out
-    assert out.startswith("exact_match (built-in; called per completion)\n\nWhether the completion's final")
+    assert out.startswith("exact_match (built-in; called per completion)\n\n1 when the completion's final")
     assert "  answer           column; rows where it is null get no score\n" in out
     assert "  ignore_case      argument, default true\n" in out
     assert "rewards: [{name: exact_match, weight: 1, ignore_case: true, strict: false}]" in out
@@ -91,7 +91,7 @@ def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
 def test_a_number_stays_a_text_for_a_reward_that_takes_one(
     kind: str, future: str, command: Any, tmp_path: Path
 ) -> None:
-    """As the row of docs/own-data.md has it: "answer": "3"."""
+    """As the row of docs/data.md has it: "answer": "3"."""
     given, value = ("answer=[3]", [3]) if kind == "list[int]" else ("answer=3", "3" if "str" in kind else 3)
     annotation = f": {kind}" if kind else ""
     body = f"    return float(answer == {value!r} and type(answer) is {type(value).__name__})\n"

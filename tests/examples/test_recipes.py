@@ -22,7 +22,7 @@ from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.errors import DataError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RUNS = EXAMPLES.parent / "docs" / "recipes_runs.md"
+RUNS = EXAMPLES.parent / "benchmarks" / "results" / "recipes_runs.md"
 PUBLIC = ("clevr_count", "geometry3k", "refcoco_grounding", "chartqa", "docvqa", "multi_image", "clicking")
 PREPARED = (*PUBLIC, "mixture")
 RECIPES = ("shapes", "zoom", "digits", *PREPARED)
@@ -348,7 +348,7 @@ def test_a_model_of_no_known_family_cannot_be_smoked(
 
 
 def cells() -> list[tuple[str, str]]:
-    """Each recipe with one layer and each layer with a recipe, but for vllm (docs/recipes_runs.md has all pairs)."""
+    """Each recipe with one layer and each layer with a recipe, but for vllm (recipes_runs.md has all pairs)."""
     layers = [layer for layer in find_layers() if layer != "vllm"]
     return [(recipe, layers[number % len(layers)]) for number, recipe in enumerate(RECIPES)]
 

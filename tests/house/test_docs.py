@@ -1,35 +1,54 @@
-"""The docs are true: generated pages are current, snippets run, links lead somewhere."""
+"""The docs are true: links lead somewhere, snippets and configs run, tables are those of the code."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 import re
 import runpy
+import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from helpers.metrics_page import metrics_of_the_page, not_on_the_page
+from PIL import Image
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.sources import load_train
+from mm_grpo.errors import ConfigError
+from mm_grpo.preflight.check import check_config
+from mm_grpo.rewards.scorer import Scorer
+from mm_grpo.testing.tiny_models import build
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *(ROOT / "docs").glob("*.md"),
-    *ROOT.glob("examples/**/*.md"),
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ROOT.glob("examples/**/*.md")),
+    *sorted((ROOT / "benchmarks").glob("**/*.md")),
 ]
 
 
-def test_the_page_of_fields_is_current() -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "make_config.py"))["page"]
-    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == page()
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
-        if anchor and (target.endswith(".md") or not target):
-            assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks in this language, without their indentation."""
+    found = re.findall(rf"^([ ]*)```{language}\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for _, block in found]
+
+
+def table(name: str, first_cell: str) -> list[list[str]]:
+    """The cells of a page's table rows whose first cell has this form."""
+    lines = re.findall(rf"^\| ({first_cell}) \| (.+) \|$", read(name), re.MULTILINE)
+    return [[first, *rest.split(" | ")] for first, rest in lines]
 
 
 def anchors(page: Path) -> set[str]:
@@ -40,82 +59,205 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in plain}
 
 
-def snippets(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+        if anchor and (target.endswith(".md") or not target):
+            assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
 
 
-@pytest.mark.slow
-def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    example, reward = snippets(ROOT / "README.md")
-    exec(
-        compile(example.replace("runs/python", str(tmp_path / "run")), "README.md", "exec"),
-        {"__name__": "readme"},
-    )
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["score_before"] < 0.5 and summary["score_after"] > 0.8  # it learns, and one can see it
-    after = re.search(r"# reward on held-out rows: ([0-9.]+) -> ([0-9.]+)", example)
-    assert after is not None and float(after[1]) == pytest.approx(summary["score_before"], abs=0.05)
-    assert float(after[2]) == pytest.approx(summary["score_after"], abs=0.1)
-    names: dict[str, object] = {"__name__": "readme_reward"}
-    exec(compile(reward, "README.md", "exec"), names)
-    score = names["says_a_number"]
-    assert callable(score)
-    assert (score("it is 12", answer="12"), score("it is 3", answer="12"), score("3", answer="red")) == (
+def test_pages_that_the_package_names_exist() -> None:
+    named = {
+        name
+        for file in (ROOT / "mm_grpo").rglob("*.py")
+        for name in re.findall(r"docs/[\w-]+\.md", file.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5 and [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_page_is_in_the_sites_nav() -> None:
+    nav = read("mkdocs.yml").partition("\nnav:")[2]
+    listed = re.findall(r"^ +- (\S+\.md)$", nav, re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_docs_stay_short() -> None:
+    assert len(read("README.md")) <= 8000
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
+    assert len(pages) <= 22 and sum(len(page.split()) for page in pages) <= 24_000
+
+
+def test_the_page_of_fields_is_current() -> None:
+    assert read("docs/config.md") == runpy.run_path(str(ROOT / "docs" / "make_config.py"))["page"]()
+
+
+def configs() -> list[Any]:
+    """Each block that reads as a mapping of sections."""
+    found = []
+    for page in PAGES:
+        for number, text in enumerate(blocks(page.read_text(encoding="utf-8"), "yaml")):
+            values = yaml.safe_load(text)
+            if isinstance(values, dict) and set(values) & set(GRPOConfig.model_fields):
+                found.append(pytest.param(values, id=f"{page.relative_to(ROOT)}-{number}"))
+    assert len(found) >= 15
+    return found
+
+
+@pytest.mark.parametrize("values", configs())
+def test_a_config_of_the_docs_is_legal(values: dict[str, Any]) -> None:
+    data = values.get("data", {})
+    whole = {
+        "rewards": ["exact_match"],
+        **values,
+        "model": {"path": "m", **values.get("model", {})},
+        "data": {"eval": "e.jsonl", **data} if isinstance(data, dict) else data,
+    }
+    GRPOConfig.from_dict(whole).check()
+
+
+def test_the_readmes_own_files_pass_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = read("README.md")
+    (row,), (config,), (loop, reward) = (blocks(readme, kind) for kind in ("json", "yaml", "python"))
+    assert loop in read("examples/loop.py")
+    for name, text in (("rows.jsonl", row), ("mine.yaml", config), ("my_rewards.py", reward)):
+        (tmp_path / name).write_text(text)
+    image = tmp_path / json.loads(row)["image"]
+    image.parent.mkdir()
+    Image.new("RGB", (64, 64), "white").save(image)
+    build("qwen2_5_vl", tmp_path / "model")
+    assert check_config(GRPOConfig.from_yaml("mine.yaml", ["model.path=model"])), capsys.readouterr().out
+    score = runpy.run_path("my_rewards.py")["says_a_number"]
+    assert [score(*each) for each in (("it is 12", "12"), ("it is 3", "12"), ("3", "red"))] == [
         1.0,
         0.0,
         None,
-    )
+    ]
 
 
-def test_the_snippets_on_data_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["data", "turns", "recipes"])
+def test_the_python_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for number, snippet in enumerate(snippets(ROOT / "docs" / "data.md")):
-        exec(compile(snippet, f"data.md, snippet {number}", "exec"), {"__name__": "data"})
+    snippets = blocks(read(f"docs/{name}.md"), "python")
+    assert snippets
+    for snippet in snippets:
+        exec(compile(snippet, name, "exec"), {"__name__": name})
 
 
 @pytest.mark.slow
 def test_the_snippets_on_python_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "python"}
-    for number, snippet in enumerate(snippets(ROOT / "docs" / "python.md")):
-        code = snippet.replace("examples/shapes/base", str(ROOT / "examples" / "shapes" / "base"))
-        exec(compile(code, f"python.md, snippet {number}", "exec"), names)
+    for snippet in blocks(read("docs/python.md"), "python"):
+        base = str(ROOT / "examples" / "shapes" / "base")
+        exec(compile(snippet.replace("examples/shapes/base", base), "python.md", "exec"), names)
     assert (names["summary"]["steps"], names["summary"]["stopped"]) == (3, "three steps are enough here")
     rows = [json.loads(line) for line in (tmp_path / "runs/page/metrics.jsonl").read_text().splitlines()]
     assert [row.get("my/right") == row.get("rewards/exact_match/mean") for row in rows] == [True] * 4 + [
         False
     ]
     assert (tmp_path / "page_model" / "config.json").exists()
+    assert not_on_the_page({name for row in rows for name in row}) == ["my/right"]
 
 
-def test_the_snippets_on_turns_run() -> None:
-    for number, snippet in enumerate(snippets(ROOT / "docs" / "turns.md")):
-        exec(compile(snippet, f"turns.md, snippet {number}", "exec"), {"__name__": "turns"})
+READ: list[tuple[str, int, dict[str, Any]]] = [  # layout, images, columns of the rows in docs/data.md
+    ("trl", 1, {"answer": "3"}),
+    ("trl", 2, {"answer": "first"}),
+    ("trl", 1, {"answer": "stop"}),
+    ("openai", 1, {"answer": "red"}),
+    ("verl", 1, {"answer": "4", "data_source": "clevr"}),
+    ("ms_swift", 1, {"box": [4, 4, 20, 24]}),
+    ("sharegpt", 1, {"answer": "red", "id": "000000033471"}),
+    ("r1v", 1, {"answer": "3"}),
+]
 
 
-def test_the_readmes_arithmetic_is_what_a_run_prints() -> None:
-    from mm_grpo.config import GRPOConfig
+def test_rows_shown_are_read_by_the_config_below_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    for at, side in enumerate((32, 40)):
+        Image.new("RGB", (side, side)).save(tmp_path / "images" / f"{at}.png")
+    shown = re.findall(r"```json\n(.*?)```\s.*?```yaml\n(.*?)```", read("docs/data.md"), re.DOTALL)
+    for (row, config_text), (layout, images, columns) in zip(shown, READ, strict=True):
+        (tmp_path / "rows.jsonl").write_text(row)
+        config = GRPOConfig.from_dict({"model": {"path": "m"}, **yaml.safe_load(config_text)})
+        dataset = load_train(config, needs=Scorer(config.rewards).check)
+        sample = dataset.sample(0)
+        assert dataset.fields(0).layout == layout
+        assert [image.size[0] for image in sample.images] == [32, 40][:images]
+        assert {name: sample.columns.get(name) for name in columns} == columns
+        assert sample.messages[-1]["role"] == "user"
 
-    config = GRPOConfig(model={"path": "x"}, rollout={"prompts_per_step": 16})
-    assert config.batch_sentence(processes=1) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+def test_the_page_of_metrics_names_what_the_code_logs() -> None:
+    """Every text of the package that begins as a metric does, such as `time/...`, is on the page."""
+    page = metrics_of_the_page()
+    kinds = "|".join(sorted({name.partition("/")[0] for name in page if "/" in name} - {"images", "rewards"}))
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "mm_grpo").rglob("*.py"))
+    logged = set(re.findall(rf'"((?:{kinds})/[a-z_/{{}}]+?)/?"', source))
+    assert len(logged) > 60
+    part = {name: re.sub(r"\{\w*\}", "[^/]+", name) + "(/|$)" for name in not_on_the_page(logged)}
+    assert [name for name, form in part.items() if not any(re.match(form, one) for one in page)] == []
 
 
-def words(text: str) -> str:
-    return " ".join(text.replace("**", "").split())
+def test_the_tables_on_what_to_choose_are_what_the_formulas_say() -> None:
+    shares = table("docs/choosing.md", r"0\.\d+")
+    assert len(shares) == 4
+    for p, *row in shares:
+        right = float(p)
+        assert row == [f"{1 - right**g - (1 - right) ** g:.2f}" for g in (4, 8, 16)]
+    tokens = table("docs/choosing.md", r"\d{5,7}")
+    assert len(tokens) == 4
+    for pixels, *row in tokens:
+        count = int(pixels)
+        assert row == [str(int(math.sqrt(count))), str(count // 784), str(count // 1024)]
 
 
-def test_every_promise_of_the_readme_has_a_test() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
-    assert len(table) >= 25
-    for promise, tests in table:
-        assert words(promise) in words(readme)
+def test_names_of_other_trainers_are_answered_as_the_page_says() -> None:
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `([\w.]+)` \|$", read("docs/coming-from.md"), re.MULTILINE)
+    assert len(rows) > 25
+    for names, here in rows:
+        for name in re.findall(r"\w+", names):
+            with pytest.raises(ConfigError, match=re.escape(here)):
+                GRPOConfig.from_dict({"model": {"path": "m"}, name: 1})
+
+
+def test_the_page_on_installing_names_every_extra_and_the_versions_of_the_pins() -> None:
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    text = read("docs/install.md")
+    extras = re.findall(r"^\| (`.*?) \|", text.partition("## Extras")[2], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", "".join(extras))) == set(project["optional-dependencies"])
+    asked = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+    pins = read("requirements/cpu.in")
+    versions = re.findall(r"^\| (\w+) \| ([\d.]+)[^|]*\| ([\d.]+)", text, re.MULTILINE)
+    assert len(versions) == 8 and versions[0][:2] == ("Python", project["requires-python"].removeprefix(">="))
+    for package, lowest, tested in versions[1:]:
+        assert any(one.startswith(f"{package.lower()}>={lowest}") for one in asked), package
+        assert re.search(rf"^{package.lower()}(-cpu)?=={re.escape(tested)}", pins, re.MULTILINE), package
+
+
+def test_names_that_the_reference_is_made_of_exist() -> None:
+    names = re.findall(r"^::: (\S+)$", read("docs/api.md"), re.MULTILINE)
+    assert len(names) >= 10
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_every_promise_of_the_readme_has_tests_that_exist() -> None:
+    rows = table("benchmarks/results/promises.md", r"[^|]+")[1:]
+    for _, tests in rows:
         for name in re.findall(r"`([^`]+)`", tests):
             file, _, function = name.partition("::")
-            code = (ROOT / "tests" / file).read_text(encoding="utf-8")
-            assert f"def {function}(" in code if function else "def test_" in code, name
-    first_list = [words(bold) for bold in re.findall(r"^- \*\*(.+?)\*\*", readme, re.DOTALL | re.MULTILINE)]
-    assert len(first_list) == 8
-    assert [bold for bold in first_list if not any(bold in words(promise) for promise, _ in table)] == []
+            assert f"def {function or 'test_'}" in read(f"tests/{file}"), name
+    bold = re.findall(r"^- \*\*(.+?)\.?\*\*", read("README.md"), re.DOTALL | re.MULTILINE)
+    promised = [promise.rstrip(".") for promise, _ in rows]
+    assert len(bold) == 8 and [one for one in bold if one not in promised] == []

@@ -26,16 +26,10 @@ def run_cell(source: str, names: dict[str, Any], number: int) -> Any:
     return eval(compile(ast.Expression(last.value), where, "eval"), names) if last is not None else None
 
 
-def test_no_outputs_are_kept() -> None:
+def test_no_outputs_are_kept_and_links_lead_somewhere() -> None:
     assert [cell for cell in CELLS if cell["outputs"] or cell["execution_count"] is not None] == []
-    assert {cell["cell_type"] for cell in NOTEBOOK["cells"]} == {"code", "markdown"}
-
-
-def test_links_of_the_notebook_lead_somewhere() -> None:
-    texts = ["".join(c["source"]) for c in NOTEBOOK["cells"] if c["cell_type"] == "markdown"]
-    links = re.findall(r"\]\(([^)#:]+)\)", "".join(texts))
-    assert len(links) >= 3
-    assert [link for link in links if not (ROOT / "examples" / link).exists()] == []
+    links = re.findall(r"\]\(([^)#:]+)\)", "".join("".join(cell["source"]) for cell in NOTEBOOK["cells"]))
+    assert len(links) >= 3 and [link for link in links if not (ROOT / "examples" / link).exists()] == []
 
 
 @pytest.mark.long
@@ -48,11 +42,5 @@ def test_the_notebook_runs_and_the_model_learns(tmp_path: Path, monkeypatch: pyt
     assert rewards == pytest.approx((1.0, 0.8, 0.0))
     (scores,) = [one for one in shown if isinstance(one, dict)]
     assert scores["accuracy_before"] < 0.45 and scores["accuracy_after"] > scores["accuracy_before"] + 0.25
-    drawn = [one._repr_svg_() for one in shown if hasattr(one, "_repr_svg_")]
-    assert [svg.count("<polyline") for svg in drawn] == [3, 2]
-    pages = [one._repr_html_() for one in shown if type(one).__name__ == "Rollouts"]
-    assert [page.count("<img") for page in pages] == [4, 4]
-    assert "(+" in pages[0] and "(-" in pages[0]  # advantages
-    assert "model.safetensors" in shown[-1]
     rows = [json.loads(line) for line in Path("runs/notebook/metrics.jsonl").read_text().splitlines()]
     assert not_on_the_page({name for row in rows for name in row}) == []

@@ -1,4 +1,4 @@
-"""Every recipe with every layer through `check --smoke` and `train --smoke`: writes docs/recipes_runs.md.
+"""Every recipe with every layer through `check --smoke` and `train --smoke`: writes benchmarks/results/recipes_runs.md.
 
     PYTHONPATH=tests python tests/recipes/make_table.py [--layers lora,vllm] [RECIPE ...]     # some minutes
 
@@ -22,7 +22,7 @@ import conftest  # noqa: F401  # the settings of tests, before anything else is 
 from mm_grpo import cli
 from mm_grpo.cli.configs import find_layers, find_recipes
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes_runs.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "recipes_runs.md"
 DEADLINE = 300
 HEAD = """# Every recipe with every layer
 

@@ -1,4 +1,4 @@
-"""Runs faults against two real vLLM servers and writes docs/served_faults.md; takes about a quarter of an hour.
+"""Runs faults against two real vLLM servers and writes benchmarks/results/served_faults.md, in a quarter of an hour.
 
     OMP_NUM_THREADS=1 PYTHONPATH=tests python tests/robustness/make_served_table.py [--staleness 1] [--seed 7]
 
@@ -33,7 +33,7 @@ from robustness import served_learner
 from robustness.http_proxy import Proxy
 from robustness.served_faults import FAULTS, GENERATE, HEALTH_TIMEOUT, TIMEOUT, UPDATE_TIMEOUT, Fault
 
-PAGE = Path(__file__).parents[2] / "docs" / "served_faults.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "served_faults.md"
 PROMPTS, JOINED = 8, 3
 RECIPE = Path(__file__).parents[2] / "examples" / "shapes" / "config.yaml"
 DEADLINE, WHOLE_RUN = 180.0, 1800.0

@@ -17,23 +17,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "robustness.md"
 DEADLINE = 20.0
 HEAD = """# What hostile and unlucky input ends in
 
-Written by `PYTHONPATH=tests python tests/robustness/make_table.py`, which runs the cases of `tests/robustness/`:
-configs, rows and images through `GRPOConfig.from_yaml` and the loading of rows, everything else through `mm-grpo`'s
-`check`, `doctor` and `train`. Each has {deadline:.0f} seconds. What they end in, by exit code:
-
-- **done** (0): input that looks odd and is right, and damage that a run gets over: a damaged checkpoint is passed over
-  with a warning that names it, a log is put back from the checkpoint, a masked reward is counted. A run that was killed
-  is resumed, and has the numbers of a run that was not.
-- **refused** (2): one message that names what is wrong, without a traceback.
-- **guard** (3): a guard stopped the run: an engine with other weights, a run without an update.
-- **failed** (1): anything else: an engine that ends; a reward in the trainer's process whose C code holds the
-  interpreter's lock past the time-out, which prints where it stands.
-- **signal** (128 and its number): 130, 143 and 129 for Ctrl-C, SIGTERM and SIGHUP, after the running step and with a
-  checkpoint (at once before the first step, and at a second Ctrl-C); and the death of the trainer by a reward in its
-  process that kills it, which an isolated reward cannot.
-
-`make test` runs a tenth of the cases that need no model and a few more, `make test-long` a tenth of the others; with
-ALL_CASES=1 they run all of them.
+Written by `PYTHONPATH=tests python tests/robustness/make_table.py`, by exit code: **done** (0), **refused** (2, one
+message), **guard** (3), **failed** (1), **signal** (128 and its number). Each case has {deadline:.0f} seconds.
+`make test` runs a tenth of them, with ALL_CASES=1 all.
 
 | class | cases | done | refused | guard | failed | signal | not run | traceback | hang | silent | otherwise wrong |
 |---|---|---|---|---|---|---|---|---|---|---|---|

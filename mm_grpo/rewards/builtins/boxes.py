@@ -62,7 +62,7 @@ class Frame:
 
     @classmethod
     def of(cls, images: Sequence[Image], sample: Sample | None, image_index: int = 0) -> Frame:
-        """That of one of the row's images, counted from 0."""
+        """Make the frame of one of the row's images, counted from 0."""
         originals = () if sample is None else sample.images
         if (images or originals) and not 0 <= image_index < max(len(images), len(originals)):
             raise ValueError(
@@ -84,7 +84,7 @@ class Frame:
         return float(size[0]), float(size[1])
 
     def scale(self, source: str, target: str) -> tuple[float, float]:
-        """What x and y of one space are multiplied by to count in the other."""
+        """Factors of x and y from one space to the other."""
         if source == target or (self.seen == self.original and source in _PIXELS and target in _PIXELS):
             return 1.0, 1.0
         (from_x, from_y), (to_x, to_y) = self.extent(source), self.extent(target)
@@ -200,7 +200,7 @@ def gold_box(value: Any, layout: Layout = "xyxy") -> Box:
 
 
 def has_area(box: Box) -> bool:
-    """Whether the corners are in order and the box is not empty."""
+    """True when the corners are in order and the box is not empty."""
     return box[0] < box[2] and box[1] < box[3]
 
 

@@ -91,7 +91,7 @@ async def ask(
 
 
 def _server(url: str, key_env: str | None) -> _Server:
-    """That of the running loop, with the key as the environment holds it now."""
+    """Return the running loop's client, with the key as the environment holds it now."""
     servers = _SERVERS.setdefault(asyncio.get_running_loop(), {})
     if (url, key_env) not in servers:
         openai = library("judge")

@@ -47,7 +47,7 @@ def clicking(
     reach: float | None = None,
     **spaces: Any,
 ) -> float | None:
-    """Whether the completion's last point lies in the gold box or polygon, or how near it comes.
+    """Nearness of the completion's last point to the gold box or polygon; 1 inside.
 
     The gold column is a box of four numbers (in `gold_layout`), a polygon ([x0, y0, x1, y1, x2, y2, ...] or [[x0, y0],
     [x1, y1], ...]), or a list of polygons of which any counts; JSON text is read too. How a point is read, and
@@ -149,7 +149,7 @@ def bounds(polygon: Polygon) -> Box:
 
 
 def is_inside(point: Point, polygon: Polygon) -> bool:
-    """Whether a point lies in a polygon or on its edge.
+    """True when a point lies in a polygon or on its edge.
 
     >>> is_inside((1, 1), ((0, 0), (4, 0), (0, 4))), is_inside((3, 3), ((0, 0), (4, 0), (0, 4)))
     (True, False)
@@ -166,7 +166,7 @@ def is_inside(point: Point, polygon: Polygon) -> bool:
 
 
 def distance(point: Point, polygon: Polygon) -> float:
-    """How far a point is from a polygon; 0 inside.
+    """Distance of a point from a polygon; 0 inside.
 
     >>> distance((7, 9), ((0, 0), (4, 0), (4, 5), (0, 5)))
     5.0

@@ -35,7 +35,7 @@ _checks_left: ContextVar[int] = ContextVar("checks_left")
 
 @reward("json_schema")
 def json_schema(completion: str, schema: Mapping[str, Any] | str | None = None) -> float:
-    """Whether the completion's final part is JSON, and valid against a JSON schema.
+    """1 when the completion's final part is JSON, and valid against a JSON schema.
 
     The final part is the inside of the last `<answer>` block, else what follows `</think>`, else
     everything; one Markdown fence around the whole of it is taken off. Nothing else may stand beside
@@ -70,7 +70,7 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str | None = None) 
 
 
 def _unfenced(text: str) -> str:
-    """What stands in one Markdown fence around the whole text; else the text."""
+    """Strip one Markdown fence around the whole text."""
     lines = text.strip().split("\n")
     if len(lines) > 2 and lines[0].strip().lower() in ("```", "```json") and lines[-1].strip() == "```":
         return "\n".join(lines[1:-1])

@@ -166,7 +166,7 @@ def box_match(
     threshold: float = 0.5,
     **spaces: Any,
 ) -> float | None:
-    """How well the completion's boxes match the gold boxes, each at most once.
+    """Match of the completion's boxes with the gold boxes, each at most once.
 
     Metric "f1": the largest number of pairs with IoU >= `threshold` that shares no box, doubled and
     divided by the number of boxes on both sides. Metric "mean_iou": the matching with the most IoU in
@@ -214,7 +214,7 @@ def point_in_box(
     sample: Sample | None = None,
     **spaces: Any,
 ) -> float | None:
-    """Whether the completion's last point lies in the gold box, edges included.
+    """1 when the completion's last point lies in the gold box, edges included.
 
     A point is read from the final part (the last `<answer>` block, else what follows `</think>`, else
     everything): (x, y), [x, y], x=1, y=2, <point x="1" y="2"> or two numbers alone; of a box (in `layout`)

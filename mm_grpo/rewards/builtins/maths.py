@@ -24,7 +24,7 @@ for _name in ("parser", "grader"):  # they warn that their time-out is off; ours
 
 @reward("math", needs=("answer",), isolated=True, on_timeout="mask")
 def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
-    r"""Whether the completion's answer equals the gold answer as mathematics, judged by math-verify.
+    r"""1 when the completion's answer equals the gold answer as mathematics, judged by math-verify.
 
     The answer is the inside of the last `\boxed{...}` of the final part (the last `<answer>` block,
     else what follows `</think>`, else everything); without one, a whole `<answer>` block is read as
@@ -105,7 +105,7 @@ def _same_text(gold: list[Any], given: list[Any]) -> bool:
 
 
 def _is_huge(given: list[Any]) -> bool:
-    """Whether an expression holds a power or a factorial that would take minutes to write out."""
+    """True when an expression holds a power or a factorial that would take minutes to write out."""
     sympy = importlib.import_module("sympy")
 
     def large(number: Any) -> bool:

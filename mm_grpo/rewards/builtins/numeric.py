@@ -75,7 +75,7 @@ def numeric(
     absolute_tolerance: float = 0.0,
     match_unit: bool = False,
 ) -> float | None:
-    r"""Whether the completion's last number is the gold number.
+    r"""1 when the completion's last number is the gold number.
 
     It is looked for in the last `\boxed{...}` of the final part (the last `<answer>` block, else what
     follows `</think>`, else everything), else in the whole final part; without a number in digits, English
@@ -159,7 +159,7 @@ def _readings(given: Number, gold: Number) -> list[tuple[float, float]]:
 
 @reward("count", needs=("answer",))
 def count(completion: str, answer: Answer, *, tolerance: int = 0) -> float | None:
-    r"""Whether the completion states the gold count.
+    r"""1 when the completion states the gold count.
 
     The count is the last number in the last `\boxed{...}` of the final part (the last `<answer>` block,
     else what follows `</think>`, else everything), else in the final part itself: digits, also with
@@ -199,7 +199,7 @@ def _gold_count(text: str) -> int:
 def chart_relaxed(
     completion: str, answer: Answer, *, tolerance: float = 0.05, exact_years: bool = False
 ) -> float | None:
-    """Whether the answer is the gold number within 5 %, or the gold text.
+    """1 when the answer is the gold number within 5 %, or the gold text.
 
     The rule of Masry et al., "ChartQA" (2022): when both are numbers and gold is not 0, right is
     |given - gold| <= tolerance · |gold|; otherwise the texts must be equal, case aside. "12%" is the number

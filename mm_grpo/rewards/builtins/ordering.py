@@ -38,7 +38,7 @@ def ordering(
     metric: Literal["pairs", "exact"] = "pairs",
     ignore_case: bool = True,
 ) -> float | None:
-    """How far the completion lists the gold items in the gold order.
+    """Agreement of the completion's order of the gold items with the gold order.
 
     The gold column is a list of at least two different items, or text that lists them (JSON, or "B, A, C"). The
     completion's list is read from the last `\\boxed{...}` of its final part (the last `<answer>` block, else what

@@ -115,7 +115,7 @@ def _loaded(model: str, device: str, dtype: str) -> tuple[Any, Any]:
 
 
 def _head(outputs: int, output: int | None, activation: str | None) -> tuple[int, str]:
-    """Which output is read, and what is applied to the outputs before."""
+    """Output that is read, and the activation before."""
     if activation not in (None, "none", "sigmoid", "softmax"):
         raise RewardError(
             f"reward_model: activation={activation!r}; legal are 'none', 'sigmoid' and 'softmax'"

@@ -48,7 +48,7 @@ _OTHER = re.compile(
 
 @reward("format")
 def follows_format(completion: str, *, template: str | None = None, pattern: str | None = None) -> float:
-    r"""Whether the whole completion follows a template, or matches a regular expression.
+    r"""1 when the whole completion follows a template, or matches a regular expression.
 
     In a `template` each `...` stands for some text that is not blank, and each space for any white
     space or none. The rest, case included, must be there exactly once, and nothing may precede or
@@ -86,7 +86,7 @@ class _Form:
     tags: tuple[str, ...]
 
     def fills(self, gap: str) -> bool:
-        """Whether a text may stand in place of a `...`: not blank, and no part of the form again."""
+        """True when a text may stand in place of a `...`: not blank, and no part of the form again."""
         again = any(tag in gap for tag in self.tags) or any(
             p.pattern and p.search(gap) for p in self.literals
         )
@@ -106,7 +106,7 @@ def _parse(template: str) -> _Form:
 
 
 def _gaps(text: str, literals: tuple[re.Pattern[str], ...]) -> list[str] | None:
-    """What stands in place of each `...`; None when the literals are not all there, in order."""
+    """Match the text of each `...`; None when the literals are not all there, in order."""
     if len(literals) == 1:
         return [] if literals[0].fullmatch(text) else None
     first = literals[0].match(text)

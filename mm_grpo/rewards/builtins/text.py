@@ -27,7 +27,7 @@ _BEFORE = "answer|choice|choose|option|pick|select"
 def exact_match(
     completion: str, answer: Answer, *, ignore_case: bool = True, strict: bool = False
 ) -> float | None:
-    r"""Whether the completion's final answer is the gold answer.
+    r"""1 when the completion's final answer is the gold answer.
 
     The final answer is the inside of the last `<answer>` block, else what follows `</think>`, else the
     whole completion; and within that the inside of the last `\boxed{...}`, if there is one. The gold
@@ -74,7 +74,7 @@ def contains(
     whole_words: bool = True,
     max_words: int | None = None,
 ) -> float | None:
-    """Whether the completion's final part contains the gold text.
+    """1 when the completion's final part contains the gold text.
 
     The final part is the inside of the last `<answer>` block, else what follows `</think>`, else
     everything. White space, and case unless `ignore_case=False`, do not count. With `whole_words` a
@@ -115,7 +115,7 @@ def _holds(text: str, gold: str, whole_words: bool) -> bool:
 
 @reward("choice", needs=("answer",))
 def choice(completion: str, answer: str | None, *, letters: str = "ABCDE") -> float | None:
-    r"""Whether the completion chooses the gold option letter.
+    r"""1 when the completion chooses the gold option letter.
 
     Only the final part is read: the inside of the last `<answer>` block, else what follows `</think>`,
     else everything. In it, the first of these rules that finds something decides:
@@ -227,7 +227,7 @@ def _letter(match: re.Match[str]) -> str:
 
 @reward("anls", needs=("answer",))
 def anls(completion: str, answer: Answer, *, threshold: float = 0.5) -> float | None:
-    """How close the completion's answer is to the nearest gold text, by edits.
+    """Similarity of the completion's answer to the nearest gold text, by edits.
 
     ANLS of Biten et al., "Scene Text Visual Question Answering" (2019): with the normalised edit distance
     d (edits divided by the length of the longer text) it is 1 - d where d < `threshold`, else 0, and

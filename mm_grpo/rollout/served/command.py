@@ -1,4 +1,4 @@
-"""How a vLLM server of this machine is started: its command line and its environment.
+"""Command line and environment of a vLLM server on this machine.
 
 The engine's part is that of the engine in the trainer's process (`vllm/launch.py`), so a server samples as that does.
 What differs between versions of vLLM is read from its own files, for importing it takes seconds.
@@ -39,7 +39,7 @@ OF_THE_TRAINER = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "PYTHONDONTWRITEBYTECODE",
 )
-"""What a launcher told this process about its own group, which a server is not in."""
+"""Variables by which a launcher describes this process's group, which a server is not in."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ServerSettings:
 
 
 def vllm_folder() -> Path:
-    """Where vLLM is installed; it is not imported, for that takes seconds. ConfigError where it is not."""
+    """Find vLLM's folder without importing it, which takes seconds. ConfigError where there is none."""
     place = find_spec("vllm")
     if place is None or place.origin is None:
         raise ConfigError(
@@ -96,7 +96,7 @@ def server_command(settings: ServerSettings, port: int) -> list[str]:
 
 
 def version_options(package: Path) -> dict[str, bool]:
-    """What servers of the vLLM in `package` need to be asked for by ids and images (rollout/served/dialect.py)."""
+    """Options of the vLLM in `package` for requests by ids and images (rollout/served/dialect.py)."""
 
     def known(word: str, *files: str) -> bool:
         found = (package / "entrypoints" / file for file in files)

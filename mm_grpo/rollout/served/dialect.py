@@ -1,4 +1,4 @@
-"""What a vLLM server can do, by version, and how that is found out when a run starts.
+"""Abilities of a vLLM server, by version, found out when a run starts.
 
 | part                                              | 0.25.1                            | 0.32                 |
 |---------------------------------------------------|-----------------------------------|----------------------|
@@ -50,7 +50,7 @@ CONTROL = (
     "/reset_encoder_cache",
     RPC,
 )
-"""What every server needs beside what samples."""
+"""Endpoints that every server needs beside those that sample."""
 ENDPOINTS = frozenset(
     (
         *CONTROL,
@@ -67,12 +67,12 @@ ENDPOINTS = frozenset(
 )
 """All that a run asks of a server; one of ours answers nothing else."""
 SIZES = ("model_type", "_size", "_layers", "_heads", "depth", "embed_dim")
-"""How those fields of a model's config end by which its weights fit another model."""
+"""Suffixes of the fields of a model's config by which its weights fit another model."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What one server has. `model` is the name that it serves, `max_model_len` its longest sequence in tokens, None
+    """Abilities of a server. `model` is the name that it serves, `max_model_len` its longest sequence in tokens, None
     where it does not say; `sizes` are those of its model (`model_sizes`), {} where it does not say."""
 
     version: str
@@ -86,7 +86,7 @@ class Dialect:
 
 
 def model_sizes(config: Any) -> dict[str, Any]:
-    """What weights a model takes, by its transformers config: the fields of SIZES, those of a part as PART.FIELD."""
+    """Read a model's weight sizes from its transformers config: the fields of SIZES, of a part as PART.FIELD."""
     fields = dict(config.to_dict())
     for part in ("text_config", "vision_config"):
         fields |= {f"{part}.{name}": value for name, value in (fields.get(part) or {}).items()}
@@ -172,7 +172,7 @@ async def weights_name(client: ServerClient, dialect: Dialect, timeout: float) -
 
 
 async def is_paused(client: ServerClient, timeout: float) -> bool:
-    """Whether a server samples nothing because weights are being sent to it."""
+    """True when a server samples nothing because weights are being sent to it."""
     answer = await client.request("/is_paused", method="GET", timeout=timeout)
     with reading(client.url, "/is_paused"):
         return bool(answer["is_paused"])

@@ -105,12 +105,12 @@ class ServedEngine:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether the servers that are ready hold what was sent last; one that joins is brought up to it."""
+        """True when the servers that are ready hold what was sent last; one that joins is brought up to it."""
         return self._current
 
     @property
     def updates_in_flight(self) -> bool:
-        """Whether every server says under which weights each token was sampled, so that an update may land while
+        """True when every server says under which weights each token was sampled, so that an update may land while
         requests run."""
         known = [server.dialect for server in self.pool.servers if server.dialect is not None]
         return all(dialect.spans for dialect in known)
@@ -180,7 +180,7 @@ class ServedEngine:
         """Does nothing."""
 
     def close(self) -> None:
-        """Let go of the servers, which go on."""
+        """Disconnect from the servers, which go on."""
         self.pool.close()
         if self.transfer is not None:
             self.transfer.close()
@@ -193,7 +193,7 @@ class ServedEngine:
     def _send(
         self, transfer: WeightTransfer, tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> tuple[dict[str, str], str, list[str]]:
-        """What the servers received, the name that the weights have there, and the urls of those that took them."""
+        """Return what the servers received, the weights' name there, and the urls of those that took them."""
         name = transfer.weights_name(version)
         with self._lock, self.pool.update(name):
             self._run = name.rpartition(":")[0]
@@ -270,7 +270,7 @@ class ServedEngine:
             raise GuardStop(f"weight sync with {server.url}: {message}")
 
     def _admitted(self, server: Server) -> bool:
-        """Whether a server that has taken weights reports log-probs as the learner has them; asked whenever it joins.
+        """True when a server that has taken weights reports log-probs as the learner has them; asked whenever it joins.
 
         Where one token alone is allowed, its log-prob is 0 after the mask and less before it. ConfigError for the
         latter; False where the server is gone.
@@ -304,7 +304,7 @@ class ServedEngine:
         return True
 
     def _is_ours(self, name: str) -> bool:
-        """Whether weights of this name are of this run."""
+        """True when weights of this name are of this run."""
         run, _, number = name.rpartition(":")
         return self._run is not None and run == self._run and number.isdecimal()
 
@@ -317,7 +317,7 @@ class ServedEngine:
     # waiting ---------------------------------------------------------------------------------
 
     def work(self, group: Sequence[Request]) -> Work:
-        """What a server is sent for a group of requests."""
+        """Make a server's work of a group of requests."""
         known = [server.dialect for server in self.pool.servers if server.dialect is not None]
         return self.requests.sampled(group, as_text=not all(dialect.images_by_ids for dialect in known))
 

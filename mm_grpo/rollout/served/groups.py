@@ -146,7 +146,7 @@ _left: list[tuple[Any, Any]] = []
 
 
 def init_info(host: str, port: int, *, workers: int, timeout: float, group: str) -> dict[str, Any]:
-    """What a server of so many workers is told of its group: the learner is rank 0, they are the ranks after it."""
+    """Describe the group to a server of so many workers: the learner is rank 0, they are the ranks after it."""
     return {
         "host": host,
         "port": port,

@@ -128,7 +128,7 @@ class ServerProcess:
 
     @property
     def ready(self) -> bool:
-        """Whether it answers /health just now."""
+        """True when it answers /health just now."""
         key = self.settings.key or os.environ.get(self.settings.key_env)
         client = ServerClient(self.url, key=key, timeout=5.0)
         try:
@@ -141,7 +141,7 @@ class ServerProcess:
 
     @property
     def listening(self) -> bool:
-        """Whether connections to it are taken, which they are of a process that is stopped too."""
+        """True when connections to it are taken, which they are of a process that is stopped too."""
         place = urlsplit(self.url)
         try:
             if self.settings.socket is None:

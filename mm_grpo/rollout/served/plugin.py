@@ -1,4 +1,4 @@
-"""What mm_grpo adds to vLLM's workers: backends of its weight-transfer API, and an account of what was received.
+"""mm_grpo's plugin in vLLM's workers: backends of its weight-transfer API, and an account of what was received.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "mm_grpo_file"}' \\
         --worker-extension-cls mm_grpo.rollout.served.plugin.WorkerExtension

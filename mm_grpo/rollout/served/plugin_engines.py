@@ -31,7 +31,7 @@ from mm_grpo.rollout.vllm.read_back import ReadBack
 
 @dataclass
 class Account:
-    """What this worker received. `version` and `digests` are those of the last update; of one under way `digests` has
+    """Received weights. `version` and `digests` are those of the last update; of one under way `digests` has
     the names alone.
 
     `finished` is false while an update is under way, and after one that was given up. `damaged`: one was given up, so
@@ -79,7 +79,7 @@ class Account:
 
 @dataclass
 class InitInfo:
-    """What `/init_weight_transfer_engine` brings. Files: `folder` holds a file `token` with that text.
+    """Arguments of `/init_weight_transfer_engine`. Files: `folder` holds a file `token` with that text.
 
     Broadcasts: the rendezvous, this server's place in the group (its first worker is `rank_offset`), and a name for it.
     """

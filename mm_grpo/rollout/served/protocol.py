@@ -76,7 +76,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server made of one `Work`: the ids it ran, its sequences by generation, log-probs of the prompt."""
+    """A server's answer to one `Work`: the ids it ran, its sequences by generation, log-probs of the prompt."""
 
     prompt_token_ids: tuple[int, ...]
     sequences: tuple[Sampled, ...]

@@ -72,7 +72,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Limits:
-    """Those of `rollout.server`: seconds, and completions that a server works on at once.
+    """Limits of `rollout.server`: seconds, and completions that a server works on at once.
 
     `max_model_len` is the longest sequence that a server has to take, in tokens; `sizes` are the learner's model's.
     """

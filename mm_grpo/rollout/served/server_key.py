@@ -1,4 +1,4 @@
-"""What stands in front of a vLLM server's endpoints: a key, and that no others are reached than a run needs.
+"""Middleware of a vLLM server: it wants a key, and opens no other endpoints than a run needs.
 
 vLLM's own `--api-key` guards /v1, /v2 and /inference alone; weights, pauses and calls of the workers stay open, and
 with them files can be written and code be run. `RequireKey` runs inside the server, as its outermost middleware
@@ -85,7 +85,7 @@ class RequireKey:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """True when an address is reached from this machine alone."""
     if host == "localhost":
         return True
     with suppress(ValueError):
@@ -94,7 +94,7 @@ def is_loopback(host: str) -> bool:
 
 
 def key_file(port: int) -> Path:
-    """Where the key of the server at a port of this machine is kept."""
+    """Return the file with the key of the server at a port of this machine."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(expand_home(state), "mm_grpo", f"server-{socket.gethostname()}-{port}.key")
 

@@ -27,7 +27,7 @@ FIRST = -1
 
 
 class Asked(Protocol):
-    """What both need of the engine."""
+    """The members of the engine that both streams use."""
 
     pool: ServerPool
     requests: RequestFormat

@@ -42,7 +42,7 @@ KINDS = ("auto", "file", "gloo", "nccl")
 
 
 class ServedTransfer:
-    """What every kind does: the calls in their order, on all servers at once, each within `timeout` seconds."""
+    """Base of every kind: the calls in their order, on all servers at once, each within `timeout` seconds."""
 
     kind = ""
     keeps_weights = False
@@ -99,7 +99,7 @@ class ServedTransfer:
         raise NotImplementedError
 
     def transmit(self, client: ServerClient, handed: Any) -> None:
-        """Let one server take the chunk."""
+        """Send the chunk to one server."""
         raise NotImplementedError
 
     # the calls -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the engine asks of a transfer of weights to servers; `transfer.py` has the kinds that there are."""
+"""The interface of a weight transfer to servers; `transfer.py` has the kinds that there are."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class WeightTransfer(Protocol):
     """Carries weights to servers. Calls are not to overlap."""
 
     backend: str
-    """What servers are to be started with: `{"backend": ...}` of `--weight-transfer-config`."""
+    """Backend that servers are started with: `{"backend": ...}` of `--weight-transfer-config`."""
     keeps_weights: bool
-    """Whether `catch_up` can bring the weights sent last, once a `send` has gone through all tensors."""
+    """True when `catch_up` can bring the weights sent last, once a `send` has gone through all tensors."""
 
     def weights_name(self, version: int) -> str:
-        """What servers call the weights of this run and number: RUN:VERSION, RUN different for every transfer."""
+        """Name the weights of this run and number: RUN:VERSION, RUN different for every transfer."""
         ...
 
     def connect(self, clients: Sequence[ServerClient]) -> None:
@@ -39,7 +39,7 @@ class WeightTransfer(Protocol):
         ...
 
     def forget(self, client: ServerClient) -> None:
-        """What is sent to this server next will be all of the weights, whatever it holds."""
+        """Forget what this server holds: all of the weights are sent next."""
         ...
 
     def catch_up(self, clients: Sequence[ServerClient]) -> Outcome | None:

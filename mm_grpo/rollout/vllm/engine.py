@@ -89,7 +89,7 @@ class VLLMEngine:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether vLLM holds this trainer's weights, or those on disk when nobody has sent any."""
+        """True when vLLM holds this trainer's weights, or those on disk when nobody has sent any."""
         return self._current and self._handle.owner is self
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:

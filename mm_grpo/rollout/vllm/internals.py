@@ -46,7 +46,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Answer:
-    """What vLLM made of one `EngineRequest`: the ids it ran, and its sequences by generation."""
+    """vLLM's answer to one `EngineRequest`: the ids it ran, and its sequences by generation."""
 
     prompt_token_ids: tuple[int, ...]
     sequences: tuple[Sampled, ...]
@@ -78,7 +78,7 @@ def run(handle: Handle, work: Sequence[EngineRequest]) -> list[Answer]:
 
 
 def can_stream(handle: Handle) -> bool:
-    """Whether requests can be added one by one, and looked at after each step."""
+    """True when requests can be added one by one, and looked at after each step."""
     return hasattr(handle.llm, "enqueue")
 
 
@@ -224,7 +224,7 @@ def _eager() -> Any:
 
 
 def reload(handle: Handle, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Let the worker take `tensors` as its weights.
+    """Load `tensors` into the worker as its weights.
 
     When `tensors` itself fails, the worker is let finish with what came, for it cannot be left half-way; the
     failure is raised after that, and the engine is whole again once every tensor has been sent. A failure

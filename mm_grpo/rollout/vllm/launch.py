@@ -45,7 +45,7 @@ CPU_KV_BYTES = (64 << 20, 4 << 30)
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What one vLLM engine is started with.
+    """Arguments of one vLLM engine.
 
     `max_model_len` bounds prompt and completion together, in tokens; `mm_processor_kwargs` tell vLLM's processor the
     limits of one image, `max_images` bounds those of one prompt. On a GPU `gpu_memory_utilization` is the share of its
@@ -203,7 +203,7 @@ def _construct(settings: EngineSettings) -> Any:
 
 
 def _has_linear_layers(settings: EngineSettings) -> bool:
-    """Whether the model has layers of linear attention, which vLLM on a CPU runs in bfloat16: ConfigError else."""
+    """True when the model has layers of linear attention, which vLLM on a CPU runs in bfloat16: ConfigError else."""
     text: Any = read_config(settings.model, trust_remote_code=settings.trust_remote_code).get_text_config()
     linear = "linear_attention" in (getattr(text, "layer_types", None) or ())
     if linear and settings.dtype != "bfloat16":

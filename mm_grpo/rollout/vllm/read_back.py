@@ -1,4 +1,4 @@
-"""What the layers of a vLLM model hold of the tensors of an update, read back after it was loaded.
+"""Reads the tensors of an update back from the layers of a vLLM model.
 
 A digest of what was handed over says nothing of what was loaded. So, where the layout allows it, each tensor is looked
 up in the model's own layers: as a view of a parameter, fused layers holding their sources one after the other, or,
@@ -133,7 +133,7 @@ def _rows(parameter: Tensor | None, start: int, shape: torch.Size) -> Tensor | N
 
 
 def _holds(layer: Callable[..., Tensor], weight: Tensor | None, start: int, noted: Noted) -> bool:
-    """Whether a packed linear layer gives the noted columns for one-hot inputs."""
+    """True when a packed linear layer gives the noted columns for one-hot inputs."""
     assert noted.columns is not None and noted.numbers is not None
     inputs = torch.zeros(len(noted.numbers), noted.shape[1], dtype=noted.dtype)
     inputs[torch.arange(len(noted.numbers)), noted.numbers] = 1

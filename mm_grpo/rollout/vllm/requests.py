@@ -1,4 +1,4 @@
-"""What is asked of vLLM and checked of its answers, the same for the engine in this process and for servers.
+"""Requests to vLLM and checks of its answers, the same for the engine in this process and for servers.
 
 Groups of requests that one vLLM request stands for, its sampling parameters, the limits that a row has to fit, the ids
 that were run, and completions made of what came back.

@@ -19,7 +19,7 @@ RENAMED = {
 
 
 def teach_names(config: Any) -> None:
-    """Let vLLM's class for the model of this transformers config take today's names of its weights."""
+    """Patch vLLM's class for the model of this transformers config to take today's names of its weights."""
     if getattr(getattr(config, "vision_config", None), "model_type", None) != "siglip_vision_model":
         return
     from vllm.model_executor.models import ModelRegistry
