@@ -187,20 +187,6 @@ def test_a_conversation_goes_on_with_further_images(served: Served) -> None:
     assert served.gap([prompt], [answer]) <= 1e-5
 
 
-def test_the_bodies_of_older_versions_sample_and_score_alike(served: Served) -> None:
-    """Chats with a repeating template and features of `render` are what 0.25.1 is sent; 0.32 has them too."""
-    engine = served.engine_of([s.url for s in served.servers])
-    asked = many(served, 3)
-    expected = engine.generate(asked)
-    prompt, ids = asked[0].prompt, expected[0].token_ids
-    scored = engine.score(prompt, ids)
-    for server in engine.pool.servers:
-        assert server.dialect is not None
-        server.dialect = replace(server.dialect, images_by_ids=False)
-    assert ids_of(engine.generate(asked)) == ids_of(expected)
-    assert engine.score(prompt, ids) == pytest.approx(scored, abs=1e-6)
-
-
 def test_a_check_does_not_wait_for_the_prompts_that_were_there_before_it(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,15 +21,12 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Request, RequestStream
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable, reading
-from mm_grpo.rollout.served.dialect import GENERATE, Dialect
 from mm_grpo.rollout.served.pool import ServerPool
-from mm_grpo.rollout.served.protocol import Work
+from mm_grpo.rollout.served.protocol import GENERATE, ServerInfo, Work
 from mm_grpo.rollout.served.requests import RequestFormat, raise_as_ours
 from mm_grpo.rollout.served.server import Limits, Placed, Server
 from mm_grpo.rollout.served.streams import Replica, ServedStream
-from mm_grpo.rollout.vllm.requests import (
-    request_groups,
-)
+from mm_grpo.rollout.vllm.requests import request_groups
 from mm_grpo.rollout.weights import digest, missing_tensors
 from mm_grpo.types import Completion, Prompt
 
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
 
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Digest
-    from mm_grpo.rollout.served.weight_transfer import WeightTransfer
+    from mm_grpo.rollout.served.transfer import ServedTransfer
 
 
 class ServedEngine:
@@ -49,11 +46,12 @@ class ServedEngine:
     """
 
     remote = True
+    updates_in_flight = True  # each answer says under which weights its tokens were sampled
 
     def __init__(
         self,
         clients: Sequence[ServerClient],
-        transfer: WeightTransfer | None,
+        transfer: ServedTransfer | None,
         processor: Processor,
         *,
         limits: Limits,
@@ -68,7 +66,7 @@ class ServedEngine:
         self._lock = threading.RLock()  # of the transfer, and of what it is to send
         self._kept: dict[str, Tensor] = {}
         self._sent: dict[str, str] = {}
-        self._checked: dict[str, Dialect] = {}
+        self._checked: dict[str, ServerInfo] = {}
         self._counted = (0, 0)
         self.requests = RequestFormat(processor, limits.max_model_len, max_images)
         self.pool = ServerPool(
@@ -109,13 +107,6 @@ class ServedEngine:
         return self._current
 
     @property
-    def updates_in_flight(self) -> bool:
-        """Whether every server says under which weights each token was sampled, so that an update may land while
-        requests run."""
-        known = [server.dialect for server in self.pool.servers if server.dialect is not None]
-        return all(dialect.spans for dialect in known)
-
-    @property
     def replicas(self) -> tuple[Replica, ...]:
         """The servers that are ready, each as an engine of its own, for checks that every one of them has to pass."""
         return tuple(Replica(self, server) for server in self.pool.ready())
@@ -133,7 +124,7 @@ class ServedEngine:
     def sentence(self) -> str:
         """The servers and their versions, for the log."""
         each = (
-            f"{server.url} ({'not there yet' if server.dialect is None else f'vLLM {server.dialect.version}'})"
+            f"{server.url} ({'not there yet' if server.info is None else f'vLLM {server.info.version}'})"
             for server in self.pool.servers
         )
         return f"vLLM servers (rollout.server.urls): {', '.join(each)}"
@@ -191,7 +182,7 @@ class ServedEngine:
     # weights ---------------------------------------------------------------------------------
 
     def _send(
-        self, transfer: WeightTransfer, tensors: Iterable[tuple[str, Tensor]], version: int
+        self, transfer: ServedTransfer, tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> tuple[dict[str, str], str, list[str]]:
         """What the servers received, the name that the weights have there, and the urls of those that took them."""
         name = transfer.weights_name(version)
@@ -275,7 +266,7 @@ class ServedEngine:
         Where one token alone is allowed, its log-prob is 0 after the mask and less before it. ConfigError for the
         latter; False where the server is gone.
         """
-        assert server.dialect is not None
+        assert server.info is not None
         token = self.requests.stops[0]
         params = {
             "max_tokens": 1,
@@ -285,8 +276,8 @@ class ServedEngine:
             "detokenize": False,
         }
         # vLLM on a CPU ends by SIGILL over a prompt of one or two tokens in bfloat16
-        body = {"token_ids": [token] * 8, "sampling_params": params, "model": server.dialect.model}
-        if self._checked.get(server.url) is server.dialect:
+        body = {"token_ids": [token] * 8, "sampling_params": params, "model": server.info.model}
+        if self._checked.get(server.url) is server.info:
             return True
         try:
             answer = server.client.call(GENERATE, body)
@@ -300,7 +291,7 @@ class ServedEngine:
                 f"rollout.server.urls: {server.url} reports log-probs from before temperature and masks, which are not "
                 "those that tokens are drawn by; start it with --logprobs-mode processed_logprobs"
             )
-        self._checked[server.url] = server.dialect
+        self._checked[server.url] = server.info
         return True
 
     def _is_ours(self, name: str) -> bool:
@@ -318,8 +309,7 @@ class ServedEngine:
 
     def work(self, group: Sequence[Request]) -> Work:
         """What a server is sent for a group of requests."""
-        known = [server.dialect for server in self.pool.servers if server.dialect is not None]
-        return self.requests.sampled(group, as_text=not all(dialect.images_by_ids for dialect in known))
+        return self.requests.sampled(group)
 
     def all(self, futures: Sequence[Future[Placed]], work: Sequence[Work]) -> list[Placed]:
         """All answers; where one fails, or the wait is interrupted, the others are given up."""
