@@ -201,7 +201,7 @@ def test_a_check_does_not_wait_for_the_prompts_that_were_there_before_it(
         texts = (" ".join(f"{random.random():.17f}" for _ in range(20)) for _ in range(200))
         asked = [Request(served.prompt("long", text=text[:390]), 1, Sampling(1)) for text in texts]
         client.call("/pause", params={"mode": "keep"})
-        futures = [engine.pool.submit(engine.work([request])) for request in asked]
+        futures = [engine.pool.submit(engine.requests.sampled([request])) for request in asked]
         time.sleep(2.0)
         with ThreadPoolExecutor(1) as thread:
             scored = thread.submit(replica.score, prompt, [40, 41, 42])

@@ -22,9 +22,9 @@ from mm_grpo.errors import ConfigError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Request, RequestStream
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable, reading
 from mm_grpo.rollout.served.pool import ServerPool
-from mm_grpo.rollout.served.protocol import GENERATE, ServerInfo, Work
+from mm_grpo.rollout.served.protocol import GENERATE, Answer, ServerInfo, Work
 from mm_grpo.rollout.served.requests import RequestFormat, raise_as_ours
-from mm_grpo.rollout.served.server import Limits, Placed, Server
+from mm_grpo.rollout.served.server import Limits, Server
 from mm_grpo.rollout.served.streams import Replica, ServedStream
 from mm_grpo.rollout.vllm.requests import request_groups
 from mm_grpo.rollout.weights import digest, missing_tensors
@@ -86,12 +86,12 @@ class ServedEngine:
             return []
         self._require_current()
         groups = request_groups(requests)
-        work = [self.work(group) for group in groups]
+        work = [self.requests.sampled(group) for group in groups]
         self.pool.check()
-        placed = self.all([self.pool.submit(one) for one in work], work)
+        answers = self.all([self.pool.submit(one) for one in work], work)
         return [
             c
-            for group, one in zip(groups, placed, strict=True)
+            for group, one in zip(groups, answers, strict=True)
             for c in self.requests.completions(group, one)
         ]
 
@@ -307,11 +307,7 @@ class ServedEngine:
 
     # waiting ---------------------------------------------------------------------------------
 
-    def work(self, group: Sequence[Request]) -> Work:
-        """What a server is sent for a group of requests."""
-        return self.requests.sampled(group)
-
-    def all(self, futures: Sequence[Future[Placed]], work: Sequence[Work]) -> list[Placed]:
+    def all(self, futures: Sequence[Future[Answer]], work: Sequence[Work]) -> list[Answer]:
         """All answers; where one fails, or the wait is interrupted, the others are given up."""
         try:
             wait_for(futures, return_when=FIRST_EXCEPTION)

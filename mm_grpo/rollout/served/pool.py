@@ -33,8 +33,8 @@ from mm_grpo.rollout.served.client import (
     in_background,
     wait,
 )
-from mm_grpo.rollout.served.protocol import ServerInfo, Work, ask, is_paused, probe, weights_name
-from mm_grpo.rollout.served.server import Limits, Placed, Server, Waiting
+from mm_grpo.rollout.served.protocol import Answer, ServerInfo, Work, ask, is_paused, probe, weights_name
+from mm_grpo.rollout.served.server import Limits, Server, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -110,14 +110,14 @@ class ServerPool:
                 )
         self._keeper = in_background(self._keep())
 
-    def submit(self, work: Work, prefer: str | None = None) -> Future[Placed]:
+    def submit(self, work: Work, prefer: str | None = None) -> Future[Answer]:
         """The answer to `work`, of the server `prefer` where that one has room. Cancelling it aborts the request."""
         return in_background(self._answer(work, prefer))
 
-    def submit_to(self, server: Server, work: Work) -> Future[Placed]:
+    def submit_to(self, server: Server, work: Work) -> Future[Answer]:
         """The answer of this server and no other. Raises ServerUnreachable, after which it is lost."""
 
-        async def asked() -> Placed:
+        async def asked() -> Answer:
             try:
                 return await self._run(server, work)
             except ServerUnreachable as error:
@@ -193,7 +193,7 @@ class ServerPool:
 
     # one request -----------------------------------------------------------------------------
 
-    async def _answer(self, work: Work, prefer: str | None) -> Placed:
+    async def _answer(self, work: Work, prefer: str | None) -> Answer:
         failures: list[str] = []
         avoid: set[str] = set()
         if not self.unanswered:
@@ -203,9 +203,9 @@ class ServerPool:
             while True:
                 server = await self._place(work, prefer, avoid)
                 try:
-                    placed = await self._run(server, work)
+                    answer = await self._run(server, work)
                     self._answered = time.monotonic()
-                    return placed
+                    return answer
                 except ServerUnreachable as error:
                     self._lose(server, error.reason)
                     failures.append(str(error))
@@ -222,7 +222,7 @@ class ServerPool:
         finally:
             self.unanswered -= 1
 
-    async def _run(self, server: Server, work: Work) -> Placed:
+    async def _run(self, server: Server, work: Work) -> Answer:
         """The answer of one server under this run's weights. It is given up when the server is found to hang."""
         assert server.info is not None
         now = time.monotonic()
@@ -241,7 +241,7 @@ class ServerPool:
         server.answered = time.monotonic()
         for name in {name for sequence in answer.sequences for _, name in sequence.versions}:
             self._require(server, name)
-        return Placed(answer, server.url)
+        return answer
 
     def _require(self, server: Server, found: str, *expected: str | None) -> None:
         """ServerUnreachable where weights that were found on a server are none of the expected ones, or not ours."""

@@ -111,8 +111,10 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server made of one `Work`: the ids it ran, its sequences by generation, log-probs of the prompt."""
+    """What the server at `url` made of one `Work`: the ids it ran, its sequences by generation, log-probs of the
+    prompt."""
 
+    url: str
     prompt_token_ids: tuple[int, ...]
     sequences: tuple[Sampled, ...]
     prompt_logprobs: tuple[float | None, ...] = ()
@@ -205,7 +207,7 @@ async def ask(client: ServerClient, model: str, work: Work, timeout: float) -> A
     """Send `work` to one server, which serves `model`. Raises ServerUnreachable and ServerRefused."""
     answer = await client.request(GENERATE, lambda: _body(work, model), timeout=timeout)
     with reading(client.url, GENERATE):
-        return _answer(answer, "prompt_logprobs" in work.params)
+        return _answer(client.url, answer, scored="prompt_logprobs" in work.params)
 
 
 def data_url(image: Image) -> str:
@@ -230,12 +232,12 @@ def _body(work: Work, model: str) -> dict[str, Any]:
     return body
 
 
-def _answer(body: Any, scored: bool) -> Answer:
+def _answer(url: str, body: Any, *, scored: bool) -> Answer:
     """An answer of GENERATE; what fails here is made an error of the server's by `reading`."""
     ids = tuple(map(_token, body["prompt_token_ids"]))
     by_index = {choice["index"]: choice for choice in body["choices"]}
     sequences = tuple(_sampled(by_index[generation]) for generation in range(len(body["choices"])))
-    return Answer(ids, sequences, _chosen(body["prompt_logprobs"], ids) if scored else ())
+    return Answer(url, ids, sequences, _chosen(body["prompt_logprobs"], ids) if scored else ())
 
 
 def _sampled(choice: Mapping[str, Any]) -> Sampled:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, cast
 
 from mm_grpo.errors import ConfigError, DataError, EngineError
 from mm_grpo.rollout.served.client import ServerRefused
-from mm_grpo.rollout.served.protocol import Sampled, Work, key_refused
+from mm_grpo.rollout.served.protocol import Answer, Work, key_refused
 from mm_grpo.rollout.vllm.requests import check_ids, check_size, completion_of, sampling_params
 
 if TYPE_CHECKING:
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Request
-    from mm_grpo.rollout.served.server import Placed
     from mm_grpo.types import Completion, Prompt
 
 
@@ -44,13 +43,13 @@ class RequestFormat:
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         return Work(prompt.uid, (*sent.token_ids, *token_ids), sent.images, params, self.media)
 
-    def completions(self, group: Sequence[Request], placed: Placed) -> list[Completion]:
+    def completions(self, group: Sequence[Request], answer: Answer) -> list[Completion]:
         """One completion per request of the group. GuardStop where the server ran other ids than the learner's."""
-        prompt, answer = group[0].prompt, placed.answer
+        prompt = group[0].prompt
         check_ids(prompt, prompt.token_ids, answer.prompt_token_ids)
         if len(answer.sequences) != len(group):
             raise EngineError(
-                f"{prompt.uid}: {placed.url} answered {len(group)} generations with {len(answer.sequences)}"
+                f"{prompt.uid}: {answer.url} answered {len(group)} generations with {len(answer.sequences)}"
             )
         return [
             completion_of(
@@ -59,20 +58,15 @@ class RequestFormat:
                 sampled.token_ids,
                 sampled.logprobs,
                 sampled.finish_reason,
-                _versions(sampled),
+                tuple((start, int(name.rpartition(":")[2])) for start, name in sampled.versions),
             )
             for request, sampled in zip(group, answer.sequences, strict=True)
         ]
 
-    def scores(self, prompt: Prompt, token_ids: Sequence[int], placed: Placed) -> list[float]:
+    def scores(self, prompt: Prompt, token_ids: Sequence[int], answer: Answer) -> list[float]:
         """The log-probs [T] of the completion that was scored."""
-        check_ids(prompt, (*prompt.token_ids, *token_ids), placed.answer.prompt_token_ids)
-        return [cast(float, x) for x in placed.answer.prompt_logprobs[-len(token_ids) :]]
-
-
-def _versions(sampled: Sampled) -> tuple[tuple[int, int], ...]:
-    """The (first token, version) spans of a sequence."""
-    return tuple((start, int(name.rpartition(":")[2])) for start, name in sampled.versions)
+        check_ids(prompt, (*prompt.token_ids, *token_ids), answer.prompt_token_ids)
+        return [cast(float, x) for x in answer.prompt_logprobs[-len(token_ids) :]]
 
 
 def raise_as_ours(error: BaseException, uid: str) -> None:

@@ -1,4 +1,4 @@
-"""One server as the pool sees it, work that waits for one, where an answer comes from, and the limits of all."""
+"""One server as the pool sees it, work that waits for one, and the limits of all."""
 
 from __future__ import annotations
 
@@ -57,14 +57,6 @@ class Waiting:
     prefer: str | None
     avoid: set[str]
     place: asyncio.Future[Server]
-
-
-@dataclass(frozen=True)
-class Placed:
-    """An answer, and the url of the server that gave it."""
-
-    answer: Answer
-    url: str
 
 
 @dataclass(frozen=True)

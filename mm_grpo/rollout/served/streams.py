@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mm_grpo.rollout.engine import Follows, ReplicaLost, Request
 from mm_grpo.rollout.served.client import ServerUnreachable
@@ -15,10 +15,9 @@ from mm_grpo.rollout.served.requests import raise_as_ours
 from mm_grpo.rollout.vllm.requests import request_groups
 
 if TYPE_CHECKING:
-    from mm_grpo.rollout.served.pool import ServerPool
-    from mm_grpo.rollout.served.protocol import Work
-    from mm_grpo.rollout.served.requests import RequestFormat
-    from mm_grpo.rollout.served.server import Placed, Server
+    from mm_grpo.rollout.served.engine import ServedEngine
+    from mm_grpo.rollout.served.protocol import Answer, Work
+    from mm_grpo.rollout.served.server import Server
     from mm_grpo.types import Completion, Prompt
 
 
@@ -26,22 +25,11 @@ FIRST = -1
 """Priority of a check: the learner waits for it, and samples of the next steps may have a whole step before it."""
 
 
-class Asked(Protocol):
-    """What both need of the engine."""
-
-    pool: ServerPool
-    requests: RequestFormat
-
-    def work(self, group: Sequence[Request]) -> Work: ...
-
-    def all(self, futures: Sequence[Future[Placed]], work: Sequence[Work]) -> list[Placed]: ...
-
-
 @dataclass(frozen=True)
 class Replica:
     """One server as an engine, for checks: `score` and `generate` raise ReplicaLost where it fails."""
 
-    engine: Asked
+    engine: ServedEngine
     server: Server
 
     @property
@@ -50,10 +38,10 @@ class Replica:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         engine, groups = self.engine, request_groups(requests)
-        placed = [self._ask(engine.work(group)) for group in groups]
+        answers = [self._ask(engine.requests.sampled(group)) for group in groups]
         return [
             c
-            for group, one in zip(groups, placed, strict=True)
+            for group, one in zip(groups, answers, strict=True)
             for c in engine.requests.completions(group, one)
         ]
 
@@ -62,7 +50,7 @@ class Replica:
             prompt, token_ids, self._ask(self.engine.requests.scored(prompt, token_ids))
         )
 
-    def _ask(self, work: Work) -> Placed:
+    def _ask(self, work: Work) -> Answer:
         work = replace(work, priority=FIRST)
         try:
             return self.engine.all([self.engine.pool.submit_to(self.server, work)], [work])[0]
@@ -76,9 +64,9 @@ class ServedStream:
     A request that follows another one goes to the server that answered that: its prefix cache has the beginning.
     """
 
-    def __init__(self, engine: Asked) -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
-        self.running: dict[int, tuple[Request, Future[Placed]]] = {}
+        self.running: dict[int, tuple[Request, Future[Answer]]] = {}
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._urls: dict[int, str] = {}
         self._count = 0
@@ -90,7 +78,7 @@ class ServedStream:
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
         number, self._count = self._count, self._count + 1
         prefer = None if follows is None else self._urls.get(follows.number)
-        future = self.engine.pool.submit(self.engine.work([request]), prefer)
+        future = self.engine.pool.submit(self.engine.requests.sampled([request]), prefer)
         self.running[number] = request, future
         future.add_done_callback(lambda _: self._done.put(number))
         return number
@@ -108,9 +96,9 @@ class ServedStream:
             request, future = self.running.pop(number)
             if (error := future.exception()) is not None:
                 raise_as_ours(error, request.prompt.uid)
-            placed = future.result()
-            self._urls[number] = placed.url
-            done.append((number, self.engine.requests.completions([request], placed)[0]))
+            answer = future.result()
+            self._urls[number] = answer.url
+            done.append((number, self.engine.requests.completions([request], answer)[0]))
         return done
 
     def release(self, number: int) -> None:
