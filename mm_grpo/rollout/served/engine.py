@@ -1,9 +1,8 @@
 """Served vLLM as a `RolloutEngine`: one or many servers, the same seeds and samples whichever of them answers.
 
-Seeds are in the requests, so it is nothing to the samples where one is answered, again or in what company (but for the
-last bits: a batch of another size may round another way). What is compared, and what a row has to fit, is as in the
-in-process engine (`vllm/requests.py`); choosing servers and failing over is in `servers.py`, the carrying of weights in
-`transfer.py`.
+Requests carry their seeds, so samples do not depend on which server answers, or in what company (but for the last bits:
+a batch of another size may round another way). What is compared, and what a row has to fit, is as in the in-process
+engine (`vllm/requests.py`); `pool.py` chooses servers and fails over, `transfer.py` carries weights.
 
 Of several trainer processes each asks every server for the prompts of its own; the first alone sends weights, and the
 others take from it what arrived.
