@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +81,8 @@ def settings_of(processor: Any) -> EngineSettings:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings = settings_of(load_processor(str(BASE)))
-    # as servers of older versions are started, whose bodies one test sends
-    engine = replace(settings, engine_kwargs=(("trust_request_chat_template", True),))
     logs, said = tmp_path_factory.mktemp("logs"), list[str]()
-    with serve([ServerSettings(engine)] * 2, log_folder=logs, report=said.append) as servers:
+    with serve([ServerSettings(settings)] * 2, log_folder=logs, report=said.append) as servers:
         yield Served(servers, settings)
 
 

@@ -328,7 +328,7 @@ class ServerPool:
 
     def _info(self, client: ServerClient) -> ServerInfo:
         found, need = probe(client, self.limits.health_timeout), self.limits.max_model_len
-        if found.max_model_len is not None and found.max_model_len < need:
+        if found.max_model_len < need:
             raise ConfigError(
                 f"rollout.server.urls: {client.url} was started for sequences of {found.max_model_len} tokens, and "
                 f"this run needs {need} (rollout.vllm.max_model_len); start it with --max-model-len {need}, or lower "

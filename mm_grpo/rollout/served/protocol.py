@@ -14,7 +14,7 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +58,13 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A server: `model` is the name that it serves, `max_model_len` its longest sequence in tokens, None where it does
-    not say; `sizes` are those of its model (`model_sizes`), {} where it does not say."""
+    """A server: `model` is the name that it serves, `max_model_len` its longest sequence in tokens, `sizes` are those
+    of its model (`model_sizes`)."""
 
     version: str
     model: str
-    max_model_len: int | None = None
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    max_model_len: int
+    sizes: Mapping[str, Any]
 
 
 class WorkerAccount(BaseModel):
@@ -156,9 +156,7 @@ def probe(client: ServerClient, timeout: float = 10.0) -> ServerInfo:
         workers = accounts(client, timeout)
         with reading(client.url, "/v1/models"):
             served = models["data"][0]
-            longest = served.get("max_model_len")
-            longest = None if longest is None else index(longest)
-            return ServerInfo(name, str(served["id"]), longest, workers[0].model)
+            return ServerInfo(name, str(served["id"]), index(served["max_model_len"]), workers[0].model)
     except ServerUnreadable as error:
         raise ConfigError(f"rollout.server.urls: {error}; start it with `mm-grpo serve`") from None
     except ServerRefused as error:
