@@ -33,7 +33,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.sync import VerifiedSync
 from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Follows, Request, Sampling, requests_for
-from mm_grpo.rollout.served import streams
+from mm_grpo.rollout.served import engine as served_engine
 from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.command import ServerSettings
 from mm_grpo.rollout.served.engine import ServedEngine
@@ -192,9 +192,9 @@ def test_a_check_does_not_wait_for_the_prompts_that_were_there_before_it(
     replica, prompt = engine.replicas[0], served.prompts()[0]
     client = engine.pool.servers[0].client
     expected, answered = engine.score(prompt, [40, 41, 42]), {}
-    check = streams.FIRST
+    check = served_engine.FIRST
     for priority in (check, 0):
-        monkeypatch.setattr(streams, "FIRST", priority)
+        monkeypatch.setattr(served_engine, "FIRST", priority)
         texts = (" ".join(f"{random.random():.17f}" for _ in range(20)) for _ in range(200))
         asked = [Request(served.prompt("long", text=text[:390]), 1, Sampling(1)) for text in texts]
         client.call("/pause", params={"mode": "keep"})

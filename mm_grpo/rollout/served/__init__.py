@@ -1,7 +1,6 @@
 """Served vLLM as a rollout engine: servers in other processes or on other hosts, reached over HTTP.
 
-engine     ServedEngine: the protocol over one or many servers
-streams    its requests answered one by one, and one of its servers alone for checks
+engine     ServedEngine: the protocol over one or many servers, requests answered one by one, one server for checks
 pool       which server a request goes to, and what becomes of it when that one fails
 server     one server as the pool sees it
 requests   prompts and seeds as requests, answers as completions and scores
