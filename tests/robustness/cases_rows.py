@@ -42,10 +42,6 @@ def rows(*given: Any, **data: Any) -> Callable[[Path], Call]:
     return make
 
 
-WIDE: list[Any] = ["lol"]
-for _depth in range(40):
-    WIDE = [WIDE, WIDE]
-
 for name, content, words in [
     ("nothing", "", ["is empty"]),
     ("blank lines", "\n\n  \n", ["is empty"]),
@@ -113,7 +109,6 @@ for name, given, words in [
     ("<video> without video", [{"prompt": "<video> ?"}], ["'<video>'"]),
 ]:  # fmt: skip
     add(f"rows: {name}, in Python", rows(*given), *words)
-add("rows: wide columns of shared lists, in Python", rows(SEEN | {"x": WIDE}), code=0)
 add(
     "rows: a column that is not there",
     rows(SEEN, columns={"images": "pics"}),
