@@ -353,8 +353,8 @@ def _vllm_server(
 ) -> RolloutEngine:
     """The vLLM servers of `rollout.server`; the first process alone sends them weights."""
     from mm_grpo.rollout.served.client import ServerClient
-    from mm_grpo.rollout.served.dialect import model_sizes
     from mm_grpo.rollout.served.engine import ServedEngine
+    from mm_grpo.rollout.served.protocol import model_sizes
     from mm_grpo.rollout.served.server import Limits
     from mm_grpo.rollout.served.server_key import key_for
     from mm_grpo.rollout.served.transfer import transfer_of

@@ -107,8 +107,6 @@ class NoReward:
         self._streak = Streak()
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
-        if "frac_reward_none" not in metrics:  # a row of an older version
-            return None
         self.steps += 1
         seen, every_row = self.steps * self.prompts, metrics.get("epoch", 0) >= 1
         none = metrics["frac_reward_none"] == 1

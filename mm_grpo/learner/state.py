@@ -11,11 +11,10 @@ that are not trained are not stored; `frozen_digest` tells whether they are the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ from mm_grpo.learner.snapshot import Snapshot
 
 BLOCK = 16 << 20
 """Bytes that are copied and hashed at once."""
-SHA256_LENGTH = 64
-"""Hexadecimal digits of a SHA-256; an XXH3 of 128 bits has 32."""
 
 
 @dataclass(frozen=True)
@@ -144,37 +141,26 @@ def load_reference(reference: MovingReference, path: Path) -> None:
 
 def mark_of(path: Path) -> FileMark:
     """The mark of a file as it lies on the disk."""
-    return FileMark(path.name, path.stat().st_size, _file_digest(path, xxhash.xxh3_128()))
+    return FileMark(path.name, path.stat().st_size, _file_digest(path))
 
 
 def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
-    """True when a file's bytes are those of its mark in a manifest; in manifests of format 2 that is a SHA-256.
-
-    Raises KeyError where the mark has neither.
-    """
-    if "xxh3_128" not in mark and "sha256" in mark:
-        return bool(_file_digest(path, hashlib.sha256()) == mark["sha256"])
-    return bool(_file_digest(path, xxhash.xxh3_128()) == mark["xxh3_128"])
+    """Whether a file's bytes are those of its mark in a manifest."""
+    return _file_digest(path) == str(mark["xxh3_128"])
 
 
-def _file_digest(path: Path, digest: Any) -> str:
+def _file_digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             digest.update(block)
     return str(digest.hexdigest())
 
 
-def has_frozen(module: nn.Module, recorded: str) -> bool:
-    """True when the untrained parameters are those of a manifest's digest, whose length tells how it was made:
-    manifests of format 2 have a SHA-256."""
-    made_by = hashlib.sha256 if len(recorded) == SHA256_LENGTH else xxhash.xxh3_128
-    return frozen_digest(module, made_by) == recorded
-
-
-def frozen_digest(module: nn.Module, made_by: Callable[[], Any] = xxhash.xxh3_128) -> str:
+def frozen_digest(module: nn.Module) -> str:
     """Digest of the parameters that are not trained, in the order of their names; "" when all are."""
     frozen = sorted((n, p) for n, p in module.named_parameters() if not p.requires_grad)
-    digest = made_by()
+    digest = xxhash.xxh3_128()
     for name, parameter in frozen:
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
         for block in parameter.detach().reshape(-1).split(BLOCK // 4):

@@ -106,10 +106,10 @@ class RolloutEngine(Protocol):
     can; an engine that holds no memory of its own does nothing in `sleep` and `wake`.
     """
 
-    # An engine that holds its weights outside this process says `remote = True` (see rollout/pipeline.py, which alone
-    # asks): its methods may be called from several threads at once. With `updates_in_flight = True` an update may land
-    # while requests run, and completions say which tokens are from which version. What an engine counts itself it gives
-    # as `metrics()`, {name: value} since the last call.
+    # An engine that holds its weights outside this process says `remote = True`: its methods may be called from several
+    # threads at once. With `updates_in_flight = True` an update may land while requests run, and completions say which
+    # tokens are from which version. What an engine counts itself it gives as `metrics()`, {name: value} since the last
+    # call.
 
     @property
     def holds_weights(self) -> bool:

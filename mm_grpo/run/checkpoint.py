@@ -30,13 +30,11 @@ from safetensors import SafetensorError
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_json
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
 from mm_grpo.learner.snapshot import Snapshot
 from mm_grpo.learner.state import (
     frozen_digest,
-    has_frozen,
     load_reference,
     load_state,
     reference_file,
@@ -48,13 +46,10 @@ from mm_grpo.run.deciding_fields import deciding_fields, differing_field
 from mm_grpo.run.environment import free_memory
 from mm_grpo.run.manifest import (
     FORMAT,
-    MANIFEST,
     REFERENCE,
     Checkpoint,
     checkpoints_in,
-    file_fault,
-    manifest_fault,
-    step_of,
+    inspect_checkpoint,
 )
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.timing import span
@@ -282,17 +277,7 @@ class Checkpoints:
 
     def _inspected(self, path: Path) -> tuple[dict[str, Any], str | None]:
         """A manifest, and what is wrong with the checkpoint; every process looks at its share of the files."""
-        manifest: dict[str, Any] = {}
-        fault: str | None = None
-        try:
-            manifest = read_json(path / MANIFEST)
-            fault = manifest_fault(manifest, step_of(path))
-            fault = fault and f"{path.name}{fault}"
-            kept = [] if fault else [*manifest["files"], manifest["reference"], manifest["log"]]
-            for wanted in self.ranks.shard([mark for mark in kept if mark is not None]):
-                fault = fault or file_fault(path, wanted)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            fault = f"{path.name}/{MANIFEST} cannot be read ({error})"
+        manifest, fault = inspect_checkpoint(path, self.ranks.shard)
         faults = [f for f in self.ranks.all_gather(fault, "looking for a checkpoint") if f]
         return manifest, faults[0] if faults else None
 
@@ -313,10 +298,7 @@ class Checkpoints:
                 f"shape {theirs.get(name, 'none')} there and {mine.get(name, 'none')} here "
                 f"({len(names)} of {len(mine)} trained tensors differ)"
             )
-        known = manifest["frozen"]
-        if known != identity["frozen"] and (
-            manifest["format"] == FORMAT or not has_frozen(self.learner.model, known)
-        ):
+        if manifest["frozen"] != identity["frozen"]:
             raise ConfigError(
                 f"model.path = '{self.config.model.path}': the weights that are not trained differ from those that "
                 f"the checkpoint {where} was trained with; give the same base model"

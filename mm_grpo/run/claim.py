@@ -2,8 +2,7 @@
 
 `mm_grpo_run.json` is written into a run folder before anything else. It names what runs of mm_grpo wrote there
 (`wrote`), of `model/` and `adapter/` also each file: anything else under the same names is somebody else's, and is
-neither written over nor removed. An empty mark says that everything there is a run's; `touch` makes one in the folder
-of a version that had none.
+neither written over nor removed. An empty mark, which a power cut may leave, says that everything there is a run's.
 
 A run holds the mark open and locked (flock), so the lock ends with the process, however that ends. Where a file
 system has no locks the run goes on with a warning. `pid` and `host` are in the mark while a run holds it.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -347,8 +346,7 @@ class RunFolder:
         if mark is None:
             raise ConfigError(
                 f"run.dir = '{root}' holds {names}, and no {MARK}, the mark of a run folder: somebody else's files are "
-                "neither written over nor removed. Name another folder with run.dir=...; if an mm_grpo without marks "
-                f"made this run, mark it: touch {shlex.quote(str(root / MARK))}"
+                "neither written over nor removed. Name another folder with run.dir=..."
             )
         raise ConfigError(
             f"run.dir = '{root}' holds {names}, which no run wrote: somebody else's files are neither written over nor "

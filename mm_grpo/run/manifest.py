@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint is of, a mark for each of its files, and the digest of the manifest itself.
+"""manifest.json: what a checkpoint is of, a mark for each of its files, and the SHA-256 of the manifest itself.
 
 Here is what reads a checkpoint without a learner; checkpoint.py writes one, and puts a learner into its state.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,10 @@ from mm_grpo.learner.state import has_mark
 from mm_grpo.run.paths import STEP_NAME
 
 FORMAT = 3
-"""3 marks files and frozen weights with XXH3, 2 with SHA-256; 1 had neither the manifest's digest nor the log."""
-READ = (2, 3)
 MANIFEST = "manifest.json"
 REFERENCE = "reference.safetensors"
 LOG = "metrics.jsonl"
-KEYS: Mapping[str, type | tuple[type, ...]] = {
-    "format": int, "step": int, "extra": dict, "reference": (dict, type(None)), "config": dict, "parameters": dict,
-    "frozen": str, "updates": int, "adam_steps": int, "files": list, "log": (dict, type(None)), "sha256": str,
-}  # fmt: skip
-"""What a manifest holds, all of it required; no number is below 0."""
-EXTRA_KEYS: Mapping[str, type | tuple[type, ...]] = {
-    "tokens_seen": int, "rows": dict, "rewards": list, "best": (dict, type(None)), "before": dict, "after": dict,
-}  # fmt: skip
-"""What the trainer keeps in a manifest's extra; same_run.py requires all of it."""
+Mark = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -64,33 +54,30 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def manifest_fault(manifest: Any, step: int) -> str | None:
-    """What is wrong with what manifest.json of the checkpoint of `step` holds; it follows the folder's name."""
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        return f"/{MANIFEST} is no manifest"
-    if manifest["format"] not in READ:
-        return f" has format {manifest['format']}, and this version reads {' and '.join(map(str, READ))}"
-    if wrong := sorted({*manifest} ^ {*KEYS}):
-        return f"/{MANIFEST} lacks or should not have {', '.join(map(repr, wrong))}"
-    if manifest["sha256"] != digest_of(manifest):
-        return f"/{MANIFEST} is not what was written: its SHA-256 differs"
-    known = {f"extra.{key}": value for key, value in _mapping(manifest["extra"]).items() if key in EXTRA_KEYS}
-    kinds = {**KEYS, **{f"extra.{key}": kind for key, kind in EXTRA_KEYS.items()}}
-    for key, value in ({**manifest, **known}).items():
-        below = isinstance(value, int) and value < 0
-        if (
-            below
-            or isinstance(value, bool)
-            or not isinstance(value, kinds[key])
-            or (key == "files" and not value)
-        ):
-            return f"/{MANIFEST} has {key} = {value!r}, which is none"
-    if manifest["step"] != step:
-        return f" is the checkpoint of step {manifest['step']}: the folder was renamed"
-    return None
+def inspect_checkpoint(
+    path: Path, share: Callable[[list[Mark]], Sequence[Mark]] = lambda marks: marks
+) -> tuple[dict[str, Any], str | None]:
+    """The manifest of the checkpoint in `path`, and what is wrong with the checkpoint; None where nothing is.
+
+    Of the marks of its files those that `share` picks are compared with the files.
+    """
+    manifest: dict[str, Any] = {}
+    try:
+        manifest = read_json(path / MANIFEST, dict)
+        if (found := manifest["format"]) != FORMAT:
+            return manifest, f"{path.name} has format {found}, and this version reads {FORMAT}"
+        if manifest["sha256"] != digest_of(manifest):
+            return manifest, f"{path.name}/{MANIFEST} is not what was written: its SHA-256 differs"
+        if (step := manifest["step"]) != step_of(path):
+            return manifest, f"{path.name} is the checkpoint of step {step}: the folder was renamed"
+        marks = [*manifest["files"], manifest["reference"], manifest["log"]]
+        faults = (file_fault(path, mark) for mark in share([mark for mark in marks if mark is not None]))
+        return manifest, next((fault for fault in faults if fault), None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return manifest, f"{path.name}/{MANIFEST} cannot be read ({error})"
 
 
-def file_fault(path: Path, wanted: Mapping[str, Any]) -> str | None:
+def file_fault(path: Path, wanted: Mark) -> str | None:
     """What is wrong with a file of the checkpoint in `path`, by its mark in the manifest."""
     file = path / wanted["name"]
     if not file.is_file():
@@ -104,15 +91,7 @@ def file_fault(path: Path, wanted: Mapping[str, Any]) -> str | None:
 
 def read_checkpoint(path: Path, *, files: bool = True) -> Checkpoint:
     """The checkpoint in `path`, without a learner; with `files` they are as they were written. ConfigError else."""
-    try:
-        manifest = read_json(path / MANIFEST)
-        fault = manifest_fault(manifest, step_of(path))
-        fault = fault and f"{path.name}{fault}"
-        kept = [*manifest["files"], manifest["reference"], manifest["log"]] if files and not fault else []
-        for wanted in kept:
-            fault = fault or (file_fault(path, wanted) if wanted is not None else None)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fault = f"{path.name}/{MANIFEST} cannot be read ({error})"
+    manifest, fault = inspect_checkpoint(path) if files else inspect_checkpoint(path, lambda marks: [])
     if fault:
         raise ConfigError(f"'{path}': {fault}; take another checkpoint")
     return Checkpoint(path, manifest)
@@ -127,7 +106,3 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 def step_of(path: Path) -> int:
     """The step of a checkpoint, by its folder's name."""
     return int(path.name.removeprefix("step-"))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

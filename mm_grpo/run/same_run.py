@@ -19,8 +19,6 @@ from mm_grpo.rewards.resolve import describe, describe_code
 from mm_grpo.rewards.spec import RewardSpec, innermost
 from mm_grpo.run.manifest import Checkpoint
 
-EXTRA = ("tokens_seen", "rows", "rewards", "best", "before", "after")
-"""What a checkpoint keeps of the trainer, all required; and `tools` and `tool_sources`, which earlier ones lack."""
 logger = logging.getLogger("mm_grpo")
 
 
@@ -69,10 +67,8 @@ def refuse_another_run(
     Also when the evaluation sets are others, or in another order: the first is the headline, and before and after
     are compared set by set.
     """
-    if missing := [key for key in EXTRA if key not in found.extra]:
-        raise ConfigError(f"the checkpoint '{found.path}' lacks {', '.join(missing)}; start a new run")
     _compare_rewards(found, rewards, allow_changed_rewards)
-    told = list(found.extra.get("tools", tools))
+    told = list(found.extra["tools"])
     if told != list(tools):
         then, now = (", ".join(tool["function"]["name"] for tool in each) for each in (told, tools))
         changed = (
@@ -150,7 +146,7 @@ def _compare_rewards(found: Checkpoint, rewards: Sequence[Mapping[str, Any]], al
 
 def _compare_tool_sources(found: Checkpoint, now: Sequence[Mapping[str, Any]], allowed: bool) -> None:
     """Tools of the same schemas whose code is another one: what they answer may be."""
-    then = {one["name"]: one for one in found.extra.get("tool_sources", now)}
+    then = {one["name"]: one for one in found.extra["tool_sources"]}
     changed = [one["name"] for one in now if then.get(one["name"]) != one]
     if not changed:
         return

@@ -12,7 +12,7 @@ from mm_grpo.build import processor_of
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.model import check_saveable, load_model
-from mm_grpo.learner.state import has_frozen, load_weights
+from mm_grpo.learner.state import frozen_digest, load_weights
 from mm_grpo.processors.base import Processor
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.trained.source import RunCheckpoint
@@ -56,7 +56,7 @@ def put_in(model: Any, found: RunCheckpoint) -> None:
         )
     for name, parameter in parameters.items():  # a model that was passed in may have had more of it frozen
         parameter.requires_grad_(name in trained)
-    if not has_frozen(model, manifest["frozen"]):
+    if frozen_digest(model) != manifest["frozen"]:
         raise ConfigError(
             f"{where} in {section.dtype}: the weights that are not trained are not those of '{path}'; give the base "
             "model of the run (model.path=...), in its number format (model.dtype=...)"

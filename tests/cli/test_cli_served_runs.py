@@ -16,7 +16,7 @@ import httpx
 import pytest
 from helpers.processes import alone, free_port
 
-from mm_grpo.rollout.served.dialect import ENDPOINTS, RECEIVED
+from mm_grpo.rollout.served.protocol import ENDPOINTS, RECEIVED
 from mm_grpo.rollout.served.server_key import key_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.sync import VerifiedSync
 from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Follows, Request, Sampling, requests_for
-from mm_grpo.rollout.served import streams
+from mm_grpo.rollout.served import engine as served_engine
 from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.command import ServerSettings
 from mm_grpo.rollout.served.engine import ServedEngine
@@ -82,10 +81,8 @@ def settings_of(processor: Any) -> EngineSettings:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings = settings_of(load_processor(str(BASE)))
-    # as servers of older versions are started, whose bodies one test sends
-    engine = replace(settings, engine_kwargs=(("trust_request_chat_template", True),))
     logs, said = tmp_path_factory.mktemp("logs"), list[str]()
-    with serve([ServerSettings(engine)] * 2, log_folder=logs, report=said.append) as servers:
+    with serve([ServerSettings(settings)] * 2, log_folder=logs, report=said.append) as servers:
         yield Served(servers, settings)
 
 
@@ -187,20 +184,6 @@ def test_a_conversation_goes_on_with_further_images(served: Served) -> None:
     assert served.gap([prompt], [answer]) <= 1e-5
 
 
-def test_the_bodies_of_older_versions_sample_and_score_alike(served: Served) -> None:
-    """Chats with a repeating template and features of `render` are what 0.25.1 is sent; 0.32 has them too."""
-    engine = served.engine_of([s.url for s in served.servers])
-    asked = many(served, 3)
-    expected = engine.generate(asked)
-    prompt, ids = asked[0].prompt, expected[0].token_ids
-    scored = engine.score(prompt, ids)
-    for server in engine.pool.servers:
-        assert server.dialect is not None
-        server.dialect = replace(server.dialect, images_by_ids=False)
-    assert ids_of(engine.generate(asked)) == ids_of(expected)
-    assert engine.score(prompt, ids) == pytest.approx(scored, abs=1e-6)
-
-
 def test_a_check_does_not_wait_for_the_prompts_that_were_there_before_it(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,13 +192,13 @@ def test_a_check_does_not_wait_for_the_prompts_that_were_there_before_it(
     replica, prompt = engine.replicas[0], served.prompts()[0]
     client = engine.pool.servers[0].client
     expected, answered = engine.score(prompt, [40, 41, 42]), {}
-    check = streams.FIRST
+    check = served_engine.FIRST
     for priority in (check, 0):
-        monkeypatch.setattr(streams, "FIRST", priority)
+        monkeypatch.setattr(served_engine, "FIRST", priority)
         texts = (" ".join(f"{random.random():.17f}" for _ in range(20)) for _ in range(200))
         asked = [Request(served.prompt("long", text=text[:390]), 1, Sampling(1)) for text in texts]
         client.call("/pause", params={"mode": "keep"})
-        futures = [engine.pool.submit(engine.work([request])) for request in asked]
+        futures = [engine.pool.submit(engine.requests.sampled([request])) for request in asked]
         time.sleep(2.0)
         with ThreadPoolExecutor(1) as thread:
             scored = thread.submit(replica.score, prompt, [40, 41, 42])

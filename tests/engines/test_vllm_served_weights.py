@@ -29,9 +29,9 @@ from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.command import ServerSettings
-from mm_grpo.rollout.served.dialect import model_sizes
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.launch import ServerProcess, serve
+from mm_grpo.rollout.served.protocol import model_sizes
 from mm_grpo.rollout.served.server import Limits
 from mm_grpo.rollout.served.transfer import FileTransfer, GroupTransfer, ServedTransfer
 from mm_grpo.rollout.vllm.launch import EngineSettings
@@ -175,7 +175,7 @@ def test_an_engine_over_the_servers_samples_and_scores_as_the_learner(fleet: Fle
     limits = Limits(health_timeout=20.0, wait_timeout=5.0, max_model_len=256, sizes=sizes)
     engine = ServedEngine(own, FileTransfer(timeout=60.0), learner.processor, limits=limits, max_images=2)
     try:
-        found = [server.dialect.sizes for server in engine.pool.servers if server.dialect is not None]
+        found = [server.info.sizes for server in engine.pool.servers if server.info is not None]
         assert found == [sizes] * len(clients) and {"model_type", "text_config.hidden_size"} <= sizes.keys()
         WeightLedger().send(engine, learner.tensors(), 0)
         assert len(engine.pool.ready()) == len(clients)

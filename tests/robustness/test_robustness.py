@@ -19,7 +19,7 @@ DEADLINE = 180.0
 """Seconds, nine times what make_table.py gives: the machine may be slow and loaded."""
 SHARE = 10
 QUICK = (
-    "checkpoints: manifest.json with another updates",
+    "checkpoints: manifest.json of another number",
     "checkpoints: state-00000-of-00001.safetensors truncated",
     "engines: no load",
     "resume: with run.seed=7",

@@ -7,11 +7,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mm_grpo.errors import ConfigError
 from mm_grpo.rollout.served import command
-from mm_grpo.rollout.served.command import ServerSettings, server_command, server_environment, version_options
+from mm_grpo.rollout.served.command import ServerSettings, server_command, server_environment
 from mm_grpo.rollout.vllm.launch import EngineSettings
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="the command is that of an installed vLLM")
@@ -73,13 +75,11 @@ def test_a_server_at_a_socket_needs_no_key_and_has_no_port(
     assert server_environment(replace(at_a_port, key=None))["MM_GRPO_SERVER_KEY_ENV"] == "MINE"
 
 
-def test_an_older_vllm_is_started_by_its_own_module_and_flags(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(command, "vllm_folder", lambda: tmp_path)  # with nothing of what came later
-    words = server_command(ServerSettings(ENGINE), 8000)
-    assert words[3] == "vllm.entrypoints.openai.api_server"
-    assert "--enable-scale-out" not in words and "--trust-request-chat-template" in words
+def test_an_older_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for found, words in ((None, "not installed"), (SimpleNamespace(origin=str(tmp_path / "a.py")), "0.32")):
+        monkeypatch.setattr(command, "find_spec", lambda name, found=found: found)
+        with pytest.raises(ConfigError, match=words):
+            server_command(ServerSettings(ENGINE), 8000)
 
 
 def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,16 +90,3 @@ def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPa
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & found.keys()
     assert found["CUDA_VISIBLE_DEVICES"] == "2,3" and found["VLLM_SERVER_DEV_MODE"] == "1"
     assert found["PYTHONPATH"] == f"{ROOT}:/somewhere" and found["MM_GRPO_SERVER_KEY_ENV"] == "MY_KEY"
-
-
-def test_each_version_is_started_with_what_it_has(tmp_path: Path) -> None:
-    place = tmp_path / "entrypoints"
-    for folder in ("openai", "launchers", "scale_out/token_in_token_out"):
-        (place / folder).mkdir(parents=True)
-    (place / "openai/cli_args.py").write_text("host: str")
-    protocol = place / "scale_out/token_in_token_out/protocol.py"
-    protocol.write_text("token_ids: list[int]")
-    assert version_options(tmp_path) == {"trust_request_chat_template": True}  # 0.25.1
-    (place / "launchers/cli_args.py").write_text("enable_scale_out: bool = False")
-    protocol.write_text("content_parts: list")
-    assert version_options(tmp_path) == {"enable_scale_out": True}  # 0.32

@@ -1,4 +1,4 @@
-"""The served engine over servers without a model: requests, streams, weights, dialects. Real ones are in engines/."""
+"""The served engine over servers without a model: requests, streams, weights. Real ones are in engines/."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +14,14 @@ from helpers import tiny
 from helpers.configs import small_config
 from helpers.fake_vllm import IMAGE, FakeVLLM, Processor, prompt_of
 from helpers.patience import PATIENCE, until
-from helpers.served import FIVE, WEIGHTS, Made, back, in_midst, requests, restart
+from helpers.served import FIVE, WEIGHTS, Made, back, requests
 
 from mm_grpo.build import build_engine
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, Sampling
 from mm_grpo.rollout.served.client import ServerClient
-from mm_grpo.rollout.served.dialect import CHAT, GENERATE, RENDER
 from mm_grpo.rollout.served.engine import ServedEngine
+from mm_grpo.rollout.served.protocol import NEEDED
 from mm_grpo.rollout.served.server import Limits
 from mm_grpo.rollout.served.transfer import FileTransfer, transfer_of
 from mm_grpo.types import Completion
@@ -38,9 +37,9 @@ def test_one_server_and_two_answer_alike_and_share_the_work(make: Made) -> None:
     assert len({c.token_ids for c in done}) == 48 and {len(c.token_ids) for c in done} == {5}
     assert {c.weight_versions for c in done} == {((0, 0),)}
     assert sorted(len(fake.asked) for fake in fakes)[0] >= 3  # of 12 groups
-    path, body = fakes[0].asked[0]
+    body = fakes[0].asked[0]
     params = body["sampling_params"]
-    assert path == GENERATE and params["n"] == 4 and params["seed"] % 100 == 0 and params["logprobs"] == 0
+    assert params["n"] == 4 and params["seed"] % 100 == 0 and params["logprobs"] == 0
     assert body["token_ids"].count(IMAGE) == 1 and len(body["content_parts"]) == 1
 
 
@@ -86,20 +85,13 @@ def test_scores_are_those_of_the_completion_after_its_prompt(make: Made) -> None
     assert [replica.score(prompt, [50, 60]) for replica in engine.replicas] == [[-0.05, -0.06]] * 2
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_checks_go_before_samples_that_wait(make: Made, old: bool) -> None:
-    engine, (fake,) = make(servers=[FakeVLLM(old=old)])
+def test_checks_go_before_samples_that_wait(make: Made) -> None:
+    engine, (fake,) = make(1)
     request = Request(prompt_of("a", "xyz", tiny.picture(1, 8, 8)), 3, FIVE)
     (replica,) = engine.replicas
     assert replica.generate([request]) == engine.generate([request])
     replica.score(request.prompt, [50])
-    sent = [body.get("priority") for path, body in fake.asked if path != RENDER]
-    assert sent == [-1, None, -1]
-    (server,) = engine.pool.servers
-    assert server.dialect is not None
-    server.dialect = replace(server.dialect, priorities=False)  # a server that knows none
-    replica.score(request.prompt, [50])
-    assert "priority" not in fake.asked[-1][1]
+    assert [body.get("priority") for body in fake.asked] == [-1, None, -1]
 
 
 # many ----------------------------------------------------------------------------------------
@@ -114,7 +106,7 @@ def test_hundreds_of_requests_wait_without_their_bodies(make: Made) -> None:
     done = engine.generate(asked)
     assert [c.seed for c in done] == [r.seed for r in asked]
     assert sum(len(fake.asked) for fake in fakes) == 300
-    seeds = [body["sampling_params"]["seed"] for fake in fakes for _, body in fake.asked]
+    seeds = [body["sampling_params"]["seed"] for fake in fakes for body in fake.asked]
     assert len(set(seeds)) == 300  # none twice
     assert max(fake.most for fake in fakes) <= 16
 
@@ -349,19 +341,11 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
 
 @pytest.mark.slow
 def test_servers_that_lack_something_are_refused_with_how_to_start_them(make: Made) -> None:
-    fake = FakeVLLM()
-    fake.missing = (GENERATE,)
-    with pytest.raises(
-        ConfigError,
-        match=r"has no /inference/v1/generate; start it with `mm-grpo serve`, or .*--enable-scale-out",
-    ):
-        make(servers=[fake])
-    fake = FakeVLLM()
-    fake.missing = ("/start_weight_update", "/collective_rpc")
-    with pytest.raises(
-        ConfigError, match=r"has no /start_weight_update, /collective_rpc, so it can take no weights"
-    ):
-        make(servers=[fake])
+    for missing in (*NEEDED, "content_parts"):
+        fake = FakeVLLM()
+        fake.missing = (missing,)
+        with pytest.raises(ConfigError, match=rf"{fake.url} .*{missing}.*`mm-grpo serve`"):
+            make(servers=[fake])
     fake = FakeVLLM()
     fake.max_model_len = 50
     with pytest.raises(ConfigError, match=r"sequences of 50 tokens, and this run needs 100"):
@@ -414,42 +398,3 @@ def test_no_server_at_all_is_the_configs_fault(make: Made) -> None:
         ConfigError, match=r"no server answers within 0\.3 s .*Connection refused.*`mm-grpo serve`"
     ):
         make(servers=[fake], wait_timeout=0.3)
-
-
-# the dialect of 0.25.1 -------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_0_25_1_gets_chats_and_answers_the_same(make: Made) -> None:
-    new, _ = make(1)
-    old, fakes = make(servers=[FakeVLLM(old=True)])
-    asked = requests(3)
-    assert old.generate(asked) == new.generate(asked)
-    assert not old.updates_in_flight and new.updates_in_flight
-    assert {path for path, _ in fakes[0].asked} == {CHAT}
-    text = prompt_of("text", "only text")
-    assert old.generate([Request(text, 3, FIVE)]) == new.generate([Request(text, 3, FIVE)])
-    assert fakes[0].asked[-1][0] == GENERATE  # ids alone: nothing for a chat to do
-    fakes[0].expanded = 4
-    with pytest.raises(GuardStop, match="vLLM ran 9 prompt tokens where the learner trains on 8"):
-        old.generate(asked)
-
-
-def test_0_25_1_scores_by_the_servers_own_image_features(make: Made) -> None:
-    old, fakes = make(servers=[FakeVLLM(old=True)])
-    prompt = prompt_of("a", "xyz", tiny.picture(1, 8, 8), tiny.picture(2, 8, 8))
-    assert old.score(prompt, [50, 60]) == [-0.05, -0.06]
-    assert [path for path, _ in fakes[0].asked] == [RENDER, GENERATE]
-    places = fakes[0].asked[1][1]["features"]["mm_placeholders"]["image"]
-    assert places == [{"offset": 0, "length": 3}, {"offset": 3, "length": 3}]
-
-
-@pytest.mark.slow
-def test_0_25_1_a_restart_in_midst_is_seen_by_the_workers_record(make: Made) -> None:
-    old, fakes = make(servers=[FakeVLLM(old=True), FakeVLLM(old=True)])
-    expected = old.generate(requests())
-    assert in_midst(old, fakes, lambda: restart(fakes[0])) == expected
-    back(old)
-    assert (
-        fakes[0].control.workers[0].account.weights_name == fakes[1].control.workers[0].account.weights_name
-    )

@@ -15,7 +15,7 @@ from helpers.served import WEIGHTS, Made, back, cut, fail, in_midst, requests, r
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.served import pool
-from mm_grpo.rollout.served.dialect import GENERATE, INFO, RPC
+from mm_grpo.rollout.served.protocol import GENERATE, INFO, RPC
 
 
 @pytest.mark.slow

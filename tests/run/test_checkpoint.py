@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -203,19 +202,6 @@ def change_number(key: str) -> Any:
     return change
 
 
-def drop_key(folder: Path) -> str:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["adam_steps"]
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
-    return "lacks or should not have 'adam_steps'"
-
-
-def mistype(folder: Path) -> str:
-    manifest = json.loads((folder / "manifest.json").read_text()) | {"updates": "2"}
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
-    return "has updates = '2', which is none"
-
-
 def sign(key: str, value: Any, words: str) -> Any:
     """A manifest with another value, and the digest of that."""
 
@@ -248,21 +234,12 @@ CHANGED = [
 ]
 
 
-SIGNED = [
-    sign("updates", -1, "has updates = -1, which is none"),
-    sign("files", [], "has files = [], which is none"),
-    sign("extra", {"tokens_seen": "many"}, "has extra.tokens_seen = 'many', which is none"),
-    sign("extra", {"best": [1]}, "has extra.best = [1], which is none"),
-    sign("extra", {"rewards": 3}, "has extra.rewards = 3, which is none"),
-    sign("extra", {"rows": [1]}, "has extra.rows = [1], which is none"),
-]
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         *[truncate, flip, lose_manifest, tear_manifest, nest_manifest, pipe_manifest, lose_state],
-        *[*CHANGED, drop_key, mistype, *SIGNED],
+        *CHANGED,
+        sign("format", 2, "has format 2"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
@@ -277,41 +254,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
     assert "step-000002" in caplog.text and said in caplog.text and "resuming from step-000001" in caplog.text
     damage(tmp_path / "checkpoints" / "step-000001")
     with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole: step-000002.*step-000001"):
-        kept.newest()
-
-
-def as_format_2(folder: Path, frozen: str) -> None:
-    """Make the checkpoint one of format 2: files and the frozen weights' digest `frozen` by SHA-256."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for mark in manifest["files"]:
-        mark.pop("xxh3_128", None)
-        mark["sha256"] = hashlib.sha256((folder / mark["name"]).read_bytes()).hexdigest()
-    manifest |= {"format": 2, "frozen": frozen}
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
-
-
-def test_a_checkpoint_of_format_2_is_read_by_its_sha256(models: dict[str, Path], tmp_path: Path) -> None:
-    learner = build(models["qwen2_vl"], frozen=True)
-    kept = checkpoints_of(learner, tmp_path)
-    kept.save(1, {})
-    folder = kept.folder / "step-000001"
-    assert len(json.loads((folder / "manifest.json").read_text())["frozen"]) == 32
-    digest = hashlib.sha256()  # as format 2 had it: name, dtype and shape, then the bytes
-    for name, p in sorted((n, p) for n, p in learner.module.model.named_parameters() if not p.requires_grad):
-        digest.update(f"{name} {p.dtype} {tuple(p.shape)}".encode() + p.detach().numpy().tobytes())
-    as_format_2(folder, digest.hexdigest())
-    found = kept.newest()
-    assert found is not None and found.manifest["format"] == 2
-    kept.load(found)
-    as_format_2(folder, "0" * 64)
-    found = kept.newest()
-    assert found is not None
-    with pytest.raises(ConfigError, match="the weights that are not trained differ"):
-        kept.load(found)
-    flip(folder)
-    with pytest.raises(
-        ConfigError, match=r"step-000001/state-\S+ is not what was written: its digest differs"
-    ):
         kept.newest()
 
 

@@ -1,7 +1,6 @@
 """Command line and environment of a vLLM server on this machine.
 
 The engine's part is that of the engine in the trainer's process (`vllm/launch.py`), so a server samples as that does.
-What differs between versions of vLLM is read from its own files, for importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -62,52 +61,39 @@ class ServerSettings:
     key: str | None = field(default=None, repr=False)
 
 
-def vllm_folder() -> Path:
-    """Find vLLM's folder without importing it, which takes seconds. ConfigError where there is none."""
+def require_vllm() -> None:
+    """ConfigError where no vLLM is installed that can be a server; it is not imported, for that takes seconds."""
     place = find_spec("vllm")
     if place is None or place.origin is None:
         raise ConfigError(
             "rollout.engine = 'vllm_server': vLLM is not installed where the server is to run; install mm_grpo[vllm] "
             "on a GPU machine, mm_grpo[cpu] on a CPU"
         )
-    return Path(place.origin).parent
+    if not Path(place.origin).parent.joinpath("entrypoints/launchers/api_server/entry.py").exists():
+        raise ConfigError(
+            "rollout.engine = 'vllm_server': the vLLM that is installed here is too old to be a server; install 0.32 "
+            "or newer, or take rollout.engine=vllm"
+        )
 
 
 def server_command(settings: ServerSettings, port: int) -> list[str]:
     """The command of a server, without its key: everybody on this machine can read it."""
-    package = vllm_folder()
-    newer = (package / "entrypoints/launchers/api_server/entry.py").exists()
+    require_vllm()
     arguments = {k: v for k, v in engine_arguments(settings.engine).items() if k not in NOT_FOR_SERVERS}
     arguments.setdefault("scheduling_policy", "priority")  # for the checks of updates
     arguments |= {
         "tensor_parallel_size": settings.tensor_parallel,
         "weight_transfer_config": {"backend": BACKENDS[settings.transfer]},
         "worker_extension_cls": EXTENSION,
+        "enable_scale_out": True,  # /inference/v1/generate
     }
-    arguments |= version_options(package)
     if settings.socket is not None:
         arguments["uds"] = str(settings.socket)
     else:
         arguments |= {"host": settings.host, "port": port}
     arguments["middleware"] = server_key.MIDDLEWARE
-    module = "launchers.api_server.entry" if newer else "openai.api_server"
     # -P: it imports nothing from the working folder, where a json.py may stand
-    return [sys.executable, "-P", "-m", f"vllm.entrypoints.{module}", *flags(arguments)]
-
-
-def version_options(package: Path) -> dict[str, bool]:
-    """Options of the vLLM in `package` for requests by ids and images (rollout/served/dialect.py)."""
-
-    def known(word: str, *files: str) -> bool:
-        found = (package / "entrypoints" / file for file in files)
-        return any(word in path.read_text() for path in found if path.exists())
-
-    options = {}
-    if known("enable_scale_out", "launchers/cli_args.py", "openai/cli_args.py"):
-        options["enable_scale_out"] = True  # older versions have /inference/v1/generate without
-    if not known("content_parts", "scale_out/token_in_token_out/protocol.py"):
-        options["trust_request_chat_template"] = True  # images go as a chat, by a template of ours
-    return options
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", *flags(arguments)]
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,8 @@
 """Served vLLM as a `RolloutEngine`: one or many servers, the same seeds and samples whichever of them answers.
 
-Seeds are in the requests, so it is nothing to the samples where one is answered, again or in what company (but for the
-last bits: a batch of another size may round another way). What is compared, and what a row has to fit, is as in the
-in-process engine (`vllm/requests.py`); choosing servers and failing over is in `servers.py`, the carrying of weights in
-`transfer.py`.
+Requests carry their seeds, so samples do not depend on which server answers, or in what company (but for the last bits:
+a batch of another size may round another way). What is compared, and what a row has to fit, is as in the in-process
+engine (`vllm/requests.py`); `pool.py` chooses servers and fails over, `transfer.py` carries weights.
 
 Of several trainer processes each asks every server for the prompts of its own; the first alone sends weights, and the
 others take from it what arrived.
@@ -11,25 +10,24 @@ others take from it what arrived.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError, EngineError, GuardStop
-from mm_grpo.rollout.engine import Request, RequestStream
+from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, RequestStream
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable, reading
-from mm_grpo.rollout.served.dialect import GENERATE, Dialect
 from mm_grpo.rollout.served.pool import ServerPool
-from mm_grpo.rollout.served.protocol import Work
+from mm_grpo.rollout.served.protocol import GENERATE, Answer, ServerInfo, Work
 from mm_grpo.rollout.served.requests import RequestFormat, raise_as_ours
-from mm_grpo.rollout.served.server import Limits, Placed, Server
-from mm_grpo.rollout.served.streams import Replica, ServedStream
-from mm_grpo.rollout.vllm.requests import (
-    request_groups,
-)
+from mm_grpo.rollout.served.server import Limits, Server
+from mm_grpo.rollout.vllm.requests import request_groups
 from mm_grpo.rollout.weights import digest, missing_tensors
 from mm_grpo.types import Completion, Prompt
 
@@ -38,7 +36,10 @@ if TYPE_CHECKING:
 
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Digest
-    from mm_grpo.rollout.served.weight_transfer import WeightTransfer
+    from mm_grpo.rollout.served.transfer import ServedTransfer
+
+FIRST = -1
+"""Priority of a check: the learner waits for it, and samples of the next steps may have a whole step before it."""
 
 
 class ServedEngine:
@@ -49,11 +50,12 @@ class ServedEngine:
     """
 
     remote = True
+    updates_in_flight = True  # each answer says under which weights its tokens were sampled
 
     def __init__(
         self,
         clients: Sequence[ServerClient],
-        transfer: WeightTransfer | None,
+        transfer: ServedTransfer | None,
         processor: Processor,
         *,
         limits: Limits,
@@ -68,7 +70,7 @@ class ServedEngine:
         self._lock = threading.RLock()  # of the transfer, and of what it is to send
         self._kept: dict[str, Tensor] = {}
         self._sent: dict[str, str] = {}
-        self._checked: dict[str, Dialect] = {}
+        self._checked: dict[str, ServerInfo] = {}
         self._counted = (0, 0)
         self.requests = RequestFormat(processor, limits.max_model_len, max_images)
         self.pool = ServerPool(
@@ -88,12 +90,12 @@ class ServedEngine:
             return []
         self._require_current()
         groups = request_groups(requests)
-        work = [self.work(group) for group in groups]
+        work = [self.requests.sampled(group) for group in groups]
         self.pool.check()
-        placed = self.all([self.pool.submit(one) for one in work], work)
+        answers = self.all([self.pool.submit(one) for one in work], work)
         return [
             c
-            for group, one in zip(groups, placed, strict=True)
+            for group, one in zip(groups, answers, strict=True)
             for c in self.requests.completions(group, one)
         ]
 
@@ -107,13 +109,6 @@ class ServedEngine:
     def holds_weights(self) -> bool:
         """True when the servers that are ready hold what was sent last; one that joins is brought up to it."""
         return self._current
-
-    @property
-    def updates_in_flight(self) -> bool:
-        """True when every server says under which weights each token was sampled, so that an update may land while
-        requests run."""
-        known = [server.dialect for server in self.pool.servers if server.dialect is not None]
-        return all(dialect.spans for dialect in known)
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -133,7 +128,7 @@ class ServedEngine:
     def sentence(self) -> str:
         """The servers and their versions, for the log."""
         each = (
-            f"{server.url} ({'not there yet' if server.dialect is None else f'vLLM {server.dialect.version}'})"
+            f"{server.url} ({'not there yet' if server.info is None else f'vLLM {server.info.version}'})"
             for server in self.pool.servers
         )
         return f"vLLM servers (rollout.server.urls): {', '.join(each)}"
@@ -191,7 +186,7 @@ class ServedEngine:
     # weights ---------------------------------------------------------------------------------
 
     def _send(
-        self, transfer: WeightTransfer, tensors: Iterable[tuple[str, Tensor]], version: int
+        self, transfer: ServedTransfer, tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> tuple[dict[str, str], str, list[str]]:
         """Return what the servers received, the weights' name there, and the urls of those that took them."""
         name = transfer.weights_name(version)
@@ -275,7 +270,7 @@ class ServedEngine:
         Where one token alone is allowed, its log-prob is 0 after the mask and less before it. ConfigError for the
         latter; False where the server is gone.
         """
-        assert server.dialect is not None
+        assert server.info is not None
         token = self.requests.stops[0]
         params = {
             "max_tokens": 1,
@@ -285,8 +280,8 @@ class ServedEngine:
             "detokenize": False,
         }
         # vLLM on a CPU ends by SIGILL over a prompt of one or two tokens in bfloat16
-        body = {"token_ids": [token] * 8, "sampling_params": params, "model": server.dialect.model}
-        if self._checked.get(server.url) is server.dialect:
+        body = {"token_ids": [token] * 8, "sampling_params": params, "model": server.info.model}
+        if self._checked.get(server.url) is server.info:
             return True
         try:
             answer = server.client.call(GENERATE, body)
@@ -300,7 +295,7 @@ class ServedEngine:
                 f"rollout.server.urls: {server.url} reports log-probs from before temperature and masks, which are not "
                 "those that tokens are drawn by; start it with --logprobs-mode processed_logprobs"
             )
-        self._checked[server.url] = server.dialect
+        self._checked[server.url] = server.info
         return True
 
     def _is_ours(self, name: str) -> bool:
@@ -316,12 +311,7 @@ class ServedEngine:
 
     # waiting ---------------------------------------------------------------------------------
 
-    def work(self, group: Sequence[Request]) -> Work:
-        """Make a server's work of a group of requests."""
-        known = [server.dialect for server in self.pool.servers if server.dialect is not None]
-        return self.requests.sampled(group, as_text=not all(dialect.images_by_ids for dialect in known))
-
-    def all(self, futures: Sequence[Future[Placed]], work: Sequence[Work]) -> list[Placed]:
+    def all(self, futures: Sequence[Future[Answer]], work: Sequence[Work]) -> list[Answer]:
         """All answers; where one fails, or the wait is interrupted, the others are given up."""
         try:
             wait_for(futures, return_when=FIRST_EXCEPTION)
@@ -333,3 +323,95 @@ class ServedEngine:
             for future in futures:
                 future.cancel()
             raise
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One server as an engine, for checks: `score` and `generate` raise ReplicaLost where it fails."""
+
+    engine: ServedEngine
+    server: Server
+
+    @property
+    def name(self) -> str:
+        return self.server.url
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        engine, groups = self.engine, request_groups(requests)
+        answers = [self._ask(engine.requests.sampled(group)) for group in groups]
+        return [
+            c
+            for group, one in zip(groups, answers, strict=True)
+            for c in engine.requests.completions(group, one)
+        ]
+
+    def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
+        return self.engine.requests.scores(
+            prompt, token_ids, self._ask(self.engine.requests.scored(prompt, token_ids))
+        )
+
+    def _ask(self, work: Work) -> Answer:
+        work = replace(work, priority=FIRST)
+        try:
+            return self.engine.all([self.engine.pool.submit_to(self.server, work)], [work])[0]
+        except ServerUnreachable as error:
+            raise ReplicaLost(str(error)) from error
+
+
+class ServedStream:
+    """A `RequestStream` over a `ServedEngine`. Raises what its `generate` raises, and gives the rest up then.
+
+    A request that follows another one goes to the server that answered that: its prefix cache has the beginning.
+    """
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self.engine = engine
+        self.running: dict[int, tuple[Request, Future[Answer]]] = {}
+        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._urls: dict[int, str] = {}
+        self._count = 0
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.running)
+
+    def add_request(self, request: Request, follows: Follows | None = None) -> int:
+        number, self._count = self._count, self._count + 1
+        prefer = None if follows is None else self._urls.get(follows.number)
+        future = self.engine.pool.submit(self.engine.requests.sampled([request]), prefer)
+        self.running[number] = request, future
+        future.add_done_callback(lambda _: self._done.put(number))
+        return number
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """The answers that have come; waits for the first."""
+        if not self.running:
+            return []
+        numbers = [self._done.get()]
+        with suppress(queue.Empty):
+            while True:
+                numbers.append(self._done.get_nowait())
+        done = []
+        for number in numbers:
+            request, future = self.running.pop(number)
+            if (error := future.exception()) is not None:
+                raise_as_ours(error, request.prompt.uid)
+            answer = future.result()
+            self._urls[number] = answer.url
+            done.append((number, self.engine.requests.completions([request], answer)[0]))
+        return done
+
+    def release(self, number: int) -> None:
+        """Servers drop what they need room for."""
+        self._urls.pop(number, None)
+
+    def close(self) -> None:
+        running, self.running = self.running, {}
+        for _, future in running.values():
+            future.cancel()
+
+    def __enter__(self) -> ServedStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

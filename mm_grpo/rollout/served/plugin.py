@@ -14,8 +14,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from mm_grpo.rollout.served.dialect import model_sizes
 from mm_grpo.rollout.served.plugin_engines import RECEIVERS, Account
+from mm_grpo.rollout.served.protocol import model_sizes
 
 BACKENDS = {kind: f"mm_grpo_{kind}" for kind in RECEIVERS}
 """vLLM's name of each kind of transfer, for `--weight-transfer-config`."""
@@ -39,12 +39,6 @@ class WorkerExtension:
     def mm_grpo_received(self) -> dict[str, Any]:
         """See `Account.as_json`."""
         return _worker.account.as_json()
-
-    def mm_grpo_weights_name(self) -> str | None:
-        """The name of the weights that the worker holds; None before any, and while or after an update was cut off."""
-        account = _worker.account
-        whole = account.finished and not account.damaged
-        return account.weights_name if whole and account.weights_name else None
 
 
 def register() -> None:

@@ -33,9 +33,8 @@ from mm_grpo.rollout.served.client import (
     in_background,
     wait,
 )
-from mm_grpo.rollout.served.dialect import Dialect, is_paused, probe, weights_name
-from mm_grpo.rollout.served.protocol import Work, ask
-from mm_grpo.rollout.served.server import Limits, Placed, Server, Waiting
+from mm_grpo.rollout.served.protocol import Answer, ServerInfo, Work, ask, is_paused, probe, weights_name
+from mm_grpo.rollout.served.server import Limits, Server, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class ServerPool:
         while True:
             for future in [self._threads.submit(self._probe, server) for server in self.servers]:
                 wait(future)
-            if any(server.dialect is not None for server in self.servers):
+            if any(server.info is not None for server in self.servers):
                 break
             now = time.monotonic()
             if now > end:
@@ -105,20 +104,20 @@ class ServerPool:
                 log.warning("rollout: waiting for a server: %s", self.describe())
             time.sleep(min(0.5, self.limits.wait_timeout / 10))
         for server in self.servers:
-            if server.dialect is None:
+            if server.info is None:
                 log.warning(
                     "rollout: going on without %s (%s); it joins when it answers", server.url, server.why
                 )
         self._keeper = in_background(self._keep())
 
-    def submit(self, work: Work, prefer: str | None = None) -> Future[Placed]:
+    def submit(self, work: Work, prefer: str | None = None) -> Future[Answer]:
         """The answer to `work`, of the server `prefer` where that one has room. Cancelling it aborts the request."""
         return in_background(self._answer(work, prefer))
 
-    def submit_to(self, server: Server, work: Work) -> Future[Placed]:
+    def submit_to(self, server: Server, work: Work) -> Future[Answer]:
         """The answer of this server and no other. Raises ServerUnreachable, after which it is lost."""
 
-        async def asked() -> Placed:
+        async def asked() -> Answer:
             try:
                 return await self._run(server, work)
             except ServerUnreachable as error:
@@ -150,7 +149,7 @@ class ServerPool:
         """`server` has taken the weights of this name, the newest."""
 
         async def note() -> None:
-            server.weights, server.sent = weights, server.sent + 1
+            server.weights = weights
             self._admit(server)
 
         wait(in_background(note()))
@@ -194,7 +193,7 @@ class ServerPool:
 
     # one request -----------------------------------------------------------------------------
 
-    async def _answer(self, work: Work, prefer: str | None) -> Placed:
+    async def _answer(self, work: Work, prefer: str | None) -> Answer:
         failures: list[str] = []
         avoid: set[str] = set()
         if not self.unanswered:
@@ -204,9 +203,9 @@ class ServerPool:
             while True:
                 server = await self._place(work, prefer, avoid)
                 try:
-                    placed = await self._run(server, work)
+                    answer = await self._run(server, work)
                     self._answered = time.monotonic()
-                    return placed
+                    return answer
                 except ServerUnreachable as error:
                     self._lose(server, error.reason)
                     failures.append(str(error))
@@ -223,13 +222,13 @@ class ServerPool:
         finally:
             self.unanswered -= 1
 
-    async def _run(self, server: Server, work: Work) -> Placed:
+    async def _run(self, server: Server, work: Work) -> Answer:
         """The answer of one server under this run's weights. It is given up when the server is found to hang."""
-        assert server.dialect is not None
-        sent, now = server.sent, time.monotonic()
+        assert server.info is not None
+        now = time.monotonic()
         if not server.running:
             server.asked = server.checked = now
-        task = asyncio.ensure_future(ask(server.client, server.dialect, work, NEVER))
+        task = asyncio.ensure_future(ask(server.client, server.info.model, work, NEVER))
         server.running[task] = work
         try:
             await asyncio.wait({task})
@@ -240,32 +239,23 @@ class ServerPool:
             raise ServerUnreachable(server.url, server.why)
         answer = task.result()
         server.answered = time.monotonic()
-        if names := {name for sequence in answer.sequences for _, name in sequence.versions}:
-            for name in names:
-                self._require(server, name)
-        else:
-            self._require(server, await self._weights_of(server), server.weights)
-            if server.sent != sent:
-                raise ServerUnreachable(
-                    server.url, "it took new weights while it sampled, and cannot say where"
-                )
-        return Placed(answer, server.url, server.weights or "")
+        for name in {name for sequence in answer.sequences for _, name in sequence.versions}:
+            self._require(server, name)
+        return answer
 
-    def _require(self, server: Server, found: str | None, *expected: str | None) -> None:
+    def _require(self, server: Server, found: str, *expected: str | None) -> None:
         """ServerUnreachable where weights that were found on a server are none of the expected ones, or not ours."""
-        if found is None or not self.ours(found) or (expected and found not in expected):
+        if not self.ours(found) or (expected and found not in expected):
             raise ServerUnreachable(
                 server.url,
                 f"it holds weights '{found}', not '{self.current}': it was restarted, or missed an update, or another "
                 "run sends it weights",
             )
 
-    async def _weights_of(self, server: Server) -> str | None:
+    async def _weights_of(self, server: Server) -> str:
         """The name of the weights that a server says it holds."""
-        assert server.dialect is not None
-        seconds = self.limits.health_timeout
         try:
-            return await weights_name(server.client, server.dialect, seconds)
+            return await weights_name(server.client, self.limits.health_timeout)
         except ServerRefused as error:
             raise ServerUnreachable(server.url, error.reason) from error
 
@@ -331,14 +321,14 @@ class ServerPool:
         """Find out what a server has. Raises ConfigError where that is not enough."""
         server.tries += 1
         try:
-            server.dialect = self._dialect(server.client)
+            server.info = self._info(server.client)
             server.state, server.why = "behind", "it has no weights of this run yet"
         except ServerUnreachable as error:
             server.why = error.reason
 
-    def _dialect(self, client: ServerClient) -> Dialect:
+    def _info(self, client: ServerClient) -> ServerInfo:
         found, need = probe(client, self.limits.health_timeout), self.limits.max_model_len
-        if found.max_model_len is not None and found.max_model_len < need:
+        if found.max_model_len < need:
             raise ConfigError(
                 f"rollout.server.urls: {client.url} was started for sequences of {found.max_model_len} tokens, and "
                 f"this run needs {need} (rollout.vllm.max_model_len); start it with --max-model-len {need}, or lower "
@@ -410,10 +400,10 @@ class ServerPool:
         loop = asyncio.get_running_loop()
         server.tries += 1
         try:
-            if server.dialect is None or server.state == "lost":  # it may have come back as another version
-                server.dialect = await loop.run_in_executor(self._threads, self._dialect, server.client)
+            if server.info is None or server.state == "lost":  # it may have come back as another version
+                server.info = await loop.run_in_executor(self._threads, self._info, server.client)
             found = await self._weights_of(server)
-            if found is None or not self.ours(found):  # a new process
+            if not self.ours(found):  # a new process
                 self._give_up(server)
             # one that failed at the end of an update has the name already, and is paused still
             if found == self.current and not await is_paused(server.client, self.limits.health_timeout):

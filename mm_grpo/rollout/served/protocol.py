@@ -1,16 +1,11 @@
-"""The bodies of requests to a vLLM server, and its answers: ids, log-probs, weight versions.
+"""The one dialect of vLLM servers that is spoken here, that of 0.32: endpoints, bodies of requests, and their answers.
 
-Three ways to send a prompt, by what the server has (dialect.py):
+A prompt goes to `/inference/v1/generate` as collapsed ids with its images beside them (`content_parts`), as vLLM's
+in-process engine is given it, and comes back with the ids that were run, log-probs, and the name of the weights under
+which each token was sampled. Images go as PNG, which changes no pixel. Media tokens get a logit bias of -1e30, which
+JSON can carry: the softmax is in float32, where that leaves exactly 0 and the others' sum exact.
 
-    ids and images   `content_parts` beside collapsed ids: what vLLM's in-process engine is given, over JSON
-    chat             a text that becomes the ids again, with a chat template that only repeats it; the answer has the
-                     ids that were run, which the engine compares
-    features         the server's own processing of the images (`render`), beside expanded ids; for what is no text
-                     of its own: a scored completion, a conversation that goes on
-
-Images go as PNG, which changes no pixel. Media tokens get a logit bias of -1e30, which JSON can carry: the softmax is
-in float32, where that leaves exactly 0 and the others' sum exact. A chat would clamp it to -100, so there the tokens
-are `bad_words`, which vLLM sets to -inf.
+`probe` reads a server's own list of endpoints (`/openapi.json`): one that lacks some of these is refused at the start.
 """
 
 from __future__ import annotations
@@ -19,44 +14,84 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.errors import ConfigError, EngineError
-from mm_grpo.rollout.served.client import reading
-from mm_grpo.rollout.served.dialect import CHAT, GENERATE, RENDER
+from pydantic import BaseModel, ConfigDict
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.rollout.served.client import ServerRefused, ServerUnreadable, reading
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mm_grpo.rollout.served.client import ServerClient
-    from mm_grpo.rollout.served.dialect import Dialect
 
+GENERATE = "/inference/v1/generate"
+RPC = "/collective_rpc"
+RECEIVED = "mm_grpo_received"
+"""Method of the worker extension: what each worker received, see plugin_engines.py."""
+INFO = "/weight_info"
+NEEDED = (
+    GENERATE,
+    INFO,
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/reset_encoder_cache",
+    RPC,
+)
+"""What not every vLLM server has."""
+ENDPOINTS = frozenset((*NEEDED, "/health", "/version", "/openapi.json", "/v1/models", "/get_world_size"))
+"""All that a run asks of a server; one of ours answers nothing else."""
+SIZES = ("model_type", "_size", "_layers", "_heads", "depth", "embed_dim")
+"""How those fields of a model's config end by which its weights fit another model."""
 MASKED = -1e30
 """Logit bias of a token that is never to be sampled."""
-REPEAT = (
-    "{%- for message in messages -%}{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}"
-    "{%- for part in message['content'] -%}{%- if part['type'] == 'text' -%}{{ part['text'] }}{%- endif -%}"
-    "{%- endfor -%}{%- endif -%}{%- endfor -%}"
-)
-"""A chat template that repeats the text of its message: the text holds a placeholder for each image already."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """A server: `model` is the name that it serves, `max_model_len` its longest sequence in tokens, `sizes` are those
+    of its model (`model_sizes`)."""
+
+    version: str
+    model: str
+    max_model_len: int
+    sizes: Mapping[str, Any]
+
+
+class WorkerAccount(BaseModel):
+    """What a worker of a server received (`Account` of plugin_engines.py)."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    version: int | None
+    digests: dict[str, str]
+    finished: bool
+    damaged: bool
+    group: str
+    weights_name: str
+    model: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Work:
-    """One request: collapsed `token_ids` and images, the `expanded` ids that they stand for, and vLLM's sampling
-    parameters for its `n` generations. `uid` names the row in messages. `text` becomes the collapsed ids when it is
-    tokenized, "" where no text does. `media` are the media tokens, as vLLM's tokenizer writes them, by id. Of
-    requests that wait, one of lower `priority` goes first on servers that schedule by it."""
+    """One request: collapsed `token_ids` and images, and vLLM's sampling parameters for its `n` generations. `uid` is
+    the row's name in messages; `media` are the tokens that are never sampled. Of requests that wait, one of lower
+    `priority` goes first."""
 
     uid: str
     token_ids: Sequence[int]
     images: Sequence[Image]
-    expanded: Sequence[int]
     params: Mapping[str, Any]
-    text: str = ""
-    media: Mapping[int, str] = field(default_factory=dict)
+    media: Sequence[int] = ()
     priority: int = 0
 
     @property
@@ -66,43 +101,111 @@ class Work:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled sequence. `versions` are (first token, name of the weights) spans, () where the server has none."""
+    """One sampled sequence. `versions` are (first token, name of the weights) spans."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str | None
-    versions: tuple[tuple[int, str], ...] = ()
+    versions: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's answer to one `Work`: the ids it ran, its sequences by generation, log-probs of the prompt."""
+    """What the server at `url` made of one `Work`: the ids it ran, its sequences by generation, log-probs of the
+    prompt."""
 
+    url: str
     prompt_token_ids: tuple[int, ...]
     sequences: tuple[Sampled, ...]
     prompt_logprobs: tuple[float | None, ...] = ()
 
 
-async def ask(client: ServerClient, dialect: Dialect, work: Work, timeout: float) -> Answer:
-    """Send `work` to one server. Raises ServerUnreachable, ServerRefused, and ConfigError for a prompt that its
-    version cannot be sent."""
-    if dialect.images_by_ids or not work.images:
-        body = await client.request(GENERATE, lambda: _by_ids(work, dialect), timeout=timeout)
-        sent = None if dialect.images_by_ids else tuple(work.token_ids)
-        with reading(client.url, GENERATE):
-            return read_generated(body, sent, "prompt_logprobs" in work.params)
-    if work.text and "prompt_logprobs" not in work.params:
-        body = await client.request(CHAT, lambda: _chat(work, dialect), timeout=timeout)
-        with reading(client.url, CHAT):
-            return read_chat(body)
-    rendered = await client.request(RENDER, lambda: _images_alone(work, dialect), timeout=timeout)
-    placed, features = _placed(rendered, work, dialect, client.url)
-    body = await client.request(GENERATE, lambda: _by_ids(work, dialect, placed, features), timeout=timeout)
+# what a server is ----------------------------------------------------------------------------
+
+
+def model_sizes(config: Any) -> dict[str, Any]:
+    """What weights a model takes, by its transformers config: the fields of SIZES, those of a part as PART.FIELD."""
+    fields = dict(config.to_dict())
+    for part in ("text_config", "vision_config"):
+        fields |= {f"{part}.{name}": value for name, value in (fields.get(part) or {}).items()}
+    return {k: v for k, v in fields.items() if k.endswith(SIZES) and isinstance(v, (int, str))}
+
+
+def probe(client: ServerClient, timeout: float = 10.0) -> ServerInfo:
+    """Ask a server what it is. Raises ConfigError for one that lacks what a run needs, with how to start it, and
+    ServerUnreachable."""
+    where = f"rollout.server.urls: {client.url}"
+    try:
+        version = client.call("/version", method="GET", timeout=timeout)
+        listed = client.call("/openapi.json", method="GET", timeout=timeout)
+        models = client.call("/v1/models", method="GET", timeout=timeout)
+        with reading(client.url, "/version"):
+            name = str(version["version"])
+        with reading(client.url, "/openapi.json"):
+            missing = [path for path in NEEDED if path not in dict(listed["paths"])]
+            request = listed.get("components", {}).get("schemas", {}).get("GenerateRequest", {})
+            missing += [f"{GENERATE} with content_parts"] * (
+                "content_parts" not in request.get("properties", {})
+            )
+        if missing:
+            raise ConfigError(
+                f"{where} (vLLM {name}) has no {', '.join(missing)}; start it with `mm-grpo serve`, or `vllm serve` of "
+                "vLLM 0.32 or newer with --enable-scale-out, --weight-transfer-config, and VLLM_SERVER_DEV_MODE=1 in "
+                "its environment"
+            )
+        workers = accounts(client, timeout)
+        with reading(client.url, "/v1/models"):
+            served = models["data"][0]
+            return ServerInfo(name, str(served["id"]), index(served["max_model_len"]), workers[0].model)
+    except ServerUnreadable as error:
+        raise ConfigError(f"rollout.server.urls: {error}; start it with `mm-grpo serve`") from None
+    except ServerRefused as error:
+        if error.status in (401, 403):
+            raise ConfigError(key_refused(client.url, error.reason)) from None
+        raise ConfigError(
+            f"{where} is no vLLM server that lists its endpoints ({error.reason}); start it with `mm-grpo serve`, or "
+            "`vllm serve` without --disable-fastapi-docs"
+        ) from None
+
+
+def key_refused(url: str, reason: str) -> str:
+    """The message of a server that wants another key."""
+    return (
+        f"rollout.server.urls: {url} refuses the key ({reason}); put the server's key into the environment variable "
+        "that rollout.server.key_env names (what `mm-grpo serve` keeps at 127.0.0.1 is found by the same user alone)"
+    )
+
+
+def accounts(client: ServerClient, timeout: float) -> list[WorkerAccount]:
+    """What each worker of a server received, one at least."""
+    answer = client.call(RPC, {"method": RECEIVED}, timeout=timeout)
+    with reading(client.url, f"{RPC} for {RECEIVED}"):
+        found = [WorkerAccount.model_validate(each) for each in answer["results"]]
+        return [found[0], *found[1:]]
+
+
+async def weights_name(client: ServerClient, timeout: float) -> str:
+    """The name of the weights that a server holds, which is another one after a restart."""
+    answer = await client.request(INFO, method="GET", timeout=timeout)
+    with reading(client.url, INFO):
+        return str(answer["weight_version"])
+
+
+async def is_paused(client: ServerClient, timeout: float) -> bool:
+    """Whether a server samples nothing because weights are being sent to it."""
+    answer = await client.request("/is_paused", method="GET", timeout=timeout)
+    with reading(client.url, "/is_paused"):
+        return bool(answer["is_paused"])
+
+
+# one request ---------------------------------------------------------------------------------
+
+
+async def ask(client: ServerClient, model: str, work: Work, timeout: float) -> Answer:
+    """Send `work` to one server, which serves `model`. Raises ServerUnreachable and ServerRefused."""
+    answer = await client.request(GENERATE, lambda: _body(work, model), timeout=timeout)
     with reading(client.url, GENERATE):
-        return read_generated(body, placed, "prompt_logprobs" in work.params)
-
-
-# bodies --------------------------------------------------------------------------------------
+        return _answer(client.url, answer, scored="prompt_logprobs" in work.params)
 
 
 def data_url(image: Image) -> str:
@@ -112,143 +215,37 @@ def data_url(image: Image) -> str:
     return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode("ascii")
 
 
-def _by_ids(
-    work: Work, dialect: Dialect, token_ids: Sequence[int] | None = None, features: Any = None
-) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "token_ids": list(work.token_ids if token_ids is None else token_ids),
-        "sampling_params": _params(work),
-        "model": dialect.model,
-    }
-    if features is not None:
-        body["features"] = features
-    elif work.images:
-        body["content_parts"] = [{"type": "image_url", "url": data_url(image)} for image in work.images]
-    if dialect.images_by_ids:
-        body["return_token_ids"] = True
-    return body | _priority(work, dialect)
-
-
-def _priority(work: Work, dialect: Dialect) -> dict[str, int]:
-    return {"priority": work.priority} if work.priority and dialect.priorities else {}
-
-
-def _params(work: Work) -> dict[str, Any]:
+def _body(work: Work, model: str) -> dict[str, Any]:
     bias = {str(token): MASKED for token in sorted(work.media)}
-    return {**work.params, **({"logit_bias": bias} if bias else {})}
-
-
-def _chat(work: Work, dialect: Dialect) -> dict[str, Any]:
-    params = dict(work.params)
-    for name in ("detokenize", "logprobs"):
-        params.pop(name, None)
-    params["max_completion_tokens"] = params.pop("max_tokens")
-    return {
-        **_message(work, dialect, work.text),
-        **params,
-        "bad_words": [work.media[token] for token in sorted(work.media)],
-        "logprobs": True,
-        "top_logprobs": 0,
+    body: dict[str, Any] = {
+        "token_ids": list(work.token_ids),
+        "sampling_params": {**work.params, **({"logit_bias": bias} if bias else {})},
+        "model": model,
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        **_priority(work, dialect),
     }
+    if work.images:
+        body["content_parts"] = [{"type": "image_url", "url": data_url(image)} for image in work.images]
+    if work.priority:
+        body["priority"] = work.priority
+    return body
 
 
-def _images_alone(work: Work, dialect: Dialect) -> dict[str, Any]:
-    """The images with nothing but their placeholders."""
-    return _message(work, dialect, "".join([work.media[_placeholder(work)]] * len(work.images)))
-
-
-def _message(work: Work, dialect: Dialect, text: str) -> dict[str, Any]:
-    images = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in work.images]
-    return {
-        "model": dialect.model,
-        "messages": [{"role": "user", "content": [*images, {"type": "text", "text": text}]}],
-        "chat_template": REPEAT,
-        "add_generation_prompt": False,
-        "add_special_tokens": False,
-    }
-
-
-def _placeholder(work: Work) -> int:
-    """The token that stands for an image in the collapsed ids: the media token that is there once for each."""
-    counts = {token: list(work.token_ids).count(token) for token in work.media}
-    grown = {t for t in counts if list(work.expanded).count(t) > counts[t]}
-    found = [t for t, n in counts.items() if n == len(work.images) and (t in grown or not grown)]
-    if len(found) != 1:
-        raise ConfigError(
-            f"{work.uid}: the prompt has no single token for each of its {len(work.images)} images, as vLLM before "
-            "0.32 needs them where a conversation goes on or is scored; use vLLM 0.32 servers, or rollout.engine=vllm"
-        )
-    return found[0]
-
-
-def _placed(
-    rendered: Mapping[str, Any], work: Work, dialect: Dialect, url: str
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """The expanded ids as the server expands the images, and its features with their places in these ids."""
-    token = _placeholder(work)
-    features = dict(rendered.get("features") or {})
-    places = (features.get("mm_placeholders") or {}).get("image") or []
-    ids = rendered.get("token_ids") or []
-    runs = [ids[p["offset"] : p["offset"] + p["length"]] for p in places]
-    if len(runs) != len(work.images):
-        raise EngineError(f"{url}: {RENDER} found {len(runs)} images where {len(work.images)} were sent")
-    if any(set(run) != {token} for run in runs):
-        raise ConfigError(
-            f"{work.uid}: vLLM {dialect.version} at {url} cannot be sent images of this family beside ids, because "
-            "they become more than one kind of token; use vLLM 0.32 servers, or rollout.engine=vllm"
-        )
-    placed: list[int] = []
-    found: list[dict[str, int]] = []
-    for each in work.token_ids:
-        if each == token:
-            run = runs[len(found)]
-            found.append({"offset": len(placed), "length": len(run)})
-            placed += run
-        else:
-            placed.append(each)
-    features["mm_placeholders"] = {"image": found}
-    return tuple(placed), features
-
-
-# answers -------------------------------------------------------------------------------------
-
-
-def read_generated(body: Any, sent: tuple[int, ...] | None, scored: bool) -> Answer:
-    """An answer of `/inference/v1/generate`; `sent` are the prompt's ids where the server does not return them.
-
-    As the other readers here it raises what `reading` makes an error of the server's.
-    """
-    ids = tuple(map(_token, body["prompt_token_ids"])) if sent is None else sent
-    logprobs = _chosen(body["prompt_logprobs"], ids) if scored else ()
-    return Answer(ids, _sequences(body["choices"]), logprobs)
-
-
-def read_chat(body: Any) -> Answer:
-    """An answer of `/v1/chat/completions` with `return_token_ids`."""
-    return Answer(tuple(map(_token, body["prompt_token_ids"])), _sequences(body["choices"]))
-
-
-def _sequences(choices: Sequence[Mapping[str, Any]]) -> tuple[Sampled, ...]:
-    by_index = {choice["index"]: choice for choice in choices}
-    return tuple(_sampled(by_index[generation]) for generation in range(len(choices)))
+def _answer(url: str, body: Any, *, scored: bool) -> Answer:
+    """An answer of GENERATE; what fails here is made an error of the server's by `reading`."""
+    ids = tuple(map(_token, body["prompt_token_ids"]))
+    by_index = {choice["index"]: choice for choice in body["choices"]}
+    sequences = tuple(_sampled(by_index[generation]) for generation in range(len(body["choices"])))
+    return Answer(url, ids, sequences, _chosen(body["prompt_logprobs"], ids) if scored else ())
 
 
 def _sampled(choice: Mapping[str, Any]) -> Sampled:
-    spans = tuple(
-        (index(span["start"]), str(span["version"])) for span in choice.get("weight_versions") or ()
-    )
+    tokens = tuple(map(_token, choice["token_ids"]))
+    spans = tuple((index(span["start"]), str(span["version"])) for span in choice["weight_versions"])
     starts = [start for start, _ in spans]
-    if starts and (starts[0] != 0 or starts != sorted(set(starts))):
+    if (tokens and starts[:1] != [0]) or starts != sorted(set(starts)):
         raise ValueError(f"weight_versions start at tokens {starts}")
-    return Sampled(
-        tuple(map(_token, choice["token_ids"])),
-        tuple(_logprob(entry) for entry in (choice.get("logprobs") or {}).get("content") or ()),
-        choice.get("finish_reason"),
-        spans,
-    )
+    logprobs = tuple(_logprob(entry) for entry in (choice.get("logprobs") or {}).get("content") or ())
+    return Sampled(tokens, logprobs, choice.get("finish_reason"), spans)
 
 
 def _chosen(entries: Sequence[Any], ids: Sequence[int]) -> tuple[float | None, ...]:

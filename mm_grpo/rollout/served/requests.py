@@ -7,18 +7,16 @@ What is asked and checked is as in the in-process engine (`vllm/requests.py`); h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from mm_grpo.errors import ConfigError, DataError, EngineError
 from mm_grpo.rollout.served.client import ServerRefused
-from mm_grpo.rollout.served.dialect import key_refused
-from mm_grpo.rollout.served.protocol import Sampled, Work
+from mm_grpo.rollout.served.protocol import Answer, Work, key_refused
 from mm_grpo.rollout.vllm.requests import check_ids, check_size, completion_of, sampling_params
 
 if TYPE_CHECKING:
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Request
-    from mm_grpo.rollout.served.server import Placed
     from mm_grpo.types import Completion, Prompt
 
 
@@ -28,54 +26,30 @@ class RequestFormat:
     def __init__(self, processor: Processor, max_model_len: int, max_images: int) -> None:
         self.processor, self.max_model_len, self.max_images = processor, max_model_len, max_images
         self.stops = sorted(processor.stop_token_ids)
-        self.media = _token_texts(processor)
+        self.media = sorted(processor.media_token_ids)
 
-    def sampled(self, group: Sequence[Request], *, as_text: bool) -> Work:
-        """A group of requests; with its text where a server may have to be sent that."""
+    def sampled(self, group: Sequence[Request]) -> Work:
+        """A group of requests."""
         prompt, sampling, seed = group[0].prompt, group[0].sampling, group[0].seed
         params = sampling_params(prompt, sampling, seed, len(group), self.stops)
         check_size(prompt, sampling.max_tokens, self.max_model_len, self.max_images)
         sent = prompt.engine_prompt
-        return Work(
-            prompt.uid,
-            sent.token_ids,
-            sent.images,
-            prompt.token_ids,
-            params,
-            text=self._text(sent.token_ids) if as_text else "",
-            media=self.media,
-        )
+        return Work(prompt.uid, sent.token_ids, sent.images, params, self.media)
 
     def scored(self, prompt: Prompt, token_ids: Sequence[int]) -> Work:
         """A completion to be scored after its prompt."""
         check_size(prompt, len(token_ids) + 1, self.max_model_len, self.max_images)
         sent = prompt.engine_prompt
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        return Work(
-            prompt.uid,
-            (*sent.token_ids, *token_ids),
-            sent.images,
-            (*prompt.token_ids, *token_ids),
-            params,
-            media=self.media,
-        )
+        return Work(prompt.uid, (*sent.token_ids, *token_ids), sent.images, params, self.media)
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        """The text that is tokenized to these ids, "" where there is none."""
-        tokenizer: Any = getattr(self.processor, "tokenizer", None)
-        if tokenizer is None:
-            return ""
-        text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
-        again = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return text if list(again) == list(token_ids) else ""
-
-    def completions(self, group: Sequence[Request], placed: Placed) -> list[Completion]:
+    def completions(self, group: Sequence[Request], answer: Answer) -> list[Completion]:
         """One completion per request of the group. GuardStop where the server ran other ids than the learner's."""
-        prompt, answer = group[0].prompt, placed.answer
+        prompt = group[0].prompt
         check_ids(prompt, prompt.token_ids, answer.prompt_token_ids)
         if len(answer.sequences) != len(group):
             raise EngineError(
-                f"{prompt.uid}: {placed.url} answered {len(group)} generations with {len(answer.sequences)}"
+                f"{prompt.uid}: {answer.url} answered {len(group)} generations with {len(answer.sequences)}"
             )
         return [
             completion_of(
@@ -84,21 +58,15 @@ class RequestFormat:
                 sampled.token_ids,
                 sampled.logprobs,
                 sampled.finish_reason,
-                _versions(sampled, placed.weights),
+                tuple((start, int(name.rpartition(":")[2])) for start, name in sampled.versions),
             )
             for request, sampled in zip(group, answer.sequences, strict=True)
         ]
 
-    def scores(self, prompt: Prompt, token_ids: Sequence[int], placed: Placed) -> list[float]:
+    def scores(self, prompt: Prompt, token_ids: Sequence[int], answer: Answer) -> list[float]:
         """The log-probs [T] of the completion that was scored."""
-        check_ids(prompt, (*prompt.token_ids, *token_ids), placed.answer.prompt_token_ids)
-        return [cast(float, x) for x in placed.answer.prompt_logprobs[-len(token_ids) :]]
-
-
-def _versions(sampled: Sampled, weights: str) -> tuple[tuple[int, int], ...]:
-    """The (first token, version) spans of a sequence; those of the server's `weights` where it has none."""
-    spans = sampled.versions or ((0, weights),)
-    return tuple((start, int(name.rpartition(":")[2])) for start, name in spans)
+        check_ids(prompt, (*prompt.token_ids, *token_ids), answer.prompt_token_ids)
+        return [cast(float, x) for x in answer.prompt_logprobs[-len(token_ids) :]]
 
 
 def raise_as_ours(error: BaseException, uid: str) -> None:
@@ -108,12 +76,3 @@ def raise_as_ours(error: BaseException, uid: str) -> None:
             raise ConfigError(key_refused(error.url, error.reason)) from error
         raise DataError(f"{uid}: vLLM refuses the prompt: {error}") from error
     raise error
-
-
-def _token_texts(processor: Processor) -> dict[int, str]:
-    """The media tokens as text, by id."""
-    tokenizer: Any = getattr(processor, "tokenizer", None)
-    return {
-        token: "" if tokenizer is None else str(tokenizer.convert_ids_to_tokens(token))
-        for token in sorted(processor.media_token_ids)
-    }

@@ -1,4 +1,4 @@
-"""One server as the pool sees it, work that waits for one, where an answer comes from, and the limits of all."""
+"""One server as the pool sees it, work that waits for one, and the limits of all."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from mm_grpo.rollout.served.client import ServerClient
-    from mm_grpo.rollout.served.dialect import Dialect
-    from mm_grpo.rollout.served.protocol import Answer, Work
+    from mm_grpo.rollout.served.protocol import Answer, ServerInfo, Work
 
 
 @dataclass(eq=False)
 class Server:
-    """One server. `weights` is the name of the weights that it was last seen to hold, `sent` counts how often it was
-    sent some, `why` says what happened to it last, `load` is the completions that it works on.
+    """One server. `weights` is the name of the weights that it was last seen to hold, `why` says what happened to it
+    last, `load` is the completions that it works on.
 
     It is `ready` with the run's weights, `behind` when it answers and holds others, else `lost`.
     """
 
     client: ServerClient
-    dialect: Dialect | None = None
+    info: ServerInfo | None = None
     state: Literal["ready", "behind", "lost"] = "lost"
     why: str = "not asked yet"
     weights: str | None = None
-    sent: int = 0
     load: int = 0
     tries: int = 0
     next_try: float = 0.0
@@ -59,15 +57,6 @@ class Waiting:
     prefer: str | None
     avoid: set[str]
     place: asyncio.Future[Server]
-
-
-@dataclass(frozen=True)
-class Placed:
-    """An answer, the url of the server that gave it, and the name of the weights that it held when it did."""
-
-    answer: Answer
-    url: str
-    weights: str
 
 
 @dataclass(frozen=True)

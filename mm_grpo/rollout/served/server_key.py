@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import expand_home, read_regular_file
-from mm_grpo.rollout.served.dialect import ENDPOINTS
+from mm_grpo.rollout.served.protocol import ENDPOINTS
 
 VARIABLE = "MM_GRPO_SERVER_KEY"
 NAME_VARIABLE = "MM_GRPO_SERVER_KEY_ENV"

@@ -26,9 +26,8 @@ from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.chunks import CHUNK_BYTES, Meta, chunks, pack
 from mm_grpo.rollout.served.client import ServerClient, ServerError, reading
-from mm_grpo.rollout.served.dialect import WorkerAccount, accounts
 from mm_grpo.rollout.served.groups import Group, Listener, init_info
-from mm_grpo.rollout.served.weight_transfer import Outcome, WeightTransfer
+from mm_grpo.rollout.served.protocol import WorkerAccount, accounts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,13 +35,19 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.engine import Digest
 
 Chunk = Sequence[tuple[str, "Tensor"]]
+Outcome = Mapping[str, "Digest | Exception"]
+"""By a server's url: the digests of what it received, or why it was left out."""
 JOIN_TIMEOUT = 60.0
 """Most seconds that a server may take to join a group."""
 KINDS = ("auto", "file", "gloo", "nccl")
 
 
 class ServedTransfer:
-    """Base of every kind: the calls in their order, on all servers at once, each within `timeout` seconds."""
+    """Base of every kind: the calls in their order, on all servers at once, each within `timeout` seconds.
+
+    `backend` is what servers are started with (`--weight-transfer-config`); `keeps_weights` says whether `catch_up` can
+    bring the weights sent last, once a `send` has gone through all tensors. Calls are not to overlap.
+    """
 
     kind = ""
     keeps_weights = False
@@ -55,13 +60,15 @@ class ServedTransfer:
         self._pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mm_grpo-transfer")
         self._calls = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mm_grpo-transfer-call")
 
-    # the protocol ----------------------------------------------------------------------------
+    # what the engine asks --------------------------------------------------------------------
 
     def weights_name(self, version: int) -> str:
+        """What servers call the weights of this run and number: RUN:VERSION, RUN different for every transfer."""
         return f"{self.run}:{version}"
 
     def connect(self, clients: Sequence[ServerClient]) -> None:
-        """Raises ServerError for the first that cannot be joined."""
+        """Join these servers, each for itself, anew where one is joined. Raises ServerError for the first that cannot
+        be."""
         for error in self._on_all(list(clients), self._join).values():
             if isinstance(error, Exception):
                 raise error
@@ -69,6 +76,7 @@ class ServedTransfer:
     def send(
         self, clients: Sequence[ServerClient], tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> Outcome:
+        """Bring `tensors`, whole layers, to the servers as weights number `version`."""
         return self._update(
             clients,
             version,
@@ -76,9 +84,11 @@ class ServedTransfer:
         )
 
     def forget(self, client: ServerClient) -> None:
+        """What is sent to this server next will be all of the weights, whatever it holds."""
         self._held_by.pop(client.url, None)
 
     def catch_up(self, clients: Sequence[ServerClient]) -> Outcome | None:
+        """Bring servers that joined late to the weights sent last, all of them; None where nothing is kept."""
         return None
 
     def close(self) -> None:
@@ -404,7 +414,7 @@ def transfer_of(
     folder: str | None = None,
     host: str = "127.0.0.1",
     timeout: float = 300.0,
-) -> WeightTransfer:
+) -> ServedTransfer:
     """The transfer of `rollout.server.transfer`: file, gloo, nccl; auto is nccl for a learner on a GPU, else file.
 
     `device` is the learner's, `host` its address as servers reach it, `timeout` the deadline of every call in seconds.
