@@ -79,3 +79,12 @@ def test_what_is_out_of_range() -> None:
         PromptOrder(3, 1, seed=0).rows(0)
     with pytest.raises(ValueError, match="n_rows=0 and prompts_per_step=1 must be at least 1"):
         PromptOrder(0, 1, seed=0)
+
+
+def test_replacements_come_once_each_in_an_order_of_their_own() -> None:
+    order = PromptOrder(12, 4, seed=3)
+    spares = [
+        order.spare(step, attempt, slot, 3) for step in (1, 2) for attempt in (1, 2) for slot in range(4)
+    ]
+    assert sorted(spares[:12]) == list(range(12))
+    assert spares[:12] != [row for step in (1, 2, 3) for row in order.rows(step)]

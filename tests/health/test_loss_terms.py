@@ -77,6 +77,17 @@ def test_the_off_policy_mask_is_measured_on_the_tokens_that_it_may_drop() -> Non
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_live_that_have_weight_an_advantage_and_a_gradient(dtype: torch.dtype) -> None:
+    # ratios 2, 2, 0.5, 0.5, 1, 1: clipped is the first, and the fourth; the fifth has no advantage, the last no weight
+    ratio = torch.tensor([2.0, 2.0, 0.5, 0.5, 1.0, 1.0]).log().to(dtype)
+    advantages, weights = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0]), torch.tensor([1.0] * 5 + [0.0])
+    zeros, statistics = torch.zeros(6, dtype=dtype), LossStatistics()
+    tokens = PackTokens(torch.arange(6), ratio, zeros, zeros, zeros, None)
+    pack_loss(AlgorithmConfig(loss_type="dapo"), LossInputs(advantages, weights, 6), tokens, statistics)
+    assert statistics.live_tokens == 2
+
+
 def test_the_share_that_the_off_policy_mask_drops_by_hand() -> None:
     """Completions of 2, 1, 3 and 1 tokens: the first two have a negative advantage, and the first fell by 2 nats."""
     completion = torch.tensor([0, 0, 1, 2, 2, 2, 3])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.minibatch import make_items
 from mm_grpo.learner.pack import Item, Pack, layout
 from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.processors.family import VisionFeatures
 
 Rows = list[list[Item]]
 
@@ -112,6 +114,23 @@ def test_in_bfloat16_shared_features_lose_nothing(models: dict[str, Path]) -> No
         float((tower_gradient(torch.bfloat16, s) - want).norm() / want.norm()) for s in (True, False)
     )
     assert 0 < shared <= 1.1 * alone < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_features_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """1, 2^-8 and 2^-8: each of the small ones is lost where 1 is bfloat16."""
+    weight = torch.ones(1, 1, dtype=dtype, requires_grad=True)
+    family: Any = SimpleNamespace(
+        tower_is_frozen=lambda model: False,
+        vision=lambda prompts: {},
+        count=lambda vision: 1,
+        features=lambda model, vision: VisionFeatures((weight * 1,)),
+    )
+    prompt: Any = SimpleNamespace(vision={})
+    shared = SharedFeatures(SimpleNamespace(device="cpu"), family, [[prompt]] * 3, blanks=False)
+    for factor in (1.0, 2.0**-8, 2.0**-8):
+        (shared.of([prompt]).images[0] * factor).sum().backward()
+    assert weight.grad is not None and float(weight.grad) == 1 + 2.0**-7
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -240,6 +240,18 @@ def test_gradients_of_bfloat16_packs_are_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_alone_decay(dtype: torch.dtype) -> None:
+    config = config_for("x", optim={"learning_rate": 0.5, "weight_decay": 0.5}).optim
+    module = torch.nn.Linear(1, 1).to(dtype)
+    torch.nn.init.ones_(module.weight)
+    torch.nn.init.ones_(module.bias)
+    optimizer = Optimizer(module, config, 500)
+    optimizer.backward(sum(p.sum() * 0 for p in module.parameters()), last=True)  # type: ignore[arg-type]
+    optimizer.apply(live_tokens=0)
+    assert (module.weight.item(), module.bias.item()) == (0.75, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_second_optimizer_of_one_model_gets_its_gradients(dtype: torch.dtype) -> None:
     config = config_for("x", optim={"learning_rate": 0.1, "max_grad_norm": 0.0}).optim
     module = torch.nn.Linear(2, 1, bias=False).to(dtype)

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from mm_grpo.learner import logprobs
 from mm_grpo.learner.logprobs import token_logprobs
 
 
@@ -145,3 +146,23 @@ def test_large_logits_keep_their_digits_and_bf16_sums_are_fp32(chunk_bytes: int)
         plain(hidden.double(), w2 := head.double().requires_grad_(), targets, 1.0, [0])[0][legal].sum(), w2
     )[0]
     assert float((w.grad - exact).norm() / exact.norm()) < 0.02
+
+
+@pytest.mark.parametrize(("rows", "chunk_bytes"), [(1, 1 << 20), (1024, 1)], ids=["of states", "of entries"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_many_tiles_are_summed_in_float32(
+    dtype: torch.dtype, rows: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in one tile, up to a rounding, over 512 of one state or of one entry; of sums in bfloat16 little is left."""
+    torch.manual_seed(3)
+    given = torch.randn(512, 4).to(dtype), torch.randn(512, 4).to(dtype)
+    found: list[list[torch.Tensor | None]] = []
+    for most, chunk in ((1024, 1 << 24), (rows, chunk_bytes)):
+        monkeypatch.setattr(logprobs, "ROWS", most)
+        h, w = (x.clone().requires_grad_() for x in given)
+        token_logprobs(h, w, torch.arange(512), chunk_bytes=chunk)[0].sum().backward()
+        found.append([h.grad, w.grad])
+    for want, got in zip(*found, strict=True):
+        assert want is not None and got is not None
+        off = float((got - want).norm() / want.norm())
+        assert off < (1e-5 if dtype == torch.float32 else 5e-3)

@@ -87,6 +87,20 @@ def test_updates_move_the_factors_alone_and_merges_are_the_adapted_model(
         assert one == pytest.approx(other, abs=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_as_sent_are_those_of_the_merge(dtype: str, models: dict[str, Path]) -> None:
+    path = models["qwen2_5_vl"]
+    learner = learner_for(path, policy(path, dtype=dtype), model={"dtype": dtype})
+    groups = make_groups(learner.processor)
+    learner.update(groups)
+    merged = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
+    merged.load_state_dict(dict(learner.named_tensors()))
+    prompt, ids = groups[0].prompt, [c.token_ids for c in groups[0].completions]
+    sent = learner.score(prompt, ids, as_sent=True)
+    assert sent == learner_for(path, merged, model={"dtype": dtype}).score(prompt, ids)
+    assert sent != learner.score(prompt, ids)
+
+
 @pytest.mark.slow
 def test_a_hundred_syncs_in_bfloat16_leave_the_base_to_the_bit(models: dict[str, Path]) -> None:
     path = models["qwen2_5_vl"]

@@ -22,9 +22,11 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.lora import add_adapters
 from mm_grpo.learner.pack import Item, Pack, layout, plan, spread_prompts
 from mm_grpo.learner.pass_of_packs import PassOfPacks
+from mm_grpo.learner.prompt_states import PromptState, PromptStates
 from mm_grpo.learner.score import logprobs_and_entropies
 from mm_grpo.learner.step_report import PackStatistics
 from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.types import EnginePrompt, Prompt
 
 Plan = list[list[list[Item]]]
 LENGTHS = (5, 2, 9, 4, 7, 3, 8, 6)
@@ -108,6 +110,19 @@ class Reference:
             if float((ours[name] - want).norm()) > 1e-5 * float(want.norm()):
                 away, theirs = ((found - self.exact[name]).norm() for found in (ours[name], want))
                 assert float(away) <= float(theirs) <= 5e-5 * float(want.norm()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_prompts_packs_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """1, 2^-8 and 2^-8: each of the small ones is lost where 1 is bfloat16."""
+    prompt = Prompt(tiny.sample("r:0", "what"), (1,), EnginePrompt((), ()), torch.arange(1), {})
+    weight = torch.ones(1, 1, dtype=dtype, requires_grad=True)
+    states = PromptStates([[prompt]] * 3)
+    for factor in (1.0, 2.0**-8, 2.0**-8):
+        (state,) = states.of([prompt], lambda _: PromptState(1, {}, weight * 1))
+        (state.last * factor).sum().backward()
+    states.joined(prompt, None).backward()
+    assert weight.grad is not None and float(weight.grad) == 1 + 2.0**-7
 
 
 @pytest.mark.slow

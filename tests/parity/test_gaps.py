@@ -17,6 +17,7 @@ from mm_grpo.build import build_engine
 from mm_grpo.errors import DataError, GuardStop
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
+from mm_grpo.parity import sync
 from mm_grpo.parity.gaps import Gap, check_start, compare, first_with_image, gap_of, past_limit
 from mm_grpo.parity.sync import SyncReport, VerifiedSync, lost_update, stale_engine
 from mm_grpo.processors.base import load_processor
@@ -31,10 +32,12 @@ SEEDS = range(40, 44)
 class Both:
     """Learner and engine of a tiny model, prompts with an image and without, and one group."""
 
-    def __init__(self, path: Any, fault: str | None = "", **rollout: Any) -> None:
+    def __init__(
+        self, path: Any, fault: str | None = "", dtype: torch.dtype = torch.float32, **rollout: Any
+    ) -> None:
         self.config = GRPOConfig.from_dict(
             {
-                "model": {"path": str(path), "dtype": "float32"},
+                "model": {"path": str(path), "dtype": str(dtype).removeprefix("torch.")},
                 "rollout": {"num_generations": 4, "max_completion_length": 12, **rollout},
                 "optim": {"learning_rate": 1e-3},
             }
@@ -117,7 +120,7 @@ def test_answers_are_held_against_requests(models: dict[str, Path]) -> None:
         ([sound[0], made([5], 40, 3)], 3, "r:1: the engine was asked for seed 41 and says that it used 40"),
         ([sound[0], made([], 41, 3)], 3, "r:1: seed 41 came back with 0 tokens and 0 log-probs"),
         (
-            [sound[0], made([5] * 99, 41, 3)],
+            [sound[0], made([5] * (requests[1].sampling.max_tokens + 1), 41, 3)],
             3,
             f"r:1: seed 41 was asked for {requests[1].sampling.max_tokens} tokens",
         ),
@@ -252,6 +255,41 @@ def test_weights_that_arrive_and_are_not_loaded_stop_the_run(rate: float, models
         GuardStop, match=r"weight sync to version 1: .* the engine's are the same to the last bit"
     ):
         both.step(1, rate=rate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lost_updates_count_in_a_row(
+    dtype: torch.dtype, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "UNMOVED", {"float32": 3, "bfloat16": 3})
+    both = Both(models["qwen2_vl"], dtype=dtype)
+    for version, fault in enumerate(("no load", "no load", "", "no load", "no load"), 1):
+        both.engine.fault = fault  # type: ignore[attr-defined]
+        both.step(version)
+    with pytest.raises(GuardStop, match="it has not loaded what it received"):
+        both.step(6)
+
+
+def test_a_gap_far_beyond_those_of_the_first_sound_updates_is_a_problem(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Both(models["qwen2_vl"])
+    score = both.engine.score
+    for version, off in enumerate((0.0, 0.0, 0.0, 3e-4), 1):  # in nats; 1e-3 is the limit at first
+        monkeypatch.setattr(both.engine, "score", lambda *given, off=off: [x + off for x in score(*given)])
+        assert (both.step(version).problem is not None) == (version == 4)
+
+
+def test_what_the_learner_moved_since_a_version_is_by_the_farthest_of_the_last_updates(
+    models: dict[str, Path],
+) -> None:
+    both = Both(models["qwen2_vl"])
+    for version in (1, 2, 3):
+        both.step(version, rate=(1e-6, 1e-3, 1e-5)[version - 1])
+    farthest = both.sync.moved_since(2)
+    assert both.sync.moved_since(3) == 0 < 1e-4 < farthest
+    assert (both.sync.moved_since(1), both.sync.moved_since(0)) == (2 * farthest, 3 * farthest)
+    assert both.sync.moved_since(-1) == math.inf  # an update that was not measured
 
 
 @pytest.mark.parametrize(("rate", "words"), [(1e-3, "the limit is 0.001"), (1e-6, "older weights")])

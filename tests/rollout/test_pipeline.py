@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from mm_grpo.learner.step_report import gaps_by_version
 from mm_grpo.rollout.background import Background
 from mm_grpo.rollout.collect import Rollout
 from mm_grpo.rollout.engine import wrong_spans
-from mm_grpo.rollout.pipeline import oldest_version, scheduled_version, staleness_metrics
-from mm_grpo.types import Completion, Group
+from mm_grpo.rollout.pipeline import Ahead, oldest_version, scheduled_version, staleness_metrics
+from mm_grpo.run.ahead import pack_ahead, unpack_ahead
+from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample
 
 
 def completion(*spans: tuple[int, int], tokens: int = 6) -> Completion:
@@ -35,6 +37,7 @@ def completion(*spans: tuple[int, int], tokens: int = 6) -> Completion:
             "was sampled under weight version 1, and while it was on its way the engine had versions 2 to 4",
         ),
         (((0, 3), (1, 5)), "under weight version 3 and 5"),
+        (((0, 1), (3, 3)), "under weight version 1 and 3"),
         (((0, 3), (2, 2)), "both tokens and versions must rise"),
         (((1, 3),), "must begin at token 0"),
         (((0, 3), (6, 4)), "must begin at token 0"),  # the completion has six tokens, 0 to 5
@@ -74,6 +77,15 @@ def test_gaps_and_ratios_are_those_of_the_oldest_version_of_a_completion() -> No
     assert found[2].ratio == pytest.approx((2 + math.exp(-0.5) + math.exp(-0.25)) / 4)
     one, two = math.exp(-0.5) - 1, math.exp(-0.25) - 1
     assert found[2].errors == pytest.approx((one + two) / math.hypot(one, two))
+
+
+def test_spans_of_versions_outlive_a_checkpoint() -> None:
+    prompt = Prompt(Sample("r:0", ()), (1,), EnginePrompt((), ()), torch.zeros(1), {})
+    group = Group(0, prompt, (completion((0, 2), (4, 3)),), (1.0,), place=(3, 0))
+    kept = pack_ahead(Ahead(groups=[group], slots={3: [0]}, counts={3: {}}), Ranks())
+    collector: Any = SimpleNamespace(prompts_at=lambda places: [prompt])
+    again = unpack_ahead(kept, collector, None, Ranks())  # type: ignore[arg-type]
+    assert again is not None and again.groups[0].completions == group.completions
 
 
 def test_background_calls_end_with_the_run() -> None:

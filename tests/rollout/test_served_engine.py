@@ -43,6 +43,17 @@ def test_one_server_and_two_answer_alike_and_share_the_work(make: Made) -> None:
     assert body["token_ids"].count(IMAGE) == 1 and len(body["content_parts"]) == 1
 
 
+def test_only_consecutive_seeds_are_asked_for_together(make: Made) -> None:
+    engine, (fake,) = make(1)
+    prompt = prompt_of("a", "say a")
+    asked = [Request(prompt, seed, FIVE) for seed in (3, 4, 6, 8, 7)]
+    alone = [engine.generate([request])[0] for request in asked]
+    fake.asked.clear()
+    assert engine.generate(asked) == alone
+    params = [body["sampling_params"] for _, body in fake.asked]
+    assert sorted((each["seed"], each["n"]) for each in params) == [(3, 2), (6, 1), (7, 1), (8, 1)]
+
+
 def test_images_tell_completions_apart_and_order_does_not(make: Made) -> None:
     engine, _ = make()
     twin = [prompt_of("a", "x", tiny.picture(1, 8, 8)), prompt_of("b", "x", tiny.picture(2, 8, 8))]
@@ -54,10 +65,11 @@ def test_images_tell_completions_apart_and_order_does_not(make: Made) -> None:
 
 def test_rows_that_do_not_fit_or_are_refused(make: Made) -> None:
     engine, fakes = make()
+    engine.generate([Request(prompt_of("fits", "x" * 95), 0, FIVE)])
     with pytest.raises(
-        DataError, match=r"long: the prompt has 98 tokens and 5 more .*max_model_len = 100 allows 100"
+        DataError, match=r"long: the prompt has 96 tokens and 5 more .*max_model_len = 100 allows 100"
     ):
-        engine.generate([Request(prompt_of("long", "x" * 98), 0, FIVE)])
+        engine.generate([Request(prompt_of("long", "x" * 96), 0, FIVE)])
     three = prompt_of("three", "x", *[tiny.picture(1, 8, 8)] * 3)
     with pytest.raises(DataError, match=r"three: the row has 3 images, .* rollout\.vllm\.max_images"):
         engine.generate([Request(three, 0, FIVE)])
@@ -154,8 +166,10 @@ def test_a_server_that_missed_an_update_is_brought_up_to_all_of_it(make: Made, k
     engine, fakes = make(transfer=kind(None, 5.0))
     new = torch.full((4,), 2.0)
     fakes[0].control.faults["/update_weights"] = lambda body: time.sleep(0) or 1 / 0
-    received = engine.update_weights({"b.weight": new}.items(), 1)  # a part, as the ledger sends it
+    learners = new.clone()
+    received = engine.update_weights({"b.weight": learners}.items(), 1)  # a part, as the ledger sends it
     assert received.keys() == {"b.weight"}
+    learners.zero_()  # it goes on
     assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
     assert [c.weight_versions for c in engine.generate(requests(2))] == [((0, 1),)] * 8
     fakes[0].control.faults.clear()
@@ -207,6 +221,42 @@ def test_an_update_may_land_while_requests_run(make: Made) -> None:
     assert {c.weight_versions for c in more} == {((0, 1),)}
 
 
+def test_weights_of_another_version_of_this_run_are_not_sampled_from(make: Made) -> None:
+    engine, fakes = make()
+    engine.update_weights(WEIGHTS.items(), 1)
+    engine.pool.updating = True  # nothing is taken in for now
+    older = fakes[0].name.replace(":1", ":0")
+    fakes[0].control.versions.append(older)
+    done = engine.generate(requests(2))
+    assert {c.weight_versions for c in done} == {((0, 1),)} and fakes[0].asked == []
+    assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
+
+
+@pytest.mark.slow
+def test_where_answers_have_no_spans_those_begun_before_an_update_are_asked_again(
+    make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, (fake,) = make(1)
+    completed = fake.completed
+
+    def without_spans(*given: Any) -> Any:
+        body = completed(*given)
+        return {**body, "choices": [{**choice, "weight_versions": None} for choice in body["choices"]]}
+
+    monkeypatch.setattr(fake, "completed", without_spans)
+    before = engine.generate(requests(2))
+    fake.asked.clear()
+    fake.stuck.set()
+
+    def update() -> None:
+        engine.update_weights(WEIGHTS.items(), 1)
+        fake.stuck.clear()
+
+    done = in_midst(engine, [fake], update)
+    assert len(fake.asked) > 12 and [c.token_ids for c in done][:8] == [c.token_ids for c in before]
+    assert {c.weight_versions for c in done} == {((0, 1),)}
+
+
 @pytest.mark.slow
 def test_all_servers_lost_in_an_update_are_waited_for(make: Made) -> None:
     engine, fakes = make()
@@ -231,6 +281,25 @@ def test_a_server_that_loads_something_else_or_nothing_stops_the_run(lost: bool,
         GuardStop, match=rf"weight sync with {fakes[1].url}: of 1 tensors 1 arrived changed: 'b"
     ):
         engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_brought_up_to_something_else_is_not_taken_in(make: Made) -> None:
+    engine, fakes = make()
+    (server, _), control = engine.pool.servers, fakes[0].control
+    control.faults["/update_weights"] = lambda body: 1 / 0
+    engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
+    worker = control.workers[0]
+    load = worker.model.load_weights
+    worker.model.load_weights = lambda tensors: load([(name, tensor + 1) for name, tensor in tensors])
+    control.faults.clear()
+    until(lambda: fakes[0].name == fakes[1].name)  # it says that it holds the new weights
+    tries = server.tries
+    until(lambda: server.tries > tries + 1 or server.state == "ready")
+    assert server.state == "lost" and "arrived changed" in server.why
+    worker.model.load_weights = load
+    back(engine)
+    assert torch.equal(control.weights["b.weight"], torch.ones(4))
 
 
 def test_nothing_is_sampled_before_weights_were_sent(make: Made) -> None:

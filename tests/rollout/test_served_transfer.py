@@ -281,6 +281,16 @@ def test_an_older_version_is_not_taken_for_the_one_that_was_sent(files: FileTran
     assert server.paused and server.caches == []
 
 
+def test_a_part_is_not_sent_to_a_server_that_holds_an_older_version(files: FileTransfer) -> None:
+    server = FakeServer()
+    for version in (0, 1):
+        files.send([server], weights(torch.float32, version).items(), version)  # type: ignore[list-item]
+    server.workers[0].account.weights_name = files.weights_name(0)
+    part = [(NAMES[0], torch.ones(6, 8))]
+    outcome = files.send([server], part, 2)  # type: ignore[list-item]
+    assert "needs all of them" in str(outcome[server.url]) and server.versions[-1] == files.weights_name(1)
+
+
 def test_workers_of_a_server_that_received_different_tensors_are_noticed(files: FileTransfer) -> None:
     server = FakeServer(workers=3)
     files.connect([server])

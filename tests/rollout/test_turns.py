@@ -168,6 +168,25 @@ def test_the_tokens_after_the_prompt_are_bounded(models: dict[str, Path]) -> Non
             assert request.sampling.max_tokens == left >= 1
 
 
+def test_an_observation_that_leaves_no_token_to_sample_ends_the_conversation(models: dict[str, Path]) -> None:
+    one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56) if turn < 1 else "done")
+    one.run()
+    first, second = (requests[0].prompt.token_ids for requests in one.engine.seen)
+    for left, turns, end in ((0, 1, "length"), (1, 2, "stop")):
+        one.engine.seen.clear()
+        answers = one.run(tokens=len(second) - len(first) + left)
+        assert len(one.engine.seen) == turns and {c.finish_reason for c in answers} == {end}
+
+
+def test_a_turn_under_older_weights_stops_the_run(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Loop(models["qwen2_5_vl"], lambda seed, turn: "done")
+    monkeypatch.setattr(one.loop, "version", lambda: 1)
+    with pytest.raises(GuardStop, match="weight version 0"):
+        one.run()
+
+
 def test_versions_of_later_turns_begin_where_their_tokens_do(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

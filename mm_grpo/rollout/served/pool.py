@@ -405,8 +405,10 @@ class ServerPool:
             found = await self._weights_of(server)
             if not self.ours(found):  # a new process
                 self._give_up(server)
-            # one that failed at the end of an update has the name already, and is paused still
-            if found == self.current and not await is_paused(server.client, self.limits.health_timeout):
+            # one that failed at the end of an update has the name already, and is paused still; one that was brought
+            # up and holds something else has it too, and is known by who sent it
+            known = found == self.current and (self.bring_up is None or server.weights == found)
+            if known and not await is_paused(server.client, self.limits.health_timeout):
                 if not self.updating:
                     server.weights = found
                     self._admit(server)

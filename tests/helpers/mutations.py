@@ -1,0 +1,328 @@
+r"""Single-line mutations of the package, and whether the tests that should catch each do: `killed`, or `LIVED`.
+
+    python tests/helpers/mutations.py [--only 1,4,10-20] [--json FILE]
+
+It says what a smaller suite still catches. It is no test itself, and takes some 25 minutes on one core. It runs in a
+copy of the tree, in forks of a process that has imported torch and transformers and nothing of ours. First the chosen
+tests run over the package as it is, and have to pass. With --json the results of earlier calls are kept.
+
+TABLE holds a block for each file: its path in mm_grpo, `<`, paths in tests, after `!` the marked tests that run too
+(`slow`, `long`); then its mutations, a line each: the kind, `|`, what stands in exactly one line of the file, `==>`,
+what is put there. With a `*` are those where one part hands a number to another: versions of weights, budgets of
+tokens, seeds of turns, an optimizer's state, dtypes of sums, bounds, denominators. A fragment that is not found once is
+an error: whoever changes that line changes the row, so that it still breaks the same thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 420.0
+"""Seconds that the tests of one mutation may take: one that makes them hang is caught too."""
+
+TABLE = r"""
+algorithm/advantages.py < algorithm/test_advantages.py algorithm/test_advantage_laws.py
+    wrong normaliser | "batch": step_std + EPSILON ==> "batch": std(row) + EPSILON
+    dropped weight | objective.weight * d / divisor ==> d / divisor
+    skipped check | if not known or max(known) == min(known): ==> if not known:
+algorithm/turn_advantages.py < algorithm/test_turn_advantages.py
+    dropped factor | reward if later is None else reward + gamma * later ==> reward if later is None else reward + later
+algorithm/correction.py < algorithm/test_surrogate.py algorithm/test_against_trl.py algorithm/test_losses.py
+    sign | gap = (old_logp - sampling_logp) ==> gap = (sampling_logp - old_logp)
+algorithm/losses.py < algorithm/test_losses.py algorithm/test_surrogate.py algorithm/test_against_trl.py
+    * bound of dppo_tv | moved < -config.epsilon) ==> moved < -_upper(config))
+    * bound of dppo_kl | (divergence > config.epsilon) & ==> (divergence > _upper(config)) &
+    * bound of gmpo | log_ratio.clamp(min=-config.epsilon)) ==> log_ratio.clamp(min=-_upper(config)))
+    * denominator | 1.0 / max(int(lengths.sum()), 1) ==> 1.0 / max(len(lengths), 1)
+    * denominator | max(len(lengths) * max_completion_length, 1) ==> max(int(lengths.sum()), 1)
+    missing detach | ratio = torch.exp(weight).detach() ==> ratio = torch.exp(weight)
+algorithm/masks.py < algorithm/test_masks.py
+    off by one | math.floor(share * (n - 1) + 1e-6) + 1 ==> math.floor(share * (n - 1) + 1e-6)
+learner/loss.py < learner/test_learner.py health/test_loss_terms.py algorithm
+    dropped mask | pack.entropy * active * pack.chosen ==> pack.entropy * active
+    dropped factor | token_loss + config.beta * kl ==> token_loss + kl
+    sign | loss = loss - config.entropy_coef ==> loss = loss + config.entropy_coef
+    * live tokens | live=active & ~no_gradient & (advantages != 0) ==> live=active & (advantages != 0)
+learner/minibatch.py < learner/test_minibatch.py learner/test_learner.py learner/test_conversations.py
+    * denominator | weights.to(device), int(lengths.sum())) ==> weights.to(device), len(lengths))
+    * denominator | len(i.token_ids) if i.counts else 0) for ==> len(i.token_ids)) for
+    stale policy | old_logp=to_pack_order(self.old, order, present) if self.old else present ==> old_logp=present
+    dropped mask | return completion.masked is None and not truncated ==> return not truncated
+learner/learner.py < learner/test_learner.py ! slow
+    stale cache | {**logprobs.first, **logprobs.old} ==> {**logprobs.old, **logprobs.first}
+learner/learner.py < learner/test_lora.py learner/test_reference_model.py
+    skipped step | with merged_layers(self.model) if as_sent ==> with merged_layers(self.model) if False
+learner/optimizer.py < learner/test_learner.py learner/test_overflow.py run/test_checkpoint.py ! slow
+    * state on resume | state["step"].fill_(adam_steps) ==> state["step"].fill_(updates)
+    * state on resume | self.updates = updates ==> self.updates = adam_steps
+    * state on resume | return max((int(state["step"]) for ==> return self.updates or max((int(state["step"]) for
+    * schedule | self.updates += 1 ==> self.updates += stepped
+    * dtype of sums | if master is not param:  # as soon as ==> if False:  # as soon as
+    wrong group | {"params": plain, "weight_decay": 0.0} ==> {"params": plain, "weight_decay": config.weight_decay}
+learner/prompt_states.py < learner/test_prompt_states.py
+    * dtype of sums | grad.float() if total is None ==> grad if total is None
+learner/image_features.py < learner/test_image_features.py
+    * dtype of sums | torch.zeros_like(t, dtype=torch.float32) ==> torch.zeros_like(t)
+learner/logprobs.py < learner/test_logprobs.py
+    * dtype of sums | else grad_head[columns].float() ==> else grad_head[columns]
+    * dtype of sums | torch.zeros(hidden.shape, device=hidden.device) if ==> torch.zeros_like(hidden) if
+learner/pack.py < learner/test_pack.py learner/test_shared_prefix.py
+    off by one | source[0] = last ==> source[0] = at - 1
+    dropped mask | ((key == prompt_of(query)) | (key == query)) ==> (key <= query)
+    wrong position | first = prompt.next_position ==> first = len(prompt.token_ids)
+learner/linear_attention.py < learner/test_linear_attention.py
+    dropped mask | x.masked_fill(behind[:, :, None], 0.0) for x in (beta, decay) ==> x for x in (beta, decay)
+learner/state.py < run/test_async_save.py run/test_checkpoint.py ! slow
+    missing clone | tensors=snapshot.copies(self.tensors) ==> tensors=self.tensors
+learner/step_report.py < rollout/test_pipeline.py learner/test_learner.py
+    * staleness | own.setdefault(min(versions[index]), []) ==> own.setdefault(max(versions[index]), [])
+rollout/turns.py < rollout/test_turns.py
+    * spans of turns | (start + at, version) ==> (at, version)
+    * spans of turns | starts.append(starts[-1] + len(answer.token_ids)) ==> starts.append(len(answer.token_ids))
+    * budget | sampling.max_tokens - conversation.run_length) ==> sampling.max_tokens - conversation.run_length + 1)
+    * seeds by turn | self.seeds.of_turn(one.request.seed, turn) ==> self.seeds.of_turn(one.request.seed, 1)
+    * skipped check | require_answers([request], [answer], self.version()) ==> None
+rollout/conversation.py < rollout/test_turns.py
+    * budget | len(self.start.token_ids) >= below: ==> len(self.start.token_ids) > below:
+rollout/seeds.py < rollout/test_seeds.py rollout/test_turns.py
+    * seeds by turn | start + (number * (self.max_turns - 1) + turn - 1) ==> start + (number + turn - 1)
+rollout/engine.py < parity/test_gaps.py rollout/test_pipeline.py rollout/test_turns.py
+    * budget | > request.sampling.max_tokens: ==> > request.sampling.max_tokens + 1:
+    * spans | starts[-1] < len(completion.token_ids) ==> starts[-1] <= len(completion.token_ids)
+    * versions | versions[0] < oldest or ==> versions[-1] < oldest or
+rollout/weights.py < rollout/test_weights.py
+    stale cache | self._held.clear() ==> self._held.copy()
+rollout/collect.py < rollout/test_collect.py trainer/test_dynamic_sampling.py rollout/test_turns.py ! slow
+    * seeds by attempt | slot, rollout.attempts) ==> slot, 0)
+rollout/vllm/requests.py < rollout/test_served_engine.py rollout/test_engine_limits.py rollout/test_seeds.py ! slow
+    * seeds in a request | and last.seed + 1 == request.seed ==> and last.seed < request.seed
+    * budget | if length + room > max_model_len: ==> if length + room > max_model_len + 1:
+rollout/served/requests.py < rollout/test_served_engine.py rollout/test_served_client.py ! slow
+    * spans of a server | spans = sampled.versions or ((0, weights),) ==> spans = ((0, weights),)
+rollout/served/pool.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
+    * another version | or (expected and found not in expected): ==> :
+    * another version | , server.weights, self.current) ==> )
+    * midst of a request | if server.sent != sent: ==> if False:
+    * another run | self._require(server, name) ==> self._require(server, self.current)
+rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served_engine.py ! slow
+    * another version | != version: ==> > version:
+    * another version |  != held for ==> [:8] != held[:8] for
+rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
+    * missing clone | tensor.detach().to("cpu", copy=True) ==> tensor.detach().to("cpu")
+    * stale digests | self._sent |= digests ==> self._sent = digests
+rollout/eager.py < trainer/test_eager.py ! slow
+    * versions | newest = self.newest  # an update ==> newest = oldest  # an update
+    * staleness | oldest_version(g) <= self.staleness] ==> oldest_version(g) <= self.staleness + 1]
+rollout/pipeline.py < rollout/test_pipeline.py trainer/test_eager.py
+    * staleness | return min(version for c in ==> return max(version for c in
+parity/sync.py < parity
+    * canary | moved < VISIBLE or learned < MOST or ==> moved < VISIBLE or
+    * canary | return min(self.limit, SOUND * ==> return max(self.limit, SOUND *
+    * canary | = 0 if message is None ==> = self._unmoved.get(name, 0) if message is None
+    * staleness | (self.version - version) * farthest ==> farthest
+    threshold | and gap.mean > moved / 2: ==> and gap.mean > moved * 2:
+health/logp_gap.py < health/test_logp_gap.py
+    * bound | max(limit, FOLLOWED * moved) ==> max(limit, moved)
+    dropped side | abs(gap.ratio - 1) > RATIO_BIAS ==> gap.ratio - 1 > RATIO_BIAS
+health/update_happens.py < health/test_guards.py
+    * one live token | record.live_tokens > 0 and ==> record.live_tokens > 1 and
+    * boundaries | record.boundaries != 1: ==> record.boundaries < 1:
+processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
+    wrong axis | image.resize((width, height) ==> image.resize((height, width)
+processors/hf_processor.py < processors/test_families.py processors/test_qwen_vl.py
+    dropped id | | {self.tokenizer.eos_token_id} ==> | set()
+    skipped check | if found != images * self.template_tokens.get(name, 0): ==> if False:
+processors/qwen_vl.py < processors/test_qwen_vl.py processors/test_resize.py processors/test_families.py
+    wrong key | image_processor.size if max_pixels else ==> image_processor.size if True else
+processors/special_tokens.py < processors/test_special_tokens.py
+    wrong order | key=lambda token: (-len(token), token) ==> key=lambda token: (len(token), token)
+data/order.py < data/test_order.py
+    wrong key | f"{self.seed}/spare" ==> self.seed
+data/mixture_order.py < data/test_mixture_order.py
+    skipped step | set(before[len(before) - tail :]) if tail else ==> set(before[len(before) - tail + 1 :]) if tail else
+data/images.py < data/test_images.py
+    skipped step | return ImageOps.exif_transpose(image) ==> return image.copy()
+data/dataset.py < data/test_fingerprint.py
+    dropped part | json.dumps([fields.messages, images, fields.columns] ==> json.dumps([fields.messages, images]
+run/checkpoint.py < run/test_checkpoint.py trainer/test_trainer_again.py ! slow
+    * state on resume | "adam_steps": optimizer.adam_steps, ==> "adam_steps": optimizer.updates,
+    skipped check | if known != identity["frozen"] and ( ==> if False and (
+run/checkpoint_writer.py < trainer/test_trainer_best.py run/test_checkpoint.py ! slow
+    skipped check | if step_of(old) != spared: ==> if True:
+run/metrics.py < run/test_run_metrics.py run/test_run_files.py
+    off by one | file.truncate(start + end + 1) ==> file.truncate(start + end)
+run/deciding_fields.py < run/test_checkpoint.py
+    dropped exception | return field not in NOT_NEUTRAL and any( ==> return any(
+run/same_run.py < run/test_run_folder.py run/test_checkpoint.py trainer/test_trainer_again.py ! slow
+    skipped check | if sets != known: ==> if False:
+run/rollout_log.py < run/test_evaluations.py trainer/test_trainer_best.py ! slow
+    wrong key | if step not in (0, best, self.step): ==> if step not in (0, self.step):
+run/ahead.py < rollout/test_pipeline.py trainer/test_eager.py
+    * spans on resume | tuple((start, version) for start, version in ==> tuple((0, version) for start, version in
+"""
+
+
+class Row(NamedTuple):
+    number: int
+    file: str
+    kind: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    marks: str
+
+
+def rows() -> list[Row]:
+    """The table. Raises SystemExit with all rows that the tree does not fit."""
+    found: list[Row] = []
+    faults: list[str] = []
+    for block in re.split(r"\n(?! )", TABLE.strip()):
+        head, *lines = block.split("\n")
+        file, _, rest = head.partition(" < ")
+        names, _, marked = rest.partition(" ! ")
+        tests = tuple(f"tests/{name}" for name in names.split())
+        marks = " and ".join(f"not {mark}" for mark in ("slow", "long") if mark not in marked.split())
+        path = ROOT / "mm_grpo" / file
+        source = path.read_text(encoding="utf-8") if path.is_file() else ""
+        faults += [f"{file}: there is no {test}" for test in tests if not (ROOT / test).exists()]
+        for line in lines:
+            kind, _, change = line.strip().partition(" | ")
+            old, _, new = change.partition(" ==> ")
+            if source.count(old) != 1:
+                faults.append(f"{file}: found {source.count(old)} times: {old}")
+            found.append(Row(len(found) + 1, file, kind, old, new, tests, marks))
+    if faults:
+        raise SystemExit("\n".join(faults))
+    return found
+
+
+def copy_of_tree(folder: Path) -> Path:
+    """A copy of the tree's tracked and new files in `folder`."""
+    tree = folder / "tree"
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "-co", "--exclude-standard"]
+    for name in filter(None, subprocess.check_output(command, text=True).split("\0")):
+        source, target = ROOT / name, tree / name
+        if source.is_symlink() or source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+    return tree
+
+
+def run_tests(tree: Path, tests: tuple[str, ...], marks: str, log: Path, deadline: float) -> tuple[str, str]:
+    """`passed`, `failed` or `late`, and the test that failed. Raises SystemExit where pytest could not run them."""
+    pid = os.fork()
+    if pid == 0:
+        become_pytest(tree, tests, marks, log)
+    ended, _, _ = select.select([handle := os.pidfd_open(pid)], [], [], deadline)
+    os.close(handle)
+    with contextlib.suppress(ProcessLookupError):  # with what the tests have started and left
+        os.killpg(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if not ended:
+        return "late", ""
+    said = log.read_text(encoding="utf-8", errors="replace")
+    if code not in (0, 1) and code > 0:
+        raise SystemExit(f"pytest ended with {code}:\n{said[-3000:]}")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    return "failed" if code else "passed", failed[1] if failed else ""
+
+
+def become_pytest(tree: Path, tests: tuple[str, ...], marks: str, log: Path) -> NoReturn:
+    """Run pytest in this fork, over the copy alone, as do the processes that tests start."""
+    os.setpgid(0, 0)
+    with log.open("wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    code = 70
+    try:
+        os.chdir(tree)
+        os.environ["PYTHONPATH"] = str(tree)
+        ours = (ROOT, Path(__file__).parent)
+        sys.path[:] = [str(tree), *(p for p in sys.path if Path(p).resolve() not in ours)]
+        gc.enable()
+        code = int(sys.modules["pytest"].main(["-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def preload() -> None:
+    """Import what tests import, but nothing of ours: each fork imports that from its copy."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    sys.path.insert(0, str(ROOT / "tests"))
+    from helpers.forkserver import PRELOAD
+
+    for name in ("pytest", "hypothesis", "pydantic", *PRELOAD):
+        if not name.startswith("mm_grpo"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "helpers"]:
+        del sys.modules[name]
+    sys.path.remove(str(ROOT / "tests"))
+    assert not any(name.partition(".")[0] == "mm_grpo" for name in sys.modules)
+    gc.freeze()
+
+
+def numbers(text: str) -> set[int]:
+    """What `--only` names, by numbers and ranges of them."""
+    ends = [part.partition("-") for part in text.split(",")]
+    return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", help="numbers of rows: 1,4,10-20")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    arguments = parser.parse_args()
+    wanted = [row for row in rows() if arguments.only is None or row.number in numbers(arguments.only)]
+    preload()
+    results: dict[str, dict[str, object]] = {}
+    if arguments.json is not None and arguments.json.is_file():
+        results = json.loads(arguments.json.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        tree, log = copy_of_tree(Path(folder)), Path(folder) / "log"
+        for marks in sorted({row.marks for row in wanted}):
+            tests = tuple(sorted({test for row in wanted if row.marks == marks for test in row.tests}))
+            outcome, test = run_tests(tree, tests, marks, log, 4 * DEADLINE)
+            if outcome != "passed":
+                raise SystemExit(f"without a mutation {test or outcome}:\n{log.read_text()[-3000:]}")
+        for row in wanted:
+            path, started = tree / "mm_grpo" / row.file, time.monotonic()
+            kept, source = path.stat(), path.read_text(encoding="utf-8")
+            path.write_text(source.replace(row.old, row.new), encoding="utf-8")
+            # bytecode goes by size and seconds: no two versions of a file have the same time
+            os.utime(path, (kept.st_atime, kept.st_mtime + row.number))
+            outcome, test = run_tests(tree, row.tests, row.marks, log, DEADLINE)
+            path.write_text(source, encoding="utf-8")
+            os.utime(path, (kept.st_atime, kept.st_mtime))
+            verdict, seconds = "LIVED" if outcome == "passed" else "killed", time.monotonic() - started
+            print(f"{row.number:3} {verdict} {seconds:4.0f} s  {row.file}: {row.kind}  {test}", flush=True)
+            result = {"kind": row.kind, "verdict": verdict, "by": test or outcome, "seconds": round(seconds)}
+            results[f"{row.file}: {row.old} ==> {row.new}"] = result
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    lived = sum(result["verdict"] == "LIVED" for result in results.values())
+    print(f"{len(results) - lived} of {len(results)} killed, {lived} lived")
+
+
+if __name__ == "__main__":
+    main()
