@@ -45,9 +45,9 @@ def export(
     with heavy_imports():
         from transformers.utils import logging as transformers_logging
 
-        from mm_grpo.export.hub import check_hub
-        from mm_grpo.export.hub import push as send
-        from mm_grpo.export.write import export_run
+        from mm_grpo.trained.export import export_run
+        from mm_grpo.trained.hub import check_hub
+        from mm_grpo.trained.hub import push as send
 
     transformers_logging.disable_progress_bar()
     name = check_hub(push, overwrite=overwrite) if push is not None else None
@@ -96,8 +96,8 @@ def ask(
     with heavy_imports():
         from transformers.utils import logging as transformers_logging
 
-        from mm_grpo.export.ask import ask as answer
-        from mm_grpo.export.ask import load_answering
+        from mm_grpo.trained.ask import ask as answer
+        from mm_grpo.trained.ask import load_answering
 
     transformers_logging.disable_progress_bar()
     loaded = load_answering(source, which=checkpoint, device=device, trust=trust_remote_code)

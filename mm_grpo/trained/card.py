@@ -15,6 +15,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import write_yaml
 from mm_grpo.run.charts import Series, line_chart, running_mean
 from mm_grpo.run.manifest import Checkpoint
+from mm_grpo.run.metrics import read_metrics
 from mm_grpo.terminal import redact
 from mm_grpo.version import __version__
 
@@ -47,6 +48,18 @@ class History:
             extra["before"],
             [str(reward["name"]) for reward in extra["rewards"]],
         )
+
+    @classmethod
+    def of_metrics(cls, file: Path, rewards: Sequence[str]) -> History:
+        """What stands in the metrics.jsonl of a run; its row of step 0 has the evaluations before the first."""
+        rows = read_metrics(file) if file.is_file() else []
+        before: dict[str, dict[str, Any]] = {}
+        for key, value in (rows[0] if rows and rows[0]["step"] == 0 else {}).items():
+            _, _, rest = key.partition("eval/")
+            name, _, what = rest.rpartition("/")
+            if what in ("accuracy", "reward") and "/task/" not in rest and name:
+                before.setdefault(name, {})[what] = value
+        return cls(rows, before, rewards)
 
 
 def evaluations(history: History) -> list[tuple[str, str, Any, Any, int]]:

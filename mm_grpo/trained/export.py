@@ -20,12 +20,12 @@ from torch import Tensor
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.export.card import History, write_card
-from mm_grpo.export.prompts import prompts_of_run
-from mm_grpo.export.proof import Expected, Proof, expected_of, prove
 from mm_grpo.learner.lora import adapter_factors, checked_merge, has_adapters, merged_tensors, save_adapter
 from mm_grpo.learner.transformers_patches import save_pretrained
+from mm_grpo.trained.card import History, write_card
 from mm_grpo.trained.model import Trained, load_trained
+from mm_grpo.trained.prompts import prompts_of_run
+from mm_grpo.trained.proof import Expected, Proof, expected_of, prove
 from mm_grpo.trained.source import find_checkpoint
 from mm_grpo.version import __version__
 
