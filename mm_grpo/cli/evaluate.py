@@ -51,14 +51,11 @@ def evaluate(
         raise ConfigError(f"--json '{as_json}': its folder is not there; make it, or name another file")
     print_phase("importing torch and transformers")
     with heavy_imports():
-        from transformers.utils import logging as transformers_logging
-
         from mm_grpo.run.progress import Progress
         from mm_grpo.trained.evaluate import evaluate_config
         from mm_grpo.trained.source import model_to_evaluate
         from mm_grpo.trained.table import as_dict, show
 
-    transformers_logging.disable_progress_bar()
     found = model_to_evaluate(loaded, model, checkpoint, trust=trust_remote_code)
     progress = Progress(0)
     results = evaluate_config(loaded, found, by=by, phase=print_phase, report=progress.evaluating)
