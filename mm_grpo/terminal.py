@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text
 
 KEPT = "\u200c\u200d"
@@ -84,6 +85,11 @@ def cell(text: object) -> Text:
     from rich.text import Text
 
     return Text(printable(text, lines=False))
+
+
+def print_line(text: object, console: Console, *, style: str | None = None) -> None:
+    """A printable line of a report of rich, which is not cut in two and never read as markup."""
+    console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_phase(text: str) -> None:
