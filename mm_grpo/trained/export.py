@@ -61,7 +61,9 @@ def export_run(
     if adapter and found.config.model.lora is None:
         raise ConfigError("--adapter: the run trained no adapters (model.lora is null); export its model")
     trained = load_trained(found)
-    history = History.of(found.checkpoint)
+    rows = [json.loads(line) for line in (found.checkpoint.log or b"").splitlines()]
+    rewards = [str(reward["name"]) for reward in found.checkpoint.extra["rewards"]]
+    history = History([row for row in rows if row["step"] <= found.step], rewards)
     return write_export(
         trained, history, out, adapter=adapter, overwrite=overwrite, max_shard_size=max_shard_size
     )

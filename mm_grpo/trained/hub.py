@@ -12,6 +12,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
 from mm_grpo.processors.base import Processor
 from mm_grpo.processors.model_folder import quoted
+from mm_grpo.run.metrics import read_metrics
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.trained.card import History
 from mm_grpo.trained.export import MARK, write_export
@@ -87,7 +88,7 @@ def push_trained(
     if adapter and config.model.lora is None:
         raise ConfigError("adapter=True: the run trained no adapters (model.lora is null)")
     full = check_hub(name, overwrite=overwrite)
-    history = History.of_metrics(paths.metrics, rewards)
+    history = History(read_metrics(paths.metrics) if paths.metrics.is_file() else [], rewards)
     step = max((int(row["step"]) for row in history.rows), default=0)
     with temporary_folder("push") as folder:
         trained = Trained(model, processor, config, paths, step)

@@ -228,6 +228,18 @@ def test_the_card_holds_what_the_run_measured(runs: Runs, tmp_path: Path) -> Non
     assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"') and svg.count("<circle") == 3
 
 
+def test_a_blind_control_and_a_task_are_no_sets_of_a_card() -> None:
+    row = {
+        "step": 0,
+        "eval/a/reward": 0.5,
+        "eval/a/task/count/reward": 0.1,
+        "eval/blind/reward": 0.2,
+        "time/eval": 1.0,
+    }
+    assert History([row]).before == {"a": {"reward": 0.5}}
+    assert History([{**row, "step": 1}]).before == {}
+
+
 def test_what_cannot_be_exported_is_one_message(runs: Runs, tmp_path: Path) -> None:
     def refused(words: str, *arguments: Any, **options: Any) -> None:
         with pytest.raises(ConfigError, match=words):
