@@ -33,7 +33,7 @@ from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.parity.gaps import Gap, PromptParity, compare, gap_of, past_limit
 from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
 from mm_grpo.run.environment import describe_environment
-from mm_grpo.terminal import cell, print_line
+from mm_grpo.terminal import byte_size, cell, print_line
 from mm_grpo.types import Completion, Group, Prompt
 
 PROMPTS = 4
@@ -265,11 +265,11 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
     if (done := report.update) is not None:
         print_line(
             f"weight update: {done.learner_steps} learner step(s) up to learning rate {done.learning_rate:.3g} moved "
-            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {_size(done.bytes)}",
+            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {byte_size(done.bytes)}",
             console,
         )
     held = [(report.memory.get(key), what) for key, what in MEMORY]
-    print_line("memory: " + ", ".join(f"{_size(n)} {what}" for n, what in held if n is not None), console)
+    print_line("memory: " + ", ".join(f"{byte_size(n)} {what}" for n, what in held if n is not None), console)
     print_line("seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in report.seconds.items()), console)
     print_line("versions: " + ", ".join(f"{k} {v}" for k, v in report.versions.items()), console)
     for failure in report.failures:
@@ -309,7 +309,3 @@ def _gaps(parity: PromptParity) -> str:
         return f"{gap.mean:.0e} / {gap.max:.0e}"
 
     return f"{one(parity.score)}\n{one(parity.sampled)}"
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"
