@@ -18,8 +18,7 @@ The annexes hang on it, and nobody has to open them for that::
 
     environments tools and worlds of several turns           distributed rank, world size, collectives
     run          the run folder and what is in it            timing     seconds by phase
-    evaluation   `mm-grpo eval`: which weights, results      trained    a run's model, found and loaded
-    export       models from checkpoints, questions to them  preflight  check, doctor, smoke runs
+    trained      a run's model: eval, ask, export, the Hub   preflight  check, doctor, smoke runs
     cli          the command `mm-grpo`                       testing    tiny models and fake engines for tests
     errors       what is raised, and its exit code           files      atomic writes
     import_path  files and modules that a config names       terminal   text of data made safe to print

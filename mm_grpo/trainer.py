@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from mm_grpo.data.sources import Source, load_eval, load_train
 from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.errors import ConfigError
-from mm_grpo.export.saving import Saving
 from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.health.guards import Guards
 from mm_grpo.health.logp_gap import sampled_gap
@@ -54,7 +54,7 @@ from mm_grpo.terminal import print_phase
 from mm_grpo.timing import span, timed
 
 
-class GRPOTrainer(Saving):
+class GRPOTrainer:
     """Fine-tunes a vision-language model with GRPO.
 
     `config` is the whole run. `train` and `eval` override `data.train` and `data.eval` with rows, a
@@ -190,7 +190,41 @@ class GRPOTrainer(Saving):
         """Answer every evaluation set with the current weights, by name; the first set is the headline. Collective."""
         self.callbacks.refuse_collective("evaluate", self.ranks.world)
         self.pipeline.settle()
-        return self.evaluations.answer(self.prompt_builder, self.sampler, self.scorer, self.ranks, step)
+        return self.evaluations.answer((self.prompt_builder, self.sampler, self.scorer, self.ranks), step)
+
+    def save(self, path: str | Path) -> None:
+        """Write weights, config, processor and chat template to `path`, loadable without mm_grpo."""
+        self.learner.save(path)
+
+    def save_model(self, output_dir: str | Path) -> None:
+        """`save`, under the name that it has in transformers' and TRL's trainers."""
+        self.save(output_dir)
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapters of `model.lora` to `path`, in fp32, as `peft.PeftModel.from_pretrained` reads them."""
+        if self.config.model.lora is None:
+            raise ConfigError("model.lora = null: the run has no adapters to save; save the model")
+        self.learner.save_adapter(path)
+
+    def push_to_hub(
+        self, name: str, private: bool = True, *, adapter: bool = False, overwrite: bool = False
+    ) -> str:
+        """Send the model as it is now to the Hub's repository `name`; returns the address of the commit.
+
+        With `adapter` the adapters of `model.lora` in its place. It is written to a temporary folder first, loaded with
+        plain transformers and compared, as `mm-grpo export` does, on prompts that the run has logged. Every process
+        calls it, and the first one sends. Raises ConfigError without a token, offline, or when the two differ.
+        """
+        from mm_grpo.trained.hub import push_trained
+
+        address, rewards = "", [spec.name for spec in self.scorer.specs]
+        with self.ranks.fail_together("pushing to the Hub"):
+            if self.ranks.first:
+                parts = (self.model, self.processor, self.config, self.folder.paths)
+                address = push_trained(
+                    name, *parts, rewards, private=private, adapter=adapter, overwrite=overwrite
+                )
+        return self.ranks.broadcast(address, "pushing to the Hub")
 
     def close(self) -> None:
         """Free what the rollout engine holds and end the processes of rewards and tools; the model stays."""
@@ -348,7 +382,9 @@ class GRPOTrainer(Saving):
                 profile.stop(progress.print)
                 with self.ranks.fail_together("saving the model"):
                     if first and self.config.run.save_model:
-                        self.save_in_run()
+                        self.folder.replace_folder("model", self.save)
+                        if self.config.model.lora is not None:
+                            self.folder.replace_folder("adapter", self.save_adapter)
                         self.callbacks.call("on_save", trainer=self, step=step, path=run.paths.model)
                 sight, seconds = sight_of(run.paths.metrics, self.ranks), time.perf_counter() - started
                 summary = summary_of(self.evaluations, seconds, step, self.stop_reason or None, sight)

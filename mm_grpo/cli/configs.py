@@ -179,12 +179,9 @@ def to_smoke(
     loaded: GRPOConfig, config: str, overrides: Sequence[str], work: Path, run_dir: str
 ) -> GRPOConfig:
     """The smoke version of a config; prints a line about what it replaces."""
-    from transformers.utils import logging as transformers_logging
-
     from mm_grpo.config.yaml_file import read_yaml
     from mm_grpo.preflight.smoke import smoke_config
 
-    transformers_logging.disable_progress_bar()
     files = config_files(config, overrides)
     kept = {field.partition("=")[0].strip() for field in files.fields}
     for layer in files.layers:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mm_grpo.terminal import printable
+from mm_grpo.terminal import byte_size, printable
 
 
 def env(
@@ -27,15 +27,6 @@ def env(
         typer.echo(printable(line))
 
 
-def in_units(size: int) -> str:
-    """Bytes in GiB, below one in MiB.
-
-    >>> in_units(3 * 2**29), in_units(2**23)
-    ('1.5 GiB', '8.0 MiB')
-    """
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
 def lines_of(found: dict[str, Any]) -> list[str]:
     """A name and a value a line."""
     limits = dict(found["limits"])
@@ -49,7 +40,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     ]
     for name, value in limits.items():
         unit = name.endswith("_bytes")
-        shown = "no limit" if value is None else in_units(value) if unit else value
+        shown = "no limit" if value is None else byte_size(value) if unit else value
         pairs.append((name.removesuffix("_bytes").replace("_", " "), shown))
     pairs += found["packages"].items()
     width = max(len(name) for name, _ in pairs)

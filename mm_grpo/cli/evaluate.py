@@ -49,17 +49,14 @@ def evaluate(
     file = None if as_json is None else OutputFile("--json", as_json)
     print_phase("importing torch and transformers")
     with heavy_imports():
-        from transformers.utils import logging as transformers_logging
-
-        from mm_grpo.evaluation.results import evaluate_config
-        from mm_grpo.evaluation.table import as_dict, show
-        from mm_grpo.evaluation.weights import find_weights
         from mm_grpo.run.progress import Progress
+        from mm_grpo.trained.evaluate import evaluate_config
+        from mm_grpo.trained.source import model_to_evaluate
+        from mm_grpo.trained.table import as_dict, show
 
-    transformers_logging.disable_progress_bar()
-    weights = find_weights(loaded, model, checkpoint, trust=trust_remote_code)
+    found = model_to_evaluate(loaded, model, checkpoint, trust=trust_remote_code)
     progress = Progress(0)
-    results = evaluate_config(loaded, weights, by=by, phase=print_phase, report=progress.evaluating)
+    results = evaluate_config(loaded, found, by=by, phase=print_phase, report=progress.evaluating)
     if not results.first:
         return
     show(results)

@@ -43,13 +43,10 @@ def export(
     if public and push is None:
         raise ConfigError("--public: says how a repository is made; name it with --push, or leave it out")
     with heavy_imports():
-        from transformers.utils import logging as transformers_logging
+        from mm_grpo.trained.export import export_run
+        from mm_grpo.trained.hub import check_hub
+        from mm_grpo.trained.hub import push as send
 
-        from mm_grpo.export.hub import check_hub
-        from mm_grpo.export.hub import push as send
-        from mm_grpo.export.write import export_run
-
-    transformers_logging.disable_progress_bar()
     name = check_hub(push, overwrite=overwrite) if push is not None else None
     proof = export_run(
         source,
@@ -94,12 +91,9 @@ def ask(
             f"--greedy and --temperature {temperature:g}: greedy is temperature 0; leave one out"
         )
     with heavy_imports():
-        from transformers.utils import logging as transformers_logging
+        from mm_grpo.trained.ask import ask as answer
+        from mm_grpo.trained.ask import load_answering
 
-        from mm_grpo.export.ask import ask as answer
-        from mm_grpo.export.ask import load_answering
-
-    transformers_logging.disable_progress_bar()
     loaded = load_answering(source, which=checkpoint, device=device, trust=trust_remote_code)
     for note in loaded.notes:
         print(printable(note), file=sys.stderr)

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Import within it. Nothing is collected meanwhile, and what is there at the end is not looked at again.
+    """Import within it. Nothing is collected meanwhile, and what is there at the end is not looked at again. Then
+    transformers draws no progress bars of its own, which would break ours.
 
     For a process that is ours from its start: what a caller of the Python API has made stays the collector's. So it
     does where torch is there already, for then the objects that live on are not these.
@@ -24,6 +25,9 @@ def heavy_imports() -> Iterator[None]:
     gc.disable()
     try:
         yield
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
     finally:
         if first:
             gc.freeze()

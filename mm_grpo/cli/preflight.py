@@ -76,11 +76,8 @@ def doctor(
     refuse_missing_data(loaded, config)
     with stdout_to_stderr() if as_json else nullcontext():
         with heavy_imports():
-            from transformers.utils import logging as transformers_logging
-
             from mm_grpo.preflight.doctor import examine, show
 
-        transformers_logging.disable_progress_bar()
         report = examine(loaded, prompts)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), allow_nan=False))

@@ -79,11 +79,8 @@ def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, r
     if os.environ.get("RANK", "0") == "0":
         print_phase("importing torch and transformers")
     with heavy_imports():
-        from transformers.utils import logging as transformers_logging
-
         from mm_grpo.trainer import GRPOTrainer
 
-    transformers_logging.disable_progress_bar()  # theirs would break ours
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     kept = True
     if smoke:

@@ -12,10 +12,9 @@ whatever sight does, and a run whose rows are text is never measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from mm_grpo.health import Alarm, RewardRange
+from mm_grpo.health import Alarm
+from mm_grpo.health.history import History
 
 WINDOW = 3
 """Measurements whose mean is taken, at the start of the run and now."""
@@ -40,14 +39,13 @@ class SightLost:
 
     def __init__(self, completions: int) -> None:
         self.rise = max(RISE, 3 * 0.5 * math.sqrt(2 / (WINDOW * completions)))
-        self._range = RewardRange()
         self._seen: list[tuple[float, float, float]] = []
         """Of each measurement the reward, nats per completion and nats per token."""
         self._best = (0.0, 0.0)
 
-    def observe(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
-        self._range.solved(metrics)
-        values = [metrics.get(f"sight/{name}") for name in ("reward", "nats", "nats_per_token")]
+    def observe(self, run: History) -> Alarm | None:
+        """Take in the newest step of `run`."""
+        values = [run.now.get(f"sight/{name}") for name in ("reward", "nats", "nats_per_token")]
         if any(value is None for value in values):
             return None
         reward, nats, per_token = map(float, values)  # type: ignore[arg-type]
@@ -57,9 +55,9 @@ class SightLost:
         before, *first = self._mean(self._seen[:WINDOW])
         now, *last = self._mean(self._seen[-WINDOW:])
         best, self._best = self._best, (max(self._best[0], last[0]), max(self._best[1], last[1]))
-        if len(self._seen) < 2 * WINDOW or self._range.low is None or self._range.high is None:
+        if len(self._seen) < 2 * WINDOW or run.low is None or run.high is None:
             return None
-        if now - before < self.rise * (self._range.high - self._range.low) or now == before:
+        if now - before < self.rise * (run.high - run.low) or now == before:
             return None
         fallen = all(value <= FALLEN * highest for value, highest in zip(last, best, strict=True))
         if last[0] >= NEAR_ZERO and not fallen:

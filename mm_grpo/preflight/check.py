@@ -27,7 +27,7 @@ from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.headline import Headline
 from mm_grpo.rollout.prompts import PromptBuilder, TooLong, context_of
 from mm_grpo.run.evaluations import blind_controls
-from mm_grpo.terminal import cell, printable
+from mm_grpo.terminal import cell, print_line, printable
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -136,19 +136,17 @@ def check_config(
             failures.append(str(error))
     console.print(table)
     for note in notes:
-        console.print(printable(note), highlight=False, markup=False, soft_wrap=True)
+        print_line(note, console)
     _print_rewards(console, reports)
-    console.print(
-        config.batch_sentence(processes=1) + f", {steps} steps", highlight=False, markup=False, soft_wrap=True
-    )
+    print_line(config.batch_sentence(processes=1) + f", {steps} steps", console)
     for failure in failures:
-        console.print(printable(failure), style="red", highlight=False, markup=False, soft_wrap=True)
+        print_line(failure, console, style="red")
     wrong = _print_failures(console, [report for of_set in reports.values() for report in of_set])
     idle = [] if rows is not None else [report for report in reports[train.name] if report.applies_nowhere]
     _print_faults(console, reports, idle)
     problems = len(failures) + wrong + len(idle)
     if shown is not None:
-        console.print(printable(shown.write()), highlight=False, markup=False, soft_wrap=True)
+        print_line(shown.write(), console)
     console.print("ok" if not problems else f"{problems} problem(s)")
     return not problems
 
@@ -296,7 +294,7 @@ def _print_failures(console: Console, reports: Sequence[RewardReport]) -> int:
     if table.row_count:
         console.print(table)
     for line in raised:
-        console.print(printable(line), style="red", highlight=False, markup=False, soft_wrap=True)
+        print_line(line, console, style="red")
     return count
 
 
@@ -320,7 +318,7 @@ def _print_faults(
         if report.cannot_tell
     ]
     for line in lines:
-        console.print(printable(line), style="red", highlight=False, markup=False, soft_wrap=True)
+        print_line(line, console, style="red")
 
 
 def _table(title: str, *columns: str, right: Sequence[str] = ("rows", "usable", "images")) -> Table:

@@ -33,7 +33,7 @@ from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.parity.gaps import Gap, PromptParity, compare, gap_of, past_limit
 from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
 from mm_grpo.run.environment import describe_environment
-from mm_grpo.terminal import cell, printable
+from mm_grpo.terminal import byte_size, cell, print_line
 from mm_grpo.types import Completion, Group, Prompt
 
 PROMPTS = 4
@@ -144,9 +144,7 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     with _timed(report, "compare"):
         report.before = [compare(parts.engine, parts.learner, g.prompt, g.completions) for g in groups]
     report.failures += [m for p in report.before for m in past_limit(p, limit)]
-    for group in groups:
-        message = duplicate_completions([group])
-        report.failures += [message] if message else []
+    report.failures += filter(None, (duplicate_completions([group]) for group in groups))
 
     with _timed(report, "update"):
         report.update = _update(parts, groups, config.learning_rate, limit)
@@ -167,10 +165,10 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
         ]
     late = [m for p in report.after for m in past_limit(p, limit)]
     if late and not report.failures:
-        late.insert(
-            0,
-            "before the weight update the two sides agreed, after it they do not: it did not reach the engine",
+        first = (
+            "before the weight update the two sides agreed, after it they do not: it did not reach the engine"
         )
+        report.failures.append(first)
     report.failures += late
     parts.engine.close()
 
@@ -251,38 +249,32 @@ def _finite(value: Any) -> Any:
 def show(report: DoctorReport, console: Console | None = None) -> None:
     """Print `report`; each failure stands at the end, in red."""
     console = console or Console(highlight=False)
-    console.print(
-        printable(
-            f"engine {report.engine}, model {report.model} ({report.dtype} on {report.device}), "
-            f"limit {report.limit:g} nats per token"
-        ),
-        soft_wrap=True,
-        markup=False,
+    print_line(
+        f"engine {report.engine}, model {report.model} ({report.dtype} on {report.device}), "
+        f"limit {report.limit:g} nats per token",
+        console,
     )
     if report.before:
         console.print(_prompt_table(report))
-        console.print(
+        print_line(
             "gaps of log-probs per token, mean / max: of given completions, then of the samples themselves",
-            soft_wrap=True,
+            console,
         )
-        console.print(_sampling(report), soft_wrap=True)
-    console.print(f"prompt ids equal: {'yes' if report.ids_equal else 'not shown'}")
-    if report.update is not None:
-        done = report.update
-        console.print(
+        print_line(_sampling(report), console)
+    print_line(f"prompt ids equal: {'yes' if report.ids_equal else 'not shown'}", console)
+    if (done := report.update) is not None:
+        print_line(
             f"weight update: {done.learner_steps} learner step(s) up to learning rate {done.learning_rate:.3g} moved "
-            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {_size(done.bytes)}",
-            soft_wrap=True,
+            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {byte_size(done.bytes)}",
+            console,
         )
-    memory = [
-        f"{_size(report.memory[key])} {what}" for key, what in MEMORY if report.memory.get(key) is not None
-    ]
-    console.print("memory: " + ", ".join(memory), soft_wrap=True)
-    console.print("seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in report.seconds.items()), soft_wrap=True)
-    console.print("versions: " + ", ".join(f"{k} {v}" for k, v in report.versions.items()), soft_wrap=True)
+    held = [(report.memory.get(key), what) for key, what in MEMORY]
+    print_line("memory: " + ", ".join(f"{byte_size(n)} {what}" for n, what in held if n is not None), console)
+    print_line("seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in report.seconds.items()), console)
+    print_line("versions: " + ", ".join(f"{k} {v}" for k, v in report.versions.items()), console)
     for failure in report.failures:
-        console.print(printable(failure), style="red", markup=False, soft_wrap=True)
-    console.print("ok" if report.ok else f"{len(report.failures)} problem(s)")
+        print_line(failure, console, style="red")
+    print_line("ok" if report.ok else f"{len(report.failures)} problem(s)", console)
 
 
 def _prompt_table(report: DoctorReport) -> Table:
@@ -317,9 +309,3 @@ def _gaps(parity: PromptParity) -> str:
         return f"{gap.mean:.0e} / {gap.max:.0e}"
 
     return f"{one(parity.score)}\n{one(parity.sampled)}"
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return "unknown"
-    return f"{count / 2**30:.2f} GiB" if count >= 2**29 else f"{count / 2**20:.1f} MiB"

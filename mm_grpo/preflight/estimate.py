@@ -34,7 +34,7 @@ from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.processors.qwen_vl import IMAGE_TOKENS, QwenVLFamily
 from mm_grpo.rollout.transformers_engine import MAX_ROWS
-from mm_grpo.terminal import printable
+from mm_grpo.terminal import print_line
 
 PROCESSES = "--processes"
 CARDS = (24, 48, 80)
@@ -104,11 +104,20 @@ def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
     return sizes, _image(config, model, family)
 
 
-def phases(
-    sizes: ModelSizes, image: Image, config: GRPOConfig, card: int, *, processes: int, checkpointing: bool
-) -> Phases:
-    """What one process of a run holds of a GPU of `card` bytes."""
-    rollout = config.rollout
+def longest(config: GRPOConfig) -> int:
+    """Tokens of the longest sequence: a prompt and its completion."""
+    return (config.data.max_prompt_length or PROMPT) + config.rollout.max_completion_length
+
+
+def cache_bytes(sizes: ModelSizes) -> int:
+    """Bytes of a token in the engine's cache."""
+    return 2 * sizes.numbers * sizes.keys * (sizes.layers - sizes.linear_layers)
+
+
+def phases(sizes: ModelSizes, image: Image, config: GRPOConfig, card: int, *, processes: int) -> Phases:
+    """What one process of a run holds of a GPU of `card` bytes, with gradient checkpointing unless the config says
+    otherwise."""
+    rollout, checkpointing = config.rollout, config.optim.gradient_checkpointing is not False
     given, b = rollout.vllm, sizes.numbers
     inside = rollout.engine == "vllm"
     share = round(card * given.gpu_memory_utilization) if inside else 0
@@ -116,21 +125,15 @@ def phases(
     learner = memory_of_config(
         sizes, config, processes, checkpointing, vllm=asleep, image_pixels=image.pixels
     )
-    token = 2 * b * sizes.keys * (sizes.layers - sizes.linear_layers)
-    length = (config.data.max_prompt_length or PROMPT) + rollout.max_completion_length
-    base = sizes.weights - sizes.adapters
+    token, length, base = cache_bytes(sizes), longest(config), b * (sizes.weights - sizes.adapters)
     held = {"weights": learner.weights, "reference": learner.reference, "optimizer": learner.optimizer}
     fault = ""
     if inside:
-        room = share - b * base - FORWARD
-        cache = max(0, room) // token
+        cache = max(0, share - base - FORWARD) // token
         held["vLLM"] = share
         if cache < length:
-            least = b * base + FORWARD + token * length
-            fault = (
-                f"vLLM's share of {share / GB:.1f} GB has no room for its weights and one sequence "
-                f"({least / GB:.1f} GB)"
-            )
+            least = (base + FORWARD + token * length) / GB
+            fault = f"vLLM's share of {share / GB:.1f} GB has no room for its weights and one sequence ({least:.1f} GB)"
     else:
         rows = min(MAX_ROWS, -(-rollout.prompts_per_step // processes) * rollout.num_generations)
         cache = rows * length
@@ -162,7 +165,7 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
         model = changed.model.model_dump_json()
         if model not in known:
             known[model] = sizes_of(changed)
-        return peak_phase(*known[model], changed, card, int(settings.get(PROCESSES, processes)))
+        return phases(*known[model], changed, card, processes=int(settings.get(PROCESSES, processes)))
 
     taken: dict[str, Any] = {}
     current = tried(taken)
@@ -189,13 +192,8 @@ def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> 
     if config.rollout.engine == "vllm":
         if vllm.sleep_level == 0:
             yield "rollout.vllm.sleep_level", 1
-        length = (config.data.max_prompt_length or PROMPT) + config.rollout.max_completion_length
-        token = 2 * sizes.numbers * sizes.keys * (sizes.layers - sizes.linear_layers)
-        least = (
-            sizes.numbers * (sizes.weights - sizes.adapters)
-            + FORWARD
-            + token * length * config.rollout.num_generations
-        )
+        sequences = cache_bytes(sizes) * longest(config) * config.rollout.num_generations
+        least = sizes.numbers * (sizes.weights - sizes.adapters) + FORWARD + sequences
         share = -(-100 * least // card) / 100
         if share <= 1 and share != vllm.gpu_memory_utilization:
             yield "rollout.vllm.gpu_memory_utilization", share
@@ -204,7 +202,7 @@ def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> 
     tokens = largest_pack(config, processes)
     while tokens // 2 >= FEWEST:
         tokens //= 2
-        if tokens >= (config.data.max_prompt_length or PROMPT) + config.rollout.max_completion_length:
+        if tokens >= longest(config):
             yield "optim.max_tokens_per_pack", tokens
     if not optim.offload_optimizer:
         yield "optim.offload_optimizer", True
@@ -215,12 +213,6 @@ def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> 
         if not config.model.freeze_vision:
             yield "model.freeze_vision", True
         yield "model.lora", {"rank": 16}
-
-
-def peak_phase(sizes: ModelSizes, image: Image, config: GRPOConfig, card: int, processes: int) -> Phases:
-    """What one process holds, with gradient checkpointing unless the config says otherwise."""
-    checkpointing = config.optim.gradient_checkpointing is not False
-    return phases(sizes, image, config, card, processes=processes, checkpointing=checkpointing)
 
 
 def _fits(found: Phases, card: int) -> bool:
@@ -242,35 +234,30 @@ def show(
     """Print the table for each GPU of `cards` [GB], and with which settings the config fits on these and CARDS."""
     console = console or Console(highlight=False)
     sizes, image = sizes_of(config)
-    checkpointing = config.optim.gradient_checkpointing is not False
-    lines = (
+    how = "without" if config.optim.gradient_checkpointing is False else "with"
+    print_line(
         f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, "
         f"{8 * sizes.numbers}-bit; {processes} process(es), packs of at most "
-        f"{largest_pack(config, processes):,} tokens {'with' if checkpointing else 'without'} gradient checkpointing",
+        f"{largest_pack(config, processes):,} tokens {how} gradient checkpointing",
+        console,
+    )
+    print_line(
         f"an image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a prompt, prompts of "
         f"{config.data.max_prompt_length or PROMPT:,} tokens (data.max_prompt_length)",
+        console,
     )
-    for line in lines:
-        console.print(printable(line), soft_wrap=True, markup=False)
     for card in cards:
-        found = peak_phase(sizes, image, config, round(card * GB), processes)
+        found = phases(sizes, image, config, round(card * GB), processes=processes)
         console.print(_table(found, card))
-        if found.fault:
-            console.print(found.fault, soft_wrap=True, markup=False)
-        elif config.rollout.engine == "vllm_server":
-            console.print("vLLM servers have GPUs of their own, which are not counted", soft_wrap=True)
-        elif config.rollout.engine == "vllm":
-            length = (config.data.max_prompt_length or PROMPT) + config.rollout.max_completion_length
-            console.print(
-                f"vLLM's cache: {found.cache:,} tokens, {found.cache // length:,} sequences of {length:,}",
-                soft_wrap=True,
-            )
+        length = longest(config)
+        notes = {
+            "vllm_server": "vLLM servers have GPUs of their own, which are not counted",
+            "vllm": f"vLLM's cache: {found.cache:,} tokens, {found.cache // length:,} sequences of {length:,}",
+        }
+        if note := found.fault or notes.get(config.rollout.engine):
+            print_line(note, console)
     for card in sorted({*map(float, cards), *map(float, CARDS)}):
-        console.print(
-            fit_sentence(what_fits(config, round(card * GB), processes=processes), card),
-            soft_wrap=True,
-            markup=False,
-        )
+        print_line(fit_sentence(what_fits(config, round(card * GB), processes=processes), card), console)
 
 
 def fit_sentence(found: Remedy | None, card: float) -> str:

@@ -172,12 +172,9 @@ class _Check:
         self.report.none += len(rows) - len(needed)
         self.report.unapplied += len(rows) - len(needed)
         always = not self.judged or self.form
-        found = [
-            _Row(name, prompt, gold_text(self.spec, prompt, self.template, always=always) or "")
-            for name, prompt in needed
-        ]
-        self.pool |= dict.fromkeys(row.gold for row in found if row.gold)
-        self._score(found)
+        golds = [gold_text(self.spec, prompt, self.template, always=always) or "" for _, prompt in needed]
+        self.pool |= dict.fromkeys(filter(None, golds))
+        self._score([_Row(*row, gold) for row, gold in zip(needed, golds, strict=True)])
         self.pool = dict.fromkeys(list(self.pool)[-CHUNK:])
 
     def _settle(self, prompts: Sequence[Prompt]) -> None:
@@ -220,8 +217,8 @@ class _Check:
     def _call(self, rows: Sequence[_Row], tried: Sequence[Sequence[str]]) -> list[list[float | None]]:
         # an answer by itself, without the thinking that the chat template may have begun
         bare = [dataclasses.replace(row.prompt, opens_thinking=False) for row in rows]
-        prompts = [prompt for prompt, texts in zip(bare, tried, strict=True) for _ in texts]
-        completions = [self._completion(text) for texts in tried for text in texts]
+        pairs = [(prompt, text) for prompt, texts in zip(bare, tried, strict=True) for text in texts]
+        prompts, completions = [prompt for prompt, _ in pairs], [self._completion(text) for _, text in pairs]
         start = time.perf_counter()
         flat = iter(self.scorer.score(prompts, completions, 1).parts[self.spec.name])
         self.report.seconds += time.perf_counter() - start
@@ -259,17 +256,8 @@ class _Check:
         elif same_as_others:
             fault = "the right answers of other rows score no less"
         if fault:
-            report.failures.append(
-                Failure(
-                    row.name,
-                    report.name,
-                    fault,
-                    row.gold,
-                    gold,
-                    "" if wrong is None else texts[wrong],
-                    None if wrong is None else scores[wrong],
-                )
-            )
+            shown = ("", None) if wrong is None else (texts[wrong], scores[wrong])
+            report.failures.append(Failure(row.name, report.name, fault, row.gold, gold, *shown))
 
 
 def alone(spec: RewardSpec) -> RewardSpec:

@@ -7,7 +7,7 @@ headline, and doubles what an evaluation of that set costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from mm_grpo.run.folder import RunFolder
     from mm_grpo.types import Group
 
+    Parts = tuple[PromptBuilder, Sampler, Scorer, Ranks]
+
+Keep = Callable[[str, "str | None", "list[Group]"], None]
+"""Given on the first process the name of a set, how it was made blind, and scored groups of it, as they come."""
 Report = Callable[[str, int, int], None]
 """Given the name of a set, how many of its rows are answered, and how many there are."""
 
@@ -45,17 +49,25 @@ Report = Callable[[str, int, int], None]
 class Evaluations:
     """The sets of a run by name, the headline first, and what their evaluations found.
 
-    Raises ConfigError or DataError where the blind control that the config asks for cannot be made.
+    The blind control that the config asks for is of the first `controlled` sets, None for all. Raises ConfigError or
+    DataError where it cannot be made.
     """
 
     def __init__(
-        self, config: GRPOConfig, sets: Mapping[str, Dataset], headline: Headline, *, several_turns: bool
+        self,
+        config: GRPOConfig,
+        sets: Mapping[str, Dataset],
+        headline: Headline,
+        *,
+        several_turns: bool,
+        controlled: int | None = 1,
     ) -> None:
         self.config, self.sets, self.headline = config, sets, headline
         self.controls: dict[str, Dataset] = {}
         kind = config.run.eval_blind
         if kind is not None:
-            self.controls = blind_controls(dict([*sets.items()][:1]), kind, several_turns=several_turns)
+            chosen = dict([*sets.items()][:controlled])
+            self.controls = blind_controls(chosen, kind, several_turns=several_turns)
         self.before: dict[str, Evaluation] = {}
         self.after: dict[str, Evaluation] = {}
         self.best: Best | None = None
@@ -63,8 +75,9 @@ class Evaluations:
 
     @property
     def datasets(self) -> list[Dataset]:
-        """All rows that will be asked about, in their order."""
-        return in_order(self.sets, self.controls)
+        """All rows that will be asked about, in their order: each set, and then its control."""
+        pairs = ((rows, self.controls.get(name)) for name, rows in self.sets.items())
+        return [dataset for pair in pairs for dataset in pair if dataset is not None]
 
     def begin(self, prompt_builder: PromptBuilder, ranks: Ranks) -> None:
         """Begin the first prompts of an evaluation that will come next, in the background."""
@@ -72,21 +85,25 @@ class Evaluations:
             begin_rows(first, prompt_builder, ranks)
 
     def answer(
-        self,
-        prompt_builder: PromptBuilder,
-        sampler: Sampler,
-        scorer: Scorer,
-        ranks: Ranks,
-        step: int,
-        *,
-        keep: Callable[[str, str | None, list[Group]], None] | None = None,
-        report: Report | None = None,
+        self, parts: Parts, step: int, *, keep: Keep | None = None, report: Report | None = None
     ) -> dict[str, Evaluation]:
-        """Answer every set with the current weights, by name; every process calls it, and each gets the result.
+        """Answer every set with the current weights, by name; every process calls it, and each gets the result."""
+        found, ranks = dict[str, Evaluation](), parts[-1]
+        for name, rows, control, kind in self.rows(parts, step, keep=keep, report=report):
+            with ranks.fail_together("evaluation"):
+                by_task = self.sets[name].by_task
+                one = summarise(rows, self.headline, by_task=by_task, blind=control, blind_kind=kind)
+            found[name] = ranks.broadcast(one, "evaluation")
+        return found
 
-        On the first process `keep` gets the scored groups of a set, as they come, with how they were made blind.
+    def rows(
+        self, parts: Parts, step: int, *, keep: Keep | None = None, report: Report | None = None
+    ) -> Iterator[tuple[str, list[RowScores], list[RowScores], str | None]]:
+        """Answer one set after the other: its name, its rows, those of its control, and how these were made blind.
+
+        Every process calls it; the first one has the rows.
         """
-        found: dict[str, Evaluation] = {}
+        prompt_builder, sampler, scorer, ranks = parts
         following = dict(pairwise(self.datasets))
         for number, (name, rows) in enumerate(self.sets.items()):
             kind = self.config.run.eval_blind if name in self.controls else None
@@ -108,22 +125,10 @@ class Evaluations:
                         report=partial(report, label) if report is not None else None,
                     )
                 )
-            with ranks.fail_together("evaluation"):
-                control = answers[1] if kind else []
-                one = summarise(
-                    answers[0], self.headline, by_task=rows.by_task, blind=control, blind_kind=kind
-                )
-            found[name] = ranks.broadcast(one, "evaluation")
-        return found
+            yield name, answers[0], answers[1] if kind else [], kind
 
     @span("time/eval")
-    def run(
-        self,
-        step: int,
-        parts: tuple[PromptBuilder, Sampler, Scorer, Ranks],
-        folder: RunFolder,
-        report: Report,
-    ) -> dict[str, float]:
+    def run(self, step: int, parts: Parts, folder: RunFolder, report: Report) -> dict[str, float]:
         """Evaluate after `step`, log the completions and keep what was found; returns its metrics."""
         scorer, ranks = parts[2:]
         log = EvaluationLog(folder.paths, step, scorer.specs) if ranks.first and self.sets else None
@@ -133,7 +138,7 @@ class Evaluations:
                 with folder.writing("the completions of an evaluation"):
                     log.add(name, blind, groups)
 
-        found = self.answer(*parts, step, keep=keep, report=report)
+        found = self.answer(parts, step, keep=keep, report=report)
         self.before = found if step == 0 else self.before
         self.after = found
         best = better(self.best, found, step)
@@ -189,12 +194,6 @@ class Evaluations:
             )
         words += [f"{name} {_score(found.score, None)}" for name, found in [*self.after.items()][1:]]
         return "  ".join(words)
-
-
-def in_order(sets: Mapping[str, Dataset], controls: Mapping[str, Dataset]) -> list[Dataset]:
-    """What is answered, one after the other: each set, and then its control."""
-    pairs = ((rows, controls.get(name)) for name, rows in sets.items())
-    return [dataset for pair in pairs for dataset in pair if dataset is not None]
 
 
 def blind_controls(

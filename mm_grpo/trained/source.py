@@ -103,6 +103,33 @@ def find_model(
     return found
 
 
+def model_to_evaluate(
+    config: GRPOConfig, given: str | None, which: str | None = None, *, trust: bool = False
+) -> RunCheckpoint | WholeModel:
+    """As `find_model`, with a config of its own: what `given` names, held on the device that `config` names; None for
+    the model of `config`. Adapters without their base model have no weights of their own: ConfigError.
+    """
+    if given is None and which is not None:
+        raise ConfigError(
+            f"--checkpoint {which}: says which checkpoint of a run folder, and there is no --model; leave it out"
+        )
+    if given is not None:
+        found = find_model(
+            given, which, [f"model.device={config.model.device}"], user=config.model, trust=trust
+        )
+        if isinstance(found, RunCheckpoint) or found.config is not None:
+            return found
+        if found.is_adapter:
+            raise ConfigError(
+                f"--model '{given}': holds adapters without their base model; name the run folder or the checkpoint "
+                "that they are of, or the merged model"
+            )
+    path = config.model.path if given is None else given
+    return WholeModel(
+        path, _with_model(config, path=path, lora=None, **({"trust_remote_code": True} if trust else {}))
+    )
+
+
 def find_checkpoint(
     path: Path, which: str | None = None, overrides: Sequence[str] = (), *, trust: bool = False
 ) -> RunCheckpoint:

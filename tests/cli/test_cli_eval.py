@@ -14,11 +14,11 @@ import torch
 from helpers.run_folders import write_config
 
 from mm_grpo import GRPOConfig, GRPOTrainer
-from mm_grpo.evaluation.weights import find_weights
-from mm_grpo.export.write import export_run
 from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import load_processor
+from mm_grpo.trained.export import export_run
 from mm_grpo.trained.model import put_in
+from mm_grpo.trained.source import RunCheckpoint, WholeModel, model_to_evaluate
 
 LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -58,12 +58,12 @@ def trained(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_s_weights_are_the_learner_s_to_the_bit(kind: str, trained: dict[str, Trained]) -> None:
     run = trained[kind]
-    weights = find_weights(GRPOConfig.from_yaml(run.config), str(run.folder), "last")
-    model = load_model(weights.model, load_processor(weights.model.path).family)
+    last = model_to_evaluate(GRPOConfig.from_yaml(run.config), str(run.folder), "last")
+    assert isinstance(last, RunCheckpoint)
+    assert last.checkpoint.path == run.folder / "checkpoints" / "step-000002"
+    model = load_model(last.config.model, load_processor(last.config.model.path).family)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    assert weights.checkpoint is not None
-    assert weights.checkpoint.checkpoint.path == run.folder / "checkpoints" / "step-000002"
-    put_in(model, weights.checkpoint)
+    put_in(model, last)
     found = dict(model.named_parameters())
     assert found.keys() == run.weights.keys()
     assert all(torch.equal(found[name], value) for name, value in run.weights.items())
@@ -120,22 +120,23 @@ def test_the_last_checkpoint_is_meant_unless_another_is_named(
     which: str | None, trained: dict[str, Trained]
 ) -> None:
     run = trained["full"]
-    found = find_weights(GRPOConfig.from_yaml(run.config), str(run.folder), which)
+    found = model_to_evaluate(GRPOConfig.from_yaml(run.config), str(run.folder), which)
     step = {None: 2, "best": run.summary["best_step"], "step-1": 1}[which]
     if step == 0:
-        assert found.checkpoint is None and "was before its first step" in found.name
+        assert isinstance(found, WholeModel) and "was before its first step" in found.name
     else:
-        assert found.checkpoint is not None and found.checkpoint.step == step
+        assert isinstance(found, RunCheckpoint) and found.step == step
         assert found.name == f"{run.folder}, {which or 'last'} checkpoint (step {step})"
 
 
 def test_a_base_model_that_lies_elsewhere_now_is_the_config_s(trained: dict[str, Trained]) -> None:
     run = trained["lora"]
     config = GRPOConfig.from_yaml(run.config).with_values({"model.path": str(Path("model").absolute())})
-    assert find_weights(config, str(run.folder)).model.path == "model"
+    here = model_to_evaluate(config, str(run.folder))
     with contextlib.chdir("/"):
-        found = find_weights(config, str(run.folder))
-    assert found.model.path == config.model.path and found.checkpoint is not None
+        there = model_to_evaluate(config, str(run.folder))
+    assert isinstance(here, RunCheckpoint) and here.config.model.path == "model"
+    assert isinstance(there, RunCheckpoint) and there.config.model.path == config.model.path
 
 
 def test_an_export_is_evaluated_as_the_run(trained: dict[str, Trained], command: Any, tmp_path: Path) -> None:
@@ -192,21 +193,3 @@ def test_refusals(arguments: list[str], words: str, trained: dict[str, Trained],
     done = command("eval", run.config, *[a.replace("{run}", str(run.folder)) for a in arguments])
     assert done.code == 2 and words in done.err, done.err
     assert "Traceback" not in done.err
-
-
-def test_a_damaged_checkpoint_and_another_base_are_refused(
-    trained: dict[str, Trained], command: Any, tmp_path: Path
-) -> None:
-    run, copy = trained["full"], tmp_path / "run"
-    shutil.copytree(run.folder, copy)
-    (state,) = (copy / "checkpoints" / "step-000002").glob("state-*")
-    data = bytearray(state.read_bytes())
-    data[-1] ^= 1
-    state.write_bytes(bytes(data))
-    done = command("eval", run.config, "--model", copy, "--checkpoint", "last")
-    assert done.code == 2 and f"{state.name} is not what was written" in done.err
-    shutil.rmtree(copy / "checkpoints")
-    done = command("eval", run.config, "--model", copy, "--checkpoint", "best")
-    assert done.code == 2 and "has no checkpoints (run.save_every)" in done.err
-    weights = find_weights(GRPOConfig.from_yaml(run.config), str(copy))
-    assert (weights.checkpoint, weights.model.path) == (None, f"{copy}/model")

@@ -9,10 +9,10 @@ import pytest
 from helpers.finished_runs import finished
 from safetensors.torch import load_file
 
-from mm_grpo.export.write import export_run
 from mm_grpo.processors.base import mm_processor_kwargs
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
+from mm_grpo.trained.export import export_run
 
 
 @pytest.mark.long

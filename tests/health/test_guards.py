@@ -1,18 +1,26 @@
-"""Guards speak when they should, stay silent when they should, and say why."""
+"""Guards of one moment: duplicates, updates that do not happen, log-prob gaps, images that nobody reads."""
 
 from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from mm_grpo.errors import GuardStop
 from mm_grpo.health import apply_guard
 from mm_grpo.health.duplicate_completions import copies_chance, duplicate_completions, unique_ratio
-from mm_grpo.health.update_happens import update_happens
+from mm_grpo.health.logp_gap import SampledGap, limit_for, logp_gap, sampled_gap
+from mm_grpo.health.unread_images import is_due, unread_images, with_other_pixels
+from mm_grpo.health.update_happens import finite_loss, update_happens
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample, UpdateRecord
+
+
+def prompt(**vision: Tensor) -> Prompt:
+    return Prompt(Sample("train:3", []), (1,), EnginePrompt((1,), ()), torch.zeros(3, 1), vision)
 
 
 def completion(tokens: tuple[int, ...], logp: float, seed: int) -> Completion:
@@ -20,9 +28,8 @@ def completion(tokens: tuple[int, ...], logp: float, seed: int) -> Completion:
 
 
 def group(*completions: Completion) -> Group:
-    prompt = Prompt(Sample("train:3", []), (1,), EnginePrompt((1,), ()), torch.zeros(3, 1), {})
     n = len(completions)
-    return Group(0, prompt, completions, (0.0,) * n, (0.0,) * n)
+    return Group(0, prompt(), completions, (0.0,) * n, (0.0,) * n)
 
 
 def test_chance_of_copies_by_hand() -> None:
@@ -32,54 +39,42 @@ def test_chance_of_copies_by_hand() -> None:
     assert copies_chance(half, 3, 4) == pytest.approx(1 / 8 + 3 / 8)
 
 
-def test_a_sure_policy_may_repeat_itself() -> None:
-    sure = [completion((5, 6), math.log(0.9), s) for s in range(8)]
-    assert duplicate_completions([group(*sure)]) is None
-    assert unique_ratio([group(*sure)]) == 1 / 8
-
-
-def test_long_improbable_copies_are_a_fault_with_row_and_seeds() -> None:
-    # three completions twice each: what a shared generator gives
-    batch = [completion(tuple(range(k, k + 30)), -40.0, seed) for k in range(3) for seed in (k, k + 3)]
-    message = duplicate_completions([group(*batch)])
-    assert message is not None
-    assert "train:3: 2 of 6 completions" in message and "Seeds of the copies: [0, 3]" in message
-    assert "generator" in message
-
-
-def test_one_constant_seed_is_a_fault_and_distinct_ones_are_not() -> None:
-    same = [completion((7, 8, 9), -6.0, 1) for _ in range(8)]
-    assert duplicate_completions([group(*same)]) is not None
-    different = [completion((7, 8, k), -6.0, k) for k in range(8)]
-    assert duplicate_completions([group(*different)]) is None
-    assert unique_ratio([group(*different)]) == 1.0
+def test_a_sure_policy_may_repeat_itself_and_an_unsure_one_may_not() -> None:
+    sure = group(*(completion((5, 6), math.log(0.9), s) for s in range(8)))
+    assert duplicate_completions([sure]) is None and unique_ratio([sure]) == 1 / 8
+    different = group(*(completion((7, 8, k), -6.0, k) for k in range(8)))
+    assert duplicate_completions([different]) is None and unique_ratio([different]) == 1.0
+    assert (
+        duplicate_completions([different, group(*(completion((7, 8, 9), -6.0, 1) for _ in range(8)))])
+        is not None
+    )
+    # three completions twice each, as a shared generator gives
+    shared = [completion(tuple(range(k, k + 30)), -40.0, seed) for k in range(3) for seed in (k, k + 3)]
+    message = duplicate_completions([group(*shared)])
+    assert message is not None and "train:3: 2 of 6" in message and "[0, 3]" in message
 
 
 HEALTHY = UpdateRecord(1e-4, 0.5, 1e-3, live_tokens=10, trainable_parameters=100)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "names"),
     [
-        ({"trainable_parameters": 0, "grad_norm": 0.0, "update_norm": 0.0}, "no trainable parameter"),
+        ({"trainable_parameters": 0, "grad_norm": 0.0, "update_norm": 0.0}, "model.freeze_vision"),
         ({"grad_norm": math.inf, "update_norm": 0.0, "stepped": False}, "overflow"),
         ({"grad_norm": 0.0, "update_norm": 0.0}, "detached"),
         ({"grad_norm": 0.0, "update_norm": 0.0, "live_tokens": 1}, "although 1 tokens"),
-        ({"grad_norm": 0.0, "update_norm": 0.0}, "gives every token probability 1"),
         ({"update_norm": 0.0}, "holds other tensors"),
-        ({"update_norm": math.inf}, "moved the weights by inf at learning rate 0.0001"),
-        (
-            {"update_norm": 0.0, "grad_norm": 0.0, "boundaries": 0},
-            "0 backward passes of this update were marked",
-        ),
-        ({"boundaries": 4}, "only the packs after the last but one count"),
+        ({"update_norm": math.inf}, "by inf at learning rate 0.0001"),
+        ({"update_norm": 0.0, "grad_norm": 0.0, "boundaries": 0}, "0 backward passes"),
+        ({"boundaries": 4}, "4 backward passes"),
     ],
 )
 def test_an_update_that_does_not_happen_is_reported_with_its_cause(
-    change: dict[str, float], words: str
+    change: dict[str, float], names: str
 ) -> None:
-    message = update_happens(UpdateRecord(**{**HEALTHY.__dict__, **change}))
-    assert message is not None and words in message
+    message = update_happens(replace(HEALTHY, **change))  # type: ignore[arg-type]
+    assert message is not None and names in message
 
 
 @pytest.mark.parametrize(
@@ -93,6 +88,73 @@ def test_an_update_that_does_not_happen_is_reported_with_its_cause(
 )
 def test_healthy_zeros_pass(record: UpdateRecord) -> None:
     assert update_happens(record) is None
+
+
+def test_a_loss_is_a_number() -> None:
+    assert finite_loss(-1.0) is None
+    assert finite_loss(math.nan) is not None and finite_loss(math.inf) is not None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dtype", "limit"),
+    [
+        (None, "float32", 1e-3),
+        (None, "torch.float32", 1e-3),
+        (None, "bfloat16", 0.1),
+        (None, "torch.float16", 0.1),
+        (0.02, "bfloat16", 0.02),
+    ],
+)
+def test_the_limit_of_each_number_format(chosen: float | None, dtype: str, limit: float) -> None:
+    assert limit_for(chosen, dtype) == limit
+
+
+def test_a_gap_past_the_limit_is_named_with_its_values() -> None:
+    assert logp_gap(1e-3, 4e-2, 1e-3) is None
+    message = str(logp_gap(0.25, 1.5, 1e-3, "given completions of train:3"))
+    for value in ("given completions of train:3", "0.25", "1.5", "0.001", "run.max_logp_gap"):
+        assert value in message
+    assert "nan" in str(logp_gap(math.nan, math.nan, 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("gap", "moved", "stopped"),
+    [
+        (SampledGap(1e-3, 0.1, 1.5), 0.0, False),  # of the learner's own weights: the limit alone
+        (SampledGap(1.1e-3, 0.1, 1.0), 0.0, True),
+        (SampledGap(0.99, 2.0), 0.1, False),
+        (SampledGap(1.01, 2.0), 0.1, True),
+        (SampledGap(0.2, 2.0, 1.5, 7.9), 0.1, False),
+        (SampledGap(0.2, 2.0, 1.09, 20.0), 0.1, False),
+        (SampledGap(0.2, 2.0, 1.11, 8.1), 0.1, True),
+        (SampledGap(0.2, 2.0, 0.89, -8.1), 0.1, True),
+        (SampledGap(9.0, 9.0), math.inf, False),  # what the learner moved is not known
+    ],
+)
+def test_stale_samples_may_be_as_far_as_the_learner_moved(
+    gap: SampledGap, moved: float, stopped: bool
+) -> None:
+    assert (sampled_gap(gap, 1e-3, moved) is not None) == stopped
+
+
+def test_other_pixels_have_the_shape_of_the_first_and_leave_grids_alone() -> None:
+    grid = torch.tensor([[1, 2, 2]])
+    given = prompt(pixel_values=torch.tensor([[0.5, -0.5]]), image_grid_thw=grid)
+    other = with_other_pixels(given)
+    assert other is not None and other.uid == "train:3" and other.token_ids == (1,)
+    assert other.vision["pixel_values"].tolist() == [[0.0, 0.0]]
+    assert torch.equal(other.vision["image_grid_thw"], grid)
+    assert given.vision["pixel_values"].tolist() == [[0.5, -0.5]]
+    black = with_other_pixels(prompt(pixel_values=torch.zeros(1, 2)))
+    assert black is not None and black.vision["pixel_values"].tolist() == [[1.0, 1.0]]
+    assert with_other_pixels(prompt(image_grid_thw=grid)) is None
+
+
+def test_images_are_unread_where_nothing_changes_at_all() -> None:
+    assert "train:3" in str(unread_images(0.0, "train:3"))
+    assert unread_images(1e-9, "train:3") is None
+    assert unread_images(float("nan"), "train:3") is None  # the log-prob gap says that
+    assert [step for step in range(1, 151) if is_due(step)] == [1, 50, 100, 150]
 
 
 def test_actions(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,8 +44,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"run"}),
     frozenset({"parity"}),
     frozenset({"build", "testing"}),
-    frozenset({"trained"}),
-    frozenset({"preflight", "evaluation", "export"}),
+    frozenset({"preflight", "trained"}),
     frozenset({"trainer"}),
     frozenset({"cli"}),
 )

@@ -10,7 +10,9 @@ import torch
 from helpers import tiny
 from helpers.steps import config_for
 
+from mm_grpo.config import AlgorithmConfig
 from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
 from mm_grpo.learner.minibatch import (
     group_cost,
     has_dense_objective,
@@ -19,6 +21,7 @@ from mm_grpo.learner.minibatch import (
     to_pack_order,
     update_of,
 )
+from mm_grpo.learner.step_report import LossStatistics
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt
 
 PROMPT = Prompt(tiny.sample("r:0", "what"), (1, 2, 3), EnginePrompt((), ()), torch.arange(3), {})
@@ -117,3 +120,30 @@ def test_values_are_cut_by_completion_and_put_back_in_another_order() -> None:
     default = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     # completion 9 has no kept value
     assert to_pack_order(kept, [3, 9, 7, 7], default).tolist() == [3.0, -2.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_live_that_have_weight_an_advantage_and_a_gradient(dtype: torch.dtype) -> None:
+    # ratios 2, 2, 0.5, 0.5, 1, 1: clipped is the first, and the fourth; the fifth has no advantage, the last no weight
+    ratio = torch.tensor([2.0, 2.0, 0.5, 0.5, 1.0, 1.0]).log().to(dtype)
+    advantages, weights = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0]), torch.tensor([1.0] * 5 + [0.0])
+    zeros, statistics = torch.zeros(6, dtype=dtype), LossStatistics()
+    tokens = PackTokens(torch.arange(6), ratio, zeros, zeros, zeros, None)
+    pack_loss(AlgorithmConfig(loss_type="dapo"), LossInputs(advantages, weights, 6), tokens, statistics)
+    assert statistics.live_tokens == 2
+
+
+def test_the_share_that_the_off_policy_mask_drops_by_hand() -> None:
+    """Completions of 2, 1, 3 and 1 tokens: the first two have a negative advantage, and the first fell by 2 nats."""
+    completion = torch.tensor([0, 0, 1, 2, 2, 2, 3])
+    sampling = torch.full((7,), -1.0)
+    logp = torch.tensor([-3.0, -3.0, -1.1, -4.0, -4.0, -4.0, -9.0])
+    weights = torch.tensor([0.1, 0.1, 0.1, 0.0])  # the last is masked, and does not count
+    inputs = LossInputs(torch.tensor([-1.0, -1.0, 1.0, -1.0]), weights, 6)
+    tokens = PackTokens(completion, logp, torch.zeros(7), logp, sampling, None)
+    statistics = LossStatistics()
+    pack_loss(AlgorithmConfig(off_policy_mask_threshold=0.5), inputs, tokens, statistics)
+    assert statistics.metrics()["sampling/off_policy_ratio"] == pytest.approx(2 / 3)
+    unmasked = LossStatistics()
+    pack_loss(AlgorithmConfig(), inputs, tokens, unmasked)
+    assert "sampling/off_policy_ratio" not in unmasked.metrics()

@@ -18,7 +18,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.memory import ModelSizes, VisionSizes, memory_estimate, memory_of_run
 from mm_grpo.learner.model import load_model
-from mm_grpo.preflight.estimate import GB, build_on_meta, peak_phase, show, sizes_of, what_fits
+from mm_grpo.preflight.estimate import GB, build_on_meta, phases, show, sizes_of, what_fits
 from mm_grpo.processors.base import load_processor
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -149,7 +149,7 @@ def test_the_run_says_what_the_estimate_says(models: dict[str, Path]) -> None:
     whole = memory_of_run(learner.model, config, 1, False, image_pixels=processor.max_pixels)
     assert whole is not None and image.pixels == processor.max_pixels
     off = config.with_values({"optim.gradient_checkpointing": False})
-    assert whole == peak_phase(sizes, image, off, 80 * GB, 1).learner
+    assert whole == phases(sizes, image, off, 80 * GB, processes=1).learner
 
 
 def test_the_phases_of_a_run_by_hand(bare: Path) -> None:
@@ -161,16 +161,16 @@ def test_the_phases_of_a_run_by_hand(bare: Path) -> None:
     sizes, image = sizes_of(config)
     assert (image.pixels, image.tokens) == (1280 * 28 * 28, 1280)
     card = 10 * GB
-    found = peak_phase(sizes, image, config, card, 1)
+    found = phases(sizes, image, config, card, processes=1)
     assert found.learner.vllm == found.rollout["vLLM"] == 5 * GB
     assert found.cache == (5 * GB - 2 * sizes.weights - GB) // (2 * 2 * 1 * 32 * 3)
     assert found.rollout["weights"] == 2 * sizes.weights and found.rollout["optimizer"] == 12 * sizes.trained
     for level in (1, 2):
         slept = config.with_values({"rollout.vllm.sleep_level": level})
-        assert peak_phase(sizes, image, slept, card, 1).learner.vllm == 0
+        assert phases(sizes, image, slept, card, processes=1).learner.vllm == 0
     tight = config.with_values({"rollout.vllm.gpu_memory_utilization": 0.1})
-    assert "no room for its weights and one sequence" in peak_phase(sizes, image, tight, card, 1).fault
-    embedded = peak_phase(sizes, image, config_for(bare), card, 1)
+    assert "no room for its weights and one sequence" in phases(sizes, image, tight, card, processes=1).fault
+    embedded = phases(sizes, image, config_for(bare), card, processes=1)
     # four prompts of three completions, each of 1,024 + 8 tokens
     assert embedded.rollout["cache of the embedded engine"] == 12 * (1024 + 8) * 384
 
@@ -179,7 +179,7 @@ def test_what_fits_takes_the_cheapest_settings(bare: Path) -> None:
     config = config_for(bare, rollout={"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.8}})
     sizes, image = sizes_of(config)
     card = 5 * GB
-    assert peak_phase(sizes, image, config, card, 1).peak > card * 0.8
+    assert phases(sizes, image, config, card, processes=1).peak > card * 0.8
     fits = what_fits(config, card, processes=1)
     assert fits is not None and fits.settings == ()
     full = config.with_values({"rollout.vllm.gpu_memory_utilization": 0.9})

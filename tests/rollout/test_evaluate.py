@@ -206,7 +206,8 @@ def test_chunks_grow_while_their_pixels_fit_and_change_nothing(
         monkeypatch.setattr(evaluate, "CHUNK", chunk)
         rows, done = list[tuple[int, str]](), list[int]()
         trainer.evaluations.answer(
-            *(trainer.prompt_builder, trainer.sampler, trainer.scorer, trainer.ranks, 0),
+            (trainer.prompt_builder, trainer.sampler, trainer.scorer, trainer.ranks),
+            0,
             keep=lambda name, blind, groups, rows=rows: rows.extend(
                 (g.slot, g.completions[0].text) for g in groups
             ),

@@ -233,31 +233,6 @@ def test_weights_of_another_version_of_this_run_are_not_sampled_from(make: Made)
 
 
 @pytest.mark.slow
-def test_where_answers_have_no_spans_those_begun_before_an_update_are_asked_again(
-    make: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, (fake,) = make(1)
-    completed = fake.completed
-
-    def without_spans(*given: Any) -> Any:
-        body = completed(*given)
-        return {**body, "choices": [{**choice, "weight_versions": None} for choice in body["choices"]]}
-
-    monkeypatch.setattr(fake, "completed", without_spans)
-    before = engine.generate(requests(2))
-    fake.asked.clear()
-    fake.stuck.set()
-
-    def update() -> None:
-        engine.update_weights(WEIGHTS.items(), 1)
-        fake.stuck.clear()
-
-    done = in_midst(engine, [fake], update)
-    assert len(fake.asked) > 12 and [c.token_ids for c in done][:8] == [c.token_ids for c in before]
-    assert {c.weight_versions for c in done} == {((0, 1),)}
-
-
-@pytest.mark.slow
 def test_all_servers_lost_in_an_update_are_waited_for(make: Made) -> None:
     engine, fakes = make()
     for fake in fakes:

@@ -122,9 +122,9 @@ def test_the_first_prompts_of_an_evaluation_and_of_each_of_its_sets_are_made_ahe
 def test_removed_images_are_in_no_prompt(models: dict[str, Path], tmp_path: Path) -> None:
     made = trainer(models["qwen2_vl"], tmp_path / "run", run={"eval_blind": "removed", "max_steps": 1})
     kept: list[tuple[str | None, Any]] = []
-    parts = (made.prompt_builder, made.sampler, made.scorer, made.ranks, 0)
+    parts = (made.prompt_builder, made.sampler, made.scorer, made.ranks)
     found = made.evaluations.answer(
-        *parts, keep=lambda n, blind, groups: kept.extend((blind, g) for g in groups)
+        parts, 0, keep=lambda n, blind, groups: kept.extend((blind, g) for g in groups)
     )
     made.close()
     prompts = {(blind, g.slot): g.prompt for blind, g in kept}

@@ -15,10 +15,10 @@ from helpers import tiny
 from helpers.finished_runs import Finished
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.evaluation.weights import find_weights
-from mm_grpo.export import hub
-from mm_grpo.export.ask import TextPieces, ask, load_answering
-from mm_grpo.export.write import MARK, export_run
+from mm_grpo.trained import hub
+from mm_grpo.trained.ask import TextPieces, ask, load_answering
+from mm_grpo.trained.export import MARK, export_run
+from mm_grpo.trained.source import WholeModel, model_to_evaluate
 
 Runs = Callable[[str], Finished]
 
@@ -96,9 +96,10 @@ def test_code_that_a_folder_asks_for_is_run_by_the_user_s_word_alone(
             assert status == 2 and str(folder) in err and f"model.{name}" in err, (arguments, err)
             assert "--trust-remote-code" in err and not ran.exists() and not out.exists(), arguments
         with pytest.raises(ConfigError, match="--trust-remote-code"):  # the user trusts another model's code
-            find_weights(theirs.with_values({"model.path": str(tmp_path)}), str(run_copy))
-        assert find_weights(theirs, str(whole), trust=True).checkpoint is None
-    assert find_weights(mine, str(whole / "model"), trust=True).model.trust_remote_code
+            model_to_evaluate(theirs.with_values({"model.path": str(tmp_path)}), str(run_copy))
+        assert isinstance(model_to_evaluate(theirs, str(whole), trust=True), WholeModel)
+    saved = model_to_evaluate(mine, str(whole / "model"), trust=True).config
+    assert saved is not None and saved.model.trust_remote_code
     mark["settings"]["model"] = {"processor": f"{code}:Theirs"}
     (tmp_path / "merged" / MARK).write_text(json.dumps(mark))
     status, _, err = command("ask", tmp_path / "merged", "what", "--trust-remote-code")
@@ -115,11 +116,6 @@ def test_other_seeds_and_limits(runs: Runs) -> None:
         ConfigError, match=r"--max-tokens 4000: the question has \d+ tokens, .* context is 2048"
     ):
         ask(loaded, "say", [], max_tokens=4000)
-    with pytest.raises(
-        ConfigError,
-        match=r"--checkpoint best: says which .*, and '.*' is no run folder",
-    ):
-        load_answering(str(loaded.config.model.path), which="best")
 
 
 def test_an_answer_in_pieces_is_the_answer(runs: Runs) -> None:

@@ -16,8 +16,6 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data.images import open_image
 from mm_grpo.data.rows import read_row
 from mm_grpo.errors import ConfigError
-from mm_grpo.export.proof import load_plain
-from mm_grpo.export.write import read_mark
 from mm_grpo.learner.model import load_model, resolve_device, resolve_dtype
 from mm_grpo.processors.base import Processor
 from mm_grpo.processors.model_folder import quoted
@@ -25,7 +23,9 @@ from mm_grpo.rollout.engine import Request, Sampling
 from mm_grpo.rollout.evaluate import sampling_of
 from mm_grpo.rollout.prompts import context_of
 from mm_grpo.rollout.transformers_engine import TransformersEngine
+from mm_grpo.trained.export import read_mark
 from mm_grpo.trained.model import load_trained
+from mm_grpo.trained.proof import load_plain
 from mm_grpo.trained.source import RunCheckpoint, WholeModel, find_model, refuse_code
 from mm_grpo.types import Completion, Sample
 

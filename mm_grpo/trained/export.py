@@ -20,13 +20,13 @@ from torch import Tensor
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.export.card import History, write_card
-from mm_grpo.export.prompts import prompts_of_run
-from mm_grpo.export.proof import Expected, Proof, expected_of, prove
 from mm_grpo.files import read_json
 from mm_grpo.learner.lora import adapter_factors, checked_merge, has_adapters, merged_tensors, save_adapter
 from mm_grpo.learner.transformers_patches import save_pretrained
+from mm_grpo.trained.card import History, write_card
 from mm_grpo.trained.model import Trained, load_trained
+from mm_grpo.trained.prompts import prompts_of_run
+from mm_grpo.trained.proof import Expected, Proof, expected_of, prove
 from mm_grpo.trained.source import find_checkpoint
 from mm_grpo.version import __version__
 
@@ -62,7 +62,9 @@ def export_run(
     if adapter and found.config.model.lora is None:
         raise ConfigError("--adapter: the run trained no adapters (model.lora is null); export its model")
     trained = load_trained(found)
-    history = History.of(found.checkpoint)
+    rows = [json.loads(line) for line in (found.checkpoint.log or b"").splitlines()]
+    rewards = [str(reward["name"]) for reward in found.checkpoint.extra["rewards"]]
+    history = History([row for row in rows if row["step"] <= found.step], rewards)
     return write_export(
         trained, history, out, adapter=adapter, overwrite=overwrite, max_shard_size=max_shard_size
     )

@@ -21,9 +21,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.export import proof, write
-from mm_grpo.export.card import History
-from mm_grpo.export.write import MARK, export_run, write_export
 from mm_grpo.learner.lora import merged_tensors
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.score import score
@@ -32,6 +29,9 @@ from mm_grpo.processors.base import load_processor
 from mm_grpo.run.manifest import digest_of
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import write_rollouts
+from mm_grpo.trained import export, proof
+from mm_grpo.trained.card import History
+from mm_grpo.trained.export import MARK, export_run, write_export
 from mm_grpo.trained.model import Trained
 from mm_grpo.trained.source import WholeModel, find_checkpoint, find_model
 from mm_grpo.types import Group
@@ -111,7 +111,7 @@ def test_what_is_not_the_trained_model_is_not_kept(
 ) -> None:
     run = runs("lora")
     trained = trained_in(run, dtype)
-    honest, honest_merge = write.write_model, write.merged_tensors
+    honest, honest_merge = export.write_model, export.merged_tensors
 
     def merged(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in honest_merge(model):
@@ -137,8 +137,8 @@ def test_what_is_not_the_trained_model_is_not_kept(
     if fault == "score":
         monkeypatch.setattr(proof, "score", elsewhere)
     if fault == "merge":
-        monkeypatch.setattr(write, "merged_tensors", merged)
-    monkeypatch.setattr(write, "write_model", changed)
+        monkeypatch.setattr(export, "merged_tensors", merged)
+    monkeypatch.setattr(export, "write_model", changed)
     words = {
         "merge": "merge is wrong: .*down_proj.weight",
         "score": "is not the trained model",
@@ -226,6 +226,18 @@ def test_the_card_holds_what_the_run_measured(runs: Runs, tmp_path: Path) -> Non
     assert "learning_rate: 0.01" in card
     svg = (tmp_path / "out/evaluation.svg").read_text()
     assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"') and svg.count("<circle") == 3
+
+
+def test_a_blind_control_and_a_task_are_no_sets_of_a_card() -> None:
+    row = {
+        "step": 0,
+        "eval/a/reward": 0.5,
+        "eval/a/task/count/reward": 0.1,
+        "eval/blind/reward": 0.2,
+        "time/eval": 1.0,
+    }
+    assert History([row]).before == {"a": {"reward": 0.5}}
+    assert History([{**row, "step": 1}]).before == {}
 
 
 def test_what_cannot_be_exported_is_one_message(runs: Runs, tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import write_yaml
+from mm_grpo.data.sources import BLIND
 from mm_grpo.run.charts import Series, line_chart, running_mean
-from mm_grpo.run.manifest import Checkpoint
 from mm_grpo.terminal import redact
 from mm_grpo.version import __version__
 
@@ -31,22 +31,21 @@ SMOOTHED = 9
 
 @dataclass(frozen=True)
 class History:
-    """What a run logged up to the exported step: rows of metrics.jsonl, evaluations before the first step, rewards."""
+    """What a run logged up to the exported step: rows of metrics.jsonl, and the names of its rewards."""
 
     rows: Sequence[Mapping[str, Any]] = ()
-    before: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rewards: Sequence[str] = ()
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> History:
-        """What a checkpoint holds of it."""
-        rows = [json.loads(line) for line in (checkpoint.log or b"").splitlines() if line.strip()]
-        extra = checkpoint.extra
-        return cls(
-            [row for row in rows if row["step"] <= checkpoint.step],
-            extra["before"],
-            [str(reward["name"]) for reward in extra["rewards"]],
-        )
+    @property
+    def before(self) -> dict[str, dict[str, Any]]:
+        """Accuracy and reward of each evaluation set before the first step: those in the row of step 0."""
+        found: dict[str, dict[str, Any]] = {}
+        for key, value in (self.rows[0] if self.rows and self.rows[0]["step"] == 0 else {}).items():
+            _, _, rest = key.partition("eval/")
+            name, _, what = rest.rpartition("/")
+            if what in ("accuracy", "reward") and name not in ("", BLIND) and "/task/" not in rest:
+                found.setdefault(name, {})[what] = value
+        return found
 
 
 def evaluations(history: History) -> list[tuple[str, str, Any, Any, int]]:
@@ -64,19 +63,10 @@ def evaluations(history: History) -> list[tuple[str, str, Any, Any, int]]:
 def write_card(
     folder: Path, config: GRPOConfig, history: History, *, step: int, adapter: bool, proof: str
 ) -> None:
-    """Write README.md, reward.svg and evaluation.svg, those for which there are figures, into `folder`."""
+    """Write README.md with its YAML header, reward.svg and evaluation.svg, those for which there are figures."""
     curves = draw_curves(history)
     for name, svg in curves.items():
         (folder / name).write_text(svg, encoding="utf-8")
-    (folder / "README.md").write_text(
-        card(config, history, step=step, adapter=adapter, proof=proof, curves=list(curves)), encoding="utf-8"
-    )
-
-
-def card(
-    config: GRPOConfig, history: History, *, step: int, adapter: bool, proof: str, curves: Sequence[str]
-) -> str:
-    """The text of README.md, its YAML header included."""
     base = shortened(config.model.path)
     on_hub = not Path(config.model.path).exists()
     header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
@@ -114,7 +104,7 @@ def card(
     lines += [_usage(base, adapter=adapter), ""]
     settings = write_yaml(redact(shortened(config.model_dump()))).strip()
     lines += ["## Config", "", "```yaml", settings, "```", ""]
-    return "\n".join(lines)
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def draw_curves(history: History) -> dict[str, str]:

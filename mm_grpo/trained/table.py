@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mm_grpo.terminal import print_phase, printable
 
 if TYPE_CHECKING:
-    from mm_grpo.evaluation.results import Results, SetResult
     from mm_grpo.rollout.headline import Interval
+    from mm_grpo.trained.evaluate import Results, SetResult
 
 
 def show(results: Results, write: Callable[[str], None] = print_phase) -> None:

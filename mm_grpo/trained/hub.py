@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.export.write import MARK
+from mm_grpo.files import temporary_folder
+from mm_grpo.processors.base import Processor
 from mm_grpo.processors.model_folder import quoted
+from mm_grpo.run.metrics import read_metrics
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.trained.card import History
+from mm_grpo.trained.export import MARK, write_export
+from mm_grpo.trained.model import Trained
 
 
 def check_hub(name: str, *, overwrite: bool = False) -> str:
@@ -62,6 +70,30 @@ def push(folder: Path, name: str, *, private: bool = True) -> str:
             delete_patterns="*.safetensors",
         )
     return str(found)
+
+
+def push_trained(
+    name: str,
+    model: Any,
+    processor: Processor,
+    config: GRPOConfig,
+    paths: RunPaths,
+    rewards: Sequence[str],
+    *,
+    private: bool,
+    adapter: bool,
+    overwrite: bool,
+) -> str:
+    """Export the model that a trainer holds to a temporary folder, and push it: the commit's address."""
+    if adapter and config.model.lora is None:
+        raise ConfigError("adapter=True: the run trained no adapters (model.lora is null)")
+    full = check_hub(name, overwrite=overwrite)
+    history = History(read_metrics(paths.metrics) if paths.metrics.is_file() else [], rewards)
+    step = max((int(row["step"]) for row in history.rows), default=0)
+    with temporary_folder("push") as folder:
+        trained = Trained(model, processor, config, paths, step)
+        write_export(trained, history, folder / "export", adapter=adapter)
+        return push(folder / "export", full, private=private)
 
 
 @contextmanager

@@ -1,0 +1,299 @@
+"""Guards that watch several steps: rows of metrics, and the steps at which one of them warns and stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import pytest
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.config.values import GuardName
+from mm_grpo.errors import GuardStop
+from mm_grpo.health.guards import Guards
+from mm_grpo.health.rows import rows_of
+from mm_grpo.rewards.resolve import resolve_entries
+
+HEALTHY = {
+    "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0, "advantages/frac_zero": 0.25, "frac_reward_none": 0.0,
+    "rewards/exact_match/mean": 0.5, "completions/mean_logprob": -0.5, "completions/clipped_ratio": 0.1,
+    "kl": 1e-6, "learner/updates": 1, "learner/update_norm": 0.1, "learner/overflows": 0, "learning_rate": 1e-6,
+    "epoch": 0.1,
+}  # fmt: skip
+OK: dict[str, Any] = {}
+EXACT = ["exact_match"]
+Steps = Sequence[tuple[int, dict[str, Any]]]
+
+
+def guards(rewards: Any = EXACT, log: Any = None, **sections: Any) -> Guards:
+    given = {
+        "model": {"path": "m"},
+        "rollout": {"prompts_per_step": 8, "num_generations": 8, **sections.pop("rollout", {})},
+        "algorithm": {"beta": 0.1, **sections.pop("algorithm", {})},
+    }
+    return Guards(GRPOConfig.from_dict({**given, **sections}), resolve_entries(list(rewards)), log)
+
+
+def rows(*steps: tuple[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Healthy rows with changes: so many of each. A value of None stands for a metric that is not there."""
+    made = [{**HEALTHY, **changes} for count, changes in steps for _ in range(count)]
+    return [{name: value for name, value in row.items() if value is not None} for row in made]
+
+
+def fired(steps: Steps, rewards: Any = EXACT, **sections: Any) -> list[tuple[int, str, str]]:
+    """Step, guard and action of whatever fires; a stop is the last."""
+    found: list[tuple[int, str, str]] = []
+    watching = guards(
+        rewards, lambda step, name, action, message: found.append((step, name, action)), **sections
+    )
+    try:
+        for step, row in enumerate(rows(*steps), start=1):
+            watching.observe(step, row)
+    except GuardStop:
+        pass
+    return found
+
+
+def flat(value: float = 0.5) -> dict[str, Any]:
+    return {"reward": value, "reward_min": value, "reward_max": value, "advantages/frac_zero": 1.0}
+
+
+def entropy(nats: float | None, reward: float | None = 0.4) -> dict[str, Any]:
+    return {"completions/mean_logprob": None if nats is None else -nats, "reward": reward}
+
+
+def tools(calls: float, failing: float = 0.0) -> dict[str, Any]:
+    return {"tools/call_frequency": calls, "tools/failure_frequency": failing, "tools/failures/raised": 1}
+
+
+CUT, NEARLY = {"completions/clipped_ratio": 1.0}, {"completions/clipped_ratio": 0.95}
+LEFT_OUT = {"algorithm": {"mask_truncated_completions": True}}
+EMPTY = {
+    "frac_reward_none": 1.0, "advantages/frac_zero": 1.0, "rewards/exact_match/mean": None,
+    "reward": None, "reward_min": None, "reward_max": None,
+}  # fmt: skip
+GATED = [
+    "exact_match",
+    {"name": "length", "only_if": "exact_match", "max_length": 9},
+    {"name": "format", "weight": 0},
+]
+BOTH = ["exact_match", {"name": "length", "max_length": 9}]
+DROPPED, SOME = {"sampling/masked_ratio": 1.0}, {"sampling/masked_ratio": 0.9}
+OFF_POLICY = {"sampling/off_policy_ratio": 0.9}
+STILL, WARM_UP = {"kl": 0.0}, {"kl": 0.0, "learner/update_norm": 0.0}
+START = [(1, entropy(0.5)), (1, entropy(0.3)), (3, entropy(0.4))]  # 0.4 on average
+
+
+def sight(
+    *measured: tuple[float, float], low: float = 0.0, high: float = 1.0, per_token: float | None = None
+) -> Steps:
+    """A step for each (reward, nats per completion); completions have two tokens unless `per_token` says otherwise."""
+    return [
+        (1, {
+            "reward": reward, "reward_min": low, "reward_max": high, "sight/reward": reward, "sight/nats": nats,
+            "sight/nats_per_token": nats / 2 if per_token is None else per_token,
+        }) for reward, nats in measured
+    ]  # fmt: skip
+
+
+# the shapes demo, seed 0, measured at every step from 1 to 24
+DEMO = sight(
+    (0.258, 0.039), (0.281, 0.009), (0.266, 0.014), (0.312, 0.028), (0.258, -0.023), (0.227, 0.023), (0.297, -0.052),
+    (0.336, 0.003), (0.312, 0.006), (0.344, 0.041), (0.344, 0.034), (0.391, 0.159), (0.367, 0.078), (0.414, 0.001),
+    (0.523, 0.191), (0.453, 0.136), (0.578, 0.480), (0.555, 1.136), (0.617, 0.330), (0.711, 0.764), (0.750, 1.704),
+    (0.766, 1.597), (0.695, 0.809), (0.781, 1.595),
+)  # fmt: skip
+# the same base on rows of which four in five have one answer, with the images of other rows, at every tenth
+SWAPPED = sight(
+    (0.180, 0.293), (0.367, -0.008), (0.469, 0.039), (0.641, 0.114), (0.750, 0.070), (0.836, -0.003), (0.719, -0.001),
+)  # fmt: skip
+BEGAN = [(0.3, 4.7)] * 3
+BLIND = [(0.3, 0.01)] * 3 + [(0.6, 0.01)] * 3
+LOST = "sight_lost"
+
+CASES: dict[str, tuple[Steps, str, list[tuple[int, str]], dict[str, Any]]] = {
+    "200 healthy steps": ([(200, OK)], "", [], {}),
+    "constant rewards, 640 and 1280 completions": ([(30, flat())], "zero_std", [(10, "warn"), (20, "stop")], {}),
+    "constant rewards, 24 completions a step": (
+        [(45, flat())], "zero_std", [(21, "warn"), (42, "stop")], {"rollout": {"prompts_per_step": 3}},
+    ),
+    "constant in each group alone": (
+        [(5, flat(0.0)), (20, flat(1.0))], "zero_std", [(20, "stop")], {"rollout": {"prompts_per_step": 64}},
+    ),
+    "spread that ends": ([(1, OK), (30, flat())], "zero_std", [(11, "warn")], {}),
+    "spread that ends, near the best reward": ([(1, OK), (40, flat(0.9))], "", [], {}),
+    "spread that ends, just below it": ([(1, OK), (40, flat(0.89))], "zero_std", [(11, "warn")], {}),
+    "a higher total than before": (
+        [(1, {"reward_max": 3.0}), (40, flat(0.9))], "zero_std", [(11, "warn")], {},
+    ),
+    "one group in sixteen": ([(40, {"advantages/frac_zero": 15 / 16})], "", [], {}),
+    "spread comes back": ([(9, flat()), (1, OK)] * 4, "", [], {}),
+    "no reward, 80 prompts and 104": ([(14, EMPTY)], "no_reward", [(10, "warn"), (13, "stop")], {}),
+    "no reward in all rows": ([(12, {**EMPTY, "epoch": 1.0})], "no_reward", [(10, "stop")], {}),
+    "rewards that end": ([(1, OK), (40, EMPTY)], "no_reward", [(11, "warn")], {}),
+    "rewards of a few": ([(40, {"frac_reward_none": 0.99})], "", [], {}),
+    "one that never applied, in 504 prompts": ([(70, OK)], "no_reward", [(63, "warn")], {"rewards": BOTH}),
+    "one that never applied, in all rows": ([(30, {"epoch": 1.0})], "no_reward", [(20, "warn")], {"rewards": BOTH}),
+    "one that applied once": (
+        [(5, OK), (1, {"rewards/length/mean": 0.0}), (70, OK)], "", [], {"rewards": BOTH},
+    ),
+    "one behind a gate, one without weight": ([(100, OK)], "", [], {"rewards": GATED}),
+    "all are cut": ([(40, CUT)], "clipped_lengths", [(10, "warn")], {}),
+    "nearly all are cut, and left out": ([(40, NEARLY)], "clipped_lengths", [(10, "warn")], LEFT_OUT),
+    "all are cut, and left out": ([(40, CUT)], "clipped_lengths", [(10, "warn"), (20, "stop")], LEFT_OUT),
+    "many are cut": ([(40, {"completions/clipped_ratio": 0.94})], "", [], {}),
+    "cut for nine steps": ([(9, CUT), (1, OK)] * 4, "", [], {}),
+    "the entropy collapses": ([*START, (12, entropy(0.019))], "entropy_collapse", [(15, "warn")], {}),
+    "it is low": ([*START, (40, entropy(0.021))], "", [], {}),
+    "it is low from the start": ([(40, entropy(0.015))], "", [], {}),
+    "it falls, and 0.05 nats are choices": ([(5, entropy(2.0)), (40, entropy(0.05))], "", [], {}),
+    "sure and right": ([*START, (40, entropy(0.001, reward=0.95))], "", [], {}),
+    "not measured between": (
+        [*START, (5, entropy(0.019)), (9, entropy(None)), (5, entropy(0.019))], "entropy_collapse", [(24, "warn")], {},
+    ),
+    "no reward between": (
+        [*START, (9, {**EMPTY, **entropy(0.019, None)}), (3, entropy(0.019))], "entropy_collapse", [(15, "warn")], {},
+    ),
+    "the correction drops nearly all": ([(40, SOME)], "masked_share", [(10, "warn")], {}),
+    "it drops all": ([(40, DROPPED)], "masked_share", [(10, "warn"), (20, "stop")], {}),
+    "it drops some": ([(40, {"sampling/masked_ratio": 0.89, "sampling/off_policy_ratio": 0.89})], "", [], {}),
+    "it drops all for nine steps": ([(9, DROPPED), (1, {"sampling/masked_ratio": 0.0})] * 4, "", [], {}),
+    "the off-policy mask drops nearly all": ([(40, OFF_POLICY)], "masked_share", [(10, "warn")], {}),
+    "a KL of 0 after an update": ([(15, STILL)], "zero_kl", [(11, "warn")], {}),
+    "a KL of 0 in the warm-up": ([(30, WARM_UP), (15, STILL)], "zero_kl", [(41, "warn")], {}),
+    "a tiny KL between": ([(9, STILL), (1, {"kl": 1e-12})] * 4, "", [], {}),
+    "no KL between": ([(6, STILL), (9, {"kl": None}), (6, STILL)], "zero_kl", [(20, "warn")], {}),
+    "without beta": ([(40, STILL)], "", [], {"algorithm": {"beta": 0.0}}),
+    "a KL in the reward": ([(40, STILL)], "", [], {"algorithm": {"kl_in_reward": True}}),
+    "a reference that follows": (
+        [(40, STILL)], "zero_kl", [(11, "warn")], {"algorithm": {"sync_ref_model": True}},
+    ),
+    "a reference that is set to the policy": (
+        [(40, STILL)], "", [], {"algorithm": {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0}},
+    ),
+    "every call fails": ([(6, tools(2.0, 1.0))], "tools_failing", [(5, "warn")], {}),
+    "a call works": ([(4, tools(2.0, 1.0)), (1, tools(2.0, 0.99))] * 4, "", [], {}),
+    "steps without calls between": (
+        [(4, tools(2.0, 1.0)), (9, tools(0.0)), (1, tools(2.0, 1.0))], "tools_failing", [(14, "warn")], {},
+    ),
+    "no call": ([(40, tools(0.0))], "tools_unused", [(10, "warn")], {}),
+    "a call in ten": ([(9, tools(0.0)), (1, tools(0.1))] * 4, "", [], {}),
+    "the demo sees": (DEMO, "", [], {}),
+    "swapped images": (SWAPPED, LOST, [(6, "warn")], {}),
+    "swapped images, measured at every tenth step": (
+        [step for one in SWAPPED for step in ((9, OK), one)], LOST, [(60, "warn")], {},
+    ),
+    "it sees": (sight(*BEGAN, *[(0.9, 4.0)] * 6), "", [], {}),
+    "sight fell to 15 %": (sight(*BEGAN, *[(0.9, 0.7)] * 6), LOST, [(6, "warn")], {}),
+    "to 26 %": (sight(*BEGAN, *[(0.9, 1.2)] * 6), "", [], {}),
+    "to 18 % a completion, and not a token": (
+        [*sight(*[(0.3, 5.0)] * 3), *sight(*[(0.9, 0.9)] * 3, per_token=2.5)], "", [], {},
+    ),
+    "no rise": (sight(*BEGAN, *[(0.35, 0.0)] * 6), "", [], {}),
+    "the reward falls": (sight(*[(0.9, 4.7)] * 3, *[(0.3, 0.0)] * 6), "", [], {}),
+    "a rise without sight": (sight(*BLIND), LOST, [(6, "warn")], {}),
+    "a rise by 0.15 of the range": (sight(*BLIND, high=2.0), "", [], {}),
+    "a rise that 16 completions make by chance": (
+        sight(*BLIND), "", [], {"rollout": {"prompts_per_step": 2}},
+    ),
+    "no range": (sight(*[(0.5, 0.0)] * 6, high=0.5, low=0.5), "", [], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "guard", "expected", "settings"), CASES.values(), ids=CASES)
+def test_a_guard_fires_at_the_step_and_with_the_action_that_its_row_says(
+    steps: Steps, guard: str, expected: list[tuple[int, str]], settings: dict[str, Any]
+) -> None:
+    assert fired(steps, **settings) == [(step, guard, action) for step, action in expected]
+
+
+def test_the_config_names_every_guard_and_no_other() -> None:
+    of_one_moment = {"duplicate_completions", "logp_gap", "update_happens", "unread_images"}
+    config = GRPOConfig.from_dict({"model": {"path": "m"}, "algorithm": {"beta": 0.1}})
+    rows = {row.name for row in rows_of(config, resolve_entries(EXACT))}
+    assert rows | of_one_moment | {"sight_lost", "no_update"} == set(get_args(GuardName))
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"learner/updates": 0, "learner/overflows": 1}, "model.dtype"),
+        ({"learner/updates": 2, "learning_rate": 0.0}, "learning rate was 0 in all 4 updates"),
+        ({"learner/updates": 1}, "algorithm.epsilon"),
+        ({"learner/updates": 0, **EMPTY}, "data.columns"),
+        ({"learner/updates": 0, "advantages/frac_zero": 1.0}, "mm-grpo check"),
+        ({"learner/updates": 0, **CUT}, "rollout.max_completion_length"),
+        ({"learner/updates": 0}, "advantages/frac_zero"),
+    ],
+)
+def test_a_run_without_an_update_is_stopped_at_its_end_with_the_cause(
+    changes: dict[str, Any], names: str
+) -> None:
+    watching = guards()
+    for step, row in enumerate(rows((2, {"learner/update_norm": 0.0, **changes})), start=1):
+        watching.observe(step, row)
+    with pytest.raises(GuardStop, match="guard no_update: ") as stopped:
+        watching.finish(2)
+    assert names in str(stopped.value)
+    watching.observe(3, HEALTHY)
+    watching.finish(3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        ([(9, flat())], []),
+        ([(10, flat())], [(10, "zero_std", "stop")]),
+        ([(10, flat()), (1, OK)], []),
+        ([(9, EMPTY)], [(9, "no_reward", "warn")]),
+        ([(10, EMPTY)], [(10, "no_reward", "warn"), (10, "no_reward", "stop")]),
+        ([(9, EMPTY), (1, OK)], []),
+    ],
+)
+def test_a_run_ends_without_success_where_no_reward_told_completions_apart(
+    steps: Steps, found: list[tuple[int, str, str]]
+) -> None:
+    """8 completions a step: too few for `zero_std` to stop it sooner."""
+    events: list[tuple[int, str, str]] = []
+    few = {"prompts_per_step": 2, "num_generations": 4}
+    watching = guards(
+        EXACT, lambda step, name, action, message: events.append((step, name, action)), rollout=few
+    )
+    for step, row in enumerate(rows(*steps), start=1):
+        watching.observe(step, row)
+    if found and found[-1][2] == "stop":
+        with pytest.raises(GuardStop):
+            watching.finish(step)
+    else:
+        watching.finish(step)
+    assert events == found
+
+
+def test_a_warning_comes_again_after_50_steps() -> None:
+    assert [step for step, *_ in fired([(120, CUT)])] == [10, 60, 110]
+
+
+@pytest.mark.parametrize(("action", "found"), [("stop", ["stop"]), ("warn", ["warn"]), ("off", [])])
+def test_the_config_decides_over_the_guards_own_choice(action: str, found: list[str]) -> None:
+    for own in (CUT, flat()):
+        name = "clipped_lengths" if own is CUT else "zero_std"
+        events = fired([(30, own)], run={"guards": {name: action}})
+        assert [kind for _, _, kind in events] == found
+
+
+def test_a_resumed_run_warns_and_stops_where_the_whole_one_would(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[tuple[int, str]] = []
+    for own, done, end in ((CUT, 30, 70), (flat(), 19, 21)):
+        resumed = guards(log=lambda step, name, action, message: events.append((step, action)))
+        before = [
+            {"step": 0, "eval/accuracy": 0.3},
+            *({"step": n, **HEALTHY, **own} for n in range(1, done + 1)),
+        ]
+        resumed.replay(before)
+        try:
+            for step in range(done + 1, end):
+                resumed.observe(step, {**HEALTHY, **own})
+        except GuardStop:
+            pass
+    assert events == [(60, "warn"), (20, "stop")]  # after the warning of step 10, which it did not see itself
+    assert "for 60 steps" in caplog.text
