@@ -18,9 +18,10 @@ def view(
     ] = None,
 ) -> None:
     """Write the page of a run, finished or going on, and say where it is; of several, one page with all curves."""
+    from mm_grpo.pages.page import check_target
+    from mm_grpo.pages.report import Report
     from mm_grpo.run.claim import read_mark
     from mm_grpo.run.folder import RunFolder
-    from mm_grpo.run.report import Report, check_page
 
     folders = [RunFolder.open(run).paths for run in runs]
     roots = [paths.root.resolve() for paths in folders]
@@ -29,7 +30,7 @@ def view(
     page = output or (folders[0].report if len(folders) == 1 else Path("view.html"))
     mark = read_mark(folders[0].root)
     if output is not None or len(folders) > 1 or mark is None or not mark.owns(page.name):
-        check_page(page)
+        check_target(page, "view:")
     try:
         Report(folders).write(page)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -41,10 +41,7 @@ def test_what_cannot_be_shown_is_one_message(
     for arguments, words in (
         (["empty"], "'empty' is no run folder: it has no config.yaml"),
         (["one", "one"], "is named twice"),
-        (
-            ["one", "-o", "notes.html"],
-            "'notes.html' was not written by mm-grpo view or a run, and stays as it is",
-        ),
+        (["one", "-o", "notes.html"], "view: 'notes.html': what is there is no page"),
         (["one", "-o", "none/x.html"], "there is no folder 'none'"),
     ):
         done = command("view", *arguments)
