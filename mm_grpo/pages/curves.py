@@ -115,7 +115,10 @@ class Trace:
     @property
     def points(self) -> list[Point]:
         """Each value, or of each bucket the lowest and the highest; (step, None) where nothing was measured."""
-        return [point for bucket in self.buckets for point in sorted(bucket.ends) or [(bucket.x, None)]]
+        found: list[Point] = []
+        for bucket in self.buckets:
+            found += sorted(bucket.ends) if bucket.count else [(bucket.x, None)]
+        return found
 
     @property
     def means(self) -> list[Point]:

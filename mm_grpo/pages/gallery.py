@@ -23,6 +23,7 @@ from mm_grpo.run.paths import IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import GOLD, evaluated_steps, logged_steps, message_text
 
 ENDS = ("before", "after")
+AS_LOGGED = ("reward", "parts", "advantage", "finish_reason", "tokens", "masked")
 COMPLETIONS_PER_GROUP = 16
 ANSWERS_PER_ROW = 4
 STEPS = 8
@@ -115,13 +116,8 @@ def gather_gallery(paths: RunPaths, budget: Budget, pictures: Pictures, run: int
         left_out += len(found) - seen
         shown |= {step} if seen else set()
     groups.sort(key=lambda group: (group["step"], group["slot"], group["attempt"]))
-    counts = {
-        "groups": len(groups),
-        "evaluations": len(evaluations),
-        "steps": len(shown),
-        "logged": len(logged),
-    }
-    return Gallery(groups, evaluations, {**counts, "left_out": left_out})
+    counts = {"groups": len(groups), "evaluations": len(evaluations), "left_out": left_out}
+    return Gallery(groups, evaluations, {**counts, "steps": len(shown), "logged": len(logged)})
 
 
 def spread_order(steps: Sequence[int]) -> list[int]:
@@ -146,7 +142,7 @@ def read_rows(path: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
     lines = data.split(b"\n")
     for line in (
         lines[:-1] or lines
-    ):  # what follows the last line feed was cut, by the limit or by a killed process
+    ):  # what follows the last line feed was cut: by the limit, or by a killed process
         try:
             row = json.loads(line)
         except ValueError:
@@ -189,11 +185,8 @@ def describe_completion(row: Mapping[str, Any]) -> dict[str, Any]:
     thinking, answer = split_thinking(text, opened=bool(row.get("opens_thinking")))
     tokens, turns = tokens_of(row), row.get("turns") or []
     own = () if turns else tokens
-    found = {
-        **{
-            name: row.get(name)
-            for name in ("reward", "parts", "advantage", "finish_reason", "tokens", "masked")
-        },
+    found: dict[str, Any] = {
+        **{name: row.get(name) for name in AS_LOGGED},
         "text": _shown(text, len(text) - len(answer), len(text), own),
         "thinking": _shown(text, 0, len(thinking), own),
         "turns": [],

@@ -44,12 +44,9 @@ def line_chart(
         for x, y in points:
             trace.add(x, y)
         for known_here, stretch in groupby(trace.points, key=lambda point: point[1] is not None):
-            path = " ".join(place(x, y) for x, y in stretch if y is not None)
-            parts.append(
-                known_here
-                * f'<polyline stroke="{colour}" points="{path}"><title>{escape(name)}</title></polyline>'
-            )
-        parts.append(
-            f'<text x="{LEFT}" y="{BOTTOM + 34 + 16 * i}" style="fill: {colour}">{escape(name)}</text>'
-        )
+            if known_here:
+                path = " ".join(place(x, y) for x, y in stretch if y is not None)
+                parts.append(f'<polyline stroke="{colour}" points="{path}"/>')
+        spot = f'x="{LEFT}" y="{BOTTOM + 34 + 16 * i}"'
+        parts.append(f'<text {spot} style="fill: {colour}">{escape(name)}</text>')
     return "".join(parts) + "</svg>\n"
