@@ -163,7 +163,7 @@ def test_the_page(command: Any, job: Path, tmp_path: Path, monkeypatch: pytest.M
     assert '"refused_count":4' in (tmp_path / "seen.html").read_text()
     (tmp_path / "mine.html").write_text("mine")
     refused = command("check", job, "--page", "mine.html")
-    assert refused.code == 2 and "--page 'mine.html': what is there was not written by mm-grpo" in refused.err
+    assert refused.code == 2 and "--page 'mine.html': what is there is no page of mm-grpo" in refused.err
     assert (tmp_path / "mine.html").read_text() == "mine" and "rewards:" not in refused.out
     assert command("check", job, "seen.html").code == 2  # without --page a wrong override
     assert command("check", job, "--page", "--page-rows", "0").code == 2
