@@ -32,9 +32,9 @@ OVERLAID = {
 }
 """Built-in → the column that holds its gold."""
 MOST = 500
-"""Marks of one row; a page of more is of no use."""
+"""Overlays of one row; a page of more is of no use."""
 MOST_PREDICTED = 50
-"""Marks of one completion: a model may write a box in every line."""
+"""Overlays of one completion: a model may write a box in every line."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Overlay:
 
 
 def gold_overlays(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Overlay], list[str]]:
-    """The marks of a row, and a note for each gold that cannot be drawn. Rewards with the same gold share a mark."""
+    """The overlays of a row, and a note for each gold that cannot be drawn. Rewards with the same gold share one."""
     labels: dict[tuple[int, tuple[Point, ...]], dict[str, None]] = {}
     notes: list[str] = []
     for name, places in _sources(specs, prompt):
@@ -61,15 +61,15 @@ def gold_overlays(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Ove
                 labels.setdefault((image, points), {})[name] = None
         except (ValueError, TypeError, OverflowError) as error:
             notes.append(f"{name}: {error}")
-    marks = [Overlay(image, points, ", ".join(names)) for (image, points), names in labels.items()]
-    if len(marks) > MOST:
-        notes.append(f"{len(marks) - MOST} more of the {len(marks)} gold boxes and points are not drawn")
-    return marks[:MOST], notes
+    overlays = [Overlay(image, points, ", ".join(names)) for (image, points), names in labels.items()]
+    if len(overlays) > MOST:
+        notes.append(f"{len(overlays) - MOST} more of the {len(overlays)} gold boxes and points are not drawn")
+    return overlays[:MOST], notes
 
 
 def predicted_overlays(specs: Sequence[RewardSpec], prompt: Prompt, completion: str) -> list[Overlay]:
     """What the run's rewards read in a completion: the box or the point that counts, or all that do. Rewards that read
-    the same share a mark. Nothing where the row has no image, or where its reward does not apply."""
+    the same share one. Nothing where the row has no image, or where its reward does not apply."""
     images = prompt.engine_prompt.images
     labels: dict[tuple[int, tuple[Point, ...]], dict[str, None]] = {}
     for spec in specs if images else ():
