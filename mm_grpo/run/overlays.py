@@ -63,7 +63,9 @@ def gold_overlays(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Ove
             notes.append(f"{name}: {error}")
     overlays = [Overlay(image, points, ", ".join(names)) for (image, points), names in labels.items()]
     if len(overlays) > MOST:
-        notes.append(f"{len(overlays) - MOST} more of the {len(overlays)} gold boxes and points are not drawn")
+        notes.append(
+            f"{len(overlays) - MOST} more of the {len(overlays)} gold boxes and points are not drawn"
+        )
     return overlays[:MOST], notes
 
 

@@ -80,7 +80,9 @@ def sight_of(pieces: list[str], nats: list[float]) -> dict[str, Any]:
 @pytest.fixture
 def report(tmp_path: Path, site: Site) -> Path:
     """Three steps of twelve groups: boxes, thinking, a conversation, evaluation rows, and hostile texts everywhere."""
-    ask = f"<script>document.title='run'</script><img src='{site.address}/a.png' onerror=document.title='run'>"
+    ask = (
+        f"<script>document.title='run'</script><img src='{site.address}/a.png' onerror=document.title='run'>"
+    )
     evil = f"</script></pre></title>{ask}'\"" + "w" * 3000 + "\u202e\u2028\x1b[31m"
     folder = controlled(tmp_path / "run", source=evil)
     specs, image = [resolve_entry("iou")], Image.new("RGB", (240, 160), GREEN)
@@ -330,7 +332,9 @@ def test_the_policy_stands_even_where_a_text_were_markup(report: Path, site: Sit
         f"<style>@import url({site.address}/b.css);</style><link rel=stylesheet href='{site.address}/c.css'>"
     )
     loads = f"<script src='{site.address}/d.js'></script><iframe src='{site.address}/e.html'></iframe>"
-    run = f"<script>document.title='run'</script><img src='{site.address}/a.png' onerror=document.title='run'>"
+    run = (
+        f"<script>document.title='run'</script><img src='{site.address}/a.png' onerror=document.title='run'>"
+    )
     html = report.read_text(encoding="utf-8").replace("<main>", f"<main>{run}{style}{loads}")
     site.pages = {"/page.html": html, "/without.html": f"<body>{run}"}
     dom = browse(tmp_path, f"{site.address}/page.html", "--dump-dom")
