@@ -10,13 +10,12 @@ scheme, light or dark.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
-
-from mm_grpo.run.charts import nice_ticks
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
 WIDTH, LEFT, RIGHT, TOP, BAR, GAP, BOTTOM = 720, 210, 120, 34, 20, 14, 44
@@ -48,7 +47,9 @@ def drawn(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         for r in rows
     ]
-    ticks = nice_ticks(0.0, max(max(ratio, limit) for _, ratio, limit in found), 8)
+    most = max(max(ratio, limit) for _, ratio, limit in found)
+    every = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if most / step <= 8)
+    ticks = [i * every for i in range(math.ceil(most / every) + 1)]
     floor = TOP + len(found) * (BAR + GAP)
 
     def px(x: float) -> float:

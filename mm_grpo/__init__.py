@@ -19,11 +19,11 @@ The annexes hang on it, and nobody has to open them for that::
     environments tools and worlds of several turns           distributed rank, world size, collectives
     run          the run folder and what is in it            timing     seconds by phase
     trained      a run's model: eval, ask, export, the Hub   preflight  check, doctor, smoke runs
-    cli          the command `mm-grpo`                       testing    tiny models and fake engines for tests
+    pages        the page of a run and of a check            cli        the command `mm-grpo`
+    testing      tiny models and fake engines for tests      version    the version
     errors       what is raised, and its exit code           files      atomic writes
     import_path  files and modules that a config names       terminal   text of data made safe to print
     watchdog     an end for calls that hang in C             worker_processes  processes for user code
-    version      the version
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so
 `import mm_grpo` brings in neither torch nor vLLM. To add a name: the imports for type checkers, the

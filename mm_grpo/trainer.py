@@ -27,6 +27,7 @@ from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.health.guards import Guards
 from mm_grpo.health.logp_gap import sampled_gap
 from mm_grpo.health.update_happens import finite_loss, update_happens
+from mm_grpo.pages.report import LivePage, check_expected
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.processors.base import Processor
@@ -112,9 +113,10 @@ class GRPOTrainer:
                 resume=resume,
                 writes=names_of(config, saves=self.save_every > 0),
                 keep_rollouts=config.run.keep_rollouts,
-                report_every=config.run.report_every if config.run.report else None,
                 expected=config.run.expected_curve,
             )
+            if config.run.expected_curve is not None:
+                check_expected(config.run.expected_curve)
             if self.ranks.first:
                 self.folder.check()
         self.trackers = Trackers.prepare(config.run.trackers if self.ranks.first else [])
@@ -317,6 +319,7 @@ class GRPOTrainer:
                 if done and run.paths.metrics.exists():
                     self.guards.replay(iter_metrics(run.paths.metrics))
         self.collector.begin(done + 1)
+        page = LivePage(run.paths, self.config.run.report_every if self.config.run.report else None)
         profile = Profile(self.config.run.profile, run.paths if first else None, max_steps - done)
         self._call("on_train_begin", step=done)
         batch, memory = self.config.batch_sentence(processes=self.ranks.world), self.learner.memory_sentence()
@@ -340,6 +343,7 @@ class GRPOTrainer:
                 elif measured := self._evaluate(0, progress):
                     if first:
                         run.append_metrics(0, measured)
+                        page.after(0, measured)
                     trackers.log(0, measured)
                 if (stopped := self.ranks.max(self.signals.asked, "stopping")) and done < max_steps:
                     raise interrupted(stopped, done, done, run.paths.root)
@@ -363,6 +367,7 @@ class GRPOTrainer:
                     with span("metrics"), self.ranks.fail_together("writing metrics.jsonl"):
                         if first:
                             run.append_metrics(step, finite_or_text(metrics))
+                            page.after(step, metrics)
                     trackers.log(step, metrics)
                     progress.advance(step, metrics)
                     with self.ranks.fail_together("guards"):
@@ -395,8 +400,8 @@ class GRPOTrainer:
                 profile.stop()
                 self.checkpoints.close()
                 self._close_workers()
-                if first and self.config.run.report:
-                    run.write_report()
+                if first:
+                    page.write()
         self._call("on_train_end", step=step, summary=summary)
         with self.ranks.fail_together("guards"):
             if first:

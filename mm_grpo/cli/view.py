@@ -19,9 +19,10 @@ def view(
     ] = None,
 ) -> None:
     """Write the page of a run, finished or going on, and say where it is; of several, one page with all curves."""
+    from mm_grpo.pages.page import GENERATOR
+    from mm_grpo.pages.report import Report
     from mm_grpo.run.claim import read_mark
     from mm_grpo.run.folder import RunFolder
-    from mm_grpo.run.report import WRITTEN_BY, Report, render
 
     folders = [RunFolder.open(run).paths for run in runs]
     roots = [paths.root.resolve() for paths in folders]
@@ -30,9 +31,9 @@ def view(
     named = output or (folders[0].report if len(folders) == 1 else Path("view.html"))
     mark = read_mark(folders[0].root)
     own = output is None and len(folders) == 1 and mark is not None and mark.owns(named.name)
-    page = OutputFile("--output", named, mark=b"" if own else WRITTEN_BY)
+    page = OutputFile("--output", named, mark=b"" if own else GENERATOR)
     try:
-        html = render(Report(folders).gather())
+        html = Report(folders).html()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"view: '{page.named}' cannot be made ({type(error).__name__}: {error})") from error
     page.write(html)

@@ -3,7 +3,6 @@
 check         `mm-grpo check`: every row made into a prompt, every reward called
 gold_answers  rewards on right and on wrong answers of the rows
 gold_text     the right answer of a row to a reward
-page          `mm-grpo check --page`: what the model sees of the first rows, as one HTML file
 doctor        `mm-grpo doctor`: engine against learner, before and after a real update
 estimate      `mm-grpo estimate`: memory, from the model's config alone
 smoke         `--smoke`: a config that runs on any CPU in seconds

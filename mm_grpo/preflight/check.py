@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,9 @@ from mm_grpo.build import plan_run, processor_of
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError
+from mm_grpo.pages.check_page import ROWS, CheckPage
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
-from mm_grpo.preflight.page import ROWS, CheckPage
+from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.headline import Headline
@@ -87,8 +89,8 @@ def check_config(
 
     shown = None
     if page is not None:
-        template = config.data.gold_template
-        shown = CheckPage(page.path, processor, specs, rows=page.rows, template=template)
+        answer = partial(gold_text, template=config.data.gold_template)
+        shown = CheckPage(page.path, processor, specs, rows=page.rows, answer=answer)
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []

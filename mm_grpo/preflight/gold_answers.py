@@ -20,7 +20,7 @@ from mm_grpo.errors import RewardError
 from mm_grpo.preflight.gold_text import UNWRITTEN, gold_text, lacks_column, read_columns
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rewards.spec import RewardSpec
-from mm_grpo.run.marks import builtin_name
+from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Completion, Prompt, Turn
 
 CHUNK = 64

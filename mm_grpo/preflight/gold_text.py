@@ -17,7 +17,7 @@ from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_i
 from mm_grpo.rewards.builtins.ordering import gold_order
 from mm_grpo.rewards.builtins.temporal import gold_segments
 from mm_grpo.rewards.spec import RewardSpec
-from mm_grpo.run.marks import builtin_name
+from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Prompt
 
 Options = Mapping[str, Any]

@@ -10,16 +10,11 @@
     summary      summary.json, the run in a few numbers
     evaluations  what the evaluations of a run found, before, best and last
     rollout_log  rollouts/step-000001.jsonl and rollouts/images/
-    marks        gold and predicted boxes and points, in pixels of a row's images
+    overlays     gold and predicted boxes and points, in pixels of a row's images
     rollout_budget  run.keep_rollouts: the oldest rollouts go when there are too many bytes of them
     ahead        what a checkpoint keeps of the steps that were sampled ahead
     checkpoint   checkpoints/step-000010: what a killed run needs to resume; manifest, deciding_fields say what it is of
     checkpoint_writer  its files, in the thread that writes while the run goes on
-    report       report.html, made from run folders alone, with report.html.j2, report.css and report.js
-    tiles        the numbers at the top of a report and its table of evaluations
-    shades       the tokens of a completion with their sight, as a report shades them
-    curves       the curves of a report in a bounded number of points; charts draws them
-    gallery      the groups and evaluation rows that a report shows, chosen by a budget
     progress     the bar on the terminal
     callbacks    objects of the user's that are called during a run
     claim        the mark of a run folder, and the lock on it while a run writes there

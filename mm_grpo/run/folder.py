@@ -25,7 +25,6 @@ from mm_grpo.run.events import append_event, cut_events
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.metrics import MetricsLog, read_metrics, write_summary
 from mm_grpo.run.paths import EVALUATION_NAME, STEP_NAME, RunPaths
-from mm_grpo.run.report import WHILE_RUNNING, WHOLE, Budget, Report, check_expected
 from mm_grpo.run.rollout_budget import RolloutBudget
 from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.run.written import FILES, FOLDERS, files_in, held, is_there, remove, remove_run, unfinished
@@ -42,8 +41,7 @@ class RunFolder:
 
     `overwrite` allows `start` to replace the run that is there. `inputs` are the fields and paths that the run
     reads (its base model, its data): one that lies in the folder is refused. `writes` are the names of written.py that
-    the run will write. `keep_rollouts` is the limit of rollout_budget.py in bytes. While the run goes on report.html is
-    written every `report_every` steps and after evaluations, with 0 after evaluations alone, with None not at all.
+    the run will write. `keep_rollouts` is the limit of rollout_budget.py in bytes.
     `expected` is the file of `run.expected_curve`, which is copied, so that the page needs the folder alone.
     """
 
@@ -56,7 +54,6 @@ class RunFolder:
         resume: bool = False,
         writes: Collection[str] = FOLDERS,
         keep_rollouts: int | None = None,
-        report_every: int | None = None,
         expected: AnyPath | None = None,
     ) -> None:
         self.paths = RunPaths(Path(dir))
@@ -65,10 +62,8 @@ class RunFolder:
         self._inputs = tuple(inputs)
         self._writes = (*FILES, *writes)
         self._claim: Claim | None = None
-        self._report_every = report_every
         self._expected = expected
         self.rollout_budget = RolloutBudget(self.paths, keep_rollouts)
-        self._report = Report([self.paths])
 
     @classmethod
     def prepare(
@@ -199,28 +194,14 @@ class RunFolder:
             write_summary(self.paths, summary)
 
     def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """See `MetricsLog.append`; the report is written where it is due."""
+        """See `MetricsLog.append`."""
         with self.writing("metrics.jsonl"):
             self.metrics.append(step, values)
-        every = self._report_every
-        evaluated = any(name.startswith("eval/") for name in values)
-        if every is not None and (evaluated or (every and step % every == 0)):
-            self.write_report(WHILE_RUNNING)
 
     def append_event(self, step: int, name: str, action: str, message: str) -> None:
         """See `events.append_event`."""
         with self.writing("events.jsonl"):
             append_event(self.paths.events, step, name, action, message)
-
-    def write_report(self, budget: Budget = WHOLE) -> Path | None:
-        """See `report.Report`; a report that cannot be written is a warning, for it can be made later."""
-        try:
-            return self._report.write(self.paths.report, budget)
-        except (
-            Exception
-        ) as error:  # whatever it is: the run does not end for a page that `mm-grpo view` can make
-            logger.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
-            return None
 
     def replace_folder(self, name: str, write: Callable[[Path], None]) -> Path:
         """Let `write` fill `model` or `adapter`, which then takes the place of the old one.
@@ -252,7 +233,6 @@ class RunFolder:
         their content. Raises DataError when there is no `log` and the rows are damaged.
         """
         self.__dict__.pop("metrics", None)
-        self._report = Report([self.paths])
         with self.writing("metrics.jsonl"):
             if step == 0:
                 if self.paths.metrics.is_file() and self.paths.metrics.read_bytes().count(b"\n"):
@@ -304,8 +284,6 @@ class RunFolder:
                 raise ConfigError(
                     f"run.dir = '{paths.root}': there is a file at '{place}'; name a folder that can be made"
                 )
-        if self._expected is not None:
-            check_expected(self._expected)
         refuse_inputs(paths.root, self._inputs)
         self._refuse_odd()
         mark = self._claim.mark if self._claim is not None else read_mark(paths.root)

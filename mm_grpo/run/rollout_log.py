@@ -9,9 +9,9 @@ advantage. Images are written once, named by their content, and the rows name th
 
 Keys: step, slot, attempt, uid, generation, messages, images, completion, tokens, finish_reason, seed,
 weight_versions, reward, parts, advantage, columns, `extra` when rewards logged columns of their own, and `sight`
-where it was measured (docs/evaluation.md). Boxes, points and polygons in pixels of the row's images (run/marks.py) are
-`gold`, those of the row, and `marks`, those that the rewards read in the completion; either is there when there is one.
-`place` is there in an eager run: the step and the slot whose row and seeds the group has.
+where it was measured (docs/evaluation.md). Boxes, points and polygons in pixels of the row's images (run/overlays.py)
+are `gold`, those of the row, and `marks`, those that the rewards read in the completion; either is there when there is
+one. `place` is there in an eager run: the step and the slot whose row and seeds the group has.
 `opens_thinking` is there, and true, when the prompt ends with `<think>`. Rows of an evaluation have also `set`, the
 name of the set, and `blind`, null or how the row's images were taken away; `slot` is the number of the row, and
 `advantage` null.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.files import atomic_write
-from mm_grpo.run.marks import gold_marks, predicted_marks
+from mm_grpo.run.overlays import gold_overlays, predicted_overlays
 from mm_grpo.run.paths import EVALUATION_NAME, STEP_NAME, RunPaths
 from mm_grpo.types import Group, Turn
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 # Longer texts of a row (a document, a transcript) are cut, and longer lists left out.
 LONGEST_TEXT = 2000
 LONGEST_LIST = 64
+GOLD = ("answer", "solution", "gold", "target", "label", "ground_truth")
+"""Names of the column that commonly holds the answer."""
 
 
 def write_rollouts(
@@ -156,7 +158,7 @@ def rollout_rows(
         "messages": _plain_messages(prompt.sample.messages),
         "images": [_save_image(paths, image) for image in prompt.engine_prompt.images],
     }
-    gold, _ = gold_marks(specs, prompt)
+    gold, _ = gold_overlays(specs, prompt)
     columns = _plain_columns(prompt.sample.columns)
     advantages = group.advantages or (None,) * len(group.completions)
     scored = zip(group.completions, group.rewards, advantages, strict=True)
@@ -181,7 +183,7 @@ def rollout_rows(
         }
         if gold:
             row["gold"] = [mark.as_dict() for mark in gold]
-        if marks := predicted_marks(specs, prompt, completion.text):
+        if marks := predicted_overlays(specs, prompt, completion.text):
             row["marks"] = [mark.as_dict() for mark in marks]
         if prompt.opens_thinking:
             row["opens_thinking"] = True
@@ -262,6 +264,17 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def _plain_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns that hold the answer: scalars, texts, and short lists of scalars (boxes)."""
     return {name: plain for name, value in columns.items() if (plain := plain_value(value)) is not None}
+
+
+def message_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """A message's content as text; a media part is its type in brackets.
+
+    >>> message_text([{"type": "image"}, {"type": "text", "text": "a"}])
+    '[image] a'
+    """
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else f"[{part['type']}] " for part in content)
 
 
 def plain_value(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from mm_grpo.run.gallery import GOLD, message_text
+from mm_grpo.run.rollout_log import GOLD, message_text
 
 if TYPE_CHECKING:
     from mm_grpo.types import Completion, Group

@@ -9,22 +9,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import write_yaml
 from mm_grpo.data.sources import BLIND
-from mm_grpo.run.charts import Series, line_chart, running_mean
+from mm_grpo.pages.svg_chart import line_chart
 from mm_grpo.terminal import redact
 from mm_grpo.version import __version__
 
-STYLE = (
-    "<style>text{font:11px sans-serif;fill:#444}.grid{stroke:#e4e4e4}.axis{stroke:#888}.end{text-anchor:end}"
-    ".mid{text-anchor:middle}.line{fill:none;stroke:#2563eb;stroke-width:1.6}.dot{fill:#2563eb}.hidden{display:none}"
-    ".s2.line{stroke:#c2410c}.s2.dot{fill:#c2410c}.s3.line{stroke:#15803d}.s3.dot{fill:#15803d}"
-    ".s4.line{stroke:#7e22ce}.s4.dot{fill:#7e22ce}.faint{opacity:.3}.dashed{stroke-dasharray:4 3}</style>"
-    '<rect width="100%" height="100%" fill="#fff"/>'
-)
 SMOOTHED = 9
 """Steps over which the second reward curve is the running mean, where there are twice as many."""
 
@@ -109,14 +103,17 @@ def write_card(
 
 def draw_curves(history: History) -> dict[str, str]:
     """SVG files by name: the reward of each step, and the evaluations; a curve needs two points."""
-    rewards = tuple((row["step"], row["reward"]) for row in history.rows if row.get("reward") is not None)
+    rewards = [(row["step"], row["reward"]) for row in history.rows if row.get("reward") is not None]
     made: dict[str, str] = {}
     if len(rewards) > 1:
-        series = [Series("reward", rewards, faint=len(rewards) >= 2 * SMOOTHED)]
+        lines: list[tuple[str, Any]] = [("each step", rewards)]
         if len(rewards) >= 2 * SMOOTHED:
-            series.append(Series(f"mean of {SMOOTHED} steps", running_mean(rewards, SMOOTHED)))
-        made["reward.svg"] = _standalone(line_chart("Reward", "mean reward", series))
-    lines: list[Series] = []
+            values = [value for _, value in rewards]
+            near = [values[max(0, i - SMOOTHED // 2) : i + SMOOTHED // 2 + 1] for i in range(len(values))]
+            means = [(step, fmean(window)) for (step, _), window in zip(rewards, near, strict=True)]
+            lines.append((f"mean of {SMOOTHED} steps", means))
+        made["reward.svg"] = line_chart("mean reward", lines)
+    lines = []
     for name, before in history.before.items():
         what = "accuracy" if before.get("accuracy") is not None else "reward"
         key = f"eval/{name}/{what}"
@@ -124,9 +121,9 @@ def draw_curves(history: History) -> dict[str, str]:
         if before.get(what) is not None:
             points.setdefault(0, before[what])
         if len(points) > 1:
-            lines.append(Series(f"{name} {what}", tuple(sorted(points.items())), slot=len(lines) % 8 + 1))
+            lines.append((f"{name} {what}", sorted(points.items())))
     if lines:
-        made["evaluation.svg"] = _standalone(line_chart("Evaluation", lines[0].label, lines))
+        made["evaluation.svg"] = line_chart("evaluation", lines)
     return made
 
 
@@ -154,13 +151,6 @@ def _sources(source: Any) -> str:
         else shortened(source)
     )
     return f"`{text}`"
-
-
-def _standalone(svg: str) -> str:
-    """An SVG of a page as a file of its own: with a namespace, colours and a ground."""
-    head, _, rest = svg.partition(">")
-    named = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
-    return f"{named}>{STYLE}{rest}\n"
 
 
 def _usage(base: str, *, adapter: bool) -> str:

@@ -65,7 +65,7 @@ def test_a_short_run_learns_where_to_look(tmp_path: Path) -> None:
         for name in row["turns"][1]["images"]
     )
     assert all(len(row["turns"][1]["images"]) == 1 and row["turns"][1]["fault"] is None for row in shown)
-    assert "zoom(bbox=[" in (folder / "report.html").read_text()
+    assert '"name":"zoom","arguments":{"bbox":[' in (folder / "report.html").read_text()
 
 
 @pytest.mark.long

@@ -42,7 +42,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"health", "environments"}),
     frozenset({"rollout", "learner"}),
     frozenset({"run"}),
-    frozenset({"parity"}),
+    frozenset({"parity", "pages"}),
     frozenset({"build", "testing"}),
     frozenset({"preflight", "trained"}),
     frozenset({"trainer"}),

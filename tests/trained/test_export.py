@@ -225,7 +225,7 @@ def test_the_card_holds_what_the_run_measured(runs: Runs, tmp_path: Path) -> Non
     assert str(tmp_path.parent) not in card and str(run.root) not in card
     assert "learning_rate: 0.01" in card
     svg = (tmp_path / "out/evaluation.svg").read_text()
-    assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"') and svg.count("<circle") == 3
+    assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"') and svg.count("<polyline") == 1
 
 
 def test_a_blind_control_and_a_task_are_no_sets_of_a_card() -> None:

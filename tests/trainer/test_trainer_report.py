@@ -10,18 +10,20 @@ from helpers import tiny
 from helpers.configs import small_config
 
 from mm_grpo import GRPOTrainer
-from mm_grpo.run.report import WRITTEN_BY
+from mm_grpo.pages.page import GENERATOR
 from mm_grpo.run.rollout_log import logged_steps, read_rollouts
 
 
 def test_the_page_the_marks_and_the_budget(models: dict[str, Path], tmp_path: Path) -> None:
-    seen: list[tuple[int, str | None]] = []
+    seen: list[tuple[int, int | None]] = []
 
     class Watch:
         def on_step_end(self, trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
             path = trainer.folder.paths.report
             page = path.read_text() if path.exists() else ""
-            state = next((f"{n} steps so far" for n in (2, 3) if f"{n} steps so far" in page), None)
+            state = next(
+                (n for n in (1, 2, 3) if f'"summary":null,"blind":null,"last_step":{n},' in page), None
+            )
             seen.append((len(seen) + 1, state))
 
     config = small_config(
@@ -40,11 +42,11 @@ def test_the_page_the_marks_and_the_budget(models: dict[str, Path], tmp_path: Pa
     assert seen == [
         (1, None),
         (2, None),
-        (3, "2 steps so far"),
+        (3, 2),
     ]  # a step's page is written after its callbacks
     paths = trainer.folder.paths
     page = paths.report.read_text()
-    assert "3 steps, finished" in page and WRITTEN_BY.decode() in page
+    assert '"steps":3' in page and GENERATOR.decode() in page
     assert logged_steps(paths) == [1, 3]
     row = read_rollouts(paths, 3)[0]
     width, height = 112, 56

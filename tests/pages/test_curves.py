@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mm_grpo.run.curves import CURVES, MOST_BUCKETS, MOST_LINES, Curves, Trace
+from mm_grpo.pages.curves import CURVES, MOST_BUCKETS, MOST_LINES, Curves, Trace
 
 
 def place(title: str) -> int:
@@ -17,8 +17,8 @@ def test_few_points_are_exact() -> None:
     trace = Trace()
     for x, y in ((1, 0.5), (2, None), (3, 0.25)):
         trace.add(x, y)
-    assert trace.points == ((1, 0.5), (2, None), (3, 0.25)) and trace.width == 1
-    assert trace.means == ((1, 0.5), (2, None), (3, 0.25))
+    assert trace.points == [(1, 0.5), (2, None), (3, 0.25)] and trace.width == 1
+    assert trace.means == [(1, 0.5), (2, None), (3, 0.25)]
 
 
 @pytest.mark.parametrize("rows", [MOST_BUCKETS, MOST_BUCKETS + 1, 10_000])
@@ -55,13 +55,13 @@ def test_metrics_find_their_curves() -> None:
              "num_tokens": 400 * step, "sampling/sampling_logp_difference/max": 0.1, "other": 3, "entropy": None,
              "completions/clipped_ratio": True}
         )  # fmt: skip
-    assert curves.traces[place("Reward")]["reward"].points == ((1, 0.5), (2, 1.0))
+    assert curves.traces[place("Reward")]["reward"].points == [(1, 0.5), (2, 1.0)]
     assert list(curves.traces[place("Reward parts")]) == ["iou"]
     assert set(curves.traces[place("Step time by phase")]) == {"rollout", "whole step"}
-    assert curves.traces[place("Tokens per second")]["tokens per second"].points == ((1, 100.0), (2, 100.0))
-    assert curves.traces[place("Log-prob gap")]["max"].points == ((1, 0.1), (2, 0.1))
-    assert curves.traces[place("Entropy")]["entropy"].points == ((1, None), (2, None))
-    assert curves.traces[place("Cut completions")]["cut completions"].points == ((1, None), (2, None))
+    assert curves.traces[place("Tokens per second")]["tokens per second"].points == [(1, 100.0), (2, 100.0)]
+    assert curves.traces[place("Log-prob gap")]["max"].points == [(1, 0.1), (2, 0.1)]
+    assert curves.traces[place("Entropy")]["entropy"].points == [(1, None), (2, None)]
+    assert curves.traces[place("Cut completions")]["cut completions"].points == [(1, None), (2, None)]
     assert (curves.last_step, curves.first_reward, list(curves.rewards)) == (2, 0.5, [0.5, 1.0])
     assert (curves.seconds, curves.timed) == (8.0, 2)
 

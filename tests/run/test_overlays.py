@@ -10,7 +10,7 @@ from helpers import tiny
 
 from mm_grpo.rewards import resolve_entry
 from mm_grpo.rewards.registry import BUILTINS
-from mm_grpo.run.marks import MARKED, MOST, MOST_PREDICTED, Mark, gold_marks, predicted_marks
+from mm_grpo.run.overlays import MOST, MOST_PREDICTED, OVERLAID, Overlay, gold_overlays, predicted_overlays
 from mm_grpo.types import EnginePrompt, Prompt, Sample
 
 SEEN, HELD = (56, 84), (100, 200)
@@ -23,7 +23,7 @@ def prompt(**columns: Any) -> Prompt:
     return Prompt(sample, (), EnginePrompt((), (tiny.picture(0, *SEEN),)), tensors, {})
 
 
-def rounded(marks: list[Mark]) -> list[tuple[int, str, list[tuple[float, float]]]]:
+def rounded(marks: list[Overlay]) -> list[tuple[int, str, list[tuple[float, float]]]]:
     return [(m.image, m.label, [(round(x, 6), round(y, 6)) for x, y in m.points]) for m in marks]
 
 
@@ -49,13 +49,13 @@ BOX = [(5.6, 8.4), (33.6, 8.4), (33.6, 50.4), (5.6, 50.4)]
     ],
 )
 def test_a_box_lies_where_its_space_says(entry: dict[str, Any], columns: dict[str, Any]) -> None:
-    marks, notes = gold_marks([resolve_entry(entry)], prompt(**columns))
+    marks, notes = gold_overlays([resolve_entry(entry)], prompt(**columns))
     assert (rounded(marks), notes) == ([(0, entry["name"], BOX)], [])
 
 
 def test_rewards_with_the_same_gold_share_a_mark() -> None:
     specs = [resolve_entry(name) for name in ("iou", "giou", "box_match", "exact_match")]
-    marks, notes = gold_marks(
+    marks, notes = gold_overlays(
         specs, prompt(box=[10, 20, 60, 120], boxes=[[10, 20, 60, 120], [0, 0, 50, 100]])
     )
     assert [(m.label, rounded([m])[0][2]) for m in marks] == [
@@ -67,7 +67,7 @@ def test_rewards_with_the_same_gold_share_a_mark() -> None:
 
 def test_a_polygon_and_several() -> None:
     target = [[[0, 0], [50, 0], [0, 100]], [[50, 100], [100, 100], [100, 200]]]
-    marks, _ = gold_marks([resolve_entry("clicking")], prompt(target=target))
+    marks, _ = gold_overlays([resolve_entry("clicking")], prompt(target=target))
     assert [points for _, _, points in rounded(marks)] == [
         [(0.0, 0.0), (28.0, 0.0), (0.0, 42.0)],
         [(28.0, 42.0), (56.0, 42.0), (56.0, 84.0)],
@@ -76,11 +76,11 @@ def test_a_polygon_and_several() -> None:
 
 def test_the_objects_of_a_layout() -> None:
     objects = {"ref": ["a", "b"], "bbox": [[10, 20, 60, 120], [50, 100]]}
-    marks, notes = gold_marks([], prompt(objects=objects))
+    marks, notes = gold_overlays([], prompt(objects=objects))
     assert (rounded(marks), notes) == ([(0, "objects", BOX), (0, "objects", [(28.0, 42.0)])], [])
     shares = {"bbox": [[0.1, 0.1, 0.6, 0.6]], "bbox_type": "norm1"}
-    assert rounded(gold_marks([], prompt(objects=shares))[0]) == [(0, "objects", BOX)]
-    assert gold_marks([], prompt(objects="other")) == ([], [])
+    assert rounded(gold_overlays([], prompt(objects=shares))[0]) == [(0, "objects", BOX)]
+    assert gold_overlays([], prompt(objects="other")) == ([], [])
 
 
 def test_the_image_that_is_meant() -> None:
@@ -89,9 +89,9 @@ def test_the_image_that_is_meant() -> None:
     row = replace(
         row, sample=sample, engine_prompt=EnginePrompt((), (tiny.picture(0, *SEEN), tiny.picture(1, 56, 28)))
     )
-    marks, notes = gold_marks([resolve_entry("iou")], row)
+    marks, notes = gold_overlays([resolve_entry("iou")], row)
     assert (rounded(marks), notes) == ([(0, "iou", BOX), (1, "objects", [(28.0, 14.0)])], [])
-    _, notes = gold_marks([resolve_entry({"name": "iou", "image_index": 2})], row)
+    _, notes = gold_overlays([resolve_entry({"name": "iou", "image_index": 2})], row)
     assert notes == ["iou: image_index=2, and the row has 2 image(s), counted from 0"]
 
 
@@ -112,22 +112,22 @@ def test_the_image_that_is_meant() -> None:
     ],
 )
 def test_what_cannot_be_drawn_is_a_note(entry: str, columns: dict[str, Any], words: str) -> None:
-    marks, (note,) = gold_marks([resolve_entry(entry)], prompt(**columns))
+    marks, (note,) = gold_overlays([resolve_entry(entry)], prompt(**columns))
     assert marks == [] and words in note
 
 
 def test_rows_without_gold_or_image_and_rows_with_too_much() -> None:
-    assert gold_marks([resolve_entry("iou")], prompt(box=None)) == ([], [])
+    assert gold_overlays([resolve_entry("iou")], prompt(box=None)) == ([], [])
     without = replace(prompt(box=[0, 0, 1, 1]), engine_prompt=EnginePrompt((), ()))
-    assert gold_marks([resolve_entry("iou")], without) == ([], [])
+    assert gold_overlays([resolve_entry("iou")], without) == ([], [])
     many = [[i % 90, i % 180, i % 90 + 1 + i / 1000, i % 180 + 1] for i in range(MOST + 7)]
-    marks, notes = gold_marks([resolve_entry("box_match")], prompt(boxes=many))
+    marks, notes = gold_overlays([resolve_entry("box_match")], prompt(boxes=many))
     assert len(marks) == MOST and notes == [f"7 more of the {MOST + 7} gold boxes and points are not drawn"]
 
 
 def test_every_reward_on_boxes_points_and_masks_is_known() -> None:
     modules = ("grounding", "clicking", "masks")
-    assert set(MARKED) == {name for name, place in BUILTINS.items() if place.endswith(modules)}
+    assert set(OVERLAID) == {name for name, place in BUILTINS.items() if place.endswith(modules)}
 
 
 @pytest.mark.parametrize(
@@ -153,20 +153,20 @@ def test_a_prediction_lies_where_the_reward_reads_it(
         "target": [0, 0, 9, 9],
         "mask": [[0, 0, 9, 0, 9, 9]],
     }
-    marks = predicted_marks([resolve_entry(entry)], prompt(**gold), text)
+    marks = predicted_overlays([resolve_entry(entry)], prompt(**gold), text)
     assert rounded(marks) == [(0, entry["name"], each) for each in points]
 
 
 def test_predictions_are_shared_bounded_and_those_of_rewards_that_apply() -> None:
     specs = [resolve_entry(name) for name in ("iou", "giou", "exact_match")]
-    (mark,) = predicted_marks(specs, prompt(box=[0, 0, 9, 9]), "[1, 2, 30, 40]")
+    (mark,) = predicted_overlays(specs, prompt(box=[0, 0, 9, 9]), "[1, 2, 30, 40]")
     assert mark.as_dict() == {
         "image": 0, "label": "iou, giou", "points": [[1.0, 2.0], [30.0, 2.0], [30.0, 40.0], [1.0, 40.0]]
     }  # fmt: skip
-    assert predicted_marks(specs, prompt(box=None), "[1, 2, 30, 40]") == []
+    assert predicted_overlays(specs, prompt(box=None), "[1, 2, 30, 40]") == []
     without = replace(prompt(box=[0, 0, 1, 1]), engine_prompt=EnginePrompt((), ()))
-    assert predicted_marks(specs, without, "[1, 2, 30, 40]") == []
+    assert predicted_overlays(specs, without, "[1, 2, 30, 40]") == []
     many = " ".join(f"[0, 0, {i}, 1]" for i in range(1, 80))
-    assert len(predicted_marks([resolve_entry("box_match")], prompt(boxes=[]), many)) == MOST_PREDICTED
+    assert len(predicted_overlays([resolve_entry("box_match")], prompt(boxes=[]), many)) == MOST_PREDICTED
     elsewhere = resolve_entry({"name": "iou", "image_index": 3})
-    assert predicted_marks([elsewhere], prompt(box=[0, 0, 9, 9]), "[1, 2, 30, 40]") == []
+    assert predicted_overlays([elsewhere], prompt(box=[0, 0, 9, 9]), "[1, 2, 30, 40]") == []

@@ -1,11 +1,11 @@
 """Where the gold and the predicted boxes, polygons and points of a row lie on its images, in pixels of the image as the
 model saw it. The page of `mm-grpo check` draws the gold ones, report.html both.
 
-What is gold, and in which space, is what the config says: `MARKED` names the column that each built-in compares with,
+What is gold, and in which space, is what the config says: `OVERLAID` names the column that each built-in compares with,
 and the reward's own options (`gold_space`, `gold_layout`, `image_index`) say how it is read. What is predicted is what
 the same built-in reads in a completion, in its `space` and `layout`. The objects of rows in ms-swift's layout
 (`objects`, data/object_tags.py) are gold too. A reward of the user's own has no known form, so its columns are not
-marked. To add a built-in: a line in `MARKED`, and in `_of_reward` and `_predicted` how column and completion are read.
+drawn. To add a built-in: a line in `OVERLAID`; in `_of_reward` and `_predicted`, how column and completion are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mm_grpo.rewards.registry import BUILTINS, get
 from mm_grpo.rewards.spec import RewardSpec, innermost
 from mm_grpo.types import Prompt
 
-MARKED = {
+OVERLAID = {
     "iou": "box",
     "giou": "box",
     "point_in_box": "box",
@@ -32,13 +32,13 @@ MARKED = {
 }
 """Built-in → the column that holds its gold."""
 MOST = 500
-"""Marks of one row; a page of more is of no use."""
+"""Overlays of one row; a page of more is of no use."""
 MOST_PREDICTED = 50
-"""Marks of one completion: a model may write a box in every line."""
+"""Overlays of one completion: a model may write a box in every line."""
 
 
 @dataclass(frozen=True)
-class Mark:
+class Overlay:
     """A polygon (a box has four corners), or a point where `points` is one; pixels of image number `image`, from 0."""
 
     image: int
@@ -51,8 +51,8 @@ class Mark:
         return {"image": self.image, "label": self.label, "points": points}
 
 
-def gold_marks(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Mark], list[str]]:
-    """The marks of a row, and a note for each gold that cannot be drawn. Rewards with the same gold share a mark."""
+def gold_overlays(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Overlay], list[str]]:
+    """The overlays of a row, and a note for each gold that cannot be drawn. Rewards with the same gold share one."""
     labels: dict[tuple[int, tuple[Point, ...]], dict[str, None]] = {}
     notes: list[str] = []
     for name, places in _sources(specs, prompt):
@@ -61,20 +61,22 @@ def gold_marks(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Mark],
                 labels.setdefault((image, points), {})[name] = None
         except (ValueError, TypeError, OverflowError) as error:
             notes.append(f"{name}: {error}")
-    marks = [Mark(image, points, ", ".join(names)) for (image, points), names in labels.items()]
-    if len(marks) > MOST:
-        notes.append(f"{len(marks) - MOST} more of the {len(marks)} gold boxes and points are not drawn")
-    return marks[:MOST], notes
+    overlays = [Overlay(image, points, ", ".join(names)) for (image, points), names in labels.items()]
+    if len(overlays) > MOST:
+        notes.append(
+            f"{len(overlays) - MOST} more of the {len(overlays)} gold boxes and points are not drawn"
+        )
+    return overlays[:MOST], notes
 
 
-def predicted_marks(specs: Sequence[RewardSpec], prompt: Prompt, completion: str) -> list[Mark]:
+def predicted_overlays(specs: Sequence[RewardSpec], prompt: Prompt, completion: str) -> list[Overlay]:
     """What the run's rewards read in a completion: the box or the point that counts, or all that do. Rewards that read
-    the same share a mark. Nothing where the row has no image, or where its reward does not apply."""
+    the same share one. Nothing where the row has no image, or where its reward does not apply."""
     images = prompt.engine_prompt.images
     labels: dict[tuple[int, tuple[Point, ...]], dict[str, None]] = {}
     for spec in specs if images else ():
         name = builtin_name(spec) or ""
-        if name not in MARKED or not spec.applies_to(prompt.sample.columns):
+        if name not in OVERLAID or not spec.applies_to(prompt.sample.columns):
             continue
         options = spec.bound
         index, space = options.get("image_index", 0), options.get("space", "pixel")
@@ -85,7 +87,7 @@ def predicted_marks(specs: Sequence[RewardSpec], prompt: Prompt, completion: str
                 labels.setdefault((index, points), {})[spec.name] = None
         except (ValueError, TypeError, OverflowError):
             continue  # the reward itself says what is wrong with its options
-    return [Mark(image, points, ", ".join(names)) for (image, points), names in labels.items()]
+    return [Overlay(image, points, ", ".join(names)) for (image, points), names in labels.items()]
 
 
 def _predicted(name: str, completion: str, layout: Any) -> list[Polygon]:
@@ -114,7 +116,7 @@ def _sources(specs: Sequence[RewardSpec], prompt: Prompt) -> Iterator[tuple[str,
     if not prompt.engine_prompt.images:
         return
     for spec in specs:
-        column = MARKED.get(builtin_name(spec) or "")
+        column = OVERLAID.get(builtin_name(spec) or "")
         if column is not None and spec.applies_to(prompt.sample.columns):
             yield spec.name, _of_reward(column, {**prompt.sample.columns, **spec.bound}, prompt)
     objects: Any = prompt.sample.columns.get("objects")

@@ -12,10 +12,11 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
-from mm_grpo.run.charts import Point
-
+Point = tuple[float, float | None]
+"""A step and the value there; None where nothing was measured."""
 MOST_BUCKETS = 320
 MOST_LINES = 12
 """Metrics of one curve; what a reward logs under many names is no curve that can be read."""
@@ -27,8 +28,8 @@ LAST = 10
 class Curve:
     """One chart: the metrics whose whole name matches `pattern`; its group, if any, names the line.
 
-    `limits` fix the ends of the y axis; a None is as high as the values. `smooth` adds the running
-    mean. `least` is the number of lines from which the chart is drawn.
+    `limits` fix the ends of the y axis; a None is as high as the values. `smooth` adds the running mean. `least` is the
+    number of lines from which the chart of one run is drawn.
     """
 
     title: str
@@ -37,8 +38,6 @@ class Curve:
     limits: tuple[float, float | None] | None = None
     smooth: bool = False
     least: int = 1
-    before: bool = False
-    """Whether summary.json may know the value before the first step."""
     zeros: bool = False
     """Whether it is drawn where every value is 0; of the others the page then says so in words."""
     alone: str = ""
@@ -48,15 +47,8 @@ class Curve:
 PHASES = "step_time|time/(?:data|rollout|rewards|learner|sync|log)"
 CURVES = (
     Curve("Reward", "mean reward", r"reward", smooth=True, zeros=True),
-    Curve(
-        "Evaluation accuracy",
-        "share right",
-        r"eval(?:[/_](.+))?[/_]accuracy",
-        limits=(0, 1),
-        before=True,
-        zeros=True,
-    ),
-    Curve("Evaluation reward", "mean reward", r"eval(?:[/_](.+))?[/_]reward", zeros=True),
+    Curve("Evaluation accuracy", "share right", r"eval/(?:(.+)/)?accuracy", limits=(0, 1), zeros=True),
+    Curve("Evaluation reward", "mean reward", r"eval/(?:(.+)/)?reward", zeros=True),
     Curve("Sight", "nats per completion", r"sight/nats", zeros=True),
     Curve("Reward parts", "mean score", r"rewards/(.+)/mean", least=2),
     Curve("Groups without a signal", "share of groups", r"frac_reward_zero_std", limits=(0, 1)),
@@ -78,39 +70,27 @@ CURVES = (
 
 @dataclass(slots=True)
 class Bucket:
-    """Neighbouring points of one metric: `count` of `rows` rows had a value."""
+    """Neighbouring rows of one metric, of which `count` had a value: the last step, the sum, and both ends."""
 
-    rows: int = 0
-    count: int = 0
-    total: float = 0.0
-    x: float = 0.0
-    low: tuple[float, float] = (0.0, 0.0)
-    high: tuple[float, float] = (0.0, 0.0)
+    rows: int
+    count: int
+    x: float
+    total: float
+    ends: tuple[tuple[float, float], ...]
+    """(step, value) of the lowest and of the highest; of one value once."""
 
-    def add(self, x: float, y: float | None) -> None:
-        """Take one more row in, whose value is not known where `y` is None."""
-        self.rows += 1
-        if not self.count:
-            self.x = x
-        if y is None:
-            return
-        if not self.count or y < self.low[1]:
-            self.low = (x, y)
-        if not self.count or y > self.high[1]:
-            self.high = (x, y)
-        self.count, self.total, self.x = self.count + 1, self.total + y, x
+    @classmethod
+    def of(cls, x: float, y: float | None) -> Bucket:
+        """One row, whose value is not known where `y` is None."""
+        return cls(1, 0, x, 0.0, ()) if y is None else cls(1, 1, x, y, ((x, y),))
 
-    def join(self, other: Bucket) -> None:
-        """Take in the bucket that follows."""
-        if other.count:
-            self.low = min(self.low, other.low, key=lambda p: p[1]) if self.count else other.low
-            self.high = max(self.high, other.high, key=lambda p: p[1]) if self.count else other.high
-            self.x = other.x
-        self.rows, self.count, self.total = (
-            self.rows + other.rows,
-            self.count + other.count,
-            self.total + other.total,
-        )
+    def join(self, other: Bucket) -> Bucket:
+        """This bucket with the one that follows."""
+        ends = (*self.ends, *other.ends)
+        if ends:
+            ends = tuple({min(ends, key=itemgetter(1)): None, max(ends, key=itemgetter(1)): None})
+        x = other.x if other.count or not self.count else self.x
+        return Bucket(self.rows + other.rows, self.count + other.count, x, self.total + other.total, ends)
 
 
 @dataclass
@@ -123,27 +103,27 @@ class Trace:
 
     def add(self, x: float, y: float | None) -> None:
         """Take the value of one more row, in the order of the steps."""
-        if not self.buckets or self.buckets[-1].rows >= self.width:
-            if len(self.buckets) >= MOST_BUCKETS:
-                for first, second in zip(self.buckets[::2], self.buckets[1::2], strict=True):
-                    first.join(second)
-                self.buckets = self.buckets[::2]
-                self.width *= 2
-            self.buckets.append(Bucket())
-        self.buckets[-1].add(x, y)
+        one, buckets = Bucket.of(x, y), self.buckets
+        if buckets and buckets[-1].rows < self.width:
+            buckets[-1] = buckets[-1].join(one)
+            return
+        if len(buckets) >= MOST_BUCKETS:
+            self.buckets = [a.join(b) for a, b in zip(buckets[::2], buckets[1::2], strict=True)]
+            self.width *= 2
+        self.buckets.append(one)
 
     @property
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> list[Point]:
         """Each value, or of each bucket the lowest and the highest; (step, None) where nothing was measured."""
         found: list[Point] = []
         for bucket in self.buckets:
-            found += sorted({bucket.low, bucket.high}) if bucket.count else [(bucket.x, None)]
-        return tuple(found)
+            found += sorted(bucket.ends) if bucket.count else [(bucket.x, None)]
+        return found
 
     @property
-    def means(self) -> tuple[Point, ...]:
+    def means(self) -> list[Point]:
         """The mean of each bucket at its last step."""
-        return tuple((b.x, b.total / b.count if b.count else None) for b in self.buckets)
+        return [(b.x, b.total / b.count if b.count else None) for b in self.buckets]
 
 
 class Curves:
@@ -157,7 +137,7 @@ class Curves:
         self.rewards: deque[float] = deque(maxlen=LAST)
         self.seconds, self.timed = 0.0, 0
         self.first_evaluation: dict[str, float] = {}
-        """The metrics under eval/ of the first row that has any; `last_evaluation` those of the last."""
+        """Step and metrics under eval/ of the first row that has any; `last_evaluation` those of the last."""
         self.last_evaluation: dict[str, float] = {}
         self._tokens: float | None = 0.0
         self._places: dict[str, list[tuple[int, str]]] = {}
@@ -174,6 +154,7 @@ class Curves:
             self.seconds, self.timed = self.seconds + seconds, self.timed + 1
         evaluation = {n: v for n in row if n.startswith("eval/") and (v := _number(row[n])) is not None}
         if evaluation:
+            evaluation["step"] = step
             self.first_evaluation = self.first_evaluation or evaluation
             self.last_evaluation = evaluation
         for name, value in row.items():
@@ -184,6 +165,19 @@ class Curves:
                 self._trace(curve, label, step, (tokens - self._tokens) / seconds)
         if step > 0:
             self._tokens = tokens
+
+    def numbers(self) -> dict[str, Any]:
+        """What the cards at the top of the page are made of."""
+        rewards = self.rewards
+        return {
+            "last_step": self.last_step,
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+            "reward_steps": len(rewards),
+            "first_reward": self.first_reward,
+            "step_seconds": self.seconds / self.timed if self.timed else None,
+            "first_evaluation": self.first_evaluation,
+            "last_evaluation": self.last_evaluation,
+        }
 
     def _trace(self, curve: int, label: str, step: int, value: float | None) -> None:
         traces = self.traces[curve]

@@ -1,0 +1,242 @@
+"""The page of `mm-grpo check --page`: what the model sees of the first rows.
+
+Images at the size that the processor gives them, with the gold boxes and points of run/overlays.py drawn over them; the
+prompt decoded from the very ids that the engine is sent; counts of tokens; rows that are refused; rows that training
+and evaluation share. `CheckPage` is given rows while they are checked, so that nothing is made twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.files import OutputFile
+from mm_grpo.pages.page import GENERATOR, Picture, as_text, cut, encode_image, render
+from mm_grpo.run.overlays import gold_overlays
+
+if TYPE_CHECKING:
+    from mm_grpo.processors.base import Processor
+    from mm_grpo.rewards.spec import RewardSpec
+    from mm_grpo.types import Prompt
+
+NAME = "check.html"
+TITLE = "What the model sees – mm_grpo check"
+ROWS = 20
+MOST_BYTES = 24_000_000
+"""Of the images and texts of a page's rows; those after that are not shown."""
+LARGEST_PNG = 600_000
+"""Bytes of an image that is shown as PNG, pixel by pixel as the model gets it; a larger one is shown as JPEG."""
+LONGEST_TEXT = 20_000
+"""Characters of one prompt on the page."""
+LONGEST_VALUE = 400
+LISTED = 50
+"""Refused rows of a set that are listed; the others are counted."""
+EXAMPLES = 8
+"""Rows that training and evaluation share, of which as many are named."""
+BARS = 24
+
+_Row = tuple[str, bytes, bytes | None]
+"""A row with the digests of all that the model sees of it, and of its images alone."""
+Answer = Callable[["RewardSpec", "Prompt"], str | None]
+
+
+@dataclass
+class _Set:
+    """One set: lengths of its prompts with their rows, rows that are refused, rows that are shown, and digests."""
+
+    lengths: list[tuple[int, str]] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    left_out: int = 0
+    rows: list[_Row] = field(default_factory=list)
+
+
+class CheckPage:
+    """Collects the rows of a check, and writes the page.
+
+    Args:
+        path: where it goes; None is check.html in the current folder.
+        rows: the first rows of each set that are shown.
+        answer: the right answer of a row for a reward, None where it has none.
+
+    Raises:
+        ConfigError: there is no such folder, or a file at `path` that is no page of ours.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        processor: Processor,
+        specs: Sequence[RewardSpec],
+        *,
+        rows: int = ROWS,
+        answer: Answer = lambda spec, prompt: None,
+    ) -> None:
+        self.file = OutputFile("--page", NAME if path is None else path, GENERATOR)
+        self._processor, self._specs, self._rows, self._answer = processor, specs, rows, answer
+        self._sets: dict[str, _Set] = {}
+        self._pictures: dict[str, Picture] = {}
+        self._bytes = 0
+
+    def add(self, name: str, row: str, prompt: Prompt) -> None:
+        """Take a row that can be used; `row` is what messages call it."""
+        row = _file_and_line(row)
+        of_set = self._sets.setdefault(name, _Set())
+        of_set.lengths.append((len(prompt.token_ids), row))
+        of_set.rows.append((row, *_digests(prompt)))
+        if len(of_set.lengths) > self._rows:
+            return
+        if of_set.left_out or (of_set.shown and self._bytes >= MOST_BYTES):
+            of_set.left_out += 1
+            return
+        shown, pictures = self._describe(row, prompt)
+        size = len(json.dumps(shown, ensure_ascii=False)) + sum(
+            len(picture.uri) for picture in pictures.values()
+        )
+        if of_set.shown and self._bytes + size > MOST_BYTES:
+            of_set.left_out += 1
+            return
+        self._bytes += size
+        self._pictures |= pictures
+        of_set.shown.append(shown)
+
+    def refuse(self, name: str, row: str, message: str) -> None:
+        """Take a row that a run would stop at or leave out."""
+        message = message.removeprefix(f"{row}: ")
+        self._sets.setdefault(name, _Set()).refused.append((_file_and_line(row), message))
+
+    def write(self) -> str:
+        """Write the page; a sentence that says where it is and what it shows."""
+        html = render(TITLE, self.gather(), self._pictures)
+        self.file.write(html)
+        shown = sum(len(of_set.shown) for of_set in self._sets.values())
+        return f"page: {self.file.path.resolve()} shows {shown} rows ({len(html.encode()) / 1e6:.1f} MB)"
+
+    def gather(self) -> dict[str, Any]:
+        """Everything that the page shows."""
+        return {
+            "kind": "check",
+            "megabytes": MOST_BYTES // 1_000_000,
+            "sets": [
+                {
+                    "name": name,
+                    "usable": len(of_set.lengths),
+                    "shown": of_set.shown,
+                    "left_out": of_set.left_out,
+                    "refused": of_set.refused[:LISTED],
+                    "refused_count": len(of_set.refused),
+                    "lengths": describe_lengths(of_set.lengths),
+                }
+                for name, of_set in self._sets.items()
+            ],
+            "overlaps": [
+                self._overlap(name, of_set.rows, self._sets["train"].rows)
+                for name, of_set in self._sets.items()
+                if name != "train" and of_set.rows and "train" in self._sets
+            ],
+        }
+
+    def _overlap(self, name: str, rows: Sequence[_Row], train: Sequence[_Row]) -> dict[str, Any]:
+        """Rows of a set that are also rows of the training set, and those that have its images with another text."""
+        whole = {digest: row for row, digest, _ in reversed(train)}
+        images = {digest: row for row, _, digest in reversed(train) if digest is not None}
+        same = [(row, whole[digest]) for row, digest, _ in rows if digest in whole]
+        seen = [
+            (row, images[image]) for row, digest, image in rows if image in images and digest not in whole
+        ]
+        return {
+            "name": name,
+            "rows": len(rows),
+            "same": len(same),
+            "examples": same[:EXAMPLES],
+            "images": len(seen),
+            "image_examples": seen[:EXAMPLES],
+        }
+
+    def _describe(self, row: str, prompt: Prompt) -> tuple[dict[str, Any], dict[str, Picture]]:
+        """One row as the page holds it, and its pictures."""
+        overlays, notes = gold_overlays(self._specs, prompt)
+        images, originals = prompt.engine_prompt.images, prompt.sample.images
+        pictures: dict[str, Picture] = {}
+        shown = []
+        for at, image in enumerate(images):
+            uri, form = encode_image(image, LARGEST_PNG, quality=90, subsampling=0)
+            name = str(len(self._pictures) + at)
+            pictures[name] = Picture(image.width, image.height, uri)
+            original = originals[at].size if at < len(originals) else image.size
+            shown.append({"name": name, "original": original, "jpeg": form == "jpeg"})
+        text = len(prompt.engine_prompt.token_ids) - len(images)
+        answers = [(spec.name, self._answer(spec, prompt)) for spec in self._specs]
+        columns = prompt.sample.columns.items()
+        return {
+            "row": row,
+            "images": shown,
+            "gold": [overlay.as_dict() for overlay in overlays],
+            "notes": notes,
+            "tokens": {"text": text, "image": len(prompt.token_ids) - text, "all": len(prompt.token_ids)},
+            "prompt": list(prompt_pieces(self._processor, prompt.engine_prompt.token_ids)),
+            "answers": [(name, cut(answer, LONGEST_VALUE)) for name, answer in answers if answer is not None],
+            "columns": [(name, cut(as_text(value), LONGEST_VALUE)) for name, value in columns],
+        }, pictures
+
+
+def describe_lengths(lengths: Sequence[tuple[int, str]]) -> dict[str, Any] | None:
+    """The lengths of prompts in tokens: least, mean, most, the longest row, and the bars of a histogram; None without
+    rows."""
+    if not lengths:
+        return None
+    tokens = [length for length, _ in lengths]
+    low, high = min(tokens), max(tokens)
+    width = max(1, -(-(high - low + 1) // BARS))
+    counts = [0] * ((high - low) // width + 1)
+    for length in tokens:
+        counts[(length - low) // width] += 1
+    return {
+        "low": low,
+        "mean": round(sum(tokens) / len(tokens)),
+        "high": high,
+        "longest": next(row for length, row in lengths if length == high),
+        "bars": [
+            {"count": count, "low": low + i * width, "high": low + (i + 1) * width - 1}
+            for i, count in enumerate(counts)
+        ],
+    }
+
+
+def prompt_pieces(processor: Any, token_ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is a special token) of a prompt, from its ids; at most LONGEST_TEXT characters.
+
+    Of a processor of the user's own without a tokenizer of transformers, the text without special tokens.
+    """
+    tokenizer: Any = getattr(processor, "tokenizer", None)
+    if not hasattr(tokenizer, "added_tokens_decoder"):
+        yield cut(processor.decode(token_ids), LONGEST_TEXT), False
+        return
+    special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    length = 0
+    for is_special, run in groupby(token_ids, key=special.__contains__):
+        ids = list(run)
+        for one in [[id_] for id_ in ids] if is_special else [ids]:
+            text = tokenizer.decode(one, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            yield cut(text, LONGEST_TEXT - length), is_special
+            length += len(text)
+            if length >= LONGEST_TEXT:
+                return
+
+
+def _digests(prompt: Prompt) -> tuple[bytes, bytes | None]:
+    """Digests of the text and the images as the model sees them, and of the images alone; None without images."""
+    images = hashlib.blake2b(digest_size=16)
+    for image in prompt.engine_prompt.images:
+        images.update(f"{image.mode} {image.size} ".encode() + image.tobytes())
+    whole = images.copy()
+    whole.update(b"|" + ",".join(map(str, prompt.engine_prompt.token_ids)).encode())
+    return whole.digest(), images.digest() if prompt.engine_prompt.images else None
+
+
+def _file_and_line(row: str) -> str:
+    return row.rsplit("/", 1)[-1]

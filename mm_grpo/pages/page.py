@@ -1,0 +1,148 @@
+"""The shell of a page: its data as JSON that no browser runs, its pictures, and the style and the script that draw it.
+
+Everything that a run, a dataset or a model wrote is data: page.js puts it into text nodes and attributes by name, and
+never parses it as HTML. The page's policy allows this one script and this one style, by their hashes, and no request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.terminal import printable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+GENERATOR = b'<meta name="generator" content="mm_grpo">'
+"""Stands near the start of each page: a file without it is somebody else's, and is not written over."""
+SHELL = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+{generator}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src {style_hash}; \
+script-src {script_hash}; base-uri 'none'; form-action 'none'">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main><noscript><h1>{title}</h1><p>This page is drawn by its own script, which does not run here.</p></noscript></main>
+<svg class="store" aria-hidden="true"><defs id="pictures"></defs></svg>
+<script type="application/json" id="data">{data}</script>
+{pictures}
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of a page: its size, in the pixels that overlays count in, and a data URL, perhaps of a smaller one."""
+
+    width: int
+    height: int
+    uri: str
+
+
+def render(title: str, data: Mapping[str, Any], pictures: Mapping[str, Picture]) -> str:
+    """The page. `data` is plain JSON that names `pictures`, whose names are letters, digits, dots and dashes.
+
+    `data["kind"]` is what page.js draws: run or check.
+    """
+    style, script = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
+    sizes = {name: [picture.width, picture.height] for name, picture in pictures.items()}
+    return SHELL.format(
+        generator=GENERATOR.decode(),
+        title=escape(printable(title, lines=False)),
+        style=style,
+        script=script,
+        style_hash=policy_hash(style),
+        script_hash=policy_hash(script),
+        data=inert_json({**data, "pictures": sizes}),
+        pictures="\n".join(
+            f'<script type="text/plain" id="u-{name}">{picture.uri}</script>'
+            for name, picture in pictures.items()
+        ),
+    )
+
+
+def inert_json(value: Any) -> str:
+    """`value` as JSON that can stand in a <script> element: nothing in it ends the element or begins a tag.
+
+    Texts are printable (terminal.py): control characters and bidirectional marks are shown as escapes. Numbers that are
+    not finite are null.
+    """
+    text = json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {printable(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def policy_hash(text: str) -> str:
+    """The source of a content security policy that allows exactly this inline script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def encode_image(
+    image: Image, largest_png: int, *, quality: int = 85, subsampling: int = -1
+) -> tuple[str, str]:
+    """An image as a data URL, and its format: PNG, or JPEG where that has more than `largest_png` bytes."""
+    form, data = "png", _encoded(image, "PNG")
+    if len(data) > largest_png:
+        form, data = "jpeg", _encoded(image.convert("RGB"), "JPEG", quality=quality, subsampling=subsampling)
+    return data_url(form, data), form
+
+
+def data_url(form: str, data: bytes) -> str:
+    return f"data:image/{form};base64,{base64.b64encode(data).decode()}"
+
+
+def _encoded(image: Image, form: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def cut(text: str, limit: int) -> str:
+    """The first `limit` characters, with their whole number where there are more."""
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+
+
+def as_text(value: Any) -> str:
+    """A column's value as text, of which bytes and images are only named."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_name_of)
+    except (TypeError, ValueError):  # keys that are no text
+        return _name_of(value)
+
+
+def _name_of(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text

@@ -1,0 +1,261 @@
+"""The page of one or several runs, made from their folders alone: report.html, view.html.
+
+Curves, evaluations, groups of rollouts (gallery.py), the config with what differs from the defaults, the machine. It
+works for a run that is under way or was stopped, with what there is. A `Report` reads each row of metrics.jsonl once
+and holds a bounded number of points (curves.py), so a page costs the same at step 100 and at step 100,000.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.config.yaml_file import read_yaml
+from mm_grpo.errors import ConfigError, UserError
+from mm_grpo.files import atomic_write, read_json
+from mm_grpo.pages.curves import CURVES, Curve, Curves, places_of
+from mm_grpo.pages.gallery import WHILE_RUNNING, WHOLE, Budget, Pictures, gather_gallery
+from mm_grpo.pages.page import Picture, render
+from mm_grpo.run.events import read_events
+from mm_grpo.run.expected_curve import ExpectedCurve, read_expected_curve
+from mm_grpo.run.metrics import new_rows, read_summary
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.terminal import printable, redact
+
+PAGE = 10
+"""Groups and evaluation rows that are shown at a time."""
+MOST_EVENTS = 200
+READ = 1 << 20
+"""Bytes of metrics.jsonl that are held at once."""
+
+logger = logging.getLogger("mm_grpo")
+
+
+class Report:
+    """The page of one or several runs, which may be written again and again as they go on."""
+
+    def __init__(self, runs: Sequence[RunPaths]) -> None:
+        self.runs = tuple(runs)
+        self.curves = [Curves() for _ in self.runs]
+        self._read = [0 for _ in self.runs]
+
+    def write(self, path: Path, budget: Budget = WHOLE) -> Path:
+        """Write the page to `path`, in one piece, and return it."""
+        atomic_write(path, self.html(budget))
+        return path
+
+    def html(self, budget: Budget = WHOLE) -> str:
+        """The page."""
+        data, pictures = self.gather(budget)
+        title = f"{', '.join(run['name'] for run in data['runs'])} – mm_grpo"
+        return render(title, data, pictures)
+
+    def gather(self, budget: Budget = WHOLE) -> tuple[dict[str, Any], dict[str, Picture]]:
+        """Everything the page shows, and its pictures."""
+        self.update()
+        share = Budget(*(part // len(self.runs) for part in (budget.texts, budget.images, budget.read)))
+        pictures = Pictures(0)
+        runs, galleries, blind = [], [], [blind_kind(paths) for paths in self.runs]
+        for i, (paths, name, curves) in enumerate(
+            zip(self.runs, run_names(self.runs), self.curves, strict=True)
+        ):
+            pictures.limit += share.images
+            gallery, summary = gather_gallery(paths, share, pictures, i), read_summary(paths)
+            galleries.append(gallery)
+            runs.append(
+                {
+                    "name": name,
+                    "summary": summary,
+                    "blind": blind[i],
+                    **curves.numbers(),
+                    "events": read_events(paths.events)[-MOST_EVENTS:],
+                    "config": config_text(paths),
+                    "changed": changed_settings(paths),
+                    "environment": environment_of(paths),
+                    "shown": gallery.counts,
+                }
+            )
+        expected = [expected_of(paths) for paths in self.runs]
+        data = {
+            "kind": "run",
+            "runs": runs,
+            "charts": list(self._charts(blind, expected)),
+            "expected": list(dict.fromkeys(f"{curve.metric}: {curve.source}" for curve in expected if curve)),
+            "groups": [group for gallery in galleries for group in gallery.groups],
+            "evaluations": [row for gallery in galleries for row in gallery.evaluations],
+            "page": PAGE,
+            "budget": asdict(budget),
+        }
+        return data, pictures.held
+
+    def update(self) -> None:
+        """Read the rows of metrics.jsonl that were added since."""
+        for i, paths in enumerate(self.runs):
+            if not paths.metrics.is_file():
+                continue
+            if paths.metrics.stat().st_size < self._read[i]:  # cut by a run that resumed
+                self.curves[i], self._read[i] = Curves(), 0
+            while True:
+                rows, end = new_rows(paths.metrics, self._read[i], READ)
+                for row in rows:
+                    self.curves[i].take(row)
+                if end == self._read[i]:
+                    break
+                self._read[i] = end
+
+    def _charts(
+        self, blind: Sequence[str | None], expected: Sequence[ExpectedCurve | None]
+    ) -> Iterator[dict[str, Any]]:
+        """The charts that have values; one that is `zero` throughout is named instead of drawn.
+
+        The evaluation's reward is left out where it is its accuracy.
+        """
+        accuracy: list[dict[str, Any]] = []
+        for place, curve in enumerate(CURVES):
+            lines = list(self._lines(place, curve, blind))
+            if len(lines) < (1 if len(self.runs) > 1 else curve.least):
+                continue
+            if curve.title == "Evaluation reward" and lines == accuracy:
+                continue
+            accuracy = lines if curve.title == "Evaluation accuracy" else accuracy
+            yield {
+                "title": curve.title,
+                "unit": curve.unit,
+                "limits": curve.limits,
+                "smooth": curve.smooth,
+                "zero": not curve.zeros and not any(y for line in lines for _, y in line["points"]),
+                "lines": lines,
+                "expected": expected_lines(place, len(lines) > 1, expected, blind),
+            }
+
+    def _lines(self, place: int, curve: Curve, blind: Sequence[str | None]) -> Iterator[dict[str, Any]]:
+        """The lines of one chart; of a long run with the means of its points."""
+        several = len(self.runs) > 1
+        for name, curves, kind in zip(run_names(self.runs), self.curves, blind, strict=True):
+            traces = curves.traces[place]
+            for metric, trace in traces.items():
+                if all(y is None for _, y in trace.points) or (several and curve.alone not in ("", metric)):
+                    continue
+                label = line_name(metric, kind)
+                if several:
+                    label = f"{name} {label}" if len(traces) > 1 else name
+                means = {"means": trace.means, "width": trace.width} if trace.width > 1 else {}
+                yield {"label": label, "points": trace.points, **means}
+
+
+class LivePage:
+    """report.html of a run that goes on: written every `every` steps and after evaluations, with 0 after evaluations
+    alone, with None not at all, and at the end."""
+
+    def __init__(self, paths: RunPaths, every: int | None) -> None:
+        self._report, self._path, self._every = Report([paths]), paths.report, every
+
+    def after(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the page where it is due after a step, whose `metrics` are in metrics.jsonl."""
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        if evaluated or (self._every and step % self._every == 0):
+            self.write(WHILE_RUNNING)
+
+    def write(self, budget: Budget = WHOLE) -> None:
+        """Write the page; one that cannot be written is a warning, for `mm-grpo view` can make it later."""
+        if self._every is None:
+            return
+        try:
+            self._report.write(self._path, budget)
+        except Exception as error:  # whatever it is: no run ends for a page
+            logger.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
+
+
+def line_name(metric: str, blind: str | None) -> str:
+    """The name of a line: of the blind control, how it was made."""
+    return f"images {blind}" if blind and metric == "blind" else metric
+
+
+def expected_lines(
+    place: int, named: bool, expected: Sequence[ExpectedCurve | None], blind: Sequence[str | None]
+) -> list[dict[str, Any]]:
+    """The expected curves of the chart at `place`, `named` by their metric; one that several runs expect is once."""
+    found: dict[ExpectedCurve, dict[str, Any]] = {}
+    for curve, kind in zip(expected, blind, strict=True):
+        for at, metric in places_of(curve.metric) if curve is not None else ():
+            if curve is not None and at == place:
+                label = f"expected {line_name(metric, kind)}" if named else "expected"
+                found[curve] = {"label": label, "points": list(zip(curve.steps, curve.values, strict=True))}
+    return list(found.values())
+
+
+def check_expected(path: str | PathLike[str]) -> None:
+    """ConfigError unless the file `run.expected_curve` holds a curve that the page draws."""
+    metric = read_expected_curve(path).metric
+    if not places_of(metric):
+        raise ConfigError(
+            f"run.expected_curve = '{path}': metric '{printable(metric, lines=False)}' is none that report.html draws; "
+            "name one of its curves, such as reward or eval/<set>/accuracy"
+        )
+
+
+def expected_of(paths: RunPaths) -> ExpectedCurve | None:
+    """The curve that a run was started with; None where there is none that can be read."""
+    try:
+        return read_expected_curve(paths.expected) if paths.expected.is_file() else None
+    except ConfigError:
+        return None
+
+
+def blind_kind(paths: RunPaths) -> str | None:
+    """How a run's blind control is made, by its config.yaml: shuffled or removed."""
+    try:
+        section = read_yaml(str(paths.config)).get("run")
+    except (UserError, OSError, ValueError):
+        return None
+    kind = section.get("eval_blind") if isinstance(section, Mapping) else None
+    return kind if kind in ("shuffled", "removed") else None
+
+
+def changed_settings(paths: RunPaths) -> list[tuple[str, str]]:
+    """The settings of config.yaml that are not the defaults, by their full names; none where it cannot be read."""
+    try:
+        config = GRPOConfig.from_dict(read_yaml(paths.config))
+        default = GRPOConfig.from_dict({"model": {"path": config.model.path}})
+    except (UserError, OSError, ValueError):
+        return []
+    found = [("model.path", str(config.model.path))]
+
+    def walk(now: Any, then: Any, before: str) -> None:
+        for key, value in now.items():
+            known = then.get(key) if isinstance(then, Mapping) else None
+            if isinstance(value, dict) and isinstance(known, dict) and value and known:
+                walk(value, known, f"{before}{key}.")
+            elif value != known:
+                found.append((before + key, json.dumps(value, ensure_ascii=False, default=str)))
+
+    walk(redact(config.model_dump(mode="json")), default.model_dump(mode="json"), "")
+    return found
+
+
+def config_text(paths: RunPaths) -> str:
+    return str(redact(paths.config.read_text(encoding="utf-8"))) if paths.config.is_file() else ""
+
+
+def environment_of(paths: RunPaths) -> dict[str, Any]:
+    if not paths.environment.is_file():
+        return {}
+    found: dict[str, Any] = read_json(paths.environment, dict)
+    return found
+
+
+def run_names(runs: Sequence[RunPaths]) -> list[str]:
+    """The folders' names; with their parents' where two have the same."""
+    roots = [paths.root.resolve() for paths in runs]
+    names = [root.name for root in roots]
+    if len(set(names)) < len(names):
+        names = [f"{root.parent.name}/{root.name}" for root in roots]
+    if len(set(names)) < len(names):
+        names = [f"{i + 1}: {name}" for i, name in enumerate(names)]
+    return names

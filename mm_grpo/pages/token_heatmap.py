@@ -1,0 +1,63 @@
+"""The tokens of a completion with their sight (docs/sight.md), as page.js shades them.
+
+A row's `sight` is what a run wrote: where it is not the sight of the completion's text, the text has no shades.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SHADED_FROM = 0.1
+"""Nats, above and below 0, from which page.js shades a token (SHADES there)."""
+
+Tokens = Sequence[tuple[str, float]]
+Heatmap = list[str | tuple[str, float]]
+"""Pieces of a text: those that are shaded with their nats, and what lies between them."""
+
+
+def tokens_of(row: Mapping[str, Any]) -> Tokens:
+    """Each token's text and nats; empty where a row's `sight` is none."""
+    sight = row.get("sight")
+    nats, pieces = (sight.get(key) if isinstance(sight, Mapping) else None for key in ("tokens", "pieces"))
+    if not isinstance(nats, list) or not isinstance(pieces, list) or len(nats) != len(pieces):
+        return []
+    fits = all(isinstance(piece, str) for piece in pieces) and all(map(_is_number, nats))
+    return list(zip(pieces, nats, strict=True)) if fits else []
+
+
+def total_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The sight of a completion: its nats, and the uid of the row that lent its images."""
+    sight = row.get("sight")
+    if not isinstance(sight, Mapping) or not _is_number(sight.get("nats")):
+        return None
+    return {"nats": sight["nats"], "other": str(sight.get("other", ""))}
+
+
+def heatmap(tokens: Tokens, whole: str, start: int, end: int) -> Heatmap | None:
+    """`whole[start:end]` in pieces; None where `tokens` are not those of `whole`, or none of them is shaded.
+
+    >>> heatmap([("It", 0.0), (" is", 0.01), (" red", 4.5)], "It is red", 1, 9)
+    ['t is', (' red', 4.5)]
+    """
+    if "".join(piece for piece, _ in tokens) != whole:
+        return None
+    found: Heatmap = []
+    place = 0
+    for piece, nats in tokens:
+        text = piece[max(0, start - place) : max(0, end - place)]
+        place += len(piece)
+        if not text:
+            continue
+        if abs(nats) >= SHADED_FROM:
+            found.append((text, round(nats, 4)))
+        elif found and isinstance(found[-1], str):
+            found[-1] += text
+        else:
+            found.append(text)
+    return found if any(isinstance(piece, tuple) for piece in found) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

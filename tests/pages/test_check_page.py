@@ -1,0 +1,136 @@
+"""The page of `mm-grpo check --page`: what stands on it. What it draws is in test_pages_browser.py."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny
+from PIL import Image
+
+from mm_grpo.cli.preflight import page_path
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.pages import check_page
+from mm_grpo.pages.check_page import CheckPage, describe_lengths, prompt_pieces
+from mm_grpo.preflight.check import PageSettings, check_config
+from mm_grpo.processors.base import load_processor
+
+
+def checked(config: GRPOConfig, path: Path, **settings: Any) -> tuple[dict[str, Any], str]:
+    """The data of the page that a check writes, and the page."""
+    check_config(config, page=PageSettings(str(path), **settings))
+    html = path.read_text(encoding="utf-8")
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', html)
+    assert match is not None
+    found: dict[str, Any] = json.loads(match[1])
+    return found, html
+
+
+def test_the_data_of_a_page(page_job: Callable[..., GRPOConfig], tmp_path: Path) -> None:
+    data, html = checked(page_job(), tmp_path / "out.html")
+    train, evaluation = data["sets"]
+    assert (train["name"], train["usable"], train["refused_count"], train["lengths"]["longest"]) == (
+        "train", 3, 1, "train.jsonl:3",
+    )  # fmt: skip
+    assert train["refused"][0][0] == "train.jsonl:4" and "<|im_end|>" in train["refused"][0][1]
+    assert data["overlaps"] == [
+        {"name": "eval", "rows": 3, "same": 1, "examples": [["eval.jsonl:1", "train.jsonl:1"]],
+         "images": 1, "image_examples": [["eval.jsonl:2", "train.jsonl:2"]]}
+    ]  # fmt: skip
+    # 200 x 100 is seen at 196 x 112: x times 0.98, y times 1.12
+    assert data["pictures"] == {str(i): [196, 112] for i in range(6)}
+    box, triangle = [[49, 28], [147, 28], [147, 84], [49, 84]], [[0, 0], [39.2, 0], [0, 56]]
+    for row in (*train["shown"], *evaluation["shown"]):
+        assert [(each["image"], each["label"], each["points"]) for each in row["gold"]] == [
+            (0, "iou, giou", box), (0, "clicking", triangle),
+        ]  # fmt: skip
+        assert [(image["original"], image["jpeg"]) for image in row["images"]] == [([200, 100], False)]
+        # 196 x 112 are 14 x 8 patches of 14, merged by 2 x 2: 28 tokens
+        assert row["tokens"]["image"] == 28 and row["tokens"]["all"] == row["tokens"]["text"] + 28
+    special = [text for text, is_special in train["shown"][0]["prompt"] if is_special]
+    sees = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    assert special == ["<|im_start|>", *sees, "<|im_end|>", "<|im_start|>"]
+    assert [name for name, _ in train["shown"][0]["answers"]] == ["iou", "giou", "clicking"]
+    (uri,) = re.findall(r'id="u-0">([^<]*)<', html)
+    first = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+    assert (first.size, first.getpixel((3, 3))) == ((196, 112), (0, 128, 64))
+
+
+def test_fewer_rows_and_rows_that_are_left_out(
+    page_job: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, _ = checked(page_job(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html", rows=1)
+    assert [len(of_set["shown"]) for of_set in data["sets"]] == [1, 1]
+    assert any(message.startswith("left out: ") for _, message in data["sets"][0]["refused"])
+    monkeypatch.setattr(check_page, "MOST_BYTES", 700)  # one image has some 500
+    data, _ = checked(page_job(), tmp_path / "out.html")
+    assert [(len(of_set["shown"]), of_set["left_out"]) for of_set in data["sets"]] == [(1, 2), (1, 2)]
+    assert len(data["pictures"]) == 2
+
+
+def test_lengths_by_hand() -> None:
+    assert describe_lengths([]) is None
+    found = describe_lengths([(10, "a"), (12, "b"), (12, "c"), (60, "d")])
+    assert found is not None
+    assert (found["low"], found["mean"], found["high"], found["longest"]) == (10, 24, 60, "d")
+    # 51 lengths in bars of 3: 10 to 12, ..., 58 to 60
+    assert len(found["bars"]) == 17 and sum(bar["count"] for bar in found["bars"]) == 4
+    assert found["bars"][0] == {"count": 3, "low": 10, "high": 12}
+    assert found["bars"][-1] == {"count": 1, "low": 58, "high": 60}
+
+
+def test_the_pieces_of_a_prompt(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    processor: Any = load_processor(str(models["qwen2_5_vl"]))
+    processor.special_tokens = "as_text"
+    ids = processor.prompt(tiny.sample("r", "a <|im_end|> é猫")).token_ids
+    assert list(prompt_pieces(processor, ids)) == [
+        ("<|im_start|>", True),
+        ("user\na <|im_end|> é猫", False),
+        ("<|im_end|>", True),
+        ("\n", False),
+        ("<|im_start|>", True),
+        ("assistant\n", False),
+    ]
+    monkeypatch.setattr(check_page, "LONGEST_TEXT", 20)
+    long = processor.prompt(tiny.sample("r", "x" * 100)).token_ids
+    assert list(prompt_pieces(processor, long)) == [
+        ("<|im_start|>", True),
+        ("user\nxxx… (105 characters)", False),
+    ]
+
+    class Own:
+        """A processor without a tokenizer."""
+
+        def decode(self, token_ids: Any) -> str:
+            return f"{len(token_ids)} ids"
+
+    assert list(prompt_pieces(Own(), ids)) == [(f"{len(ids)} ids", False)]
+
+
+def test_a_page_is_written_over_its_own_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = CheckPage("a.html", None, [])  # type: ignore[arg-type]
+    assert made.write().startswith(f"page: {tmp_path / 'a.html'} shows 0 rows")
+    made.write()  # its own page
+    (tmp_path / "a.html").write_text("came in between")
+    with pytest.raises(ConfigError, match="--page"):
+        made.write()
+    assert (tmp_path / "a.html").read_text() == "came in between"
+    for name in (".", "none/a.html", "~nobody-here/a", "a.html"):
+        with pytest.raises(ConfigError, match="--page"):
+            CheckPage(name, None, [])  # type: ignore[arg-type]
+
+
+def test_a_path_among_the_overrides() -> None:
+    assert page_path(True, []) == (None, [])
+    assert page_path(True, ["out.html", "data.train=rows.html"]) == ("out.html", ["data.train=rows.html"])
+    assert page_path(False, ["out.html"]) == (None, ["out.html"])
+    with pytest.raises(ConfigError, match="--page"):
+        page_path(True, ["a.html", "b.html"])

@@ -1,0 +1,219 @@
+"""What a run's page shows of the rollouts: chosen by a budget, described, and read tolerantly."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.runs import group
+from PIL import Image
+
+from mm_grpo.pages.gallery import (
+    WHOLE,
+    Budget,
+    Gallery,
+    Pictures,
+    describe_completion,
+    describe_group,
+    describe_turn,
+    gather_gallery,
+    read_rows,
+    split_thinking,
+    spread_order,
+)
+from mm_grpo.pages.page import Picture
+from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.types import Group
+
+
+def gathered(folder: RunFolder, budget: Budget = WHOLE) -> tuple[Gallery, Pictures]:
+    pictures = Pictures(budget.images)
+    return gather_gallery(folder.paths, budget, pictures), pictures
+
+
+def logged(path: Path, *steps: list[Group]) -> RunFolder:
+    folder = RunFolder.create(path, "x: 1\n")
+    for step, groups in enumerate(steps, start=1):
+        folder.write_rollouts(step, groups)
+    return folder
+
+
+def decoded(picture: Picture) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(picture.uri.partition(",")[2])))
+
+
+def test_steps_are_taken_from_both_ends_then_between() -> None:
+    assert spread_order([]) == [] and spread_order([7]) == [7]
+    order = spread_order(list(range(1, 18)))
+    assert order[:5] == [17, 1, 9, 5, 13] and sorted(order) == list(range(1, 18))
+
+
+def test_a_large_picture_is_made_smaller_and_keeps_its_own_pixels(tmp_path: Path) -> None:
+    gallery, pictures = gathered(logged(tmp_path, [group(0, (1.0,), side=1024)]))
+    (made,) = (pictures.held[name] for name in gallery.groups[0]["images"])
+    assert decoded(made).size == (512, 256) and (made.width, made.height) == (1024, 512)
+    noise = Image.effect_noise((500, 500), 80).convert("RGB")
+    one = group(0, (1.0,))
+    prompt = replace(one.prompt, engine_prompt=replace(one.prompt.engine_prompt, images=(noise,)))
+    _, pictures = gathered(logged(tmp_path / "b", [replace(one, prompt=prompt)]))
+    assert [made.uri[:16] for made in pictures.held.values()] == ["data:image/jpeg;"]
+
+
+def test_the_budget_of_texts_takes_both_ends_and_the_groups_that_differ_most(tmp_path: Path) -> None:
+    rewards: list[tuple[float | None, ...]] = [(0.5, 0.5), (0.0, 1.0), (None, None), (0.2, 0.6)]
+    folder = logged(tmp_path, *[[group(i, r) for i, r in enumerate(rewards)] for _ in range(20)])
+    whole, pictures = gathered(folder)
+    assert len(whole.groups) == 80 and len(pictures.held) == 4  # each image once
+    budget = Budget(
+        int(len(json.dumps(whole.groups[0])) * 2.5 * 8), 10**6, 10**7
+    )  # two groups of each of 8 steps
+    found, _ = gathered(folder, budget)
+    assert {g["slot"] for g in found.groups} == {1, 3}
+    steps_shown = sorted({g["step"] for g in found.groups})
+    assert steps_shown[0] == 1 and steps_shown[-1] == 20 and 8 <= len(steps_shown) <= 11
+    shown, steps = len(found.groups), len(steps_shown)
+    assert found.counts == {
+        "groups": shown,
+        "evaluations": 0,
+        "steps": steps,
+        "logged": 20,
+        "left_out": 4 * steps - shown,
+    }
+    assert sum(len(json.dumps(g)) for g in found.groups) <= budget.texts
+
+
+def test_the_budget_of_images_leaves_out_groups_whose_images_do_not_fit(tmp_path: Path) -> None:
+    folder = logged(tmp_path, [group(i, (0.0, i / 10)) for i in range(10)])
+    size = len(next(iter(gathered(folder)[1].held.values())).uri)
+    gallery, pictures = gathered(folder, Budget(10**6, 3 * size + size // 2, 10**6))
+    assert [g["slot"] for g in gallery.groups] == [7, 8, 9] and len(pictures.held) == 3
+
+
+def test_reading_is_bounded(tmp_path: Path) -> None:
+    folder = logged(tmp_path, *[[group(i, (0.0, 1.0)) for i in range(20)] for _ in range(30)])
+    on_disk = sum(file.stat().st_size for file in folder.paths.rollouts.glob("*.jsonl"))
+    before = int(Path("/proc/thread-self/io").read_text().split()[1])
+    gallery, _ = gathered(folder, Budget(10**6, 10**6, on_disk // 10))
+    read = int(Path("/proc/thread-self/io").read_text().split()[1]) - before
+    assert gallery.groups and read < on_disk // 5  # and the images
+
+
+def test_completions_beyond_the_sixteenth_are_counted() -> None:
+    rows = [{"step": 1, "uid": "u", "completion": str(i)} for i in range(20)]
+    shown = describe_group(rows)
+    assert (len(shown["completions"]), shown["left_out"]) == (16, 4)
+
+
+def test_only_pictures_of_the_run_are_read(tmp_path: Path) -> None:
+    folder = logged(tmp_path / "run", [group(0, (1.0, 0.0))])
+    Image.new("RGB", (2, 2)).save(tmp_path / "secret.png")
+    file = folder.paths.rollout_file(1)
+    file.write_text(re.sub(r'"images": \["[^"]*"\]', '"images": ["../../../secret.png"]', file.read_text()))
+    gallery, pictures = gathered(folder)
+    assert gallery.groups[0]["images"] == [] and pictures.held == {}
+    turn = {"role": "tool", "text": "", "name": "zoom", "arguments": {}, "images": ["../../../secret.png", 3]}
+    assert describe_turn(turn)["images"] == []
+
+
+def test_what_is_no_picture_is_left_out(tmp_path: Path) -> None:
+    folder = logged(tmp_path, [group(0, (1.0, 0.0))])
+    (image,) = folder.paths.images.iterdir()
+    image.write_bytes(b"no picture")
+    gallery, pictures = gathered(folder)
+    assert gallery.groups[0]["images"] == [image.name] and pictures.held == {}
+
+
+LONG = "word " * 600
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "parts"),
+    [
+        ("red", False, ("", "red")),
+        ("<think>why</think>\n\nred", False, ("<think>why</think>", "red")),
+        ("why</think>red", True, ("why</think>", "red")),
+        ("<think>never closed", False, ("<think>never closed", "")),
+        ("thinks on", True, ("thinks on", "")),
+        (f"{LONG}<answer>red</answer>", False, (LONG[:-580], LONG[-580:] + "<answer>red</answer>")),
+        (LONG, False, (LONG[:-600], LONG[-600:])),
+        (f"<answer>{LONG}</answer>", False, ("<answer>", f"{LONG}</answer>")),
+    ],
+)
+def test_thinking_is_folded_and_the_answer_stays_in_view(
+    text: str, opened: bool, parts: tuple[str, str]
+) -> None:
+    assert split_thinking(text, opened=opened) == parts
+    one = describe_completion({"completion": text, "opens_thinking": opened})
+    assert (one.get("thinking", ""), one.get("text", "")) == parts
+
+
+def test_long_texts_are_cut() -> None:
+    shown = describe_group(
+        [
+            {
+                "step": 1,
+                "uid": "u",
+                "completion": "x" * 1400,
+                "messages": [{"role": "user", "content": "y" * 9000}],
+            }
+        ]
+    )
+    assert shown["messages"][0]["text"] == "y" * 4000 + "… (9000 characters)"
+    assert describe_completion({"completion": f"<think>{'z' * 9000}"})["thinking"].endswith(
+        "z… (9007 characters)"
+    )
+
+
+def test_evaluation_rows_are_shown_before_and_after(tmp_path: Path) -> None:
+    folder = logged(tmp_path, [group(0, (1.0, 0.0)), group(1, (1.0, 0.0))])
+    own, other = sorted(file.name for file in folder.paths.images.iterdir())
+    for step in (0, 4, 8):
+        rows: list[dict[str, Any]] = [
+            {
+                "step": step,
+                "uid": "a:1",
+                "completion": f"{blind} {step}",
+                "set": name,
+                "blind": blind,
+                "images": [image],
+            }
+            for name, blind, image in (("a", None, own), ("b", None, own), ("a", "shuffled", other))
+        ]
+        folder.paths.evaluation_file(step).write_text(
+            "".join(json.dumps(row) + "\n" for row in rows) + '{"torn'
+        )
+    (folder.paths.rollouts / "eval-notes.jsonl").write_text("mine")
+    gallery, pictures = gathered(folder)
+    first, second = gallery.evaluations
+    blind = first["blind"]
+    for row in (first, second, blind):
+        assert (row["before_step"], row["after_step"], len(row["before"]), len(row["after"])) == (0, 8, 1, 1)
+    assert [first["set"], second["set"], blind["kind"], blind["images"]] == ["a", "b", "shuffled", [other]]
+    texts = [[one["text"] for one in (*row["before"], *row["after"])] for row in (first, blind)]
+    assert texts == [["None 0", "None 8"], ["shuffled 0", "shuffled 8"]]
+    assert "blind" not in second and {own, other} == set(pictures.held)
+
+
+def test_lines_that_are_no_rows_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_text(
+        '{"step": 1, "uid": "a"}\n[1]\n{oops\n{"step": "x", "uid": 1}\n{"step": 2, "uid": "b"}\n{"to'
+    )
+    assert [row["step"] for row in read_rows(path, 10**6)[0]] == [1, 2]
+    assert read_rows(path, 30) == ([{"step": 1, "uid": "a"}], 30)
+    assert read_rows(tmp_path / "gone", 30) == ([], 0)
+    os.mkfifo(tmp_path / "pipe.jsonl")  # nobody writes to it, and nobody waits for it
+    assert read_rows(tmp_path / "pipe.jsonl", 30) == ([], 0)
+
+
+def test_no_rollouts_no_groups(tmp_path: Path) -> None:
+    found = gather_gallery(RunPaths(tmp_path), WHOLE, Pictures(WHOLE.images))
+    assert (found.groups, found.evaluations, sum(found.counts.values())) == ([], [], 0)

@@ -1,0 +1,345 @@
+"""Both pages in a browser: what they draw, boxes at their pixels, filters and keys, a phone, the dark, hostile texts."""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.browser import DARK, LIGHT, Site, browse, found_by, needs_browser, serving
+from helpers.runs import group
+from PIL import Image
+from test_report import controlled
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.pages.page import render
+from mm_grpo.pages.report import Report
+from mm_grpo.preflight.check import PageSettings, check_config
+from mm_grpo.rewards import resolve_entry
+from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.rollout_log import add_to_rollouts
+from mm_grpo.types import Group, Turn
+
+pytestmark = [needs_browser, pytest.mark.slow]
+PINK, BLUE, GREEN = (255, 45, 149), (0, 168, 240), (0, 128, 64)
+
+# A page that looks into another, which stands in a frame of it, and writes where a test reads it what SCRIPT is.
+FRAME = """<!doctype html><iframe id="f" style="width: WIDTHpx; height: 900px; border: 0" src="/page.html"></iframe>
+<script>onload = () => {
+  const frame = document.getElementById("f"), page = frame.contentDocument, view = frame.contentWindow;
+  const find = (id) => page.getElementById(id), all = (what) => [...page.querySelectorAll(what)];
+  const words = (what) => all(what).map((e) => e.textContent).join("; ");
+  const send = (where, event) => where.dispatchEvent(event);
+  const fill = (id, text) => { find(id).value = text; send(find(id), new view.Event("input", { bubbles: true })); };
+  const press = (key, where) => send(where || page.body, new view.KeyboardEvent("keydown", { key, bubbles: true }));
+  const slot = () => all(".current .group-head span")[0].textContent;
+  const open = () => all("details.thinking[open]").length;
+  const status = () => find("status").textContent;
+  document.body.dataset.found = [SCRIPT].join("|");
+}</script>"""
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serving() as found:
+        yield found
+
+
+def look(site: Site, tmp_path: Path, page: Path, script: str, *options: str, width: int = 1000) -> list[str]:
+    """What `script`, a list of JavaScript values, is on the page."""
+    frame = FRAME.replace("WIDTH", str(width)).replace("SCRIPT", script)
+    site.pages = {"/page.html": page.read_text(encoding="utf-8"), "/frame.html": frame}
+    return found_by(
+        browse(tmp_path, f"{site.address}/frame.html", "--dump-dom", "--window-size=1200,1000", *options)
+    )
+
+
+def boxed(slot: int, texts: list[str], image: Image.Image, box: list[int], uid: str = "") -> Group:
+    """A group whose rewards read a box; the dataset's image is twice as large as what the model saw."""
+    one = group(slot, tuple(i / 4 for i in range(len(texts))), uid or f"object {slot}")
+    large = image.resize((image.width * 2, image.height * 2))
+    sample = replace(one.prompt.sample, images=(large,), columns={"box": box})
+    prompt = replace(
+        one.prompt, sample=sample, engine_prompt=replace(one.prompt.engine_prompt, images=(image,))
+    )
+    completions = tuple(replace(c, text=t) for c, t in zip(one.completions, texts, strict=True))
+    return replace(
+        one, prompt=prompt, completions=completions, parts={"iou": [i / 4 for i in range(len(texts))]}
+    )
+
+
+def sight_of(pieces: list[str], nats: list[float]) -> dict[str, Any]:
+    return {"sight": {"nats": round(sum(nats), 4), "tokens": nats, "pieces": pieces, "other": "rows:1"}}
+
+
+@pytest.fixture
+def report(tmp_path: Path, site: Site) -> Path:
+    """Three steps of twelve groups: boxes, thinking, a conversation, evaluation rows, and hostile texts everywhere."""
+    ask = (
+        f"<script>document.title='run'</script><img src='{site.address}/a.png' onerror=document.title='run'>"
+    )
+    evil = f"</script></pre></title>{ask}'\"" + "w" * 3000 + "\u202e\u2028\x1b[31m"
+    folder = controlled(tmp_path / "run", source=evil)
+    specs, image = [resolve_entry("iou")], Image.new("RGB", (240, 160), GREEN)
+    for step in (1, 2, 3):
+        texts = ["<think>" + "because " * 40 + "</think>[20, 20, 120, 100]", "[40, 40, 200, 140]", "nowhere"]
+        groups = [boxed(slot, texts, image, [100, 80, 300, 240]) for slot in range(12)]
+        groups[5] = boxed(5, [evil, "[1, 1, 9, 9]", evil], image, [100, 80, 300, 240], uid=evil)
+        turns = (
+            Turn("assistant", "look", 1, seed=1),
+            Turn("tool", evil, 1, None, "zoom", {evil: evil}, (image,)),
+        )
+        talked = replace(groups[2].completions[0], turns=turns, masked=evil)
+        own: dict[str, Any] = {"turn_rewards": ((0.5,), (), ()), "turn_advantages": ((-0.5,), (), ())}
+        groups[2] = replace(groups[2], completions=(talked, *groups[2].completions[1:]), **own)
+        folder.write_rollouts(step, groups, specs)
+        sight = {(0, 0, 1): sight_of(["[40", ", 40, 200", ", 140]", ""], [0.2, -0.3, 3.0, 0.0])}
+        pieces = [evil[i : i + 9] for i in range(0, len(evil), 9)]
+        sight[5, 0, 0] = sight_of(pieces, [float(i % 6) - 2 for i in range(len(pieces))])
+        add_to_rollouts(folder.paths, step, sight)
+    folder.metrics.append(
+        21, {f"rewards/{evil}/mean": 0.5, "rewards/b/mean": 0.25, "reward": 1.0, "entropy": None}
+    )
+    folder.append_event(10, evil, "warn", evil)
+    environment = json.loads(folder.paths.environment.read_text()) | {"gpu": evil, evil: {evil: evil}}
+    folder.paths.environment.write_text(json.dumps(environment))
+    folder.paths.config.write_text(f"run:\n  eval_blind: removed\n# {json.dumps(evil)}\n")
+    for step, text in ((0, "before it"), (3, evil)):
+        rows = [
+            {
+                "step": step,
+                "uid": f"e:{i}",
+                "completion": text,
+                "reward": step / 3,
+                "blind": blind,
+                "set": "a",
+            }
+            for i in range(4)
+            for blind in (None, "shuffled")
+        ]
+        folder.paths.evaluation_file(step).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Report([folder.paths]).write(tmp_path / "report.html")
+
+
+@pytest.fixture
+def check(page_job: Callable[..., GRPOConfig], site: Site, tmp_path: Path) -> Path:
+    """The page of a check whose rows hold hostile texts, which ask for files of `site`."""
+    check_config(page_job(site.address), page=PageSettings(str(tmp_path / "check.html")))
+    return tmp_path / "check.html"
+
+
+def pixels_of(tmp_path: Path, page: Path, size: str) -> tuple[Any, list[tuple[int, int]]]:
+    """A screenshot's pixels, and where those are that have the picture's colour."""
+    shot = tmp_path / "shot.png"
+    browse(tmp_path, page.as_uri(), f"--screenshot={shot}", f"--window-size={size}", LIGHT)
+    with Image.open(shot) as image:
+        pixels, (width, height) = image.convert("RGB").load(), image.size
+    assert pixels is not None
+    return pixels, [(x, y) for y in range(height) for x in range(width) if pixels[x, y] == GREEN]
+
+
+def test_boxes_of_a_run_are_drawn_at_their_pixels(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "model:\n  path: m\n")
+    green = Image.new("RGB", (240, 160), GREEN)  # as wide as the page's column: one pixel is one pixel
+    one = boxed(0, ["[150, 20, 230, 60]"], green, [40, 80, 240, 240])
+    folder.write_rollouts(1, [one], [resolve_entry("iou")])
+    pixels, spots = pixels_of(tmp_path, Report([folder.paths]).write(tmp_path / "page.html"), "1200,900")
+    (left, top), (right, bottom) = (
+        tuple(end(spot[i] for spot in spots) for i in (0, 1)) for end in (min, max)
+    )
+    # a border of 1 pixel lies over each edge of a picture of 240 × 160, which is scaled to the 238 inside it
+    assert (right - left + 1, bottom - top + 1) in ((238, 158), (238, 159)), (left, right, top, bottom)
+
+    def at(x: float, y: float) -> tuple[int, int, int]:
+        found: tuple[int, int, int] = pixels[round(left + x * 238 / 240), round(top + y * 238 / 240)]
+        return found
+
+    # gold: (40, 80, 240, 240) of the dataset's 480 × 320 is (20, 40, 120, 120) of what the model saw
+    for x in range(26, 116, 10):
+        assert at(x, 40) == at(x, 120) == PINK, x
+    for y in range(46, 116, 10):
+        assert at(20, y) == at(120, y) == PINK, y
+    for x in range(156, 226, 10):  # predicted: pixels of the image as the model saw it
+        assert BLUE in (at(x, 19.5), at(x, 20.5)) and BLUE in (at(x, 59.5), at(x, 60.5)), x
+    assert at(70, 80) == at(190, 40) == at(140, 100) == GREEN
+
+
+def test_boxes_of_a_check_are_drawn_at_their_pixels(check: Path, tmp_path: Path) -> None:
+    pixels, green = pixels_of(tmp_path, check, "800,2000")
+    first = [(x, y) for x, y in green if y < min(y for _, y in green) + 112]
+    # the picture is 196 x 112 pixels large: the model's size, not scaled; a triangle covers the corner at the top left
+    right, bottom = max(x for x, _ in first), max(y for _, y in first)
+    picture = {(x, y): pixels[right - 195 + x, bottom - 111 + y] for x in range(196) for y in range(112)}
+    pink = {place for place, colour in picture.items() if colour == PINK}
+    # the box from (49, 28) to (147, 84): strokes of 3 pixels, of which 2 are whole, along each edge
+    for x in range(60, 147):
+        assert {(x, 27), (x, 28), (x, 83), (x, 84)} <= pink, x
+    for y in range(40, 84):
+        assert {(146, y), (147, y), (48, y), (49, y)} <= pink, y
+    # the triangle (0, 0), (39.2, 0), (0, 56): its long edge passes the middle (19.6, 28)
+    assert any((x, y) in pink for x in (18, 19, 20) for y in (27, 28))
+    inside = ((98, 56), (190, 56), (98, 100), (53, 33), (143, 79), (151, 24), (8, 12), (30, 40))
+    assert all(picture[place] == GREEN for place in inside)
+
+
+def test_filters_and_keys(report: Path, site: Site, tmp_path: Path) -> None:
+    script = """
+      status(), all(".group").length,
+      (fill("f-step", "2"), status()), (fill("f-step", "2-3"), status()), (fill("f-step", ""), status()),
+      (fill("f-low", "0.5"), fill("f-high", "0.5"), status()), (fill("f-low", "0.6"), status()),
+      (find("filters").reset(), fill("f-low", ""), fill("f-high", ""), fill("f-uid", "OBJECT 7"), words(".group-head")),
+      (fill("f-uid", ""), fill("f-text", "ZOOM"), words(".group-head")),
+      (fill("f-text", "nothing at all"), status()), (fill("f-text", ""), status()),
+      (press("n"), status()), (press("n"), press("p"), status()), (press("p"), status()),
+      (press("j"), press("j"), slot()), (press("k"), slot()),
+      open(), (press("t"), open()), (press("t"), open()),
+      (press("/"), page.activeElement.id), (press("j", find("f-text")), slot()),
+      (press("Escape", find("f-text")), page.activeElement.id !== "f-text"),
+      (fill("f-sight", "1"), status()), (fill("f-sight", ""), status()),
+      (press("e"), status()), all(".versus h3").slice(0, 4).map((e) => e.textContent).join(),
+      words(".blind > h3"), all(".versus .text")[0].textContent, (press("e"), status()),
+      (() => { for (let i = 0; i < 11; i++) press("j"); return status() + " " + slot(); })()"""
+    assert look(site, tmp_path, report, script) == [
+        "1 to 10 of 36", "10",
+        "1 to 10 of 12", "1 to 10 of 24", "1 to 10 of 36",
+        "1 to 10 of 36", "nothing fits these filters",
+        "; ".join(f"step {s}slot 7row rows:7object 7" for s in (1, 2, 3)),
+        "; ".join(f"step {s}slot 2row rows:2object 2" for s in (1, 2, 3)),
+        "nothing fits these filters", "1 to 10 of 36",
+        "11 to 20 of 36", "11 to 20 of 36", "1 to 10 of 36",
+        "slot 1", "slot 0",
+        "0", "1", "0",
+        "f-text", "slot 0",
+        "true",
+        "1 to 6 of 6", "1 to 10 of 36",
+        "1 to 4 of 4", "step 0,step 3,step 0,step 3", "; ".join(["images shuffled"] * 4),
+        "before it", "1 to 10 of 36",
+        "11 to 20 of 36 slot 10",
+    ]  # fmt: skip
+
+
+def test_what_is_drawn_of_a_run(report: Path, site: Site, tmp_path: Path) -> None:
+    script = """
+      words(".lead").slice(0, 17), words(".card .value"), words(".card .note"), words("figcaption > span:first-child"),
+      all("figure")[1].querySelector("polyline.s2").getAttribute("points"), words("figure:nth-child(2) .key"),
+      all("circle.expected title")[1].textContent,
+      all("figure").map((e) => e.querySelectorAll("line.event").length).join(""), words(".charts ~ p.soft").slice(-47),
+      all("#groups svg.picture").length, all("#pictures image").length,
+      all(".completion")[0].querySelector(".text:not(details .text)").textContent, all("summary")[1].textContent,
+      all(".completion")[1].querySelector(".scores").textContent,
+      [...all(".completion")[1].querySelectorAll(".text .sight")].map((e) => `${e.className} ${e.title} ${e.textContent}`).join(";"),
+      all("p.sights i.sight").length, words("article:nth-child(3) .turn .scores"), all("article")[2].querySelector(".turn .scores").className,
+      all("#groups article")[0].querySelectorAll("svg.picture .overlay.gold").length,
+      all("#groups article")[0].querySelectorAll("svg.picture .overlay.predicted").length,
+      (() => { const chart = all("figure svg")[2], box = chart.getBoundingClientRect();
+        send(chart, new view.PointerEvent("pointermove", { clientX: box.left + box.width * 0.5, clientY: box.top + 20 }));
+        return all(".readout")[2].textContent; })(),
+      all("[data-of='1'].chosen").length, (send(all(".completion")[1], new view.PointerEvent("pointerenter")), all("[data-of='1'].chosen").length)"""
+    assert look(site, tmp_path, report, script) == [
+        "21 steps so far; ", "75.0%; +50.0 points; 0.625; 21", (
+            "95 % interval 62.5% to 87.5%; from 25.0%, +50.0 points; 95 % interval +40.0 to +60.0; "
+            "images removed: 25.0%; from +5.0 points; mean of the last 4 steps, from 0.250; 1.0 s each"
+        ),
+        "Reward mean reward; Evaluation accuracy share right; Sight nats per completion; Reward parts mean score; "
+        "Step time by phase seconds",
+        "58,154 252,145 446,145", "a; images removed; expected a", "expected a, step 20: 0.9",
+        "11101", "0 throughout, and not drawn: kl to the reference."[-47:],
+        "11", "1",  # ten groups and the image of a turn: one picture
+        "[20, 20, 120, 100]", "thinking, 335 characters",
+        "0.25iou 0.25stop, 2 tokenssight 2.9 nats",
+        "sight g1 +0.20 nats [40;sight n1 -0.30 nats , 40, 200;sight g4 +3.00 nats , 140]",
+        "6", "0.5-0.50", "scores down a3",
+        "1", "2", "step 10: 1",
+        "0", "2",
+    ]  # fmt: skip
+
+
+def test_what_is_drawn_of_a_finished_run_and_of_a_long_one(site: Site, tmp_path: Path) -> None:
+    ends = {
+        "before": {"interval": [0.125, 0.5], "blind": None},
+        "after": {
+            "interval": [0.5, 0.875],
+            "blind": {"kind": "shuffled", "score": 2.5, "gap": 0.5, "interval": None},
+        },
+    }
+    scores = {"score_before": 0.25, "score_after": 0.75, "accuracy_before": None, "accuracy_after": None}
+    folder = RunFolder.create(tmp_path / "run", "x: 1\n")
+    folder.write_summary(
+        {**scores, "headline": "mean reward", "seconds": 3725, "steps": 800, "first_set": ends,
+         "eval": {"a": {"before": 0.25, "after": 0.75}, "b": {"before": 0.5, "after": 0.375}}}
+    )  # fmt: skip
+    for step in range(1, 801):
+        folder.metrics.append(
+            step, {"reward": 12_500.0 if step == 77 else 1.0, "entropy": None if step < 400 else 3e-5}
+        )
+    data, pictures = Report([folder.paths]).gather()
+    page = tmp_path / "page.html"
+    page.write_text(render("long", data, pictures), encoding="utf-8")
+    script = """words(".card .word"), words(".card .value"), all("td").slice(0, 20).map((e) => e.textContent).join("; "), words(".key"),
+      all("figure")[0].querySelector("polyline.faint").getAttribute("points").includes(",40 "), all("circle").length, words("figure:nth-child(2) .end")"""
+    assert look(site, tmp_path, page, script) == [
+        "mean reward; what the images add; reward; steps; time", "0.75; +0.5; 1.000; 800; 1 h 2 min",
+        "a; 0.25; 0.75; 0.5 to 0.875; +0.5; a, images shuffled; –; 2.5; –; –; a, what the images add; –; +0.5; –; –; "
+        "b; 0.5; 0.375; –; -0.125",
+        "reward, lowest and highest; reward, mean of 4 steps; entropy, lowest and highest; entropy, mean of 4 steps",
+        "true", "0", "0; 1.0e-5; 2.0e-5; 3.0e-5",
+    ]  # fmt: skip
+
+
+def test_what_is_drawn_of_a_check(check: Path, site: Site, tmp_path: Path) -> None:
+    script = """words("h2"), words("h2 + p, h2 + p + p"), all(".histogram rect").length, words("h3.bad"), words("ul b"),
+      words(".checked:nth-of-type(1) .legend").trim(), all("svg.picture").length, words(".checked:nth-of-type(1) .soft"),
+      all(".checked pre")[0].querySelectorAll("b").length, words(".checked:nth-of-type(1) dt")"""
+    found = look(site, tmp_path, check, script)
+    assert found[0] == "Rows of train in eval; train; eval"
+    assert re.match(
+        r"1 of 3 rows of eval have the images and the text of a row of train: eval.jsonl:1 is train.jsonl:1; 1 more have "
+        r"the images of a row of train with another text: eval.jsonl:2 as train.jsonl:2; 3 rows can be used.* "
+        r"The longest is train.jsonl:3.;", found[1],
+    )  # fmt: skip
+    assert found[3:5] == ["1 row cannot be used", "train.jsonl:4"] and found[6] == "6"
+    assert "196 × 112 pixels, 200 × 100 in the dataset; " in found[7]
+    assert "iou, giou: [49, 28, 147, 84];  clicking: [0, 0, 39.2, 0, 0, 56]" in found[7]
+    assert found[8] == "6" and found[9].startswith(
+        "right answer, iou; right answer, giou; right answer, clicking; box"
+    )
+
+
+@pytest.mark.parametrize("name", ["report", "check"])
+@pytest.mark.parametrize("scheme", [DARK, LIGHT])
+def test_a_phone_shows_it_whole_and_it_asks_for_nothing(
+    name: str, scheme: str, site: Site, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    page: Path = request.getfixturevalue(name)
+    title = re.findall("<title>(.*?)</title>", page.read_text(encoding="utf-8"))[0]
+    script = """page.documentElement.scrollWidth, all("main *").filter((e) => e.getBoundingClientRect().right > 360.5
+        && !e.closest("pre, figure svg, .picture, .scroll")).length,
+      view.getComputedStyle(page.body).backgroundColor, page.title, all("script:not([type])").length, all("img, link, iframe").length,
+      page.body.textContent.includes(SITE), page.body.textContent.includes("\\u202e"), (() => { press("e"); return page.documentElement.scrollWidth; })()"""
+    found = look(site, tmp_path, page, script.replace("SITE", json.dumps(site.address)), scheme, width=360)
+    ground = "rgb(20, 21, 25)" if scheme == DARK else "rgb(247, 247, 245)"
+    assert found == ["360", "0", ground, title, "1", "0", "true", "false", "360"]
+    assert set(site.asked) - {"/favicon.ico"} == {"/frame.html", "/page.html"}
+
+
+def test_the_policy_stands_even_where_a_text_were_markup(report: Path, site: Site, tmp_path: Path) -> None:
+    style = (
+        f"<style>@import url({site.address}/b.css);</style><link rel=stylesheet href='{site.address}/c.css'>"
+    )
+    loads = f"<script src='{site.address}/d.js'></script><iframe src='{site.address}/e.html'></iframe>"
+    run = (
+        f"<script>document.title='run'</script><img src='{site.address}/a.png' onerror=document.title='run'>"
+    )
+    html = report.read_text(encoding="utf-8").replace("<main>", f"<main>{run}{style}{loads}")
+    site.pages = {"/page.html": html, "/without.html": f"<body>{run}"}
+    dom = browse(tmp_path, f"{site.address}/page.html", "--dump-dom")
+    assert "<title>run – mm_grpo" in dom and run[:8] in dom
+    assert set(site.asked) - {"/favicon.ico"} == {"/page.html"}
+    # what that rests on: this browser follows such a text where nothing stands against it
+    assert "<title>run</title>" in browse(tmp_path, f"{site.address}/without.html", "--dump-dom")
+    assert "/a.png" in site.asked

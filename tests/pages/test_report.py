@@ -1,0 +1,182 @@
+"""The page of a run: made from the folder alone, complete, and bounded. What it draws is in test_pages_browser.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.runs import group, run
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.pages.curves import MOST_BUCKETS
+from mm_grpo.pages.gallery import WHILE_RUNNING
+from mm_grpo.pages.page import inert_json, render
+from mm_grpo.pages.report import LivePage, Report, changed_settings, check_expected, run_names
+from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.paths import RunPaths
+
+GOLDEN = Path(__file__).with_name("report.json")
+
+
+def controlled(path: Path, source: str = "seed 0") -> RunFolder:
+    """A run of three evaluations with a blind control and sight, which expects a curve."""
+    curve = path.parent / "curve.json"
+    curve.write_text(
+        json.dumps({"metric": "eval/a/accuracy", "steps": [0, 20], "values": [0.1, 0.9], "source": source})
+    )
+    folder = RunFolder(path, expected=curve)
+    folder.start("model:\n  path: m\nrun:\n  eval_blind: removed\n")
+    for step, right, gap in ((0, 0.25, 0.05), (10, 0.5, 0.25), (20, 0.75, 0.5)):
+        row: dict[str, Any] = {"eval/a/accuracy": right, "eval/a/score": right, "eval/a/reward": right}
+        row |= {
+            "eval/a/score_low": right - 0.125,
+            "eval/a/score_high": right + 0.125,
+            "sight/nats": 2 * right,
+        }
+        row |= {"eval/blind/accuracy": right - gap, "eval/blind/score": right - gap, "eval/blind/gap": gap}
+        row |= {"eval/blind/reward": right - gap, "eval/blind/gap_low": gap - 0.1, "kl": 0.0, "reward": right}
+        row |= {"eval/blind/gap_high": gap + 0.1, "step_time": 1.0, "time/learner": 0.5, "grad_norm": "inf"}
+        folder.metrics.append(step, row)
+    return folder
+
+
+def test_the_data_of_a_page(tmp_path: Path) -> None:
+    folder = controlled(tmp_path / "run")
+    (tmp_path / "curve.json").unlink()  # the page needs the run folder alone
+    folder.write_rollouts(20, [group(0, (1.0, 0.0), parts={"exact": [1.0, 0.0]})])
+    folder.append_event(10, "zero_std", "warn", "no group has a signal")
+    data, pictures = Report([folder.paths]).gather()
+    assert data["runs"][0].pop("environment")["command"] and len(pictures) == 1
+    assert json.loads(inert_json(data)) == json.loads(GOLDEN.read_text(encoding="utf-8"))
+
+
+def test_a_page_is_written_while_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def written(every: int | None) -> list[int]:
+        folder = RunFolder.create(tmp_path / str(every), "x: 1\n")
+        live, found = LivePage(folder.paths, every), []
+        for step in range(5):
+            row = {"reward": 0.5, **({"eval/heldout/accuracy": 0.5} if step in (0, 2) else {})}
+            folder.append_metrics(step, row)
+            live.after(step, row)
+            if folder.paths.report.exists():
+                found.append(step)
+                folder.paths.report.unlink()
+        live.write()
+        assert folder.paths.report.exists() is (every is not None)
+        return found
+
+    assert [written(3), written(0), written(None)] == [[0, 2, 3], [0, 2], []]
+    LivePage(RunPaths(tmp_path / "gone"), 1).write()  # no run ends for a page
+    assert "report.html cannot be written" in caplog.text and not caplog.text.count("Traceback")
+
+
+def test_a_long_run_costs_a_page_no_more_than_a_short_one(tmp_path: Path) -> None:
+    sizes, folder = [], RunFolder.create(tmp_path, "x: 1\n")
+    report = Report([folder.paths])
+    rows = 0
+    for until in (2_000, 20_000):
+        with folder.paths.metrics.open("a") as file:
+            for rows in range(rows + 1, until + 1):  # noqa: B020
+                row = {"step": rows, "reward": rows % 7 / 7, "grad_norm": 99.0 if rows == 77 else 1.0}
+                file.write(json.dumps(row) + "\n")
+        data, pictures = report.gather(WHILE_RUNNING)
+        sizes.append(len(render("", data, pictures)))
+        (line,) = next(chart["lines"] for chart in data["charts"] if chart["title"] == "Gradient norm")
+        assert (77, 99.0) in line["points"] and len(line["points"]) <= 2 * MOST_BUCKETS
+        assert len(line["means"]) <= MOST_BUCKETS
+    assert sizes[1] < 1.3 * sizes[0] and sizes[1] < 150_000
+    before = read_so_far()
+    folder.metrics.append(20_001, {"reward": 1.0})
+    report.update()
+    assert read_so_far() - before < 40_000  # the end of a file of 1 MB
+    assert report.curves[0].last_step == 20_001
+
+
+def read_so_far() -> int:
+    """Bytes that this thread has read."""
+    return int(Path("/proc/thread-self/io").read_text().split()[1])
+
+
+def test_a_log_that_was_cut_is_read_again(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "x: 1\n")
+    for step in range(1, 6):
+        folder.metrics.append(step, {"reward": float(step)})
+    report = Report([folder.paths])
+    report.update()
+    folder.cut_after(2)
+    report.update()
+    assert (report.curves[0].last_step, list(report.curves[0].rewards)) == (2, [1.0, 2.0])
+
+
+def charts(*folders: RunFolder) -> dict[str, list[dict[str, Any]]]:
+    data, _ = Report([folder.paths for folder in folders]).gather()
+    return {chart["title"]: [*chart["lines"], *chart["expected"]] for chart in data["charts"]}
+
+
+def test_an_evaluation_s_reward_is_drawn_where_it_is_not_its_accuracy(tmp_path: Path) -> None:
+    for reward, drawn in ((0.5, False), (0.75, True)):
+        folder = RunFolder.create(tmp_path / str(reward), "x: 1\n")
+        folder.metrics.append(1, {"eval/a/accuracy": 0.5, "eval/a/reward": reward, "eval/b/reward": None})
+        found = charts(folder)
+        assert ("Evaluation reward" in found) is drawn and "Evaluation accuracy" in found
+
+
+def test_a_set_that_is_called_blind_keeps_its_name(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "model:\n  path: m\n")
+    folder.metrics.append(1, {"eval/blind/accuracy": 0.5, "eval/b/accuracy": 0.5})
+    assert [line["label"] for line in charts(folder)["Evaluation accuracy"]] == ["blind", "b"]
+
+
+def test_several_runs_share_the_curves_and_the_pictures(tmp_path: Path) -> None:
+    one, two = run(tmp_path / "one"), run(tmp_path / "two", steps=12)
+    data, pictures = Report([one.paths, two.paths]).gather()
+    assert {g["run"] for g in data["groups"]} == {0, 1} and len(pictures) == 2
+    assert [(line["label"], len(line["points"])) for line in data["charts"][0]["lines"]] == [
+        ("one", 30),
+        ("two", 12),
+    ]
+    first, second = controlled(tmp_path / "a"), controlled(tmp_path / "b")
+    found = charts(first, second)
+    assert [line["label"] for line in found["Step time by phase"]] == ["a whole step", "b whole step"]
+    assert [line["label"] for line in found["Evaluation accuracy"]] == [
+        "a a", "a images removed", "b a", "b images removed", "expected a",
+    ]  # fmt: skip
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [RunPaths(tmp_path / name) for name in ("a/out", "b/out")]
+    assert run_names(paths) == ["a/out", "b/out"]
+    assert run_names([RunPaths(tmp_path / "x"), RunPaths(tmp_path / "y")]) == ["x", "y"]
+
+
+def test_what_differs_from_the_defaults_is_listed(tmp_path: Path) -> None:
+    folder = RunFolder.create(
+        tmp_path, "model:\n  path: m\nrollout:\n  num_generations: 4\nrun:\n  seed: 42\n"
+    )
+    assert changed_settings(folder.paths) == [("model.path", "m"), ("rollout.num_generations", "4")]
+    folder.paths.config.write_text("nonsense: [")
+    assert changed_settings(folder.paths) == []
+
+
+def test_an_expected_curve_is_checked_and_goes_with_the_run(tmp_path: Path) -> None:
+    curve, root = tmp_path / "curve.json", tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"run.expected_curve = '.*curve.json'"):
+        check_expected(curve)
+    values = {"metric": "rewrad", "steps": [1], "values": [0.5], "source": "here"}
+    curve.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="rewrad"):
+        check_expected(curve)
+    curve.write_text(json.dumps(values | {"metric": "reward"}))
+    check_expected(curve)
+    folder = RunFolder(root, expected=curve).start("x: 1\n")
+    folder.metrics.append(1, {"reward": 0.25})
+    assert charts(folder)["Reward"] == [
+        {"label": "reward", "points": [(1, 0.25)]}, {"label": "expected", "points": [(1, 0.5)]},
+    ]  # fmt: skip
+    RunFolder(root, resume=True).start("x: 1\n")
+    assert not folder.paths.expected.exists()
+    RunFolder(root, expected=curve, overwrite=True).start("x: 1\n")
+    RunFolder(root, overwrite=True).start("x: 1\n")
+    assert not folder.paths.expected.exists()
