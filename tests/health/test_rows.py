@@ -114,6 +114,10 @@ LOST = "sight_lost"
 CASES: dict[str, tuple[Steps, str, list[tuple[int, str]], dict[str, Any]]] = {
     "200 healthy steps": ([(200, OK)], "", [], {}),
     "constant rewards, 640 and 1280 completions": ([(30, flat())], "zero_std", [(10, "warn"), (20, "stop")], {}),
+    "constant rewards, 25 completions a step": (
+        [(45, flat())], "zero_std", [(20, "warn"), (40, "stop")],
+        {"rollout": {"prompts_per_step": 5, "num_generations": 5}},
+    ),
     "constant rewards, 24 completions a step": (
         [(45, flat())], "zero_std", [(21, "warn"), (42, "stop")], {"rollout": {"prompts_per_step": 3}},
     ),
@@ -129,10 +133,16 @@ CASES: dict[str, tuple[Steps, str, list[tuple[int, str]], dict[str, Any]]] = {
     "one group in sixteen": ([(40, {"advantages/frac_zero": 15 / 16})], "", [], {}),
     "spread comes back": ([(9, flat()), (1, OK)] * 4, "", [], {}),
     "no reward, 80 prompts and 104": ([(14, EMPTY)], "no_reward", [(10, "warn"), (13, "stop")], {}),
+    "no reward in 100 prompts": (
+        [(21, EMPTY)], "no_reward", [(10, "warn"), (20, "stop")], {"rollout": {"prompts_per_step": 5}},
+    ),
     "no reward in all rows": ([(12, {**EMPTY, "epoch": 1.0})], "no_reward", [(10, "stop")], {}),
     "rewards that end": ([(1, OK), (40, EMPTY)], "no_reward", [(11, "warn")], {}),
     "rewards of a few": ([(40, {"frac_reward_none": 0.99})], "", [], {}),
     "one that never applied, in 504 prompts": ([(70, OK)], "no_reward", [(63, "warn")], {"rewards": BOTH}),
+    "one that never applied, in 500 prompts": (
+        [(101, OK)], "no_reward", [(100, "warn")], {"rewards": BOTH, "rollout": {"prompts_per_step": 5}},
+    ),
     "one that never applied, in all rows": ([(30, {"epoch": 1.0})], "no_reward", [(20, "warn")], {"rewards": BOTH}),
     "one that applied once": (
         [(5, OK), (1, {"rewards/length/mean": 0.0}), (70, OK)], "", [], {"rewards": BOTH},
@@ -177,6 +187,9 @@ CASES: dict[str, tuple[Steps, str, list[tuple[int, str]], dict[str, Any]]] = {
         [(4, tools(2.0, 1.0)), (9, tools(0.0)), (1, tools(2.0, 1.0))], "tools_failing", [(14, "warn")], {},
     ),
     "no call": ([(40, tools(0.0))], "tools_unused", [(10, "warn")], {}),
+    "no call, without beta": (
+        [(40, tools(0.0))], "tools_unused", [(10, "warn")], {"algorithm": {"beta": 0.0}},
+    ),
     "a call in ten": ([(9, tools(0.0)), (1, tools(0.1))] * 4, "", [], {}),
     "the demo sees": (DEMO, "", [], {}),
     "swapped images": (SWAPPED, LOST, [(6, "warn")], {}),
@@ -237,6 +250,15 @@ def test_a_run_without_an_update_is_stopped_at_its_end_with_the_cause(
     assert names in str(stopped.value)
     watching.observe(3, HEALTHY)
     watching.finish(3)
+
+
+def test_what_held_in_some_steps_is_not_the_cause() -> None:
+    watching, still = guards(), {"learner/update_norm": 0.0, "learner/updates": 0}
+    for step, row in enumerate(rows((1, {**still, **CUT}), (1, still)), start=1):
+        watching.observe(step, row)
+    with pytest.raises(GuardStop, match="guard no_update: ") as stopped:
+        watching.finish(2)
+    assert "rollout.max_completion_length" not in str(stopped.value)
 
 
 @pytest.mark.parametrize(
