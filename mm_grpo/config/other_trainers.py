@@ -115,6 +115,10 @@ ADVICE: Mapping[str, str] = {
     "dataset_mixer": _MIXTURE,
     "datasets": _MIXTURE,
     "image_folder": "write data.image_dir",
+    "source.split": "write it into the path: folder:split, or owner/name:config:split of the hub",
+    "source.name": "write it into the path: owner/name:config:split of the hub",
+    "source.probability": "write weight (shares are weights over their sum)",
+    "source.answer": "write columns: {answer: ...}",
     "max_new_tokens": "write rollout.max_completion_length",
     "response_length": "write rollout.max_completion_length",
     # TRL and ms-swift: rewards and algorithm

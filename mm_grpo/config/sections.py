@@ -3,7 +3,8 @@
 A field's docstring is its help text: what it is, with unit and range, a note, its default (docs/config.md
 is made from it). To add a field, add it here. A check of fields of one section is a validator here, one of
 several sections is in `grpo_config`. Names that other trainers give to keys and values are in
-`other_trainers`; what a `rewards` entry or a data source may look like is in `values`.
+`other_trainers`; what a `rewards` entry may look like is in `values`, a data
+source in `source_entries`.
 
 P is `rollout.prompts_per_step`, G `rollout.num_generations`, A `rollout.max_attempts`.
 """
@@ -17,17 +18,18 @@ from pydantic import Field, field_validator, model_validator
 from mm_grpo.config.lora import LoRAConfig
 from mm_grpo.config.messages import Accepts, CheckError, FieldError, RelativeToFile, Section
 from mm_grpo.config.served import ServerConfig, VLLMConfig
+from mm_grpo.config.source_entries import Source, Sources
 from mm_grpo.config.values import (
+    AnswerFrom,
     Device,
     GuardAction,
     GuardName,
     HeadlineText,
+    Layout,
     Number,
     PathText,
     ProfileChoice,
     ScaleRewards,
-    Source,
-    Sources,
 )
 from mm_grpo.config.yaml_file import is_source, plain
 
@@ -75,10 +77,10 @@ class DataConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     """The dataset's name for each of our columns, as {ours: theirs}; dots reach into mappings, as in {answer:
     reward_model.ground_truth}. Default: {}."""
-    layout: Literal["trl", "openai", "verl", "ms_swift", "sharegpt", "r1v"] | None = None
+    layout: Layout | None = None
     """Layout of the rows (docs/data.md): trl, openai, verl (also EasyR1), ms_swift, sharegpt (also LLaVA) or r1v; null
     reads each row by what it holds, and refuses one that could be read in two ways. Default: null."""
-    answer_from: Literal["last_turn", "column"] | None = None
+    answer_from: AnswerFrom | None = None
     """Where the column answer is from: last_turn (a turn of the assistant that the prompt ends with) or column (such a
     turn is left out); null is last_turn in openai, ms_swift and sharegpt, column in the others. Default: null."""
     text_only: bool = False
