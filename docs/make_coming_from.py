@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.other_trainers import ADVICE, PREFIXES, VALUES
+from mm_grpo.migrate.keys import PREFIXES, ROWS, VALUES
 
 PAGE = Path(__file__).parent / "coming-from.md"
 ELSEWHERE = "other"
@@ -32,15 +32,19 @@ def page(text: str) -> str:
 def names() -> str:
     """A table for each of our sections: the names of others whose answer names it first, in alphabetical order."""
     sections = list(GRPOConfig.model_fields)
-    by_section: dict[str, list[str]] = {section: [] for section in (*sections, ELSEWHERE)}
-    foreign = {**ADVICE, **{f"{prefix.rstrip('_')}_...": advice for prefix, advice in PREFIXES.items()}}
+    by_section: dict[str, dict[str, list[str]]] = {section: {} for section in (*sections, ELSEWHERE)}
+    foreign = {
+        name: row.advice for name, row in ROWS.items() if row.path is None or not row.path.endswith(name)
+    }
+    foreign |= {f"{prefix.rstrip('_')}_...": advice for prefix, advice in PREFIXES.items()}
     for name, advice in sorted(foreign.items()):
-        by_section[_section(advice, sections)].append(_row(f"`{name}`", advice))
+        by_section[_section(advice, sections)].setdefault(advice, []).append(f"`{name}`")
     lines = []
-    for section, rows in by_section.items():
-        if rows:
+    for section, answers in by_section.items():
+        if answers:
             head = "No field of their own" if section == ELSEWHERE else f"In `{section}`"
-            lines += ["", f"### {head}", "", "| name there | here |", "|---|---|", *rows]
+            rows = [_row(", ".join(keys), advice) for advice, keys in answers.items()]
+            lines += ["", f"### {head}", "", "| names there | here |", "|---|---|", *rows]
     return "\n".join([*lines, "", ""])
 
 

@@ -17,7 +17,6 @@ import torch
 
 from mm_grpo.build import build_parts, pipeline_of, plan_run
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.trainer_arguments import explain_arguments
 from mm_grpo.data.sources import Source, load_eval, load_train
 from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
@@ -27,6 +26,7 @@ from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.health.guards import Guards
 from mm_grpo.health.logp_gap import sampled_gap
 from mm_grpo.health.update_happens import finite_loss, update_happens
+from mm_grpo.migrate.arguments import explain_arguments
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.processors.base import Processor

@@ -7,9 +7,6 @@ source_entries  sources of rows: paths, tasks, mixtures and their entries
 grpo_config     GRPOConfig, the root of the tree, and the checks between sections; seed_plan: are there seeds enough
 yaml_file       YAML files, overrides, and paths that are relative to a config file; yaml_dialect: how YAML is read
 messages        the base of every section, and what is raised about a wrong value
-convert         a config of TRL, ms-swift or verl as one of ours; foreign_file reads it, foreign_keys has the tables
-trainer_arguments  arguments of TRL's GRPOTrainer, and what they are called here
-other_trainers  keys and values of TRL, ms-swift and verl, and what they are called here
 
 The names below load on first use: a reward's options are a section too, and need no more than `messages` and `values`.
 """

@@ -20,9 +20,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from mm_grpo.config.other_trainers import VALUES, unknown_key
 from mm_grpo.config.yaml_file import set_value, shown
 from mm_grpo.errors import ConfigError, nearest
+from mm_grpo.migrate.keys import VALUES, unknown_key
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from helpers.patience import PATIENCE
 from ruamel.yaml import YAML
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.convert import NO_MODEL, convert
-from mm_grpo.config.foreign_file import read_foreign
 from mm_grpo.errors import ConfigError
+from mm_grpo.migrate.convert import NO_MODEL, convert
+from mm_grpo.migrate.files import read_foreign
 
 TRL: dict[str, Any] = {
     "model_name_or_path": "Qwen/Q",

@@ -36,6 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "watchdog",
             "worker_processes",
             "config",
+            "migrate",
         }
     ),
     frozenset({"data", "processors", "rewards", "algorithm", "distributed"}),
@@ -49,7 +50,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"trainer"}),
     frozenset({"cli"}),
 )
-# Parts of one layer that may import each other: the lowest, where config uses errors.
+# Parts of one layer that may import each other: the lowest, where config and migrate use each other.
 GROUND = 0
 # (importing part, imported part): each needs a reason beside it.
 EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()

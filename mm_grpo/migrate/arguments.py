@@ -1,6 +1,6 @@
 """What is said about arguments of `GRPOTrainer` that are TRL's, or that are at the wrong place.
 
-To add one more foreign argument, add a line to ARGUMENTS. Keys of a config are in other_trainers.
+To add one more foreign argument, add a line to ARGUMENTS. Keys of a config are in `keys`.
 """
 
 from __future__ import annotations

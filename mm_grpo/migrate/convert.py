@@ -1,8 +1,8 @@
 """A config of TRL (its script arguments), ms-swift or verl as one of ours: `mm-grpo convert`.
 
-foreign_file reads it, `convert` makes ours of it. Each key is taken over, found needless, or left out with a reason;
-none is dropped in silence. What TRL does where a key is absent, and mm_grpo would do otherwise, is written out. Tables
-of keys are in foreign_keys.
+`files` reads it, `convert` makes ours of it. Each key is taken over, found needless, or left out with a reason; none is
+dropped in silence. What TRL does where a key is absent, and mm_grpo would do otherwise, is written out. The table of
+keys is in `keys`; here are the rules of those that need arithmetic, or that depend on others.
 
 Words of TRL that mean something else here: its `max_steps`, `save_steps` and `eval_steps` count optimizer updates, ours
 count steps, which make several; its batches are per device, ours are whole. With S = steps_per_generation,
@@ -19,12 +19,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.config.foreign_keys import DIRECT, IGNORED_AT, NO_COUNTERPART
 from mm_grpo.config.grpo_config import GRPOConfig
 from mm_grpo.config.messages import leaves
-from mm_grpo.config.other_trainers import explains, unknown_key
 from mm_grpo.config.yaml_file import set_value, shown, write_yaml
 from mm_grpo.errors import ConfigError
+from mm_grpo.migrate.keys import explains, row_of, unknown_key
 from mm_grpo.terminal import printable, redact
 
 NO_MODEL = "NAME_OF_THE_MODEL"
@@ -163,28 +162,32 @@ _MAPPINGS = (
 )
 
 
+NEEDLESS: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1.0, 1), "top_k": (0, None, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0, 1),
+    "vllm_tensor_parallel_size": (1,), "resume_from_checkpoint": (None, False), "use_peft": (False,),
+    "deepspeed": (None,), "fsdp": (None, "", []), "load_in_4bit": (False,), "load_in_8bit": (False,),
+    "push_to_hub": (False,), "use_liger_kernel": (False,), "lora_dropout": (0, 0.0), "torch_compile": (False,),
+}  # fmt: skip
+"""Values at which a key asks for nothing that differs here."""
+
+
 def _take(found: Conversion, key: str, value: Any) -> str | None:
     """Take one key over; the reason where it cannot be."""
-    ends = [key.split(".", n)[n] for n in range(key.count(".") + 1)]
-    if value in IGNORED_AT.get(key, ()):
+    row = row_of(key)
+    if value in NEEDLESS.get(key, ()):
         found.taken[key] = "needless"
-        return None
-    rule = RULES.get(key)
-    if rule is not None:
-        return rule(found, value)
-    path = next((DIRECT[end] for end in ends if end in DIRECT), None)
-    if path is None:
+    elif key in RULES:
+        return RULES[key](found, value)
+    elif row is None or row.path is None:
         known = [name for name, _ in leaves(GRPOConfig)]
-        if key in NO_COUNTERPART:
-            return NO_COUNTERPART[key]
         if not explains(key, known):
             return "mm_grpo knows no such key; docs/config.md has every field"
         return unknown_key(key, None, known)[0].partition("unknown key; ")[2]
-    if value is None:
+    elif value is None:
         found.taken[key] = "needless"
-        return None
-    found.put(path, value)
-    found.taken[key] = path
+    else:
+        found.put(row.path, value)
+        found.taken[key] = row.path
     return None
 
 
@@ -265,24 +268,16 @@ def _warmup(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _scheduler(found: Conversion, value: Any) -> str | None:
-    ours = {
-        "linear": "linear",
-        "cosine": "cosine",
-        "constant": "constant",
-        "constant_with_warmup": "constant",
-    }
-    if value not in ours:
-        return "optim.lr_scheduler_type is constant, linear or cosine"
-    found.put("optim.lr_scheduler_type", ours[value])
-    return None
+def _choice(path: str, ours: Mapping[object, str]) -> Rule:
+    """One of several values, each with ours."""
 
+    def rule(found: Conversion, value: Any) -> str | None:
+        if value not in ours:
+            return f"{path} is one of {', '.join(dict.fromkeys(ours.values()))}"
+        found.put(path, ours[value])
+        return None
 
-def _dtype(found: Conversion, value: Any) -> str | None:
-    if value not in ("auto", "float32", "bfloat16", None):
-        return "model.dtype is auto, float32 or bfloat16"
-    found.put("model.dtype", value or "auto")
-    return None
+    return rule
 
 
 def _bf16(found: Conversion, value: Any) -> str | None:
@@ -311,11 +306,6 @@ def _vllm(found: Conversion, value: Any) -> str | None:
             mode = found.given.get("vllm_importance_sampling_mode", "sequence_mask")
             found.put("algorithm.importance_sampling_mode", mode)
     return None
-
-
-def _of_vllm(found: Conversion, value: Any) -> str | None:
-    """A key that the rule of use_vllm reads."""
-    return None if found.given.get("use_vllm") else "counts only with use_vllm: true"
 
 
 def _sleep(found: Conversion, value: Any) -> str | None:
@@ -370,9 +360,11 @@ def _dataset(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _with(key: str) -> Rule:
+def _with(*keys: str) -> Rule:
     """A key that the rule of another one reads."""
-    return lambda found, value: None if found.given.get(key) else f"counts only with {key}"
+    return lambda found, value: (
+        None if any(found.given.get(key) for key in keys) else f"counts only with {' or '.join(keys)}"
+    )
 
 
 def _lora(found: Conversion, value: Any) -> str | None:
@@ -386,13 +378,6 @@ def _lora(found: Conversion, value: Any) -> str | None:
     elif value != "full":
         return "model.lora trains adapters; null every weight"
     return None
-
-
-def _of_lora(found: Conversion, value: Any) -> str | None:
-    asked = found.given.get("use_peft") or "lora" in (
-        found.given.get(k) for k in ("train_type", "tuner_type")
-    )
-    return None if asked else "counts only with adapters"
 
 
 def _turns(found: Conversion, value: Any) -> str | None:
@@ -414,19 +399,31 @@ RULES: Mapping[str, Rule] = {
     "ref_model_sync_steps": _steps("algorithm.ref_model_sync_steps"),
     "num_train_epochs": _epochs,
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), _warmup),
-    "lr_scheduler_type": _scheduler,
-    **dict.fromkeys(("dtype", "torch_dtype"), _dtype),
+    "lr_scheduler_type": _choice(
+        "optim.lr_scheduler_type",
+        {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"},
+    ),
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"),
+        _choice("model.dtype", {None: "auto", "auto": "auto", "float32": "float32", "bfloat16": "bfloat16"}),
+    ),
     "bf16": _bf16,
     "report_to": _trackers,
     "use_vllm": _vllm,
-    **dict.fromkeys(("vllm_mode", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"), _of_vllm),
+    **dict.fromkeys(
+        ("vllm_mode", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+        _with("use_vllm"),
+    ),
     "vllm_enable_sleep_mode": _sleep,
     "reward_funcs": _rewards,
     "reward_weights": _weights,
     "dataset_name": _dataset,
     **dict.fromkeys(("dataset_config", "dataset_train_split", "dataset_test_split"), _with("dataset_name")),
     **dict.fromkeys(("use_peft", "train_type", "tuner_type"), _lora),
-    **dict.fromkeys(("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "target_modules"), _of_lora),
+    **dict.fromkeys(
+        ("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "target_modules"),
+        _with("use_peft", "train_type", "tuner_type"),
+    ),
     "max_tool_calling_iterations": _turns,
 }  # fmt: skip
 
