@@ -75,7 +75,7 @@ tower and of dense masks within a factor of 1.5. None of it was compared with a 
 `make gpu-proof` does that ([benchmarks](../benchmarks/README.md#on-a-gpu)). Not counted are
 the buffers of kernels, the allocator's losses (leave a tenth) and what a tower's projector keeps. The host needs
 12 bytes for each trained weight with `optim.offload_optimizer`, vLLM's weights at `sleep_level` 1, and, where
-checkpoints are written in the background (`run.async_save`, the default), 12 bytes for each trained weight, of all
+checkpoints are written in the background , 12 bytes for each trained weight, of all
 processes together (of each of them at `optim.zero_stage` 0), from the first checkpoint to the end; 4 more for each
 weight of a reference policy that moves (`algorithm.sync_ref_model`). Where the host has less free, checkpoints are
 written while the run waits, with a warning.

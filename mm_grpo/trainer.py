@@ -43,6 +43,7 @@ from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.metrics import finite_or_text, iter_metrics
+from mm_grpo.run.paths import REPORT_EVERY
 from mm_grpo.run.profile import Profile
 from mm_grpo.run.progress import Progress
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of, tool_sources_of
@@ -112,7 +113,7 @@ class GRPOTrainer(Saving):
                 resume=resume,
                 writes=names_of(config, saves=self.save_every > 0),
                 keep_rollouts=config.run.keep_rollouts,
-                report_every=config.run.report_every if config.run.report else None,
+                report_every=REPORT_EVERY if config.run.report else None,
                 expected=config.run.expected_curve,
             )
             if self.ranks.first:
@@ -262,13 +263,11 @@ class GRPOTrainer(Saving):
         }  # fmt: skip
 
     def _log_rollouts(self, rollout: Rollout) -> None:
-        """Every group that was sampled, on the first process, as often as the config says."""
-        step, every = rollout.step, self.config.run.log_rollouts_every
-        if not self.ranks.first or not (step % every == 0 or step in (1, self.plan.max_steps)):
-            return
-        with timed(rollout.times, "time/log"):
-            groups = sorted(rollout.sampled, key=lambda group: (group.slot, group.attempt))
-            self.folder.write_rollouts(step, groups, self.scorer.specs)
+        """Every group that was sampled, on the first process."""
+        if self.ranks.first:
+            with timed(rollout.times, "time/log"):
+                groups = sorted(rollout.sampled, key=lambda group: (group.slot, group.attempt))
+                self.folder.write_rollouts(rollout.step, groups, self.scorer.specs)
 
     # the run around the steps ----------------------------------------------------------------
 
@@ -297,7 +296,7 @@ class GRPOTrainer(Saving):
             try:
                 if not kept:
                     self.evaluations.begin(self.prompt_builder, self.ranks)
-                if self.config.run.parity_check:
+                if self.config.run.guards.get("logp_gap") != "off":
                     self._phase("checking that engine and learner agree on the first prompt")
                     with self.ranks.fail_together("the parity check"):
                         self._check_parity()
@@ -398,8 +397,7 @@ class GRPOTrainer(Saving):
             return 0, {}, None
         refuse_another_run(
             found, self._rows, self._rewards, self.plan.max_steps, **self._tools,
-            allow_changed_rewards=self.config.run.allow_changed_rewards,
-            allow_changed_tools=self.config.run.allow_changed_tools,
+            allow_changed_code=self.config.run.allow_changed_code,
         )  # fmt: skip
         self.checkpoints.load(found)
         self.tokens_seen = found.extra["tokens_seen"]

@@ -386,6 +386,12 @@ def _turns(found: Conversion, value: Any) -> str | None:
     return None
 
 
+def _dynamic(found: Conversion, value: Any) -> str | None:
+    if value:
+        found.put("rollout.max_attempts", found.count("max_resample_times", 3) + 1)
+    return None
+
+
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
@@ -425,6 +431,8 @@ RULES: Mapping[str, Rule] = {
         _with("use_peft", "train_type", "tuner_type"),
     ),
     "max_tool_calling_iterations": _turns,
+    "dynamic_sample": _dynamic,
+    "max_resample_times": _with("dynamic_sample"),
 }  # fmt: skip
 
 

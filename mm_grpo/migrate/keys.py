@@ -31,12 +31,10 @@ FIELDS: Mapping[str, str] = {
     "data.shuffle": "shuffle_dataset dataset_shuffle data.shuffle",
     "data.system_prompt": "system data.system_prompt",
     "data.chat_template_kwargs": "chat_template_kwargs",
-    "data.num_workers": "dataloader_num_workers",
     "rollout.prompts_per_step": "data.train_batch_size data.rollout_batch_size",
     "rollout.num_generations": "num_generations actor_rollout_ref.rollout.n worker.rollout.n",
     "rollout.max_completion_length": "max_completion_length data.max_response_length",
     "rollout.temperature": "temperature",
-    "rollout.dynamic_sampling": "dynamic_sample",
     "rollout.vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization rollout.gpu_memory_utilization",
     "rollout.vllm.max_model_len": "vllm_max_model_length vllm_max_model_len",
     "rollout.eval.num_generations": "num_generations_eval val_kwargs.n val_override_config.n",
@@ -46,9 +44,15 @@ FIELDS: Mapping[str, str] = {
         f"algorithm.{name}": name
         for name in (
             "advantage_estimator", "multi_objective_aggregation", "loss_type", "importance_sampling_level", "beta",
-            "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-            "vespo_lambda_neg", "kl_in_reward", "sync_ref_model", "ref_model_mixup_alpha", "off_policy_mask_threshold",
+            "kl_in_reward", "sync_ref_model", "ref_model_mixup_alpha", "off_policy_mask_threshold",
             "scale_rewards", "mask_truncated_completions", "top_entropy_quantile",
+        )
+    },
+    **{
+        f"algorithm.loss_options.{name}": name
+        for name in (
+            "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
+            "vespo_lambda_neg",
         )
     },
     "algorithm.epsilon": "epsilon clip_ratio clip_ratio_low",
@@ -184,8 +188,9 @@ REASONS: Mapping[str, str] = {
     "write weight (shares are weights over their sum)": "source.probability",
     "write columns: {answer: ...}": "source.answer",
     "write data.shuffle": "train_dataloader_shuffle",
-    "rows are read by threads of their own (data.num_workers)":
-        "dataloader_drop_last dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor"
+    "images are made ahead by two threads of each process":
+        "num_workers dataloader_num_workers dataloader_drop_last dataloader_pin_memory dataloader_persistent_workers"
+        " dataloader_prefetch_factor"
         " dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy length_column_name"
         " ignore_data_skip dataset_num_proc",
     "rows are read from memory-mapped files; nothing is streamed": "dataset_streaming",
@@ -207,8 +212,9 @@ REASONS: Mapping[str, str] = {
         "reward_function custom_reward_function.path custom_reward_function.name",
     "write rewards: [{name: reward_model, model: ...}]": "reward_model_name_or_path",
     "write algorithm.perception_coef (0 is no perception term)": "use_kl_prcp kl_prcp_coef",
-    "write algorithm.perception_entropy_coef (of both entropies)": "aug_entropy_loss_coef ori_entropy_loss_coef",
-    "write algorithm.perception_mask_ratio": "black_prob",
+    "write algorithm.loss_options: {perception_entropy_coef: ...} (of both entropies)":
+        "perception_entropy_coef aug_entropy_loss_coef ori_entropy_loss_coef",
+    "write algorithm.loss_options: {perception_mask_ratio: ...}": "black_prob perception_mask_ratio",
     "write algorithm.scale_rewards: batch, or algorithm.advantage_estimator: reinforce_plus_plus_baseline":
         "normalize_advantages",
     "write algorithm.scale_rewards (group or none)": "norm_adv_by_std_in_grpo",
@@ -222,8 +228,8 @@ REASONS: Mapping[str, str] = {
     "the KL term has its own gradient (docs/algorithms.md), without this correction": "use_bias_correction_kl",
     "the entropy bonus has a constant weight, algorithm.entropy_coef":
         "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
-    "write rollout.dynamic_sampling (and rollout.max_attempts)": "dynamic_sample online_filtering",
-    "write rollout.dynamic_sampling": "filter_groups.enable",
+    "write rollout.max_attempts (above 1 groups of equal rewards are replaced)":
+        "dynamic_sample online_filtering filter_groups.enable dynamic_sampling",
     "write rollout.max_attempts": "filter_groups.max_num_gen_batches",
     "write rollout.max_attempts (= max_resample_times + 1: the first attempt counts)": "max_resample_times",
     # the engine
@@ -242,6 +248,27 @@ REASONS: Mapping[str, str] = {
     "the rollout engines are transformers, vllm and vllm_server, without this option":
         "generation_kwargs cache_implementation vllm_model_impl use_transformers_continuous_batching"
         " transformers_continuous_batching_config use_transformers_paged",
+    # fields that were ours
+    "a server that does not answer /health for a third of rollout.server.timeout, at most 30 s, counts as hung":
+        "health_timeout",
+    "a server that takes rollout.server.timeout for a weight update, at most 300 s, is left out": "update_timeout",
+    "an image of more than 50 MiB or 89,478,485 pixels is refused; shrink it": "max_image_bytes max_image_pixels",
+    "a call that is late ends the run where rollout.on_tool_error is stop, else it masks the conversation":
+        "on_tool_timeout",
+    "it is made unless run.guards has logp_gap: off": "parity_check",
+    "the limit is 1e-3 nats for float32 weights and 0.1 for bfloat16 ones; write run.guards: {logp_gap: warn}":
+        "max_logp_gap",
+    "the key is in the environment variable MM_GRPO_SERVER_KEY": "key_env",
+    "it is the address from which this machine reaches the first of rollout.server.urls": "server.host",
+    "a connection may take 5 s": "connect_timeout",
+    "vLLM in the trainer's process counts as hung after 600 s without a step": "vllm.timeout",
+    "a server is asked for 256 completions at once": "max_sequences",
+    "prompts that are made ahead hold 4 GiB of pixels at most": "prefetch_bytes",
+    "checkpoints are written in a thread where the host's memory has room for a copy, else while the run waits":
+        "async_save",
+    "write run.allow_changed_code": "allow_changed_rewards allow_changed_tools",
+    "report.html is written every 10 steps, after evaluations and at the end": "report_every",
+    "completions of every step are written down; run.keep_rollouts bounds them": "log_rollouts_every",
 }  # fmt: skip
 """What is said, and the keys about which."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import datasets
 import pytest
@@ -13,8 +13,6 @@ from PIL import Image
 
 from mm_grpo import GRPOConfig
 from mm_grpo.build import plan_run
-from mm_grpo.config import DataConfig
-from mm_grpo.config.source_entries import LAYOUTS
 from mm_grpo.data import Mixture
 from mm_grpo.data.dataset import fingerprint
 from mm_grpo.data.sources import load_eval, load_train
@@ -286,10 +284,6 @@ def test_rewards_see_the_columns_of_all_sources(files: Path) -> None:
     ]
     mixed = load_train(config(two()), needs=Scorer(rewards).check)
     assert mixed.columns == ("box", "task", "answer")
-
-
-def test_layouts_of_an_entry_are_those_of_the_section() -> None:
-    assert get_args(get_args(DataConfig.model_fields["layout"].annotation)[0]) == LAYOUTS
 
 
 def test_the_mixture_of_the_docs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

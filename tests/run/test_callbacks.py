@@ -50,7 +50,7 @@ class Record:
 
 
 def trained(record: Any, model: Path, folder: Path, **changes: Any) -> GRPOTrainer:
-    run = {"max_steps": 4, "save_every": 2, "report": False, "sight_every": 0, "async_save": False, **changes}
+    run = {"max_steps": 4, "save_every": 2, "report": False, "sight_every": 0, **changes}
     made = GRPOTrainer(
         config_for(model, folder, run=run), train=ROWS, eval=HELDOUT, rewards=[vowels], callbacks=[record]
     )

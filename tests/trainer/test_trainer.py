@@ -273,7 +273,7 @@ def test_a_loss_that_is_no_number_is_a_row_where_guards_warn(
         return pack_loss(config, inputs, tokens, statistics)
 
     monkeypatch.setattr("mm_grpo.learner.learner.pack_loss", spoilt)
-    run = {"max_steps": 1, "save_every": 1, "report_every": 1}
+    run = {"max_steps": 1, "save_every": 1}
     config = config_for(models["qwen2_vl"], tmp_path / "r", run=run)
     with pytest.raises(GuardStop, match="loss"):
         GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
