@@ -231,6 +231,7 @@ LOSS_OPTIONS = {
     "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
     "vespo": {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
 }
+ABOVE_0 = ("sapo_temperature_pos", "sapo_temperature_neg", "perception_mask_ratio")
 PERCEPTION_OPTIONS = {"perception_mask_ratio": 0.6, "perception_entropy_coef": 0.0}
 
 
@@ -323,13 +324,11 @@ class AlgorithmConfig(Section):
                     f" algorithm.perception_coef = {self.perception_coef:g} has"
                     f" {', '.join(legal) or 'no options'}; leave it out"
                 )
-            if (
-                value < 0
-                or (value == 0 and "temperature" in name)
-                or (name == "perception_mask_ratio" and value > 1)
-            ):
+            above = name in ABOVE_0
+            if value < 0 or (above and value == 0) or (name == "perception_mask_ratio" and value > 1):
                 raise CheckError(
-                    f"algorithm.loss_options.{name} = {value:g}: is out of range (docs/algorithms.md)"
+                    f"algorithm.loss_options.{name} = {value:g}: must be a number {'>' if above else '>='} 0"
+                    f"{' and <= 1' if name == 'perception_mask_ratio' else ''}"
                 )
         return self
 

@@ -45,7 +45,6 @@ def test_the_defaults_that_trl_users_know() -> None:
     assert (made.algorithm.epsilon_high, made.algorithm.scale_rewards) == (None, "group")
     assert (made.optim.learning_rate, made.learning_rate, made.optim.max_grad_norm) == (None, 1e-6, 1.0)
     assert (made.run.dir, made.run.seed, made.run.max_steps) == ("runs/mm_grpo", 42, None)
-    assert (made.data.max_image_bytes, made.data.max_image_pixels) == (52428800, 89478485)
     assert (made.rollout.eval.temperature, made.rollout.eval.num_generations) == (0.0, 1)
     assert (made.rewards, made.run.guards, made.run.trackers) == ([], {}, [])
 
@@ -54,7 +53,6 @@ def test_defaults_of_several_processes_and_of_checkpoints() -> None:
     made = config()
     assert (made.optim.zero_stage, made.optim.offload_optimizer) == (2, False)
     assert (made.run.save_every, made.run.keep_checkpoints, made.run.process_timeout) == (None, 2, 1800.0)
-    assert made.run.async_save
 
 
 def test_two_configs_share_nothing() -> None:

@@ -219,7 +219,7 @@ print(json.dumps([count, sorted({"torch", "transformers", "vllm", "datasets"} & 
 def test_the_light_imports_stay_light(tmp_path: Path) -> None:
     count, heavy = json.loads(in_a_fresh_python(LOAD, "mm_grpo", "mm_grpo.rewards", cwd=tmp_path))
     assert heavy == []
-    assert count < 140  # 81 modules are read in 0.05 s
+    assert count < 300  # 180 modules, a hundred of them pydantic's, are read in 0.1 s
 
 
 @pytest.mark.parametrize("module", ["mm_grpo.config", "mm_grpo.data"])
