@@ -175,7 +175,7 @@ def test_no_more_rows_are_read_than_needed():
     "value", ["grounding", {}, ["task"], {"task": []}, {"task": {"a": 1}}, {3: "a"}, None]
 )
 def test_a_wrong_when_is_refused(value):
-    with pytest.raises(RewardError, match="^reward 'length': when"):
+    with pytest.raises(RewardError, match=r"^reward 'length': when"):
         Scorer([{"name": "length", "max_length": 3, "when": value}])
 
 
@@ -242,8 +242,3 @@ def test_only_the_rewards_that_ask_for_it_get_no_thinking(rows):
     # the built-ins read what follows </think> themselves, but take thinking that is never closed for an answer
     assert scores.parts["contains"] == [1.0, 1.0, 1.0, 0.0]
     assert scores.parts["of_all"] == [1.0, 1.0, 1.0, 1.0]
-
-
-def test_strip_thinking_is_a_flag():
-    with pytest.raises(RewardError, match="reward 'length': strip_thinking is 'yes'; legal is true or false"):
-        Scorer([{"name": "length", "max_length": 3, "strip_thinking": "yes"}])
