@@ -83,13 +83,8 @@ class Conversion:
         ordered = {name: self.values[name] for name in GRPOConfig.model_fields if name in self.values}
         given = redact(self.given)
         lines = [write_yaml(redact(ordered)).rstrip("\n")]
-        for title, entries in (
-            ("Written although no key said it:", self.notes),
-            (
-                "Not taken over:",
-                [f"{key} = {shown(given[key])}: {why}" for key, why in self.left.items()],
-            ),
-        ):
+        left = [f"{key} = {shown(given[key])}: {why}" for key, why in self.left.items()]
+        for title, entries in (("Written although no key said it:", self.notes), ("Not taken over:", left)):
             shown_entries = [printable(redact(entry), lines=False) for entry in entries]
             lines += ["", f"# {title}", *(f"#   {entry}" for entry in shown_entries)] if entries else []
         return "\n".join(lines) + "\n"
@@ -161,7 +156,6 @@ _MAPPINGS = (
     "columns",
 )
 
-
 NEEDLESS: Mapping[str, tuple[object, ...]] = {
     "top_p": (1.0, 1), "top_k": (0, None, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0, 1),
     "vllm_tensor_parallel_size": (1,), "resume_from_checkpoint": (None, False), "use_peft": (False,),
@@ -207,14 +201,16 @@ def _batch(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _steps(path: str) -> Rule:
+def _steps(path: str, strategy: str = "", default: str = "steps") -> Rule:
+    """A number of updates as steps; where `strategy` names another key, only while that says steps."""
+
     def rule(found: Conversion, value: Any) -> str | None:
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if found.given.get(strategy, default) != "steps":
+            return f"counts only with {strategy}: steps"
+        if isinstance(value, bool) or not isinstance(value, int | float) or 0 < value < 1:
             return f"is {shown(value)}; {path} is a number of steps"
         if value <= 0 and path == "run.max_steps":
             return None  # -1, which is the length of num_train_epochs
-        if 0 < value < 1:
-            return f"is a share of the run; {path} is a number of steps"
         steps = Fraction(value) / found.updates / found.count("num_iterations", 1)
         found.put(path, max(1, int(steps)) if value else 0)
         if steps.denominator > 1:
@@ -243,28 +239,14 @@ def _strategy(path: str, steps: str) -> Rule:
     return rule
 
 
-def _interval(path: str, strategy: str, default: str) -> Rule:
-    steps = _steps(path)
-
-    def rule(found: Conversion, value: Any) -> str | None:
-        if found.given.get(strategy, default) != "steps":
-            return f"counts only with {strategy}: steps"
-        return steps(found, value)
-
-    return rule
-
-
 def _warmup(found: Conversion, value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"is {shown(value)}; optim.warmup_steps is a number of updates"
     total = found.number("max_steps", -1)
-    if value == 0 or value >= 1:
-        if "optim" not in found.values or "warmup_steps" not in found.values["optim"]:
-            found.put("optim.warmup_steps", int(value))
-        return None
-    if total <= 0:
+    if 0 < value < 1 and total <= 0:
         return "is a share of the run, whose length is not known; write optim.warmup_steps (updates)"
-    found.put("optim.warmup_steps", int(value * total))
+    if 0 < value < 1 or "warmup_steps" not in found.values.get("optim", {}):
+        found.put("optim.warmup_steps", int(value * total) if 0 < value < 1 else int(value))
     return None
 
 
@@ -291,11 +273,8 @@ def _trackers(found: Conversion, value: Any) -> str | None:
     ours = [name for name in named if name in ("tensorboard", "wandb", "trackio")]
     found.put("run.trackers", ours)
     other = [name for name in named if name not in (*ours, "none", None)]
-    return (
-        f"run.trackers has tensorboard, wandb and trackio, not {', '.join(map(str, other))}"
-        if other
-        else None
-    )
+    said = f"run.trackers has tensorboard, wandb and trackio, not {', '.join(map(str, other))}"
+    return said if other else None
 
 
 def _vllm(found: Conversion, value: Any) -> str | None:
@@ -317,8 +296,8 @@ def _rewards(found: Conversion, value: Any) -> str | None:
     named, weights = value if isinstance(value, list) else [value], found.given.get("reward_weights")
     ours = {
         "accuracy_reward": "math",
-        "think_format_reward": "format",
         "accuracy": "math",
+        "think_format_reward": "format",
         "format": "format",
     }
     entries: list[Any] = []
@@ -360,11 +339,9 @@ def _dataset(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _with(*keys: str) -> Rule:
+def _with(key: str) -> Rule:
     """A key that the rule of another one reads."""
-    return lambda found, value: (
-        None if any(found.given.get(key) for key in keys) else f"counts only with {' or '.join(keys)}"
-    )
+    return lambda found, value: None if found.given.get(key) else f"counts only with {key}"
 
 
 def _lora(found: Conversion, value: Any) -> str | None:
@@ -378,6 +355,12 @@ def _lora(found: Conversion, value: Any) -> str | None:
     elif value != "full":
         return "model.lora trains adapters; null every weight"
     return None
+
+
+def _of_lora(found: Conversion, value: Any) -> str | None:
+    """A key that the rule of adapters reads."""
+    kinds = (found.given.get(key) for key in ("use_peft", "train_type", "tuner_type"))
+    return None if any(kind in (True, "lora") for kind in kinds) else "counts only with adapters"
 
 
 def _turns(found: Conversion, value: Any) -> str | None:
@@ -398,8 +381,8 @@ RULES: Mapping[str, Rule] = {
         _batch,
     ),
     "max_steps": _steps("run.max_steps"),
-    "save_steps": _interval("run.save_every", "save_strategy", "steps"),
-    "eval_steps": _interval("run.eval_every", "eval_strategy", "no"),
+    "save_steps": _steps("run.save_every", "save_strategy"),
+    "eval_steps": _steps("run.eval_every", "eval_strategy", "no"),
     "save_strategy": _strategy("run.save_every", "save_steps"),
     "eval_strategy": _strategy("run.eval_every", "eval_steps"),
     "ref_model_sync_steps": _steps("algorithm.ref_model_sync_steps"),
@@ -428,7 +411,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("use_peft", "train_type", "tuner_type"), _lora),
     **dict.fromkeys(
         ("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "target_modules"),
-        _with("use_peft", "train_type", "tuner_type"),
+        _of_lora,
     ),
     "max_tool_calling_iterations": _turns,
     "dynamic_sample": _dynamic,

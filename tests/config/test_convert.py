@@ -147,7 +147,7 @@ def test_what_trl_does_by_default_is_written_out() -> None:
         ({"report_to": ["mlflow", "wandb"]}, "report_to", "not mlflow"),
         ({"vllm_mode": "server"}, "vllm_mode", "use_vllm"),
         ({"reward_funcs": ["orm"]}, "reward_funcs", "orm"),
-        ({"lora_r": 8}, "lora_r", "use_peft"),
+        ({"lora_r": 8, "train_type": "full"}, "lora_r", "adapters"),
         ({"loss_type": "sapo", "vespo_k_pos": 1.0}, "vespo_k_pos", "sapo_temperature_pos"),
         ({"some_key": 1}, "some_key", "docs/config.md"),
     ],
