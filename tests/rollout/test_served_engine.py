@@ -17,7 +17,7 @@ from helpers.fake_vllm import IMAGE, FakeVLLM, Processor, prompt_of
 from helpers.patience import PATIENCE, until
 from helpers.served import FIVE, WEIGHTS, Made, back, in_midst, requests, restart
 
-from mm_grpo.build import build_engine
+from mm_grpo.build import build_engine, own_address
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, Sampling
 from mm_grpo.rollout.served.client import ServerClient
@@ -453,3 +453,9 @@ def test_0_25_1_a_restart_in_midst_is_seen_by_the_workers_record(make: Made) -> 
     assert (
         fakes[0].control.workers[0].account.weights_name == fakes[1].control.workers[0].account.weights_name
     )
+
+
+def test_this_machines_address_is_found_from_a_servers_url() -> None:
+    for url in ("unix:///run/vllm.sock", "http://127.0.0.1:8000", "http://no-such-host.invalid:8000"):
+        assert own_address(url) == "127.0.0.1"
+    assert own_address("http://[::1]:8000") == "::1"
