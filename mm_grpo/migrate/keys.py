@@ -4,7 +4,7 @@ A row is our field, where the value means the same, or what is said about the ke
 with the full path of a right name in the wrong place, or with the nearest known name; `convert` takes the value over.
 Nothing here knows the config classes: the caller passes the known paths.
 
-To add a key: its name, or the end of a dotted path, in lower case, behind our field in FIELDS, else behind the words in
+To add a key: its name, or the end of a dotted path, in lower case, behind our field in FIELDS (or SAME), else behind the words in
 REASONS; a key in both is taken over, and the words are what is said. A foreign value of a field goes into VALUES. A
 test checks that every dotted path that a row names exists.
 """
@@ -16,45 +16,38 @@ from dataclasses import dataclass
 
 from mm_grpo.errors import nearest
 
+SAME = (
+    "model.trust_remote_code data.columns data.min_pixels data.max_pixels data.max_prompt_length "
+    "data.chat_template_kwargs rollout.temperature algorithm.advantage_estimator "
+    "algorithm.multi_objective_aggregation algorithm.loss_type algorithm.importance_sampling_level algorithm.beta "
+    "algorithm.kl_in_reward algorithm.sync_ref_model algorithm.ref_model_mixup_alpha "
+    "algorithm.off_policy_mask_threshold algorithm.scale_rewards algorithm.mask_truncated_completions "
+    "algorithm.top_entropy_quantile algorithm.loss_options.sapo_temperature_pos "
+    "algorithm.loss_options.sapo_temperature_neg algorithm.loss_options.vespo_k_pos "
+    "algorithm.loss_options.vespo_lambda_pos algorithm.loss_options.vespo_k_neg "
+    "algorithm.loss_options.vespo_lambda_neg optim.weight_decay optim.adam_beta1 optim.adam_beta2 "
+    "optim.adam_epsilon run.seed"
+)
+"""Our fields whose last name is theirs."""
+
 FIELDS: Mapping[str, str] = {
+    **{path: path.rpartition(".")[2] for path in SAME.split()},
     "model.path": "model_name_or_path model_id_or_path model actor_rollout_ref.model.path actor.model.model_path",
     "model.attn": "attn_implementation attn_impl",
     "model.freeze_vision": "freeze_vit freeze_vision_tower",
-    "model.trust_remote_code": "trust_remote_code",
     "data.train": "dataset data.train_files",
     "data.eval": "val_dataset data.val_files",
-    "data.columns": "columns",
     "data.image_dir": "data.image_dir",
-    "data.min_pixels": "min_pixels",
-    "data.max_pixels": "max_pixels",
-    "data.max_prompt_length": "max_prompt_length",
     "data.shuffle": "shuffle_dataset dataset_shuffle data.shuffle",
     "data.system_prompt": "system data.system_prompt",
-    "data.chat_template_kwargs": "chat_template_kwargs",
     "rollout.prompts_per_step": "data.train_batch_size data.rollout_batch_size",
     "rollout.num_generations": "num_generations actor_rollout_ref.rollout.n worker.rollout.n",
     "rollout.max_completion_length": "max_completion_length data.max_response_length",
-    "rollout.temperature": "temperature",
     "rollout.vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization rollout.gpu_memory_utilization",
     "rollout.vllm.max_model_len": "vllm_max_model_length vllm_max_model_len",
     "rollout.eval.num_generations": "num_generations_eval val_kwargs.n val_override_config.n",
     "rollout.eval.temperature": "val_kwargs.temperature val_override_config.temperature",
     "rollout.eval.top_p": "val_kwargs.top_p val_override_config.top_p",
-    **{
-        f"algorithm.{name}": name
-        for name in (
-            "advantage_estimator", "multi_objective_aggregation", "loss_type", "importance_sampling_level", "beta",
-            "kl_in_reward", "sync_ref_model", "ref_model_mixup_alpha", "off_policy_mask_threshold",
-            "scale_rewards", "mask_truncated_completions", "top_entropy_quantile",
-        )
-    },
-    **{
-        f"algorithm.loss_options.{name}": name
-        for name in (
-            "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-            "vespo_lambda_neg",
-        )
-    },
     "algorithm.epsilon": "epsilon clip_ratio clip_ratio_low",
     "algorithm.epsilon_high": "epsilon_high clip_ratio_high",
     "algorithm.delta": "delta clip_ratio_c clip_ratio_dual",
@@ -63,15 +56,10 @@ FIELDS: Mapping[str, str] = {
     "algorithm.importance_sampling_clip_max": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
     "algorithm.importance_sampling_clip_min": "vllm_importance_sampling_clip_min",
     "optim.learning_rate": "learning_rate actor.optim.lr",
-    "optim.weight_decay": "weight_decay",
-    "optim.adam_beta1": "adam_beta1",
-    "optim.adam_beta2": "adam_beta2",
-    "optim.adam_epsilon": "adam_epsilon",
     "optim.max_grad_norm": "max_grad_norm actor.grad_clip",
     "optim.warmup_steps": "optim.lr_warmup_steps",
     "optim.gradient_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "run.dir": "output_dir default_local_dir save_checkpoint_path",
-    "run.seed": "seed",
     "run.overwrite": "overwrite_output_dir",
     "run.max_steps": "trainer.total_training_steps trainer.max_steps",
     "run.eval_every": "test_freq val_freq",
