@@ -4,9 +4,9 @@ A row is our field, where the value means the same, or what is said about the ke
 with the full path of a right name in the wrong place, or with the nearest known name; `convert` takes the value over.
 Nothing here knows the config classes: the caller passes the known paths.
 
-To add a key: its name, or the end of a dotted path, in lower case, behind our field in FIELDS (or SAME), else behind the words in
-REASONS; a key in both is taken over, and the words are what is said. A foreign value of a field goes into VALUES. A
-test checks that every dotted path that a row names exists.
+To add a key: its name, or the end of a dotted path, in lower case, behind our field in FIELDS (or SAME), else behind
+the words in REASONS; a key in both is taken over, and the words are what is said. A foreign value of a field goes into
+VALUES. A test checks that every dotted path that a row names exists.
 """
 
 from __future__ import annotations
