@@ -58,14 +58,11 @@ def _faults(signature: inspect.Signature, args: tuple[Any, ...], given: Mapping[
     foreign = [name for name in given if name not in own]
     if len(args) > 1 or not isinstance(config, GRPOConfig):
         kind = type(config)
-        what = (
-            shown(config)
-            if config is None or kind is str
-            else f"a {kind.__module__.split('.')[0]}.{kind.__name__}"
-        )
+        whose = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]}."
+        what = shown(config) if config is None or kind is str else f"a {whose}{kind.__name__}"
         yield (
             f"config is {what}, of {len(args)} arguments by position; write GRPOTrainer(GRPOConfig(model=ModelConfig("
-            "path=...), ...), train=..., rewards=[...])"
+            "path=...), ...), train=..., rewards=[...]); GRPOConfig.from_dict and from_yaml make one too"
         )
     for name in foreign:
         advice = ARGUMENTS.get(name, f"{did_you_mean(name, own)}GRPOTrainer takes {', '.join(own)}")
