@@ -177,7 +177,7 @@ def test_a_call_without_an_answer(make: Make, how: str, fault: str) -> None:
     seen = box.host.call_all(
         [(one, "misbehave", {"how": how}), (one, "nap", {"seconds": 0}), (other, "nap", {"seconds": 0})]
     )
-    assert [s.fault for s in seen] == [fault, None, None]
+    assert [s.fault for s in seen] == [fault, "died" if how == "hang" else None, None]
     assert (one.masked is None) == (how == "exit")  # functions hold nothing that could be lost
 
     limit = TIMEOUT if how == "hang" else 60
@@ -197,18 +197,6 @@ def test_a_call_without_an_answer(make: Make, how: str, fault: str) -> None:
         ToolError, match=r"train:0: act (had not answered after 1 s|ended its worker process)"
     ):
         begun(box)[0].call("act", {"how": how})
-
-
-@pytest.mark.slow
-def test_conversations_that_lost_their_environment_stop_the_run_where_an_error_does(make: Make) -> None:
-    box = make((), World, environment_workers=1, on_tool_error="stop", tool_timeout=TIMEOUT)
-    one, other = begun(box, 2)
-    one.call("act", {"how": "hang"})
-    assert one.masked and other.masked is None
-    with pytest.raises(
-        ToolError, match="train:0: act: the conversation's environment is gone: its worker process was"
-    ):
-        other.call("act", {})
 
 
 @pytest.mark.parametrize("policy", ["reply", "mask", "stop"])
