@@ -62,8 +62,8 @@ def config_of(args: Any, model: Path, folder: Path, order: str, urls: list[str])
             "algorithm": {"num_iterations": args.iterations},
             "run": {
                 "dir": str(folder), "max_steps": args.steps, "overwrite": True, "report": False, "save_every": 0,
-                "save_model": False, "parity_check": False, "sight_every": 0, "log_rollouts_every": 1 << 20,
-                "profile": args.profile, "guards": {"no_update": "warn", "clipped_lengths": "warn"},
+                "save_model": False, "sight_every": 0,
+                "profile": args.profile, "guards": {"no_update": "warn", "clipped_lengths": "warn", "logp_gap": "off"},
             },
         }
     )  # fmt: skip

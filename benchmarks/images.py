@@ -38,6 +38,7 @@ from PIL import Image
 from workloads import NEVER, alternate
 
 from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.rollout import prompts
 
 SIDES = (1600, 1250)
 
@@ -66,20 +67,20 @@ class Steps:
 
 
 def measure(args: Any, rows: list[dict[str, Any]], workers: int, folder: Path) -> dict[str, Any]:
+    prompts.WORKERS = workers
     processor = load_shapes_processor(args.max_pixels)
     processor.stop_token_ids = frozenset({NEVER})
     steps = Steps()
     config = GRPOConfig.from_dict(
         {
             "model": {"path": str(BASE), "device": "cpu"},
-            "data": {"num_workers": workers},
             "rollout": {
                 "prompts_per_step": len(rows), "num_generations": args.generations,
                 "max_completion_length": args.tokens,
             },
             "run": {
-                "dir": str(folder / str(workers)), "max_steps": args.steps + 2, "log_rollouts_every": 1 << 20,
-                "report": False, "save_model": False, "parity_check": False, "save_every": 0,
+                "dir": str(folder / str(workers)), "max_steps": args.steps + 2,
+                "report": False, "save_model": False, "guards": {"logp_gap": "off"}, "save_every": 0,
             },
         }
     )  # fmt: skip
@@ -107,7 +108,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=positive, default=8, help="tokens of a completion")
     parser.add_argument("--max-pixels", type=positive, default=448 * 448, help="pixels after the resize")
     parser.add_argument("--size", default="tiny", choices=sorted(SIZES), help="the model's")
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="data.num_workers")
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[0, 2], help="threads that make images ahead"
+    )
     parser.add_argument("--steps", type=positive, default=2, help="timed steps")
     args = parse(parser, argv)
     warnings.filterwarnings("ignore")

@@ -78,8 +78,8 @@ def measure(args: Any, kind: str, side: str, folder: Path) -> list[Mapping[str, 
                 "max_completion_length": args.tokens,
             },
             "run": {
-                "dir": str(folder), "max_steps": args.steps + 1, "log_rollouts_every": 1 << 20, "overwrite": True,
-                "report": False, "save_model": False, "parity_check": False, "save_every": 0, "sight_every": 0,
+                "dir": str(folder), "max_steps": args.steps + 1, "overwrite": True,
+                "report": False, "save_model": False, "guards": {"logp_gap": "off"}, "save_every": 0, "sight_every": 0,
             },
         }
     )  # fmt: skip

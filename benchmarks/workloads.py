@@ -75,8 +75,8 @@ def our_trainer(work: Workload, steps: int, folder: Path, callbacks: Sequence[An
             },
             "optim": {"learning_rate": RATE, "max_grad_norm": 1.0},
             "run": {
-                "dir": str(folder / "ours"), "max_steps": steps, "log_rollouts_every": 1 << 20,
-                "report": False, "save_model": False, "save_every": 0, "sight_every": 0, "parity_check": False,
+                "dir": str(folder / "ours"), "max_steps": steps,
+                "report": False, "save_model": False, "save_every": 0, "sight_every": 0, "guards": {"logp_gap": "off"},
             },
         }
     )  # fmt: skip

@@ -9,11 +9,13 @@ engine itself, so that no run pays for one that it does not use.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from mm_grpo.data.mixture import MixedDataset
 from mm_grpo.data.mixture_order import MixtureOrder
@@ -338,7 +340,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
     dtype = str(model.dtype).removeprefix("torch.")
     settings = vllm_settings(config, processor, dtype, context_of(model.config))
     try:
-        return VLLMEngine(settings, processor, timeout=config.rollout.vllm.timeout)
+        return VLLMEngine(settings, processor)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("vllm"):
             raise
@@ -346,6 +348,20 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
             "rollout.engine = 'vllm': vLLM is not installed; install mm_grpo[vllm] on a GPU machine, "
             "mm_grpo[cpu] on a CPU, or use rollout.engine=transformers"
         ) from None
+
+
+def own_address(url: str) -> str:
+    """This machine's address as the server at `url` reaches it."""
+    host = urlsplit(url).hostname
+    if url.startswith("unix://") or host is None:
+        return "127.0.0.1"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # a datagram socket sends nothing when it is connected
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"  # the server is not there yet, and then the run says so
 
 
 def _vllm_server(
@@ -356,7 +372,7 @@ def _vllm_server(
     from mm_grpo.rollout.served.engine import ServedEngine
     from mm_grpo.rollout.served.protocol import model_sizes
     from mm_grpo.rollout.served.server import Limits
-    from mm_grpo.rollout.served.server_key import key_for
+    from mm_grpo.rollout.served.server_key import VARIABLE, key_for
     from mm_grpo.rollout.served.transfer import transfer_of
 
     given = config.rollout.server
@@ -372,23 +388,19 @@ def _vllm_server(
             given.transfer,
             device=str(model.device),
             folder=given.folder,
-            host=given.host,
-            timeout=given.update_timeout,
+            host=own_address(given.urls[0]),
+            timeout=min(300.0, given.timeout),
         )
-    key = partial(key_for, given.key_env)
-    clients = [
-        ServerClient(url, key=key, timeout=given.timeout, connect_timeout=given.connect_timeout)
-        for url in given.urls
-    ]
+    key = partial(key_for, VARIABLE)
+    clients = [ServerClient(url, key=key, timeout=given.timeout) for url in given.urls]
     return ServedEngine(
         clients,
         transfer,
         processor,
         limits=Limits(
             timeout=given.timeout,
-            health_timeout=given.health_timeout,
+            health_timeout=min(30.0, given.timeout / 3),
             wait_timeout=given.wait_timeout,
-            max_sequences=given.max_sequences,
             max_model_len=limits.max_model_len,
             sizes=model_sizes(model.config),
         ),

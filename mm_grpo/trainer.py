@@ -18,7 +18,6 @@ import torch
 
 from mm_grpo.build import build_parts, pipeline_of, plan_run
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.trainer_arguments import explain_arguments
 from mm_grpo.data.sources import Source, load_eval, load_train
 from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
@@ -27,6 +26,7 @@ from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.health.guards import Guards
 from mm_grpo.health.logp_gap import sampled_gap
 from mm_grpo.health.update_happens import finite_loss, update_happens
+from mm_grpo.migrate.arguments import explain_arguments
 from mm_grpo.pages.report import LivePage, check_expected
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
@@ -44,6 +44,7 @@ from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.metrics import finite_or_text, iter_metrics
+from mm_grpo.run.paths import REPORT_EVERY
 from mm_grpo.run.profile import Profile
 from mm_grpo.run.progress import Progress
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of, tool_sources_of
@@ -298,13 +299,11 @@ class GRPOTrainer:
         }  # fmt: skip
 
     def _log_rollouts(self, rollout: Rollout) -> None:
-        """Every group that was sampled, on the first process, as often as the config says."""
-        step, every = rollout.step, self.config.run.log_rollouts_every
-        if not self.ranks.first or not (step % every == 0 or step in (1, self.plan.max_steps)):
-            return
-        with timed(rollout.times, "time/log"):
-            groups = sorted(rollout.sampled, key=lambda group: (group.slot, group.attempt))
-            self.folder.write_rollouts(step, groups, self.scorer.specs)
+        """Every group that was sampled, on the first process."""
+        if self.ranks.first:
+            with timed(rollout.times, "time/log"):
+                groups = sorted(rollout.sampled, key=lambda group: (group.slot, group.attempt))
+                self.folder.write_rollouts(rollout.step, groups, self.scorer.specs)
 
     # the run around the steps ----------------------------------------------------------------
 
@@ -319,7 +318,7 @@ class GRPOTrainer:
                 if done and run.paths.metrics.exists():
                     self.guards.replay(iter_metrics(run.paths.metrics))
         self.collector.begin(done + 1)
-        page = LivePage(run.paths, self.config.run.report_every if self.config.run.report else None)
+        page = LivePage(run.paths, REPORT_EVERY if self.config.run.report else None)
         profile = Profile(self.config.run.profile, run.paths if first else None, max_steps - done)
         self._call("on_train_begin", step=done)
         batch, memory = self.config.batch_sentence(processes=self.ranks.world), self.learner.memory_sentence()
@@ -334,7 +333,7 @@ class GRPOTrainer:
             try:
                 if not kept:
                     self.evaluations.begin(self.prompt_builder, self.ranks)
-                if self.config.run.parity_check:
+                if self.config.run.guards.get("logp_gap") != "off":
                     self._phase("checking that engine and learner agree on the first prompt")
                     with self.ranks.fail_together("the parity check"):
                         self._check_parity()
@@ -439,8 +438,7 @@ class GRPOTrainer:
             return 0, {}, None
         refuse_another_run(
             found, self._rows, self._rewards, self.plan.max_steps, **self._tools,
-            allow_changed_rewards=self.config.run.allow_changed_rewards,
-            allow_changed_tools=self.config.run.allow_changed_tools,
+            allow_changed_code=self.config.run.allow_changed_code,
         )  # fmt: skip
         self.checkpoints.load(found)
         self.tokens_seen = found.extra["tokens_seen"]

@@ -23,8 +23,8 @@ def convert(
     ] = 1,
 ) -> None:
     """Make a config of ours from one of TRL, ms-swift or verl; what has no counterpart is listed with the reason."""
-    from mm_grpo.config.convert import convert as convert_keys
-    from mm_grpo.config.foreign_file import read_foreign
+    from mm_grpo.migrate.convert import convert as convert_keys
+    from mm_grpo.migrate.files import read_foreign
 
     written = None if output is None else OutputFile("--output", output, mark=None)
     found = convert_keys(read_foreign(file), devices=devices)

@@ -104,7 +104,7 @@ def field_advice(option: str | None) -> str | None:
         return None
     from mm_grpo.config.grpo_config import GRPOConfig
     from mm_grpo.config.messages import leaves
-    from mm_grpo.config.other_trainers import explains, unknown_key
+    from mm_grpo.migrate.keys import explains, unknown_key
 
     known = [path for path, _ in leaves(GRPOConfig)]
     name = option.removeprefix("--").replace("-", "_")

@@ -133,15 +133,10 @@ def texts_of(spec: RewardSpec) -> list[str]:
 
 def hand_made(text: str, columns: dict[str, Any], images: list[Path]) -> Prompt:
     """A prompt as rewards see one, without a model: the tensors are missing."""
-    from mm_grpo.config import DataConfig
     from mm_grpo.data.images import open_image
     from mm_grpo.types import EnginePrompt, Prompt, Sample
 
-    limits = DataConfig()
-    opened = tuple(
-        open_image(path, row="--image", max_bytes=limits.max_image_bytes, max_pixels=limits.max_image_pixels)
-        for path in images
-    )
+    opened = tuple(open_image(path, row="--image") for path in images)
     content = [*({"type": "image"} for _ in opened), {"type": "text", "text": text}]
     sample = Sample("by hand", [{"role": "user", "content": content}], opened, (), columns)
     tensors: Any = None

@@ -50,13 +50,13 @@ def serve(
     loaded = load_config(config, overrides or [])
     refuse_missing_data(loaded, config)
     from mm_grpo.rollout.served import launch
+    from mm_grpo.rollout.served.server_key import VARIABLE
 
     if port + servers - 1 > 65535:
         raise ConfigError(
             f"--port {port}: {servers} servers need the ports up to {port + servers - 1}; at most 65535"
         )
-    key_env = loaded.rollout.server.key_env
-    launch.check_exposure(host, key_env)
+    launch.check_exposure(host, VARIABLE)
     print_phase("importing torch and transformers")
     settings = [
         _at(each, host, port + number)
@@ -68,7 +68,7 @@ def serve(
     with launch.serve(
         settings, log_folder=None if logs is None else Path(logs), report=print_phase
     ) as started:
-        _describe(started, config, key_env)
+        _describe(started, config, VARIABLE)
         threading.Event().wait()
 
 
@@ -105,7 +105,7 @@ def server_settings(
     if "gpu_memory_utilization" not in given.model_fields_set:
         engine = replace(engine, gpu_memory_utilization=GPU_SHARE)
     kind = kind_of(server.transfer, device.type, server.folder)
-    return [ServerSettings(engine, kind, tensor_parallel, each, key_env=server.key_env) for each in gpus]
+    return [ServerSettings(engine, kind, tensor_parallel, each) for each in gpus]
 
 
 def gpus_of(

@@ -2,30 +2,35 @@
 
 sections        every section and field, each with its docstring: what it is, unit, range, default; lora: `model.lora`,
                 served: `rollout.server`
-values          kinds of value: paths, numbers, sources, rewards, guards, and what each accepts
-source_entries  one source of a mixture: its keys and their values
+values          kinds of value: paths, numbers, rewards, guards, and what each accepts
+source_entries  sources of rows: paths, tasks, mixtures and their entries
 grpo_config     GRPOConfig, the root of the tree, and the checks between sections; seed_plan: are there seeds enough
-yaml_file       YAML files, overrides, and paths that are relative to a config file
+yaml_file       YAML files, overrides, and paths that are relative to a config file; yaml_dialect: how YAML is read
 messages        the base of every section, and what is raised about a wrong value
-convert         a config of TRL, ms-swift or verl as one of ours; foreign_file reads it, foreign_keys has the tables
-trainer_arguments  arguments of TRL's GRPOTrainer, and what they are called here
-other_trainers  keys and values of TRL, ms-swift and verl, and what they are called here
+
+The names below load on first use: a reward's options are a section too, and need no more than `messages` and `values`.
 """
 
-from mm_grpo.config.grpo_config import FieldHelp, GRPOConfig
-from mm_grpo.config.lora import LoRAConfig
-from mm_grpo.config.sections import (
-    AlgorithmConfig,
-    DataConfig,
-    EvalSampling,
-    ModelConfig,
-    OptimConfig,
-    RolloutConfig,
-    RunConfig,
-)
-from mm_grpo.config.seed_plan import check_seed_plan
-from mm_grpo.config.served import ServerConfig, VLLMConfig
-from mm_grpo.config.yaml_file import apply_overrides
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mm_grpo.config.grpo_config import FieldHelp, GRPOConfig
+    from mm_grpo.config.lora import LoRAConfig
+    from mm_grpo.config.sections import (
+        AlgorithmConfig,
+        DataConfig,
+        EvalSampling,
+        ModelConfig,
+        OptimConfig,
+        RolloutConfig,
+        RunConfig,
+    )
+    from mm_grpo.config.seed_plan import check_seed_plan
+    from mm_grpo.config.served import ServerConfig, VLLMConfig
+    from mm_grpo.config.yaml_file import apply_overrides
 
 __all__ = [
     "AlgorithmConfig",
@@ -43,3 +48,10 @@ __all__ = [
     "apply_overrides",
     "check_seed_plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    root, sections = (import_module(f"{__name__}.{module}") for module in ("grpo_config", "sections"))
+    return getattr(root, name, None) or getattr(sections, name)

@@ -242,16 +242,6 @@ def _steps(config: GRPOConfig) -> Iterator[str]:
     if config.data.train is not None:  # else rows are passed in Python, and may be for evaluation too
         yield from _message(config.require_eval)
     yield from _message(lambda: check_seed_plan(steps or 1, attempts, prompts, rollout.num_generations))
-    if rollout.dynamic_sampling and attempts < 2:
-        yield (
-            "rollout.dynamic_sampling = true: needs rollout.max_attempts >= 2, the first attempt and at least one"
-            f" that replaces groups, and that is {attempts}"
-        )
-    if attempts > 1 and not rollout.dynamic_sampling:
-        yield (
-            f"rollout.max_attempts = {attempts}: must be 1 without rollout.dynamic_sampling, the only"
-            " thing that samples again; set rollout.dynamic_sampling = true"
-        )
 
 
 def _advantages(config: GRPOConfig) -> Iterator[str]:
@@ -379,17 +369,9 @@ def _kl(config: GRPOConfig) -> Iterator[str]:
 
 
 def _perception(config: GRPOConfig) -> Iterator[str]:
-    """The perception term has a weight where its options are set, and nothing shows what its mask hides."""
+    """Nothing shows what the perception term's mask hides."""
     algorithm, rollout = config.algorithm, config.rollout
-    default = AlgorithmConfig().perception_mask_ratio
-    if algorithm.perception_coef == 0:
-        for name, value, unset in (
-            ("perception_entropy_coef", algorithm.perception_entropy_coef, 0),
-            ("perception_mask_ratio", algorithm.perception_mask_ratio, default),
-        ):
-            if value != unset:
-                yield f"algorithm.{name} = {value:g}: needs algorithm.perception_coef > 0, and that is 0"
-    elif rollout.tools or rollout.environment is not None:
+    if algorithm.perception_coef > 0 and (rollout.tools or rollout.environment is not None):
         yield (
             f"algorithm.perception_coef = {algorithm.perception_coef:g}: must be 0 with rollout.tools and"
             " rollout.environment, which may show what the mask hides"

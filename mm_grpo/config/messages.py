@@ -20,9 +20,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from mm_grpo.config.other_trainers import VALUES, unknown_key
 from mm_grpo.config.yaml_file import set_value, shown
 from mm_grpo.errors import ConfigError, nearest
+from mm_grpo.migrate.keys import VALUES, unknown_key
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def describe_type(annotation: Any, metadata: Sequence[object] = ()) -> str:
         return " or ".join([*kinds, "null"] if type(None) in arguments else kinds)
     if origin is Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(map(str, arguments))
-    if origin is list:
+    if origin in (list, tuple):
         return f"a list of {describe_type(arguments[0]).removeprefix('one of ')}"
     if origin is dict:
         return f"a mapping of names to {describe_type(arguments[1])}"
@@ -215,8 +215,10 @@ def _section_within(field: FieldInfo) -> type[Section] | None:
 
 
 def _item(annotation: Any, rest: Sequence[Any]) -> Any:
-    """The type of the item that `rest` reaches inside a list or a mapping."""
-    if get_origin(annotation) is list and rest:
+    """The type of the item that `rest` reaches inside a list, a tuple or a mapping."""
+    if get_origin(annotation) is Annotated:
+        return _item(get_args(annotation)[0], rest)
+    if get_origin(annotation) in (list, tuple) and rest:
         return get_args(annotation)[0]
     if get_origin(annotation) is dict and rest:
         return get_args(annotation)[0 if "[key]" in rest else 1]

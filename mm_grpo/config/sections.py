@@ -3,7 +3,8 @@
 A field's docstring is its help text: what it is, with unit and range, a note, its default (docs/config.md
 is made from it). To add a field, add it here. A check of fields of one section is a validator here, one of
 several sections is in `grpo_config`. Names that other trainers give to keys and values are in
-`other_trainers`; what a `rewards` entry or a data source may look like is in `values`.
+`migrate/keys.py`; what a `rewards` entry may look like is in `values`, a data
+source in `source_entries`.
 
 P is `rollout.prompts_per_step`, G `rollout.num_generations`, A `rollout.max_attempts`.
 """
@@ -17,17 +18,18 @@ from pydantic import Field, field_validator, model_validator
 from mm_grpo.config.lora import LoRAConfig
 from mm_grpo.config.messages import Accepts, CheckError, FieldError, RelativeToFile, Section
 from mm_grpo.config.served import ServerConfig, VLLMConfig
+from mm_grpo.config.source_entries import Source, Sources
 from mm_grpo.config.values import (
+    AnswerFrom,
     Device,
     GuardAction,
     GuardName,
     HeadlineText,
+    Layout,
     Number,
     PathText,
     ProfileChoice,
     ScaleRewards,
-    Source,
-    Sources,
 )
 from mm_grpo.config.yaml_file import is_source, plain
 
@@ -75,10 +77,10 @@ class DataConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     """The dataset's name for each of our columns, as {ours: theirs}; dots reach into mappings, as in {answer:
     reward_model.ground_truth}. Default: {}."""
-    layout: Literal["trl", "openai", "verl", "ms_swift", "sharegpt", "r1v"] | None = None
+    layout: Layout | None = None
     """Layout of the rows (docs/data.md): trl, openai, verl (also EasyR1), ms_swift, sharegpt (also LLaVA) or r1v; null
     reads each row by what it holds, and refuses one that could be read in two ways. Default: null."""
-    answer_from: Literal["last_turn", "column"] | None = None
+    answer_from: AnswerFrom | None = None
     """Where the column answer is from: last_turn (a turn of the assistant that the prompt ends with) or column (such a
     turn is left out); null is last_turn in openai, ms_swift and sharegpt, column in the others. Default: null."""
     text_only: bool = False
@@ -91,21 +93,11 @@ class DataConfig(Section):
     max_pixels: int | None = Field(default=None, ge=1)
     """Most pixels of an image after resizing, >= 1; null is the model processor's own limit, and no more than makes
     1,280 tokens (1,003,520 pixels in Qwen2.5-VL). Default: null."""
-    max_image_bytes: int = Field(default=50 * 1024 * 1024, ge=1)
-    """Largest encoded image that is opened, in bytes, >= 1. Default: 52428800."""
-    max_image_pixels: int = Field(default=178956970 // 2, ge=1)
-    """Largest image that is decoded, in pixels before resizing, >= 1. Default: 89478485."""
     max_prompt_length: int | None = Field(default=None, ge=1)
     """Longest prompt, in tokens with its images expanded, >= 1; never cut; null is the model's limit. Default: null."""
     on_overlong: Literal["stop", "drop"] = "stop"
     """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it, also where prompt
     and longest completion may not fit optim.max_tokens_per_pack. Default: stop."""
-    num_workers: int = Field(default=2, ge=0)
-    """Threads in each process, of one core each, that decode and resize the images of the next rows while a step runs,
-    >= 0; 0 makes each step wait for its images. Rows, order and seeds are the same. Default: 2."""
-    prefetch_bytes: int = Field(default=4 * 1024**3, ge=0)
-    """Most memory for pixels of prompts that no step has asked for yet, and of the rows that an evaluation answers
-    together where they are more than 64, in bytes, >= 0. Default: 4294967296."""
     shuffle: bool = True
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
     system_prompt: str | None = None
@@ -190,10 +182,9 @@ class RolloutConfig(Section):
     (docs/served.md), by an engine that holds its own weights. Default: 0."""
     staleness_order: Literal["lockstep", "eager"] = "lockstep"
     """When updates reach that engine; lockstep (between steps: a run repeats) or eager (at once). Default: lockstep."""
-    dynamic_sampling: bool = False
-    """Replace groups of equal rewards by other rows (DAPO); needs rollout.max_attempts >= 2. Default: false."""
     max_attempts: int = Field(default=1, ge=1)
-    """A: times that a step may sample, the first included, >= 1; 1 without rollout.dynamic_sampling. Default: 1."""
+    """A: times that a step may sample, the first included, >= 1; above 1 groups of equal rewards are replaced by other
+    rows (dynamic sampling, DAPO). Default: 1."""
     tools: Annotated[list[str], Accepts("list of path/to/file.py:function or package.module:function")] = (
         Field(default_factory=list)
     )
@@ -210,12 +201,10 @@ class RolloutConfig(Section):
     """Begin a turn when all conversations have ended the one before (docs/turns.md). Default: false."""
     on_tool_error: Literal["reply", "mask", "stop"] = "reply"
     """What an exception out of a tool does; reply tells the model, mask keeps the conversation out of the loss, stop
-    ends the run. Default: reply."""
+    ends the run. A call that is late ends the run with stop and in the trainer's process, else it masks. Default:
+    reply."""
     tool_timeout: Number = Field(default=30.0, gt=0)
     """Seconds that one call of a tool, reset, get_reward or close may take, > 0. Default: 30.0."""
-    on_tool_timeout: Literal["reply", "mask", "stop"] = "mask"
-    """What a call that is late does; mask keeps the conversation out of the loss, stop ends the run, reply tells the
-    model, where no environment was lost with it. In the trainer's process it always ends the run. Default: mask."""
     environment_workers: int | None = Field(default=None, ge=0)
     """Processes that tools and environments run in, >= 0; 0 is the trainer's own, where nothing can end a call that
     hangs; null is the cores that a process may use, and 0 where only the trainer's process has the tools (lambdas,
@@ -238,6 +227,14 @@ class RolloutConfig(Section):
         return value
 
 
+LOSS_OPTIONS = {
+    "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+    "vespo": {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
+}
+ABOVE_0 = ("sapo_temperature_pos", "sapo_temperature_neg", "perception_mask_ratio")
+PERCEPTION_OPTIONS = {"perception_mask_ratio": 0.6, "perception_entropy_coef": 0.0}
+
+
 class AlgorithmConfig(Section):
     """Advantages and loss."""
 
@@ -256,6 +253,10 @@ class AlgorithmConfig(Section):
     ] = "dapo"
     """What a token contributes to the loss, and how tokens are averaged (docs/algorithms.md); grpo, bnpo, dr_grpo,
     dapo, cispo, sapo, luspo, vespo, dppo_tv, dppo_kl or gmpo. Default: dapo."""
+    loss_options: dict[str, Number] = Field(default_factory=dict)
+    """Constants of the loss_type sapo (sapo_temperature_pos 1.0, sapo_temperature_neg 1.05) or vespo (vespo_k_pos 2.0,
+    vespo_lambda_pos 3.0, vespo_k_neg 3.0, vespo_lambda_neg 2.0), and of the perception term (perception_mask_ratio 0.6,
+    perception_entropy_coef 0.0, of which 0.03 is common), as {name: value} (docs/algorithms.md). Default: {}."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whose probability ratio weighs a token: token (its own) or sequence (its completion's, GSPO). Default: token."""
     beta: Number = Field(default=0.0, ge=0)
@@ -268,18 +269,6 @@ class AlgorithmConfig(Section):
     epsilon. Default: null."""
     delta: Number | None = Field(default=None, gt=1)
     """Bound on the ratio of tokens with a negative advantage, > 1, > 1 + epsilon_high; null is none. Default: null."""
-    sapo_temperature_pos: Number = Field(default=1.0, gt=0)
-    """Steepness of sapo's gate at positive advantages, > 0. Default: 1.0."""
-    sapo_temperature_neg: Number = Field(default=1.05, gt=0)
-    """Steepness of sapo's gate at other advantages, > 0. Default: 1.05."""
-    vespo_k_pos: Number = Field(default=2.0, ge=0)
-    """Power of the ratio in vespo at advantages >= 0, >= 0. Default: 2.0."""
-    vespo_lambda_pos: Number = Field(default=3.0, ge=0)
-    """Decay of the ratio in vespo at advantages >= 0, >= 0. Default: 3.0."""
-    vespo_k_neg: Number = Field(default=3.0, ge=0)
-    """Power of the ratio in vespo at negative advantages, >= 0. Default: 3.0."""
-    vespo_lambda_neg: Number = Field(default=2.0, ge=0)
-    """Decay of the ratio in vespo at negative advantages, >= 0. Default: 2.0."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How the KL term is estimated from a sample: k1, k2 or k3; k1 needs algorithm.kl_in_reward. Default: k3."""
     kl_in_reward: bool = False
@@ -321,11 +310,32 @@ class AlgorithmConfig(Section):
     perception_coef: Number = Field(default=0.0, ge=0)
     """Weight of PAPO's term, the KL between answers to the image and to the masked image, which is maximised
     (docs/algorithms.md), >= 0; 0 is none; 0.01 is common. Default: 0.0."""
-    perception_mask_ratio: Number = Field(default=0.6, gt=0, le=1)
-    """Share of the image that is masked for it, > 0 and <= 1. Default: 0.6."""
-    perception_entropy_coef: Number = Field(default=0.0, ge=0)
-    """Weight of PAPO's double entropy loss, which keeps both answers sure, >= 0; 0 is none; 0.03 is common. Default:
-    0.0."""
+
+    @model_validator(mode="after")
+    def _options_of_this_loss(self) -> Self:
+        legal = {
+            **LOSS_OPTIONS.get(self.loss_type, {}),
+            **(PERCEPTION_OPTIONS if self.perception_coef > 0 else {}),
+        }
+        for name, value in self.loss_options.items():
+            if name not in legal:
+                raise CheckError(
+                    f"algorithm.loss_options.{name} = {value:g}: algorithm.loss_type = {self.loss_type!r} with"
+                    f" algorithm.perception_coef = {self.perception_coef:g} has"
+                    f" {', '.join(legal) or 'no options'}; leave it out"
+                )
+            above = name in ABOVE_0
+            if value < 0 or (above and value == 0) or (name == "perception_mask_ratio" and value > 1):
+                raise CheckError(
+                    f"algorithm.loss_options.{name} = {value:g}: must be a number {'>' if above else '>='} 0"
+                    f"{' and <= 1' if name == 'perception_mask_ratio' else ''}"
+                )
+        return self
+
+    def option(self, name: str) -> float:
+        """A constant of the loss: that of `loss_options`, else its default."""
+        defaults = {**PERCEPTION_OPTIONS, **LOSS_OPTIONS["sapo"], **LOSS_OPTIONS["vespo"]}
+        return self.loss_options.get(name, defaults[name])
 
 
 class OptimConfig(Section):
@@ -391,8 +401,6 @@ class RunConfig(Section):
     eval_blind: Literal["shuffled", "removed"] | None = None
     """Also answer the rows of the first evaluation set without their images: shuffled (each with the images of another
     row) or removed; null does not (docs/evaluation.md). Default: null."""
-    log_rollouts_every: int = Field(default=1, ge=1)
-    """Steps from one whose completions are written down to the next, >= 1. Default: 1."""
     sight_every: int = Field(default=10, ge=0)
     """Steps from one that measures how much completions depend on their images (docs/evaluation.md) to the next, the
     first step included, >= 0; 0 is none. Default: 10."""
@@ -401,8 +409,6 @@ class RunConfig(Section):
     the last step; null keeps all. Default: 20000000000."""
     report: bool = True
     """Write report.html. Default: true."""
-    report_every: int = Field(default=10, ge=0)
-    """Steps from one report.html to the next, >= 0; 0 is after evaluations and at the end only. Default: 10."""
     expected_curve: Annotated[PathText | None, RelativeToFile()] = None
     """JSON file with a measured curve of this config, for report.html (docs/recipes.md); null is none.
     Default: null."""
@@ -411,15 +417,10 @@ class RunConfig(Section):
     save_every: int | None = Field(default=None, ge=0)
     """Steps from one checkpoint to the next, >= 0; 0 is none; null is a tenth of the run, at least 1 and at most 100; a
     killed run redoes at most so many steps. Default: null."""
-    async_save: bool = True
-    """Write checkpoints in a thread while the run goes on, from a copy of the state in the host's memory, 12 bytes for
-    each trained weight; false is while the run waits. Default: true."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept, >= 1; that of the best headline stays too. Default: 2."""
-    allow_changed_rewards: bool = False
-    """Resume although the source of a reward is not what it was. Default: false."""
-    allow_changed_tools: bool = False
-    """Resume although the source of a tool or an environment is not what it was. Default: false."""
+    allow_changed_code: bool = False
+    """Resume although the source of a reward, a tool or an environment is not what it was. Default: false."""
     process_timeout: Number = Field(default=1800.0, gt=0)
     """Seconds that a process waits for the others before the run stops, > 0. Default: 1800.0."""
     overwrite: bool = False
@@ -432,11 +433,6 @@ class RunConfig(Section):
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
     zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused.
     Default: {}."""
-    parity_check: bool = True
-    """Compare engine and learner on one prompt before the first step; ids, log-probs and seeds. Default: true."""
-    max_logp_gap: Number | None = Field(default=None, gt=0)
-    """Largest mean gap between the engine's and the learner's log-probs, in nats per token, > 0; null is 1e-3 for
-    float32 weights and 0.1 for bfloat16 ones. Default: null."""
     profile: ProfileChoice = False
     """Print where the time goes and write trace.json: true (of 10 steps), a number of steps, or torch, which adds
     torch's own trace of an update (docs/report.md). Default: false."""

@@ -29,9 +29,6 @@ class VLLMConfig(Section):
     sleep_level: Literal[0, 1, 2] = 0
     """What a GPU engine frees while the learner works: 0 nothing; 1 its caches are dropped, and its weights wait in the
     host's memory; 2 its weights are dropped too, and sent again. Default: 0."""
-    timeout: Number = Field(default=600.0, gt=0)
-    """Seconds without one step of vLLM's after which it counts as hung and the process is ended (exit code 1), > 0.
-    Default: 600.0."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vllm.LLM, as {name: value}. Default: {}."""
 
@@ -45,9 +42,6 @@ class ServerConfig(Section):
     )
     """The servers (docs/served.md), as http://host:port, https://... or unix:///path/of/socket; [] where
     `mm-grpo train --serve` starts them. Default: []."""
-    key_env: str = "MM_GRPO_SERVER_KEY"
-    """Environment variable that holds the servers' key, which is never written down. Where it is not set, the key that
-    `mm-grpo serve` keeps for a port of this machine is sent, if any. Default: MM_GRPO_SERVER_KEY."""
     transfer: Literal["auto", "file", "gloo", "nccl"] = "auto"
     """How weights get to the servers: file (a folder that both sides see), gloo (over the network, through the hosts'
     memory), nccl (from GPU to GPU) or auto, which is nccl for a learner on a GPU without rollout.server.folder, else
@@ -55,23 +49,13 @@ class ServerConfig(Section):
     folder: Annotated[PathText | None, RelativeToFile()] = None
     """Folder for transfer: file, which the servers have to see under the same path; null is a temporary one of this
     machine. Default: null."""
-    host: str = "127.0.0.1"
-    """This machine's address as the servers reach it, for transfer: gloo and nccl. Default: 127.0.0.1."""
     timeout: Number = Field(default=600.0, gt=0)
     """Seconds without one answer after which a server that has requests counts as hung, although it answers /health;
-    its requests go to another one, > 0; the longest completions have to be done in it. Default: 600.0."""
-    health_timeout: Number = Field(default=30.0, gt=0)
-    """Seconds that a server may take to answer /health, > 0; later it counts as hung, and its requests go to another
-    one. Default: 30.0."""
-    connect_timeout: Number = Field(default=5.0, gt=0)
-    """Seconds that a connection to a server may take, > 0. Default: 5.0."""
+    its requests go to another one, > 0; the longest completions have to be done in it. A call of a weight update has as
+    long and at most 300 s, an answer to /health a third and at most 30 s. Default: 600.0."""
     wait_timeout: Number = Field(default=300.0, gt=0)
     """Seconds that is waited for a server to come, or to come back, when there is none, > 0; then the run ends.
     Default: 300.0."""
-    update_timeout: Number = Field(default=300.0, gt=0)
-    """Seconds that one call of a weight update may take, > 0; a server that is later is left out. Default: 300.0."""
-    max_sequences: int = Field(default=256, ge=1)
-    """Most completions that one server is asked for at once, >= 1; the rest waits in the trainer. Default: 256."""
 
     @field_validator("urls")
     @classmethod
@@ -84,7 +68,7 @@ class ServerConfig(Section):
                 )
             if "@" in url and scheme != "unix://":
                 raise FieldError(
-                    "holds a url with a password in it; put it into the variable that key_env names"
+                    "holds a url with a password in it; put it into the variable MM_GRPO_SERVER_KEY"
                 )
         cleaned = [url.rstrip("/") for url in value]
         if twice := next((url for url in cleaned if cleaned.count(url) > 1), None):

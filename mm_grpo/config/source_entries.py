@@ -1,50 +1,58 @@
-"""One source of a mixture as an entry: its rows, its weight, and what it is read with in place of `data`'s own fields.
+"""Sources of rows: a path, a task, a mixture of entries, evaluation sets by name.
 
-`data.train: [{path: boxes.jsonl, weight: 3, task: grounding}, count.jsonl]` has two entries. `read_entry` checks one,
-whoever wrote it: a config, where `path` is what YAML holds, or Python, where it may be rows (data/mixture.py). To let
-sources differ in one more field of `data`: its name in `OWN`, and its check in `_CHECKS`.
+`data.train: [{path: boxes.jsonl, weight: 3, task: grounding}, count.jsonl]` has two entries. `SourceEntry` declares
+what one may hold beside its rows, whoever wrote it: a config, where `path` is what YAML holds, or Python, where it may
+be rows (data/mixture.py). To let sources differ in one more field of `data`: a field of `SourceEntry`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from mm_grpo.config.messages import FieldError
-from mm_grpo.config.yaml_file import shown
-from mm_grpo.errors import did_you_mean
-from mm_grpo.types import is_number
+from pydantic import Field, PlainValidator
 
-OWN = ("columns", "layout", "answer_from", "image_dir", "system_prompt", "text_only")
+from mm_grpo.config.messages import Accepts, FieldError, Section
+from mm_grpo.config.values import AnswerFrom, Layout, Number, PathText, path_text, plain_mapping
+from mm_grpo.config.yaml_file import is_source, shown
+from mm_grpo.errors import ConfigError
+
+_Text = Annotated[str, Field(pattern=r"\S")]
+
+
+class SourceEntry(Section):
+    """One source of a mixture, and what it is read with in place of `data`'s own fields, which say what each is."""
+
+    where: ClassVar[str] = "source"
+    path: Any
+    """The rows: a path, a list of paths, a task mapping, or in Python rows."""
+    weight: Number = Field(default=1.0, gt=0)
+    """Share of the prompts, over the sum of all weights, > 0."""
+    task: _Text | None = None
+    """What the column task of the rows holds."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    layout: Layout | None = None
+    answer_from: AnswerFrom | None = None
+    image_dir: PathText | None = None
+    system_prompt: _Text | None = None
+    text_only: bool = False
+
+
+SourceEntry.all_paths = tuple(f"{SourceEntry.where}.{name}" for name in SourceEntry.model_fields)
+OWN = tuple(name for name in SourceEntry.model_fields if name not in ("path", "weight", "task"))
 """Fields of `data` that an entry may set for its own rows."""
-KEYS = ("path", "weight", "task", *OWN)
-LAYOUTS = ("trl", "openai", "verl", "ms_swift", "sharegpt", "r1v")
-_ELSEWHERE = {
-    "split": "write it into the path: folder:split, or owner/name:config:split of the hub",
-    "name": "write it into the path: owner/name:config:split of the hub",
-    "probability": "write weight (shares are weights over their sum)",
-    "answer": "write columns: {answer: ...}",
-}
 
 
 def read_entry(entry: Mapping[str, Any], path: Callable[[Any], Any]) -> dict[str, Any]:
     """The entry with checked values; `path` checks what holds the rows. FieldError says what is wrong."""
-    for key in entry:
-        if key not in KEYS:
-            hint = _ELSEWHERE.get(str(key)) or f"{did_you_mean(str(key), KEYS)}its keys are {', '.join(KEYS)}"
-            raise FieldError(f"an entry of a mixture has no key {shown(key)}; {hint}")
-    if "path" not in entry:
-        raise FieldError("an entry of a mixture needs the key path, as in {path: rows.jsonl, weight: 2}")
-    found = {"path": path(entry["path"])}
-    for key in KEYS[1:]:
-        if key in entry:
-            value, (legal, check) = entry[key], _CHECKS[key]
-            try:
-                found[key] = check(value)
-            except (TypeError, ValueError):
-                raise FieldError(f"{key} is {shown(value)}; it must be {legal}") from None
-    return found
+    try:
+        checked = SourceEntry.model_validate(dict(entry))
+    except ConfigError as error:
+        raise FieldError("; ".join(str(error).splitlines())) from None
+    found = {key: value for key, value in checked if key in checked.model_fields_set}
+    return {**found, "path": path(found["path"])}
 
 
 def check_entries(entries: Sequence[Any]) -> None:
@@ -70,56 +78,74 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return equal and {**one, "path": None} == {**other, "path": None}
 
 
-def _weight(value: Any) -> float:
-    if not (is_number(value) and value > 0):
+def _source(value: Any) -> str | list[Any] | dict[str, Any]:
+    """One source, a list of paths, whose rows come one after the other, or a mixture: entries, of which one is a
+    mapping at least."""
+    if not isinstance(value, list | tuple) or not any(isinstance(each, Mapping) for each in value):
+        return _entry(value)
+    entries = [_named(f"entry {number}", each, _entry) for number, each in enumerate(value, start=1)]
+    check_entries(entries)
+    return entries
+
+
+def _entry(value: Any) -> str | list[Any] | dict[str, Any]:
+    if isinstance(value, Mapping) and "path" in value:
+        return read_entry(plain_mapping(value), _rows)
+    return _rows(value)
+
+
+def _rows(value: Any) -> str | list[str] | dict[str, Any]:
+    """A path, glob or dataset name, a list of those, or a mapping whose `task` names a built-in task."""
+    if isinstance(value, list | tuple) and value:
+        return [path_text(each) for each in value]
+    if not isinstance(value, Mapping):
+        return path_text(value)
+    source = plain_mapping(value)
+    if not isinstance(source.get("task"), str) or not source["task"]:
         raise ValueError
-    return value
+    for key, inner in source.items():
+        if any(isinstance(item, dict | list) for item in (inner if isinstance(inner, list) else [inner])):
+            raise FieldError(f"{key} is {shown(inner)}; a task is set by single values and lists of them")
+    return source
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
+def _set(value: Any) -> str | list[Any] | dict[str, Any]:
+    """The source of an evaluation set."""
+    source = _source(value)
+    for each in source if isinstance(source, list) else [source]:
+        if isinstance(each, dict) and "path" in each and "weight" in each:
+            raise FieldError("weight is for data.train; an evaluation answers every row once: leave it out")
+    return source
+
+
+def _sources(value: Any) -> str | list[Any] | dict[str, Any]:
+    """One source, or a mapping of set names to sources; the first set is the headline."""
+    if not isinstance(value, Mapping) or is_source(value):
+        return _set(value)
+    if not value:
         raise ValueError
-    return value
+    for name in value:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise FieldError(f"the name of a set is letters, digits, '_', '-' and '.'; {shown(name)} is not")
+    return {name: _named(f"the set {name}", source, _set) for name, source in value.items()}
 
 
-def _columns(value: Any) -> dict[str, str]:
-    if not isinstance(value, Mapping) or not all(
-        isinstance(text, str) for pair in value.items() for text in pair
-    ):
-        raise ValueError
-    return dict(value)
+def _named(what: str, value: Any, read: Callable[[Any], Any]) -> Any:
+    """`read(value)`, whose error says which value it is about."""
+    try:
+        return read(value)
+    except ValueError as error:
+        raise FieldError(f"{what}, {shown(value)}: {error if str(error) else f'must be {_SOURCE}'}") from None
 
 
-def _path(value: Any) -> str | None:
-    return None if value is None else _text(os.fspath(value))
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def _one_of(*legal: str) -> Callable[[Any], str | None]:
-    def check(value: Any) -> str | None:
-        if value is not None and value not in legal:
-            raise ValueError
-        return None if value is None else str(value)
-
-    return check
-
-
-# Key: what is legal, for the message, and the check that gives the value.
-_CHECKS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "weight": (
-        "a finite number above 0 (shares are weights over their sum; leave out a source of none)",
-        _weight,
-    ),
-    "task": ("a text, which becomes the column task of the rows", _text),
-    "columns": ("a mapping of our names to the dataset's, such as {answer: label}", _columns),
-    "layout": (f"one of {', '.join(LAYOUTS)}, or null", _one_of(*LAYOUTS)),
-    "answer_from": ("last_turn, column or null", _one_of("last_turn", "column")),
-    "image_dir": ("a folder, or null", _path),
-    "system_prompt": ("text, or null", lambda value: None if value is None else _text(value)),
-    "text_only": ("true or false", _flag),
-}
+_SOURCE = "a path, a list of paths, or a mapping with the key path or the key task"
+Source = Annotated[
+    str | list[Any] | dict[str, Any],
+    PlainValidator(_source),
+    Accepts(f"{_SOURCE}, or a list of such mappings"),
+]
+Sources = Annotated[
+    str | list[Any] | dict[str, Any],
+    PlainValidator(_sources),
+    Accepts(f"{_SOURCE}, a list of such mappings, or a mapping of set names to those"),
+]

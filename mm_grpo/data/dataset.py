@@ -36,7 +36,7 @@ from mm_grpo.data.columns import (
     rename,
     value_at,
 )
-from mm_grpo.data.images import open_images, read_encoded
+from mm_grpo.data.images import MAX_BYTES, open_images, read_encoded
 from mm_grpo.data.rows import Fields, read_row, renamed
 from mm_grpo.errors import DataError
 from mm_grpo.types import Sample
@@ -57,10 +57,6 @@ class DataSettings(Protocol):
     def columns(self) -> Mapping[str, str]: ...
     @property
     def image_dir(self) -> str | Path | None: ...
-    @property
-    def max_image_bytes(self) -> int: ...
-    @property
-    def max_image_pixels(self) -> int: ...
     @property
     def system_prompt(self) -> str | None: ...
     @property
@@ -234,10 +230,7 @@ class Dataset:
     def _open(
         self, index: int, fields: Fields, sources: Sequence[Any], row_name: str, folder: str | Path | None
     ) -> Sample:
-        most_bytes, most_pixels = self._settings.max_image_bytes, self._settings.max_image_pixels
-        images = open_images(
-            sources, row=row_name, max_bytes=most_bytes, max_pixels=most_pixels, image_dir=folder
-        )
+        images = open_images(sources, row=row_name, image_dir=folder)
         return Sample(self.uid(index), fields.messages, images, (), fields.columns)
 
     def verify(self) -> None:
@@ -322,7 +315,7 @@ class Dataset:
         name, folder, images = self.row_name(index), self._image_folder(index), list(fields.images)
         for place, source in enumerate(images):
             with suppress(DataError):
-                images[place] = read_encoded(source, name, self._settings.max_image_bytes, folder)[0]
+                images[place] = read_encoded(source, name, MAX_BYTES, folder)[0]
         return json.dumps([fields.messages, images, fields.columns], sort_keys=True, default=_plain)
 
     def fields(self, index: int) -> Fields:

@@ -35,6 +35,10 @@ from mm_grpo.data.columns import brief
 from mm_grpo.errors import DataError
 from mm_grpo.files import expand_home, read_regular_file, short_path
 
+MAX_BYTES = 50 * 1024 * 1024
+"""Bytes of the largest encoded image that is opened."""
+MAX_PIXELS = 178956970 // 2
+"""Pixels of the largest image that is decoded, before resizing."""
 ROW_BYTES = 2**31
 """Bytes that the images of a row, or of a tool's answer, have as RGB at most, unless a single legal one has more."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -86,7 +90,12 @@ class _Where:
 
 
 def open_image(
-    source: Any, *, row: str, max_bytes: int, max_pixels: int, image_dir: str | Path | None = None
+    source: Any,
+    *,
+    row: str,
+    max_bytes: int = MAX_BYTES,
+    max_pixels: int = MAX_PIXELS,
+    image_dir: str | Path | None = None,
 ) -> Image.Image:
     """The picture of one source: upright, RGB, fully decoded, and independent of what was given.
 
@@ -116,7 +125,7 @@ def open_image(
 
 
 def open_images(
-    sources: Sequence[Any], *, row: str, max_pixels: int, **options: Any
+    sources: Sequence[Any], *, row: str, max_pixels: int = MAX_PIXELS, **options: Any
 ) -> tuple[Image.Image, ...]:
     """The pictures of a row, as `open_image` makes each. DataError also when they have more than ROW_BYTES together:
     none is opened behind the one that is too much."""
@@ -226,9 +235,7 @@ def base64_image(text: str) -> bool:
 
 
 def _too_many_bytes(size: int, where: _Where, max_bytes: int) -> DataError:
-    return where.error(
-        f"has {size} bytes; data.max_image_bytes allows {max_bytes}: shrink the image or raise the limit"
-    )
+    return where.error(f"has {size} bytes; {max_bytes} are allowed: shrink the image")
 
 
 def _identify(data: bytes, where: _Where, max_pixels: int) -> Image.Image:
@@ -237,7 +244,7 @@ def _identify(data: bytes, where: _Where, max_pixels: int) -> Image.Image:
         return Image.open(BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise where.error(
-            f"has too many pixels to open ({error}); data.max_image_pixels is {max_pixels}: shrink the image"
+            f"has too many pixels to open ({error}); {max_pixels} are allowed: shrink the image"
         ) from None
     except MemoryError:
         raise
@@ -256,8 +263,7 @@ def _limit(image: Image.Image, where: _Where, max_pixels: int) -> None:
         raise where.error(f"is {width} × {height} pixels; an image needs at least 1 × 1")
     if width * height > max_pixels:
         raise where.error(
-            f"is {width} × {height} = {width * height} pixels; data.max_image_pixels allows {max_pixels}: "
-            "shrink the image or raise the limit"
+            f"is {width} × {height} = {width * height} pixels; {max_pixels} are allowed: shrink the image"
         )
 
 

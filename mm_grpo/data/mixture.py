@@ -108,8 +108,6 @@ class EntrySettings:
 
     columns: Mapping[str, str]
     image_dir: str | Path | None
-    max_image_bytes: int
-    max_image_pixels: int
     system_prompt: str | None
     layout: str | None
     answer_from: str | None
@@ -117,13 +115,12 @@ class EntrySettings:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any], settings: DataSettings) -> EntrySettings:
-        shared = {name: getattr(settings, name) for name in ("max_image_bytes", "max_image_pixels")}
         own = {
             name: entry[name] if name in entry else getattr(settings, name)
             for name in OWN
             if name in entry or hasattr(settings, name)
         }
-        return cls(**shared, **own)
+        return cls(**own)
 
 
 class MixedDataset(Dataset):

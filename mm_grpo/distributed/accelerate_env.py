@@ -17,8 +17,8 @@ import torch
 from accelerate.utils import DeepSpeedPlugin, parse_choice_from_env, parse_flag_from_env
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.other_trainers import NO_ZERO_3
 from mm_grpo.errors import ConfigError
+from mm_grpo.migrate.keys import NO_ZERO_3
 
 logger = logging.getLogger("mm_grpo")
 

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.data.images import MAX_BYTES, MAX_PIXELS
 from mm_grpo.environments.observation import Limits, Observation, failed
 from mm_grpo.environments.session import Answer, Factories, Session, What
 from mm_grpo.errors import ToolError
@@ -108,7 +109,8 @@ class Host(ABC):
         scores: Collection[str] | None,
     ) -> None:
         self.config, self.functions, self.factories, self.scores = config, functions, factories, scores
-        self.limits = Limits(config.data.max_image_pixels, config.data.max_image_bytes)
+        self.limits = Limits(MAX_PIXELS, MAX_BYTES)
+        self.if_late = "stop" if config.rollout.on_tool_error == "stop" else "mask"
         self.timeout = config.rollout.tool_timeout
         self.opened: list[Episode] = []
 
@@ -225,16 +227,16 @@ class Host(ABC):
                 raise self._stop(task, f"{task} {answer.raised}")
             self._fail(task, failed("raised", answer.raised.removeprefix("raised ")), rollout.on_tool_error)
         elif answer.gone is not None:
-            policy = rollout.on_tool_timeout if answer.late else rollout.on_tool_error
+            policy = self.if_late if answer.late else rollout.on_tool_error
             episode.lost = episode.lost or answer.gone
             if policy == "stop" and task.what != "close":
                 raise self._stop(task, f"{task}: {answer.gone}")
             self._fail(task, failed("timed_out" if answer.late else "died", answer.gone), policy)
         elif answer.late:
             why = f"{task} had not answered after {self.timeout:g} s (rollout.tool_timeout)"
-            if rollout.on_tool_timeout == "stop" and task.what != "close":
+            if self.if_late == "stop" and task.what != "close":
                 raise self._stop(task, why)
-            self._fail(task, failed("timed_out", why), rollout.on_tool_timeout)
+            self._fail(task, failed("timed_out", why), self.if_late)
         elif answer.died is not None:
             why = f"{task} ended its worker process, which {answer.died}"
             if rollout.on_tool_error == "stop" and task.what != "close":
@@ -254,8 +256,7 @@ class Host(ABC):
 
     def _stop(self, task: Task, why: str) -> ToolError:
         return ToolError(
-            f"{task.episode.uid}: {why}; mend it, or for a tool set rollout.on_tool_error or rollout.on_tool_timeout "
-            "to reply or mask"
+            f"{task.episode.uid}: {why}; mend it, or for a tool set rollout.on_tool_error to reply or mask"
         )
 
 
@@ -295,7 +296,7 @@ class LocalHost(Host):
                     raise ToolError(
                         f"{task.episode.uid}: {task} had not answered after rollout.tool_timeout = {self.timeout:g} s. "
                         f"{remedy}, so the run stops; with rollout.environment_workers > 0 it runs in one that can be "
-                        "killed, and rollout.on_tool_timeout goes on"
+                        "killed, and the run goes on"
                     ) from None
                 self.settle(task, answer)
 

@@ -51,13 +51,13 @@ def sampled_gap(gap: SampledGap, limit: float, moved: float = 0.0) -> str | None
     return message
 
 
-def limit_for(chosen: float | None, dtype: str) -> float:
-    """The limit in nats: `run.max_logp_gap` when it is set, else that of the weights' number format.
+def limit_for(dtype: str) -> float:
+    """The limit in nats for the weights' number format.
 
-    >>> limit_for(None, "torch.float32"), limit_for(None, "bfloat16"), limit_for(0.5, "float32")
-    (0.001, 0.1, 0.5)
+    >>> limit_for("torch.float32"), limit_for("bfloat16")
+    (0.001, 0.1)
     """
-    return chosen if chosen is not None else LIMITS.get(dtype.removeprefix("torch."), LIMITS["bfloat16"])
+    return LIMITS.get(dtype.removeprefix("torch."), LIMITS["bfloat16"])
 
 
 def logp_gap(
@@ -70,6 +70,6 @@ def logp_gap(
         f"the engine's log-probs of {what} differ from the learner's by {mean:.3g} per token on average, "
         f"{largest:.3g} at most; the limit is {limit:g}. Likely the engine holds other weights (a sync that "
         "did not arrive), was given another image, or samples at another temperature or under another mask "
-        "than the learner. `mm-grpo doctor CONFIG` compares the two sides part by part; raise "
-        "run.max_logp_gap only where the gap comes from the number format (model.dtype)"
+        "than the learner. `mm-grpo doctor CONFIG` compares the two sides part by part; "
+        "set run.guards.logp_gap only where the gap comes from the number format (model.dtype)"
     )

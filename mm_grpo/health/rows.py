@@ -233,7 +233,7 @@ def zero_std(bad: int, zero: float, run: History) -> str:
         f"for {bad} steps the rewards of no group have differed{mean}, though they did before, so nothing is learned "
         "any more. Likely all completions of a prompt have become the same, right or wrong, or the rows that are left "
         "are too hard. Raise algorithm.entropy_coef or rollout.temperature, lower optim.learning_rate, or use other "
-        "rows (rollout.dynamic_sampling replaces such groups)"
+        "rows (rollout.max_attempts > 1 replaces such groups)"
     )
 
 

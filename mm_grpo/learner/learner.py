@@ -133,7 +133,7 @@ class Learner:
         cost = partial(group_cost, config=self.config, shared=self._shared)
         perceives = self.config.algorithm.perception_coef > 0
         groups = balanced(groups, cost, self.ranks, images=perceives)
-        ratio = self.config.algorithm.perception_mask_ratio
+        ratio = self.config.algorithm.option("perception_mask_ratio")
         self._masked = MaskedPrompts(groups, self.processor, ratio) if perceives else None
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
         self._keep_features(len(minibatches))

@@ -129,10 +129,10 @@ def _perception(
     active, kl = weights > 0, perception_kl(logp, masked_logp)
     statistics.add(perception_kl=kl[active], pictured=active)
     loss = -config.perception_coef * (weights * kl).sum()
-    if config.perception_entropy_coef:
+    if entropy_coef := config.option("perception_entropy_coef"):
         kept = active if chosen is None else active * chosen
         both = ((logp + masked_logp) * kept).sum()
-        loss = loss - config.perception_entropy_coef * both / max(inputs.tokens, 1)
+        loss = loss - entropy_coef * both / max(inputs.tokens, 1)
     return loss
 
 

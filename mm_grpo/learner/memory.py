@@ -36,7 +36,7 @@ and w processes:
 
 Left out: what a tower's projector keeps, the states after a kept prompt in layers of linear attention, buffers of
 attention kernels, the allocator's own losses, CUDA's context (about 0.5 GB), the embedded engine's cache
-(preflight/estimate.py has it), and the copy of the state that checkpoints are written from (`run.async_save`), which
+(preflight/estimate.py has it), and the copy of the state that checkpoints are written from, which
 lies in the host's memory. Layers are taken for those of a Llama: dense, gated, with RMS norms. Against what autograd
 keeps on a CPU the activations are 2 to 10 % too small, and a quarter with checkpointing; those of one Qwen3.5, whose
 attention has norms and a gate besides, were an eighth too small.

@@ -159,7 +159,7 @@ def _check_start(
     require_answers(requests, completions, version)
     longest = max((c.token_ids for c in completions), key=len)
     parity = compare(engine, learner, prompt, completions, scored=[longest])
-    limit = limit_for(config.run.max_logp_gap, str(learner.model.dtype))
+    limit = limit_for(str(learner.model.dtype))
     for message in past_limit(parity, limit):
         apply_guard("logp_gap", f"before the first step, {message}", config.run.guards)
     return parity

@@ -123,7 +123,7 @@ class VerifiedSync:
         self.version = 0
         self._unmoved: dict[str, int] = {}  # by server: updates in a row that its scores did not show
         self._moves: dict[int, float] = {}
-        self.limit = limit_for(config.run.max_logp_gap, str(learner.model.dtype))
+        self.limit = limit_for(str(learner.model.dtype))
         self.noise = NOISE.get(str(learner.model.dtype).removeprefix("torch."), NOISE["bfloat16"])
         self._sound, self._largest = 0, 0.0  # updates that passed, and the largest gap of their canaries
         self._stale = config.rollout.max_staleness > 0

@@ -153,7 +153,7 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
         report.failures.append(
             f"{done.learner_steps} updates at learning rates up to {done.learning_rate:.3g} moved the learner's "
             f"log-probs by {done.logp_moved:.3g} per token; to show whether an update arrives it takes "
-            f"{CLEARLY * limit:.3g}. Perhaps too much is frozen, or run.max_logp_gap is too high"
+            f"{CLEARLY * limit:.3g}. Perhaps too much is frozen"
         )
     with _timed(report, "sync"):
         done.tensors, done.bytes = parts.sync.send(1)

@@ -262,7 +262,7 @@ class _Check:
 
 def alone(spec: RewardSpec) -> RewardSpec:
     """The reward as it is checked: not gated by others, and every error raised, whatever a run would do."""
-    options = dataclasses.replace(spec.options, only_if=(), on_error="stop", on_timeout="stop")
+    options = spec.options.model_copy(update={"only_if": (), "on_error": "stop", "on_timeout": "stop"})
     return dataclasses.replace(spec, options=options)
 
 

@@ -28,7 +28,7 @@ def routing_faults(
     Rows are looked at until one was found that the reward is for, and all columns that it asks for. That it is for none
     is a fault where the rows are `trained` on: an evaluation set may be of one task.
     """
-    named = [column for column, _ in spec.options.when]
+    named = list(spec.options.when)
     if unknown := [column for column in named if column not in columns]:
         yield (
             f"reward {spec.name!r}: when names the column {unknown[0]!r}, which the dataset lacks; "
@@ -69,7 +69,10 @@ def routing_faults(
 
 def written(spec: RewardSpec) -> str:
     """The option `when` as an entry has it."""
-    one = {column: values[0] if len(values) == 1 else list(values) for column, values in spec.options.when}
+    one = {
+        column: values[0] if len(values) == 1 else list(values)
+        for column, values in spec.options.when.items()
+    }
     return repr(one)
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, TypeVar, overload
 
 from mm_grpo.errors import RewardError, did_you_mean
-from mm_grpo.rewards.options import OptionSettings
 from mm_grpo.rewards.spec import RewardSpec, code_of, innermost, make_spec, place_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,20 +59,17 @@ def reward(
     *,
     weight: float = 1.0,
     needs: Sequence[str] = (),
-    **options: Unpack[OptionSettings],
+    **options: Any,
 ) -> Callable[[F], F]: ...
 
 
-def reward(
-    name: Any = None, *, weight: float = 1.0, needs: Sequence[str] = (), **options: Unpack[OptionSettings]
-) -> Any:
+def reward(name: Any = None, *, weight: float = 1.0, needs: Sequence[str] = (), **options: Any) -> Any:
     """Register a plain function as a reward and return it unchanged.
 
     `@reward`, `@reward("name")` and `@reward("name", weight=0.5, needs=("box",))` are all legal;
-    without a name the function's own is used. `options` are isolated, timeout, retries, max_concurrency,
-    memory_limit, on_error, on_timeout, when, only_if, clip, completions, strip_thinking and per_turn, as
-    `RewardOptions` in `options.py` describes them. Raises RewardError when another function holds the name; the same
-    function (same module or file, same qualified name) may register again, as when a notebook cell runs twice.
+    without a name the function's own is used. `options` are the fields of `RewardOptions` in `options.py`.
+    Raises RewardError when another function holds the name; the same function (same module or file, same qualified
+    name) may register again, as when a notebook cell runs twice.
     """
     if callable(name):
         return _register(name, None, 1.0, (), {})

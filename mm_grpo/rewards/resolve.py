@@ -5,10 +5,9 @@ name of an entry point in the group `mm_grpo.rewards`, a callable, or a mapping
 `{name: <any of those>, weight: 0.5, as: other_name, threshold: 0.5}`. To add another form, add a branch
 in `_find`.
 
-The keys of a mapping: `name`, `weight`, `as` and those of `options.py` (isolated, timeout, retries,
-max_concurrency, memory_limit, on_error, on_timeout, when, only_if, clip, completions, strip_thinking, per_turn) are
-reserved; every other key is bound to the function's parameter of that name, or where a class is named, to
-the parameter of its constructor. A class is called once, and the object it makes is the reward.
+The keys of a mapping: `name`, `weight`, `as` and the fields of `RewardOptions` are reserved; every other key is bound
+to the function's parameter of that name, or where a class is named, to the parameter of its constructor. A class is
+called once, and the object it makes is the reward.
 """
 
 from __future__ import annotations
@@ -16,13 +15,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import numbers
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
+from pydantic import TypeAdapter, ValidationError
+
+from mm_grpo.config.messages import describe_type
 from mm_grpo.errors import RewardError, did_you_mean
 from mm_grpo.import_path import (
     FILE_MODULE,
@@ -33,7 +35,7 @@ from mm_grpo.import_path import (
     load_module,
 )
 from mm_grpo.rewards import registry
-from mm_grpo.rewards.options import KEYS, check_options, read_options
+from mm_grpo.rewards.options import KEYS, read_options
 from mm_grpo.rewards.spec import RewardSpec, RewardSum, check_name, check_weight, innermost, make_spec
 
 GROUP = "mm_grpo.rewards"
@@ -84,7 +86,7 @@ def resolve_entry(entry: Entry, *, base: Path | None = None) -> RewardSpec:
         _check_kind(spec, key, value)
     given = {key: value for key, value in entry.items() if key in KEYS}
     options = read_options(spec.name, given, spec.options)
-    check_options(spec.name, options, is_async=spec.is_async, kind=spec.kind)
+    options.check_kind(spec.name, is_async=spec.is_async, kind=spec.kind)
     return dataclasses.replace(
         spec,
         weight=check_weight(spec.name, entry.get("weight", spec.weight)),
@@ -258,28 +260,23 @@ def _from_entry_point(what: str, alias: str | None, settings: Mapping[str, Any] 
     return _of_function(fn, f"entry point {value}", alias or what, value.partition("[")[0].strip(), settings)
 
 
-_KINDS: Mapping[str, tuple[str, type]] = {
-    "bool": ("true or false", bool),
-    "int": ("an integer", numbers.Integral),
-    "float": ("a number", numbers.Real),
-    "str": ("text", str),
-    "None": ("null", type(None)),
-}
-
-
 def _check_kind(spec: RewardSpec, key: str, value: Any) -> None:
     """Hold an option against its annotation, where that names plain kinds: `no` is a text, and would count as true."""
     parameter = inspect.signature(spec.fn).parameters.get(key)
     if parameter is None or parameter.kind is not parameter.KEYWORD_ONLY:
         return
-    annotation = parameter.annotation
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    kinds = [part.strip() for part in text.split("|")]
-    if any(kind not in _KINDS for kind in kinds):
+    try:  # this annotation alone: others may name what is imported for type checkers only
+        kind = get_type_hints(SimpleNamespace(__annotations__={key: parameter.annotation}), {})[key]
+    except (NameError, TypeError, SyntaxError, AttributeError):
         return
-    if not any(isinstance(value, _KINDS[k][1]) and (k == "bool" or type(value) is not bool) for k in kinds):
-        legal = " or ".join(_KINDS[kind][0] for kind in kinds)
-        raise RewardError(f"rewards: reward {spec.name!r}: {key} is {value!r}; legal is {legal}")
+    if not {bool, int, float, str, type(None)}.issuperset(get_args(kind) or (kind,)):
+        return
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        raise RewardError(
+            f"rewards: reward {spec.name!r}: {key} = {value!r}: must be {describe_type(kind)}"
+        ) from None
 
 
 def _unknown_key(spec: RewardSpec, key: str) -> str:

@@ -19,7 +19,7 @@ from types import CodeType
 from typing import Any, Literal
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.options import KEYS, RewardOptions, check_options, read_options
+from mm_grpo.rewards.options import KEYS, RewardOptions, read_options
 from mm_grpo.types import is_number
 
 Kind = Literal["completion", "batch"]
@@ -199,7 +199,7 @@ def make_spec(
         if p.name in keyword_only and p.default is not p.empty and p.name not in COMPLETION_ARGUMENTS
     ]
     how = _read(name, options or {})
-    check_options(name, how, is_async=is_async(fn), kind=kind)
+    how.check_kind(name, is_async=is_async(fn), kind=kind)
     return RewardSpec(
         name=name,
         fn=fn,

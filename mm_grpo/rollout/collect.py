@@ -213,7 +213,7 @@ class Collector:
                     rollout.metrics |= scores.metrics | group_metrics(scored) | by_task
         rollout.attempts += 1
         rollout.zero_std_slots = []
-        if self.config.rollout.dynamic_sampling:
+        if self.config.rollout.max_attempts > 1:
             specs, algorithm = self.scorer.specs, self.config.algorithm
             slots = [slot for slot, group in rollout.kept.items() if has_zero_std(group, specs, algorithm)]
             rollout.zero_std_slots = ranks.broadcast(slots, "zero-std slots")
@@ -241,7 +241,7 @@ class Collector:
                     else replace(g, advantages=(0.0,) * len(g.completions))
                     for g in rollout.sampled
                 ]
-                if self.config.rollout.dynamic_sampling:
+                if self.config.rollout.max_attempts > 1:
                     rollout.metrics |= {
                         "dynamic_sampling/attempts": rollout.attempts,
                         "dynamic_sampling/replaced": sum(g.attempt > 0 for g in final),

@@ -20,7 +20,7 @@ from mm_grpo.rollout.collect import gather_groups, groups_of, score_groups, with
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.headline import Headline, Interval, mean, normal
 from mm_grpo.rollout.overlap import begin_scoring, sample
-from mm_grpo.rollout.prefetch import pixel_bytes
+from mm_grpo.rollout.prefetch import PREFETCH_BYTES, pixel_bytes
 from mm_grpo.rollout.seeds import eval_seeds
 from mm_grpo.timing import span
 
@@ -179,12 +179,12 @@ def rows_together(config: GRPOConfig, world: int, largest: int) -> int:
     """Most rows that a process answers together, where the largest prompt so far has `largest` bytes of pixels.
 
     Each batch waits for its longest completion, so few large ones are sooner done: of as many completions as a process
-    samples in a step, where the pixels of their prompts fit `data.prefetch_bytes`, and of CHUNK rows at least.
+    samples in a step, where the pixels of their prompts fit PREFETCH_BYTES, and of CHUNK rows at least.
     """
     rollout = config.rollout
     rows = rollout.prompts_per_step * rollout.num_generations // (world * rollout.eval.num_generations)
     if largest:
-        rows = min(rows, config.data.prefetch_bytes // largest)
+        rows = min(rows, PREFETCH_BYTES // largest)
     return max(CHUNK, rows)
 
 

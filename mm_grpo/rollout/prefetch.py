@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 OpenSample = Callable[[], "Sample"]
 
 
+PREFETCH_BYTES = 4 * 1024**3
+"""Most memory for pixels of prompts that no step has asked for yet, and of rows that are evaluated together."""
+
+
 @dataclass(frozen=True)
 class Made:
     """A prompt, and how many images were decoded for it."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.rewards.thinking import OPEN
-from mm_grpo.rollout.prefetch import Made, Prefetcher
+from mm_grpo.rollout.prefetch import PREFETCH_BYTES, Made, Prefetcher
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -38,6 +38,9 @@ class StepPrompts:
 THINK_TOKENS = 16
 """Tokens at the end of a prompt in which `<think>` is looked for; a tokenizer that does not know it needs several."""
 TRAINING, EVALUATION = "rollout.max_completion_length", "rollout.eval.max_completion_length"
+
+WORKERS = 2
+"""Threads in each process that decode and resize the images of the next rows while a step runs."""
 
 
 class PromptBuilder:
@@ -65,9 +68,9 @@ class PromptBuilder:
         if prefetcher is None:
             # an environment begins in the thread that goes on with it
             alone = toolbox is not None and bool(toolbox.factories)
-            workers = 0 if alone else config.data.num_workers
+            workers = 0 if alone else WORKERS
             prepare = toolbox.prepare if toolbox is not None else None
-            prefetcher = Prefetcher(processor, workers, config.data.prefetch_bytes, prepare)
+            prefetcher = Prefetcher(processor, workers, PREFETCH_BYTES, prepare)
         self.prefetcher = prefetcher
         self.policy = config.data.on_overlong
         limits = {"data.max_prompt_length": config.data.max_prompt_length}

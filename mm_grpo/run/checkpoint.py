@@ -7,7 +7,7 @@ size and XXH3, and itself with the SHA-256 of what else it holds. It is filled b
 dot, and renamed when all of it is on the disk (checkpoint_writer.py): a folder with the right name is whole, or was
 damaged later, which the marks tell.
 
-With `run.async_save` a thread writes it while the run goes on, from copies of all that the next step changes. The
+A thread writes it while the run goes on, from copies of all that the next step changes, where there is room. The
 training thread only makes the copies, and waits where a checkpoint is due before the last one is written. The thread's
 collectives go over a group of its own; whether all processes are done is asked for in the training thread.
 
@@ -89,7 +89,7 @@ class Checkpoints:
     def begin(self, step: int, extra: Mapping[str, Any], *, spared: int | None = None) -> None:
         """Take up the state after `step` and write the checkpoint, once the one before it is written. Collective.
 
-        With `run.async_save` it is whole once `finish` has said so, and weights may change as soon as this returns.
+        It is whole once `finish` has said so, and weights may change as soon as this returns.
         What is removed then is said at `CheckpointWriter.write`; `spared` is the step of one that stays. Raises
         ConfigError when this checkpoint, or the one before it, cannot be written.
         """
@@ -178,12 +178,10 @@ class Checkpoints:
             p.numel() for p in trainable(self.learner.module).values()
         )  # weights and two means, fp32
         keep = self.config.run.keep_checkpoints
-        how = ""
-        if self.config.run.async_save:
-            how = ", written in the background from a copy of it in the host's memory (run.async_save)"
         return (
-            f"a checkpoint of {size / 1e9:.3g} GB every {every} step{'s' * (every > 1)} (run.save_every){how}, the "
-            f"newest {keep} kept; a run that is killed or stopped goes on with --resume"
+            f"a checkpoint of {size / 1e9:.3g} GB every {every} step{'s' * (every > 1)} (run.save_every), written in "
+            f"the background from a copy of it in the host's memory, the newest {keep} kept; a run that is killed or "
+            "stopped goes on with --resume"
         )
 
     # writing ---------------------------------------------------------------------------------
@@ -250,9 +248,7 @@ class Checkpoints:
 
     @cached_property
     def _in_background(self) -> bool:
-        """Whether a thread writes: the field says so, and the host has room for the copies. Collective."""
-        if not self.config.run.async_save:
-            return False
+        """Whether a thread writes: where the host has room for the copies. Collective."""
         files = [state_file(self.learner.optimizer)]
         if self.learner.moving is not None and self.ranks.first:
             files.append(reference_file(self.learner.moving))
@@ -263,7 +259,7 @@ class Checkpoints:
         short = free is not None and needed > free
         if short:
             logger.warning(
-                "run.async_save: copies for a checkpoint take %.3g GB of the host's memory, and %.3g GB are free; "
+                "copies for a checkpoint take %.3g GB of the host's memory, and %.3g GB are free; "
                 "checkpoints are written while the run waits",
                 needed / 1e9,
                 (free or 0) / 1e9,

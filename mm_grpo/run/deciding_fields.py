@@ -14,13 +14,10 @@ from mm_grpo.terminal import redact
 # how many workers and for how long at most it is computed, how it is evaluated, checked, kept and shown.
 NEUTRAL = (
     "model.device",
-    "data.num_workers",
-    "data.prefetch_bytes",
     "data.gold_template",
     "rollout.environment_workers",
     "rollout.vllm.gpu_memory_utilization",
     "rollout.vllm.sleep_level",
-    "rollout.vllm.timeout",
     "rollout.eval.",
     "rollout.server.",
     "optim.max_tokens_per_pack",

@@ -9,6 +9,8 @@ from pathlib import Path
 STEP_NAME = re.compile(r"step-(\d{6,})")
 EVALUATION_NAME = re.compile(r"eval-step-(\d{6,})")
 IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
+REPORT_EVERY = 10
+"""Steps from one report.html, and one table of a tracker, to the next."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,7 @@ def refuse_another_run(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     tool_sources: Sequence[Mapping[str, Any]] = (),
-    allow_changed_rewards: bool = False,
-    allow_changed_tools: bool = False,
+    allow_changed_code: bool = False,
 ) -> None:
     """ConfigError when the checkpoint `found` is not of a run over these `rows` and of at most `max_steps` steps.
 
@@ -67,7 +66,7 @@ def refuse_another_run(
     Also when the evaluation sets are others, or in another order: the first is the headline, and before and after
     are compared set by set.
     """
-    _compare_rewards(found, rewards, allow_changed_rewards)
+    _compare_rewards(found, rewards, allow_changed_code)
     told = list(found.extra["tools"])
     if told != list(tools):
         then, now = (", ".join(tool["function"]["name"] for tool in each) for each in (told, tools))
@@ -79,7 +78,7 @@ def refuse_another_run(
             "(rollout.tools, rollout.environment, or tools= and environment_factory= of GRPOTrainer), or start a new "
             "run"
         )
-    _compare_tool_sources(found, tool_sources, allow_changed_tools)
+    _compare_tool_sources(found, tool_sources, allow_changed_code)
     sets, known = [n.removeprefix("eval.") for n in rows if n != "train"], list(found.extra["before"])
     if sets != known:
         raise ConfigError(
@@ -139,9 +138,9 @@ def _compare_rewards(found: Checkpoint, rewards: Sequence[Mapping[str, Any]], al
     message = f"rewards: the checkpoint '{found.path}' was made with other rewards ({what})"
     if not allowed:
         raise ConfigError(
-            f"{message}; put them back, or go on with those of now with run.allow_changed_rewards=true"
+            f"{message}; put them back, or go on with those of now with run.allow_changed_code=true"
         )
-    logger.warning("%s; those of now are used, for run.allow_changed_rewards is true", message)
+    logger.warning("%s; those of now are used, for run.allow_changed_code is true", message)
 
 
 def _compare_tool_sources(found: Checkpoint, now: Sequence[Mapping[str, Any]], allowed: bool) -> None:
@@ -154,6 +153,6 @@ def _compare_tool_sources(found: Checkpoint, now: Sequence[Mapping[str, Any]], a
     message = f"tools: the checkpoint '{found.path}' was made with other ones ({what})"
     if not allowed:
         raise ConfigError(
-            f"{message}; put them back, or go on with those of now with run.allow_changed_tools=true"
+            f"{message}; put them back, or go on with those of now with run.allow_changed_code=true"
         )
-    logger.warning("%s; those of now are used, for run.allow_changed_tools is true", message)
+    logger.warning("%s; those of now are used, for run.allow_changed_code is true", message)

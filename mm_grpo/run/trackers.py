@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from numpy import asarray
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.paths import REPORT_EVERY, RunPaths
 from mm_grpo.run.tracker_table import RolloutTable, hosted_table, markdown, rollout_table
 from mm_grpo.terminal import redact
 from mm_grpo.timing import span
@@ -112,7 +112,6 @@ class Trackers:
     def __init__(self, makers: Mapping[str, Callable[[GRPOConfig], Tracker]]) -> None:
         self._makers = dict(makers)
         self._trackers: dict[str, Tracker] = {}
-        self._tables_every = 0
 
     @classmethod
     def prepare(cls, names: Sequence[str]) -> Trackers:
@@ -125,7 +124,7 @@ class Trackers:
     @contextmanager
     def open(self, config: GRPOConfig) -> Iterator[Trackers]:
         """Start every tracker on the run that `config` describes; close them all at the end."""
-        self._trackers, self._tables_every = {}, config.run.report_every
+        self._trackers = {}
         for name, make in self._makers.items():
             with _warning(name, "cannot be started"):
                 self._trackers[name] = make(config)
@@ -144,9 +143,8 @@ class Trackers:
         self._send(step, lambda tracker: tracker.log(step, numbers))
 
     def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Send a table of scored groups at the first step and at every `run.report_every`-th, before their numbers."""
-        every = self._tables_every
-        if self._trackers and (step == 1 or (every > 0 and step % every == 0)):
+        """Send a table of scored groups at the first step and at every REPORT_EVERY-th, before their numbers."""
+        if self._trackers and (step == 1 or step % REPORT_EVERY == 0):
             table = rollout_table(step, groups)
             self._send(step, lambda tracker: tracker.log_table(step, table))
 

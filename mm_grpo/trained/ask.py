@@ -106,10 +106,7 @@ def ask(
     the answer's text in pieces while it is sampled (`TextPieces`); the answer is the same.
     """
     config, processor = answering.config, answering.processor
-    most_bytes, most_pixels = config.data.max_image_bytes, config.data.max_image_pixels
-    pictures = tuple(
-        open_image(each, row="--image", max_bytes=most_bytes, max_pixels=most_pixels) for each in images
-    )
+    pictures = tuple(open_image(each, row="--image") for each in images)
     content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": question}]
     row = {"prompt": [{"role": "user", "content": content}], "images": list(pictures)}
     fields = read_row(row, row_name="the question", system_prompt=config.data.system_prompt)

@@ -61,9 +61,7 @@ def _logged(paths: RunPaths, processor: Processor, config: GRPOConfig) -> Iterat
 
 
 def _image(file: Path, row: str, config: GRPOConfig) -> Any:
-    return open_image(
-        str(file), row=row, max_bytes=config.data.max_image_bytes, max_pixels=config.data.max_image_pixels
-    )
+    return open_image(str(file), row=row)
 
 
 def _text_ids(processor: Processor, config: GRPOConfig, text: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from mm_grpo.algorithm.correction import mismatch_weights
 from mm_grpo.algorithm.losses import LOSSES, token_weights
 from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.config import AlgorithmConfig
+from mm_grpo.config.sections import LOSS_OPTIONS
 from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
 from mm_grpo.learner.step_report import LossStatistics
 
@@ -63,11 +64,8 @@ def theirs(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, T
     trainer: Any = SimpleNamespace(
         **{k: getattr(config, k) for k in ("importance_sampling_level", "beta", "loss_type", "entropy_coef")},
         args=SimpleNamespace(
-            **{
-                k: v
-                for k, v in config.model_dump().items()
-                if k == "delta" or k.startswith(("sapo", "vespo"))
-            },
+            **{name: config.option(name) for options in LOSS_OPTIONS.values() for name in options},
+            delta=config.delta,
             use_bias_correction_kl=False,
             steps_per_generation=1,
         ),

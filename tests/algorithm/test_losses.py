@@ -100,7 +100,10 @@ def test_sapo_on_policy_is_the_policy_gradient_whatever_the_temperature() -> Non
     # at ratio 1 the gate is 1/2 * 4 / tau = 2 / tau, and its slope 1: the gradient is -A
     logp = TOKENS.logp.clone().requires_grad_()
     on_policy = replace(TOKENS, logp=logp, old_logp=logp.detach())
-    got = LOSSES["sapo"].token_loss(on_policy, config(sapo_temperature_pos=0.5, sapo_temperature_neg=4.0))
+    got = LOSSES["sapo"].token_loss(
+        on_policy,
+        config(loss_type="sapo", loss_options={"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 4.0}),
+    )
     assert got.loss.tolist() == pytest.approx([-4.0, -4.0, 1.0], abs=1e-6)
     got.loss.sum().backward()
     assert logp.grad is not None
@@ -109,7 +112,10 @@ def test_sapo_on_policy_is_the_policy_gradient_whatever_the_temperature() -> Non
 
 def test_sapo_by_hand() -> None:
     # -sigmoid(tau (r - 1)) * 4 / tau * A, tau 1 for A > 0 and 2 for the last
-    got = LOSSES["sapo"].token_loss(TOKENS, config(sapo_temperature_pos=1.0, sapo_temperature_neg=2.0))
+    got = LOSSES["sapo"].token_loss(
+        TOKENS,
+        config(loss_type="sapo", loss_options={"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}),
+    )
     sigmoid = [1 / (1 + math.exp(-x)) for x in (-0.5, 1.0, 1.0)]
     assert got.loss.tolist() == pytest.approx([-4 * sigmoid[0], -4 * sigmoid[1], 4 * sigmoid[2]], abs=1e-6)
 

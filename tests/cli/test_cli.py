@@ -232,7 +232,7 @@ def test_a_reward_that_changed_is_refused_on_resume(run: Any, job: Path) -> None
         "(the source or the weight of mine changed)",
         "put them back",
     )
-    done = run("train", job, "--resume", "run.allow_changed_rewards=true")
+    done = run("train", job, "--resume", "run.allow_changed_code=true")
     assert done.code == 0 and "done: 2 steps" in done.out, done.err
 
 

@@ -166,7 +166,7 @@ def test_every_endpoint_wants_the_key(
 
 def test_a_killed_trainer_leaves_no_server_and_goes_on_with_another_number(job: Path, tmp_path: Path) -> None:
     output, run = tmp_path / "output", tmp_path / "run"
-    fields = ["run.save_every=1", "run.parity_check=false"]
+    fields = ["run.save_every=1", "run.guards.logp_gap=off"]
     process = start(output, "train", job, "--serve", 2, "run.max_steps=400", *fields)
     try:
         wait_for(lambda: (run / "checkpoints" / "step-000002").exists(), process, output, STARTING)

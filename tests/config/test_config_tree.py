@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -19,7 +21,7 @@ from mm_grpo.config import (
     check_seed_plan,
 )
 from mm_grpo.config.messages import help_text, leaves
-from mm_grpo.errors import ConfigError, UserError
+from mm_grpo.errors import ConfigError
 
 MODEL = {"path": "a/model"}
 
@@ -45,7 +47,6 @@ def test_the_defaults_that_trl_users_know() -> None:
     assert (made.algorithm.epsilon_high, made.algorithm.scale_rewards) == (None, "group")
     assert (made.optim.learning_rate, made.learning_rate, made.optim.max_grad_norm) == (None, 1e-6, 1.0)
     assert (made.run.dir, made.run.seed, made.run.max_steps) == ("runs/mm_grpo", 42, None)
-    assert (made.data.max_image_bytes, made.data.max_image_pixels) == (52428800, 89478485)
     assert (made.rollout.eval.temperature, made.rollout.eval.num_generations) == (0.0, 1)
     assert (made.rewards, made.run.guards, made.run.trackers) == ([], {}, [])
 
@@ -54,7 +55,6 @@ def test_defaults_of_several_processes_and_of_checkpoints() -> None:
     made = config()
     assert (made.optim.zero_stage, made.optim.offload_optimizer) == (2, False)
     assert (made.run.save_every, made.run.keep_checkpoints, made.run.process_timeout) == (None, 2, 1800.0)
-    assert made.run.async_save
 
 
 def test_two_configs_share_nothing() -> None:
@@ -117,17 +117,13 @@ def choices(annotation: Any) -> list[str]:
 
 @pytest.mark.parametrize("values", [{}, {"model": None}, {"model": {}}])
 def test_a_missing_model_is_named(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^model\.path is missing: "):
         GRPOConfig.from_dict(values)
-    line = "model.path is missing: Model folder or hub name, such as Qwen/Qwen2.5-VL-3B-Instruct."
-    assert str(caught.value) == line
 
 
 def test_a_value_where_a_section_belongs() -> None:
-    assert message(model="a/model") == (
-        "model = 'a/model': must be a section; its keys are model.path, model.processor,"
-        " model.trust_remote_code, model.dtype, model.attn, model.lora, model.freeze_vision, model.device"
-    )
+    line = message(model="a/model")
+    assert line.startswith("model = 'a/model': ") and "model.trust_remote_code" in line
 
 
 def test_an_empty_section_has_its_defaults() -> None:
@@ -135,35 +131,33 @@ def test_an_empty_section_has_its_defaults() -> None:
 
 
 def test_all_errors_are_raised_at_once_one_line_each() -> None:
-    line = message(
+    lines = message(
         rollout={"num_generations": 1, "temperature": -1},
         optim={"learning_rate": -1},
         run={"seed": "abc", "zeed": 1},
         learning_rate=1e-5,
-    )
-    assert line.splitlines() == [
-        "num_generations counts completions per prompt; GRPO compares them, so it needs at least 2"
-        " (8 is common)",
-        "rollout.temperature = -1: must be a number > 0",
-        "optim.learning_rate = -1: must be a number >= 0 or null",
-        "run.seed = 'abc': must be an integer >= 0",
-        "run.zeed: unknown key; the nearest is run.seed",
-        "learning_rate: unknown key; write optim.learning_rate",
-    ]
+    ).splitlines()
+    assert [re.split(r":? ", line)[0] for line in lines] == [
+        "num_generations", "rollout.temperature", "optim.learning_rate", "run.seed", "run.zeed", "learning_rate",
+    ]  # fmt: skip
 
 
-def test_the_python_constructors_raise_the_same() -> None:
-    assert issubclass(ConfigError, UserError)
-    with pytest.raises(ConfigError, match=r"^optim\.learning_rate = -1: must be a number >= 0 or null$"):
-        OptimConfig(learning_rate=-1)
-    with pytest.raises(ConfigError, match=r"^rollout\.eval\.top_p = 2: must be a number > 0 and <= 1$"):
-        EvalSampling(top_p=2)
-    with pytest.raises(ConfigError, match=r"^optim\.lr: unknown key; write optim\.learning_rate$"):
-        OptimConfig(lr=1e-5)
-    with pytest.raises(ConfigError, match=r"^run\.seed = 'x': must be an integer >= 0$"):
-        GRPOConfig(model={"path": "m"}, run={"seed": "x"})
-    with pytest.raises(ConfigError, match=r"^the config = \[1\]: must be a mapping of sections$"):
-        GRPOConfig.from_dict([1])
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: OptimConfig(learning_rate=-1), r"optim\.learning_rate = -1"),
+        (lambda: EvalSampling(top_p=2), r"rollout\.eval\.top_p = 2"),
+        (lambda: OptimConfig(lr=1e-5), r"optim\.lr: .* optim\.learning_rate"),
+        (lambda: GRPOConfig(model={"path": "m"}, run={"seed": "x"}), r"run\.seed = 'x'"),
+        (lambda: GRPOConfig.from_dict([1]), r"the config = \[1\]"),
+    ],
+)
+def test_the_python_constructors_raise_the_same(make: Callable[[], Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}"):
+        make()
+
+
+def test_sections_may_be_objects() -> None:
     made = GRPOConfig(model=ModelConfig(path="m"), rollout=RolloutConfig(num_generations=4))
     assert (made.model.path, made.rollout.num_generations) == ("m", 4)
 
@@ -186,21 +180,13 @@ def test_from_dict_leaves_its_argument_alone() -> None:
 
 def test_an_assignment_names_the_way_to_a_changed_copy() -> None:
     made = config()
-    for assign, line in [
-        (
-            lambda: setattr(made.optim, "learning_rate", 1e-5),
-            "optim.learning_rate = 1e-05: a config is not assigned to; make a changed copy of the whole one with"
-            " config.with_values({'optim.learning_rate': ...})",
-        ),
-        (lambda: setattr(made.optim, "lr", 1), "optim.lr: unknown key; write optim.learning_rate"),
-        (
-            lambda: setattr(made, "rewards", 3),
-            "rewards = 3: a config is not assigned to; make a changed copy",
-        ),
-    ]:
-        with pytest.raises(ConfigError) as caught:
-            assign()
-        assert str(caught.value).startswith(line)
+    for section, name, named in (
+        (made.optim, "learning_rate", "optim.learning_rate = 1: .*with_values"),
+        (made.optim, "lr", "optim.lr: .*optim.learning_rate"),
+        (made, "rewards", "rewards = 1: .*with_values"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{named}"):
+            setattr(section, name, 1)
     assert made == config()
 
 
@@ -211,17 +197,16 @@ def test_a_changed_copy_is_checked_and_the_first_one_stays() -> None:
     assert changed.model.lora is not None and changed.model.lora.rank == 4
     assert made == config(data={"min_pixels": 5})
     assert made.optim.with_values({"learning_rate": 2.0}) == OptimConfig(learning_rate=2.0)
-    for values, line in [
-        ({"optim.learning_rate": -1}, "optim.learning_rate = -1: must be a number >= 0 or null"),
-        ({"optim.learning_rte": 1}, "optim.learning_rte: unknown key; the nearest is optim.learning_rate"),
-        ({"data.max_pixels": 3}, "data.min_pixels = 5: must be <= data.max_pixels, which is 3"),
-        ({"rewards": 3}, "rewards = 3: must be a list of names or mappings with a name, such as [iou]"),
-        ({"run.seed.x": 3}, "run.seed.x: run.seed is 42, which has no key x; set run.seed whole"),
-        ({"optim.updates_per_step": 9}, "optim.updates_per_step = 9: must be <= rollout.prompts_per_step,"),
-    ]:
-        with pytest.raises(ConfigError) as caught:
-            made.with_values(values)
-        assert str(caught.value).startswith(line)
+    for path, value, named in (
+        ("optim.learning_rate", -1, "optim.learning_rate = -1"),
+        ("optim.learning_rte", 1, "optim.learning_rte: .*optim.learning_rate"),
+        ("data.max_pixels", 3, "data.min_pixels = 5: .*data.max_pixels"),
+        ("rewards", 3, "rewards = 3"),
+        ("run.seed.x", 3, "run.seed.x: "),
+        ("optim.updates_per_step", 9, "optim.updates_per_step = 9: .*rollout.prompts_per_step"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{named}"):
+            made.with_values({path: value})
 
 
 def test_check_finds_what_was_changed_inside_a_mapping() -> None:
@@ -236,47 +221,37 @@ def test_check_finds_what_was_changed_inside_a_mapping() -> None:
 
 def test_pixel_limits_are_ordered() -> None:
     assert DataConfig(min_pixels=3, max_pixels=3).max_pixels == 3
-    assert message(data={"min_pixels": 4, "max_pixels": 3}) == (
-        "data.min_pixels = 4: must be <= data.max_pixels, which is 3"
-    )
+    assert message(data={"min_pixels": 4, "max_pixels": 3}).startswith("data.min_pixels = 4")
 
 
 def test_every_update_has_a_prompt() -> None:
     assert config(rollout={"prompts_per_step": 4}, optim={"updates_per_step": 4}).optim.updates_per_step == 4
-    assert message(rollout={"prompts_per_step": 4}, optim={"updates_per_step": 5}) == (
-        "optim.updates_per_step = 5: must be <= rollout.prompts_per_step, which is 4; every update"
-        " needs a prompt"
-    )
+    line = message(rollout={"prompts_per_step": 4}, optim={"updates_per_step": 5})
+    assert line.startswith("optim.updates_per_step = 5") and "rollout.prompts_per_step, which is 4" in line
 
 
 def test_warm_up_ends_within_the_run() -> None:
     # 10 steps x 2 updates x 3 iterations = 60 updates
     sections = {"algorithm": {"num_iterations": 3}, "run": {"max_steps": 10}}
     assert config(optim={"warmup_steps": 60, "updates_per_step": 2}, **sections).optim.warmup_steps == 60
-    assert message(optim={"warmup_steps": 61, "updates_per_step": 2}, **sections) == (
-        "optim.warmup_steps = 61: must be <= the updates of the run, which are 60 (run.max_steps 10 x"
-        " optim.updates_per_step 2 x algorithm.num_iterations 3)"
-    )
+    line = message(optim={"warmup_steps": 61, "updates_per_step": 2}, **sections)
+    assert line.startswith("optim.warmup_steps = 61") and "which are 60" in line
     assert config(optim={"warmup_steps": 61}).optim.warmup_steps == 61  # the length is not known yet
 
 
 def test_evaluation_during_the_run_needs_rows() -> None:
-    line = "run.eval_every = 5: needs rows to evaluate on; set data.eval, or 0 here"
-    assert message(data={"train": "rows.jsonl"}, run={"eval_every": 5}) == line
+    assert message(data={"train": "rows.jsonl"}, run={"eval_every": 5}).startswith("run.eval_every = 5")
     assert config(data={"train": "a", "eval": "b"}, run={"eval_every": 5}).run.eval_every == 5
     from_python = config(run={"eval_every": 5})  # both may come with GRPOTrainer(train=..., eval=...)
     from_python.require_eval(given=True)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"run\.eval_every"):
         from_python.require_eval()
-    assert str(caught.value) == line
 
 
 def test_rewards_are_needed_unless_given() -> None:
     config().require_rewards(given=True)
     config(rewards=["iou"]).require_rewards()
-    with pytest.raises(
-        ConfigError, match=r"^rewards = \[\]: must name at least one reward, such as rewards: \[iou\]"
-    ):
+    with pytest.raises(ConfigError, match=r"^rewards = \[\]"):
         config().require_rewards()
 
 
@@ -285,15 +260,9 @@ def test_the_seeds_suffice() -> None:
     check_seed_plan(51130563, 1, 3, 7)
     with pytest.raises(ConfigError) as caught:
         check_seed_plan(51130564, 1, 3, 7)
-    line = (
-        "run.max_steps = 51130564: 51130564 steps x 1 attempts x 3 prompts x 7 generations need"
-        " 1073741844 seeds,"
-        " and there are 1073741823; lower run.max_steps, rollout.max_attempts, rollout.prompts_per_step or"
-        " rollout.num_generations"
-    )
-    assert str(caught.value) == line
+    assert "1073741844 seeds" in str(caught.value) and "1073741823" in str(caught.value)
     rollout = {"prompts_per_step": 3, "num_generations": 7}
-    assert message(rollout=rollout, run={"max_steps": 51130564}) == line
+    assert message(rollout=rollout, run={"max_steps": 51130564}).startswith("run.max_steps = 51130564")
     assert config(rollout=rollout, run={"max_steps": 51130563}).run.max_steps == 51130563
     # 2 x 8 x 8 = 128 seeds a step, 2^30 / 128 = 8388608 steps
     check_seed_plan(8388608, 2, 8, 8)

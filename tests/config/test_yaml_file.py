@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,53 +89,35 @@ def test_an_empty_file_and_a_byte_order_mark(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        (
-            "run:\n  seed: 1\n  dir: a\n  seed: 2\n",
-            "FILE, line 4, column 3: not valid YAML: the key 'seed' is given",
-        ),
+        ("run:\n  seed: 1\n  dir: a\n  seed: 2\n", "FILE, line 4, column 3: not valid YAML: the key 'seed'"),
         ("a: &a {b: 1}\nc: {<<: *a, d: 1, d: 2}\n", "the key 'd' is given twice (first on line 2)"),
-        ("a: !!bool x\n", "FILE: not valid YAML: 'x'"),
+        ("a: !!bool x\n", "not valid YAML: 'x'"),
         ("run: {seed: 1, seed: 1}\n", "the key 'seed' is given twice (first on line 1)"),
-        (
-            "run:\n  seed: [1\nmodel: 3\n",
-            "FILE, line 3, column 6: not valid YAML: expected ',' or ']', but got ':'",
-        ),
-        (
-            "run:\n\tseed: 1\n",
-            "FILE, line 2, column 1: not valid YAML: found character '\\t' that cannot start",
-        ),
-        ("a: b: c\n", "FILE, line 1, column 5: not valid YAML: mapping values are not allowed here"),
-        ("a: *nobody\n", "FILE, line 1, column 4: not valid YAML: found undefined alias 'nobody'"),
-        (
-            "a: !!python/name:os.system\n",
-            "FILE, line 1, column 4: not valid YAML: could not determine a constructor",
-        ),
-        ("? [a]\n: b\n", "FILE, line 1, column 3: not valid YAML: found unhashable key"),
-        ("a: 1\nb: \x07\n", "FILE, line 2, column 4: not valid YAML: special characters are not allowed"),
-        ("a: 1\n---\nb: 2\n", "FILE, line 2, column 1: not valid YAML: but found another document"),
-        ("- a\n- b\n", "FILE: a config file must hold a mapping of sections, not ['a', 'b']"),
-        (b"a: \xff\n", "FILE: a config file must be UTF-8 text (byte 3 is not)"),
+        ("run:\n  seed: [1\nmodel: 3\n", "FILE, line 3, column 6: not valid YAML"),
+        ("run:\n\tseed: 1\n", "FILE, line 2, column 1: not valid YAML"),
+        ("a: b: c\n", "FILE, line 1, column 5: not valid YAML"),
+        ("a: *nobody\n", "FILE, line 1, column 4: not valid YAML"),
+        ("a: &a [*a]\n", "*a"),
+        ("a: !!python/name:os.system\n", "FILE, line 1, column 4: not valid YAML"),
+        ("? [a]\n: b\n", "FILE, line 1, column 3: not valid YAML"),
+        ("a: 1\nb: \x07\n", "FILE, line 2, column 4: not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "FILE, line 2, column 1: not valid YAML"),
+        ("- a\n- b\n", "a mapping of sections, not ['a', 'b']"),
+        (b"a: \xff\n", "byte 3"),
+        (b"#" * 200_001, "200000 bytes"),
     ],
 )
-def test_a_broken_file_gets_one_line(file: Path, text: str | bytes, message: str) -> None:
+def test_a_broken_file_gets_one_line(file: Path, text: str | bytes, named: str) -> None:
     line = broken(file, text)
-    assert message in line
-    assert "\n" not in line and line.startswith("FILE")
+    assert named in line and "\n" not in line and line.startswith("FILE")
 
 
-def test_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        GRPOConfig.from_yaml("no.yaml")
-    assert str(caught.value) == f"no.yaml: there is no such config file (looked in {tmp_path})"
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        GRPOConfig.from_yaml(tmp_path)
-    assert str(caught.value) == f"{tmp_path}: the config file cannot be read (Is a directory)"
+def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "no.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=f"^{path}: "):
+            GRPOConfig.from_yaml(path)
 
 
 # Overrides
@@ -177,43 +160,30 @@ def test_the_last_override_wins_and_the_rest_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
-        ("run.seed", "override 'run.seed': must be section.key=value, such as run.seed=1"),
-        ("=1", "override '=1': must be section.key=value, such as run.seed=1"),
-        ("run..seed=1", "override 'run..seed=1': must be section.key=value, such as run.seed=1"),
-        (
-            "run.seed.x=1",
-            "override 'run.seed.x=1': run.seed is 1, which has no key x; set run.seed whole",
-        ),
-        (
-            "rewards.0.weight=1",
-            "override 'rewards.0.weight=1': rewards.0 is 'iou', which has no key weight; set rewards.0 whole",
-        ),
-        ("rewards.1=a", "override 'rewards.1=a': rewards has entries 0 to 0, not 1"),
-        ("rewards.name=a", "override 'rewards.name=a': rewards has entries 0 to 0, not name"),
-        (
-            "rewards=[iou",
-            "override 'rewards=[iou', line 1, column 5: not valid YAML: expected ',' or ']', but"
-            " got '<stream end>'",
-        ),
+        ("run.seed", "section.key=value"),
+        ("=1", "section.key=value"),
+        ("run..seed=1", "section.key=value"),
+        ("run.seed.x=1", "run.seed is 1, which has no key x"),
+        ("rewards.0.weight=1", "rewards.0 is 'iou', which has no key weight"),
+        ("rewards.1=a", "rewards has entries 0 to 0, not 1"),
+        ("rewards.name=a", "rewards has entries 0 to 0, not name"),
+        ("rewards=[iou", "line 1, column 5"),
     ],
 )
-def test_a_bad_override_gets_one_line(override: str, message: str) -> None:
+def test_a_bad_override_gets_one_line(override: str, named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         apply_overrides({"run": {"seed": 1}, "rewards": ["iou"]}, [override])
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(f"override {override!r}") and named in str(caught.value)
 
 
 def test_an_override_of_an_unknown_key_fails_as_in_a_file(file: Path) -> None:
     file.write_text("model: {path: m}\n")
     with pytest.raises(ConfigError) as caught:
         GRPOConfig.from_yaml(file, ["learning_rate=1e-5", "rollout.num_gens=4", "run.seed=x"])
-    assert str(caught.value).splitlines() == [
-        "rollout.num_gens: unknown key; the nearest is rollout.num_generations",
-        "run.seed = 'x': must be an integer >= 0",
-        "learning_rate: unknown key; write optim.learning_rate",
-    ]
+    fields = [re.split(":| =", line)[0] for line in str(caught.value).splitlines()]
+    assert fields == ["rollout.num_gens", "run.seed", "learning_rate"]
 
 
 # Paths beside the file

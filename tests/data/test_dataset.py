@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.images import MAX_BYTES
 from mm_grpo.errors import DataError
 
 COLOURS = ["red", "lime", "blue", "black", "white"]
@@ -19,8 +20,6 @@ def settings(**fields: Any) -> Any:
     defaults = {
         "columns": {},
         "image_dir": None,
-        "max_image_bytes": 10**6,
-        "max_image_pixels": 10**4,
         "system_prompt": None,
         "layout": None,
         "answer_from": None,
@@ -101,11 +100,9 @@ def test_image_dir_comes_before_the_folder_of_the_file(tmp_path: Path) -> None:
     assert colour(there.sample(0).images[0]) == (0, 0, 255)
 
 
-def test_the_limits_and_the_system_prompt_are_the_config_s() -> None:
-    with pytest.raises(DataError, match=r"train row 0: .* 2 × 2 = 4 pixels; data.max_image_pixels allows 3"):
-        Dataset(rows(), settings(max_image_pixels=3)).sample(0)
-    with pytest.raises(DataError, match=r"data.max_image_bytes allows 3"):
-        Dataset([{"prompt": "?", "image": b"1234"}], settings(max_image_bytes=3)).sample(0)
+def test_too_many_bytes_are_refused_and_the_system_prompt_is_the_config_s() -> None:
+    with pytest.raises(DataError, match=r"train row 0: .* has 52428801 bytes"):
+        Dataset([{"prompt": "?", "image": b"1" * (MAX_BYTES + 1)}], settings()).sample(0)
     assert Dataset(rows(), settings(system_prompt="Be brief.")).sample(0).messages[0] == {
         "role": "system",
         "content": "Be brief.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import datasets
 import pytest
@@ -13,8 +13,6 @@ from PIL import Image
 
 from mm_grpo import GRPOConfig
 from mm_grpo.build import plan_run
-from mm_grpo.config import DataConfig
-from mm_grpo.config.source_entries import LAYOUTS
 from mm_grpo.data import Mixture
 from mm_grpo.data.dataset import fingerprint
 from mm_grpo.data.sources import load_eval, load_train
@@ -138,46 +136,28 @@ def test_an_evaluation_set_may_have_several_sources_with_tasks_but_no_weights(fi
     assert found["count"].sample(0).columns["task"] == "count"
     one = load_eval(config(eval=COUNT_ENTRY))
     assert list(one) == ["eval"] and len(one["eval"]) == 2
-    with pytest.raises(
-        ConfigError, match=r"the set all is .*weight is for data.train; an evaluation answers every row"
-    ):
+    with pytest.raises(ConfigError, match=r"the set all, .*weight is for data\.train"):
         config(eval={"all": two()})
     with pytest.raises(DataError, match="eval: weight is for training"):
         load_eval(config(), Mixture(two()))
 
 
 @pytest.mark.parametrize(
-    ("entry", "line"),
+    ("key", "value"),
     [
-        ({"weight": 0}, "weight is 0; it must be a finite number above 0"),
-        ({"weight": -1.0}, "weight is -1.0; it must be a finite number above 0"),
-        ({"weight": float("nan")}, "weight is nan, which a config file cannot hold|holds nan"),
-        ({"weight": float("inf")}, "weight is inf; it must be a finite number above 0"),
-        ({"weight": True}, "weight is True; it must be a finite number above 0"),
-        ({"weight": "much"}, "weight is 'much'; it must be a finite number above 0"),
-        ({"wieght": 1}, "no key 'wieght'; did you mean 'weight'\\? its keys are path, weight, task, columns"),
-        ({"split": "train"}, "no key 'split'; write it into the path: folder:split"),
-        ({"task": ""}, "task is ''; it must be a text"),
-        ({"task": ["a"]}, "task is \\['a'\\]; it must be a text"),
-        ({"columns": ["a"]}, "columns is \\['a'\\]; it must be a mapping of our names"),
-        ({"layout": "llava"}, "layout is 'llava'; it must be one of trl, openai"),
-        ({"answer_from": "x"}, "answer_from is 'x'; it must be last_turn, column or null"),
-        ({"text_only": "yes"}, "text_only is 'yes'; it must be true or false"),
-        ({"image_dir": 3}, "image_dir is 3; it must be a folder"),
-        ({"path": None}, "must be a path, a list of paths, or a mapping with the key task"),
+        ("weight", 0), ("weight", -1.0), ("weight", float("nan")), ("weight", float("inf")), ("weight", True),
+        ("weight", "much"), ("wieght", 1), ("split", "train"), ("task", ""), ("task", ["a"]), ("columns", ["a"]),
+        ("layout", "llava"), ("answer_from", "x"), ("text_only", "yes"), ("image_dir", 3), ("system_prompt", " "),
+        ("path", None),
     ],
-)
-def test_a_wrong_entry_gets_one_line(entry: dict[str, Any], line: str) -> None:
-    wrong = {"path": "a.jsonl", **entry}
-    with pytest.raises(ConfigError, match=line) as caught:
+)  # fmt: skip
+def test_a_wrong_entry_gets_one_line(key: str, value: Any) -> None:
+    wrong = {"path": "a.jsonl", key: value}
+    with pytest.raises(ConfigError, match=rf"^data\.train = .*entry 2, .*{key}") as caught:
         config(["b.jsonl", wrong])
-    assert str(caught.value).startswith("data.train = ") and "entry 2" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-    if "path" not in entry:
-        with pytest.raises(
-            DataError, match=line.split("|")[0].replace(", which a config file cannot hold", "")
-        ):
-            Mixture(["b.jsonl", wrong])
+    with pytest.raises(DataError, match=f"^entry 2 of the mixture: .*{key}"):
+        Mixture(["b.jsonl", wrong])
 
 
 def test_what_is_no_mixture(files: Path) -> None:
@@ -192,7 +172,7 @@ def test_what_is_no_mixture(files: Path) -> None:
         Mixture(["a.jsonl", {"path": "a.jsonl", "weight": 2}])
     other_task = [{"path": "boxes/rows.jsonl", "task": t} for t in ("a", "b")]
     assert len(load_train(config(other_task))) == 6
-    with pytest.raises(ConfigError, match=r"entry 2, .*a mapping needs the key path, or the key task"):
+    with pytest.raises(ConfigError, match=r"entry 2, .*the key path or the key task"):
         config(["a.jsonl", {"weight": 2}])
     with pytest.raises(DataError, match=r"the task is 'count'; known tasks: 'shapes'"):
         load_train(config([{"task": "count"}, "boxes/rows.jsonl"]))
@@ -286,10 +266,6 @@ def test_rewards_see_the_columns_of_all_sources(files: Path) -> None:
     ]
     mixed = load_train(config(two()), needs=Scorer(rewards).check)
     assert mixed.columns == ("box", "task", "answer")
-
-
-def test_layouts_of_an_entry_are_those_of_the_section() -> None:
-    assert get_args(get_args(DataConfig.model_fields["layout"].annotation)[0]) == LAYOUTS
 
 
 def test_the_mixture_of_the_docs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

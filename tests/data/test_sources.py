@@ -27,8 +27,6 @@ def settings(**fields: Any) -> Any:
     defaults = {
         "columns": {},
         "image_dir": None,
-        "max_image_bytes": 10**6,
-        "max_image_pixels": 10**4,
         "system_prompt": None,
         "layout": None,
         "answer_from": None,
@@ -194,11 +192,6 @@ def test_images_of_the_prompt_meet_the_limits_and_those_of_rewards_are_decoded()
         photo=datasets.Image(),
         mask=datasets.Image(),
     )
-    small = load(stored, settings(columns={"image": "photo"}, max_image_pixels=599), "train")
-    with pytest.raises(
-        DataError, match=r"^train row 0: .* 20 × 30 = 600 pixels; data.max_image_pixels allows 599"
-    ):
-        small.sample(0)
     sample = load(stored, settings(columns={"image": "photo"}), "train").sample(0)
     assert sample.images[0].size == (20, 30)
     broken = arrow(
@@ -337,7 +330,7 @@ def test_the_package_is_light(tmp_path: Path) -> None:
     path = written(tmp_path / "train.jsonl", ROW)
     code = (
         "import sys; from types import SimpleNamespace; from mm_grpo.data import load; "
-        "s = SimpleNamespace(columns={}, image_dir=None, max_image_bytes=1, max_image_pixels=1, system_prompt=None, "
+        "s = SimpleNamespace(columns={}, image_dir=None, system_prompt=None, "
         "layout=None, answer_from=None); "
         f"load({str(path)!r}, s).sample(0); "
         "print(sorted({'torch', 'transformers', 'datasets', 'numpy', 'vllm'} & set(sys.modules)))"

@@ -14,7 +14,7 @@ from helpers.run_folders import assert_the_same_run, rollouts_of, write_config
 from mm_grpo.rollout.seeds import SeedPlan
 
 SCRIPT = Path(ahead_runs.__file__)
-RUN = {"save_every": 1, "keep_checkpoints": 9, "sight_every": 0, "parity_check": False}
+RUN = {"save_every": 1, "keep_checkpoints": 9, "sight_every": 0, "guards": {"logp_gap": "off"}}
 
 
 def run(config: Path, world: int, output: Path, *arguments: object, ends: int = 0) -> None:
@@ -26,7 +26,7 @@ def run(config: Path, world: int, output: Path, *arguments: object, ends: int = 
 def test_in_lockstep_two_processes_make_the_run_of_one_and_one_goes_on_with_it(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    rollout = {"max_staleness": 2, "dynamic_sampling": True, "max_attempts": 2, "num_generations": 2}
+    rollout = {"max_staleness": 2, "max_attempts": 2, "num_generations": 2}
     changes: dict[str, Any] = {"rollout": rollout, "run": RUN}
     one = write_config(models["qwen2_5_vl"], tmp_path / "one", **changes)
     two = write_config(models["qwen2_5_vl"], tmp_path / "two", **changes)

@@ -23,7 +23,7 @@ def run(config: Path, world: int, output: Path, *arguments: object) -> None:
 
 REFILLED: dict[str, Any] = {
     "rewards": [{"name": "length", "max_length": 4, "isolated": True}],  # which begins while others are sampled
-    "rollout": {"num_generations": 2, "dynamic_sampling": True, "max_attempts": 3},
+    "rollout": {"num_generations": 2, "max_attempts": 3},
     "algorithm": {
         "beta": 0.1, "kl_in_reward": True, "kl_estimator": "k1", "top_entropy_quantile": 0.8,
         "advantage_estimator": "rloo",

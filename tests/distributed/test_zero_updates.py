@@ -69,7 +69,7 @@ def matrix() -> list[Case]:
         )
         for stage in (0, 2)
     ]
-    perceived = {"perception_coef": 0.3, "perception_entropy_coef": 0.1}
+    perceived = {"perception_coef": 0.3, "loss_options": {"perception_entropy_coef": 0.1}}
     cases.append(case("perception", set="apart", algorithm=perceived))
     cases.append(case("offloaded", optim={"offload_optimizer": True}))
     cases.append(case("offloaded-adamw", optimizer="adamw", optim={"offload_optimizer": True}))

@@ -40,7 +40,7 @@ def config_of(folder: Path, urls: list[str], **rollout: Any) -> Path:
     values["rollout"] |= {
         "engine": "vllm_server", "prompts_per_step": PROMPTS, "num_generations": GENERATIONS, **rollout,
     }  # fmt: skip
-    values["rollout"]["server"] |= {"urls": urls, "health_timeout": 20.0}
+    values["rollout"]["server"] |= {"urls": urls, "timeout": 60.0}
     values["optim"] |= {"zero_stage": 2, "adam_epsilon": 1e-4}
     values["run"] |= {
         "dir": str(folder), "max_steps": STEPS, "eval_every": 0, "save_every": 0, "report": False, "sight_every": 0,

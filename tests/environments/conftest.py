@@ -21,15 +21,14 @@ def pids(box: Toolbox) -> list[int]:
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Toolboxes whose tools are called in two processes; none is left at the end."""
     made: list[Toolbox] = []
+    monkeypatch.setattr("mm_grpo.environments.host.MAX_PIXELS", 50_000)
 
     def toolbox(tools: Any = (), factory: Any = None, **rollout: Any) -> Toolbox:
         values = {"environment_workers": 2, "tool_timeout": 60, **rollout}
-        made.append(
-            Toolbox(small_config("m", data={"max_image_pixels": 50_000}, rollout=values), tools, factory)
-        )
+        made.append(Toolbox(small_config("m", rollout=values), tools, factory))
         return made[-1]
 
     yield toolbox

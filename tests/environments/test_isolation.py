@@ -170,45 +170,33 @@ def test_a_call_without_an_answer_takes_its_conversations_with_it(make: Make, ho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "policy"), [("hang", "on_tool_timeout"), ("exit", "on_tool_error")])
-def test_the_policies_of_a_call_without_an_answer(make: Make, how: str, policy: str) -> None:
-    limit = TIMEOUT if how == "hang" else 60
-    box = make([misbehave, nap], None, tool_timeout=limit, **{policy: "reply"})
+@pytest.mark.parametrize(("how", "fault"), [("hang", "timed_out"), ("exit", "died")])
+def test_a_call_without_an_answer(make: Make, how: str, fault: str) -> None:
+    box = make([misbehave, nap], None, tool_timeout=TIMEOUT if how == "hang" else 60)
     one, other = begun(box, 2)
     seen = box.host.call_all(
         [(one, "misbehave", {"how": how}), (one, "nap", {"seconds": 0}), (other, "nap", {"seconds": 0})]
     )
-    assert [s.fault for s in seen] == ["timed_out" if how == "hang" else "died", None, None]
-    assert one.masked is None  # functions hold nothing that could be lost
+    assert [s.fault for s in seen] == [fault, "died" if how == "hang" else None, None]
+    assert (one.masked is None) == (how == "exit")  # functions hold nothing that could be lost
 
-    box = make([misbehave], None, tool_timeout=limit, **{policy: "mask"})
+    limit = TIMEOUT if how == "hang" else 60
+    box = make([misbehave], None, tool_timeout=limit, on_tool_error="mask")
     (one,) = begun(box)
     assert one.call("misbehave", {"how": how}).fault and str(one.masked).startswith(
         "misbehave: error: misbehave "
     )
 
-    box = make((), World, tool_timeout=limit, **{policy: "reply"})
+    box = make((), World, tool_timeout=limit)
     (one,) = begun(box)
     one.call("act", {"how": how})
     assert one.masked is not None  # nothing is left to reply with
 
-    box = make((), World, tool_timeout=limit, **{policy: "stop"})
+    box = make((), World, tool_timeout=limit, on_tool_error="stop")
     with pytest.raises(
         ToolError, match=r"train:0: act (had not answered after 1 s|ended its worker process)"
     ):
         begun(box)[0].call("act", {"how": how})
-
-
-@pytest.mark.slow
-def test_conversations_that_lost_their_environment_stop_the_run_where_an_error_does(make: Make) -> None:
-    box = make((), World, environment_workers=1, on_tool_error="stop", tool_timeout=TIMEOUT)
-    one, other = begun(box, 2)
-    one.call("act", {"how": "hang"})
-    assert one.masked and other.masked is None
-    with pytest.raises(
-        ToolError, match="train:0: act: the conversation's environment is gone: its worker process was"
-    ):
-        other.call("act", {})
 
 
 @pytest.mark.parametrize("policy", ["reply", "mask", "stop"])

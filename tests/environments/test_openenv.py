@@ -114,8 +114,7 @@ def test_a_server_that_fails_takes_the_conversation_with_it(
         assert one.masked.startswith(f"walk: error: {why}") and one.reward() is None
         assert one.lost is not None and one.lost.startswith(why)
         box.close()
-        policy = "on_tool_timeout" if fault == "timed_out" else "on_tool_error"
-        stopping = box_of(impatient(server.url, mode), **{policy: "stop"})
+        stopping = box_of(impatient(server.url, mode), on_tool_error="stop")
         other = stopping.episode(stopping.prepare(sample("train:7")))
         with pytest.raises(ToolError) as stopped:
             other.call("walk", {"direction": "left"})

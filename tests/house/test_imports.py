@@ -36,6 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "watchdog",
             "worker_processes",
             "config",
+            "migrate",
         }
     ),
     frozenset({"data", "processors", "rewards", "algorithm", "distributed"}),
@@ -48,7 +49,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"trainer"}),
     frozenset({"cli"}),
 )
-# Parts of one layer that may import each other: the lowest, where config uses errors.
+# Parts of one layer that may import each other: the lowest, where config and migrate use each other.
 GROUND = 0
 # (importing part, imported part): each needs a reason beside it.
 EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
@@ -217,7 +218,7 @@ print(json.dumps([count, sorted({"torch", "transformers", "vllm", "datasets"} & 
 def test_the_light_imports_stay_light(tmp_path: Path) -> None:
     count, heavy = json.loads(in_a_fresh_python(LOAD, "mm_grpo", "mm_grpo.rewards", cwd=tmp_path))
     assert heavy == []
-    assert count < 140  # 81 modules are read in 0.05 s
+    assert count < 300  # 180 modules, a hundred of them pydantic's, are read in 0.1 s
 
 
 @pytest.mark.parametrize("module", ["mm_grpo.config", "mm_grpo.data"])

@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mm_grpo import GRPOConfig, GRPOTrainer
-from mm_grpo.config.convert import RULES, convert
-from mm_grpo.config.foreign_keys import DIRECT, IGNORED_AT, NO_COUNTERPART
-from mm_grpo.config.messages import leaves
-from mm_grpo.config.trainer_arguments import ARGUMENTS
-
-LEGAL = [path for path, _ in leaves(GRPOConfig)]
+from mm_grpo import GRPOTrainer
+from mm_grpo.migrate.arguments import ARGUMENTS
+from mm_grpo.migrate.convert import convert
 
 
 def members(package: str, file: str, name: str, inside: str = "") -> set[str]:
@@ -54,16 +50,6 @@ def test_every_key_is_taken_over_or_has_a_reason(package: str, file: str, name: 
     found = members(package, file, name)
     assert len(found) >= least
     given = {key: {"model_name_or_path": "m", "num_generations": 8}.get(key, 1) for key in sorted(found)}
-    unknown = [
+    assert [
         key for key, value in given.items() if "no such key" in convert({key: value}).left.get(key, "")
-    ]
-    assert unknown == []
-
-
-def test_the_tables_name_fields_that_exist_and_no_key_twice() -> None:
-    assert sorted({path for path in DIRECT.values() if path not in LEGAL}) == []
-    assert set(NO_COUNTERPART) & (set(DIRECT) | set(RULES)) == set()
-    assert set(DIRECT) & set(RULES) == set()
-    assert set(IGNORED_AT) <= set(RULES) | set(NO_COUNTERPART) | {
-        "top_p", "top_k", "min_p", "repetition_penalty", "vllm_tensor_parallel_size", "resume_from_checkpoint"
-    }  # fmt: skip
+    ] == []

@@ -102,9 +102,7 @@ def test_a_hang_inside_vllm() -> None:
         "error: vLLM has made no step for 0.5 s while it sampled or scored 4 request(s), and hangs"
         in result.stderr
     )
-    assert (
-        "--resume" in result.stderr and "rollout.vllm.timeout" in result.stderr and "in step" in result.stderr
-    )
+    assert "--resume" in result.stderr and "in step" in result.stderr
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ from mm_grpo.learner.perception import masked_prompt, require_images
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group, Prompt
 
-TERM = {"perception_coef": 0.3, "perception_entropy_coef": 0.1, "perception_mask_ratio": 0.5}
+OPTIONS = {"perception_entropy_coef": 0.1, "perception_mask_ratio": 0.5}
+TERM = {"perception_coef": 0.3, "loss_options": OPTIONS}
 
 
 def gradients_of(path: Any, groups: list[Group], dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -57,14 +58,14 @@ def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str
         logp = plain_logp(model, config, media, group, c)[0]
         loss = -weight * advantage * torch.exp(logp - logp.detach()).sum()  # on policy nothing is clipped
         if group.prompt.vision:
-            ratio, seed = algorithm.perception_mask_ratio, group.completions[0].seed
+            ratio, seed = algorithm.option("perception_mask_ratio"), group.completions[0].seed
             prompt = masked_prompt(processor, group.prompt, ratio, seed)
             other = Group(group.slot, prompt, group.completions)
             masked = plain_logp(model, config, media, other, c)[0]
             ratio_of = torch.exp(masked - logp)  # far from the bounds here
             kl = ratio_of - torch.log(ratio_of) - 1
             loss = loss - algorithm.perception_coef * weight * kl.sum()
-            loss = loss - algorithm.perception_entropy_coef / tokens * (logp + masked).sum()
+            loss = loss - algorithm.option("perception_entropy_coef") / tokens * (logp + masked).sum()
             kls += kl.tolist()
         total = total + loss
     total.backward()
@@ -122,7 +123,8 @@ def test_groups_without_advantage_are_run_where_they_have_images(models: dict[st
 def test_two_iterations_keep_one_mask_and_the_moved_policy(models: dict[str, Any]) -> None:
     path = models["qwen2_5_vl"]
     groups = make_groups(load_processor(str(path)))
-    term = {**TERM, "perception_entropy_coef": 0.0, "perception_coef": 5.0, "num_iterations": 6}
+    options = {**OPTIONS, "perception_entropy_coef": 0.0}
+    term = {**TERM, "loss_options": options, "perception_coef": 5.0, "num_iterations": 6}
     level = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0,) * 3) for g in groups]
     _, once = gradients_of(
         path, level, algorithm={**term, "num_iterations": 1}, optim={"learning_rate": 1e-2}
@@ -177,19 +179,10 @@ def test_a_pack_has_to_hold_a_completion_twice(models: dict[str, Any]) -> None:
     gradients_of(path, groups, algorithm=TERM, optim={"max_tokens_per_pack": 2 * largest})
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        (
-            {"perception_entropy_coef": 0.1},
-            "perception_entropy_coef = 0.1: needs algorithm.perception_coef > 0",
-        ),
-        ({"perception_mask_ratio": 0.5}, "perception_mask_ratio = 0.5: needs algorithm.perception_coef > 0"),
-    ],
-)
-def test_options_without_the_term_are_refused(section: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config_for("x", algorithm=section).check()
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_without_the_term_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"loss_options.{name}"):
+        config_for("x", algorithm={"loss_options": {name: 0.5}})
 
 
 def test_conversations_and_text_alone_are_refused() -> None:

@@ -313,7 +313,7 @@ LAYOUT = re.compile(
 ALLOWED = {
     "processors",
     "testing",  # it builds tiny models of the families
-    "config/foreign_keys.py",  # the name of an option of TRL
+    "migrate/keys.py",  # the name of an option of TRL
     "learner/transformers_patches.py",  # hides a method of transformers' models
     "rollout/vllm/weight_names.py",  # names of weights in transformers and in vLLM
     "rollout/weights.py",  # an example in a docstring

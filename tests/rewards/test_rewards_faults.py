@@ -38,10 +38,7 @@ def named(name, fn, **settings):
 )
 def test_what_is_no_score_stops_the_run(rows, value, message):
     scorer = Scorer([named("a", lambda completion: value)])
-    expected = (
-        rf"reward 'a', on row 'row:0' with the completion 'some text', returned {message}; legal is a finite "
-    )
-    with fails(expected + "number, or None where the reward does not apply"):
+    with fails(rf"reward 'a', on row 'row:0' .*returned {message}"):
         scorer.score(*rows(["some text"]), step=1)
 
 

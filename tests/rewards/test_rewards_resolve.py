@@ -146,36 +146,24 @@ def test_a_callable_is_as_it_was_decorated():
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("entry", "named"),
     [
-        (
-            "exact_mach",
-            "unknown reward 'exact_mach'; did you mean 'exact_match'. known names: .*choice, .*exact_match",
-        ),
-        ({"weight": 1}, r"the entry \{'weight': 1\} has no `name`"),
-        (
-            {"name": "length", "max_lenght": 9},
-            "reward 'length' has no setting 'max_lenght'; did you mean 'max_length'",
-        ),
-        (
-            {"name": "length", "completion": "x"},
-            "no setting 'completion'; it is given .*: min_length, .* of its own; of every reward name, weight, as,",
-        ),
-        ({"name": "length", "weight": "1"}, "reward 'length': weight is '1'; it must be a finite number"),
-        ({"name": "length", "as": "a b"}, "reward name 'a b' is not legal"),
-        (3, "3 is not a reward; legal are a name, path/to/file.py:function"),
-        ("own.py", "'own.py' names a file; name a function in it too: own.py:function"),
-        ("own.py:", "'own.py:' is incomplete"),
-        ("gone.py:f", "'gone.py:f': there is no file .*gone.py; give a path"),
-        ("own.py:plane", "own.py has no function 'plane'; did you mean 'plain'. its functions: iou, plain"),
-        (
-            "no_such_module_here:f",
-            "cannot be imported: ModuleNotFoundError: No module named .*set PYTHONPATH",
-        ),
+        ("exact_mach", "did you mean 'exact_match'"),
+        ({"weight": 1}, "`name`"),
+        ({"name": "length", "max_lenght": 9}, "did you mean 'max_length'"),
+        ({"name": "length", "completion": "x"}, "'completion'"),
+        ({"name": "length", "weight": "1"}, "weight"),
+        ({"name": "length", "as": "a b"}, "'a b'"),
+        (3, "3 is not a reward"),
+        ("own.py", "own.py:function"),
+        ("own.py:", "'own.py:'"),
+        ("gone.py:f", "there is no file .*gone.py"),
+        ("own.py:plane", "did you mean 'plain'"),
+        ("no_such_module_here:f", "ModuleNotFoundError"),
     ],
 )
-def test_entries_that_mean_nothing(own, entry, message):
-    with fails(message):
+def test_entries_that_mean_nothing(own, entry, named):
+    with fails(named):
         resolve_entry(entry)
 
 
@@ -224,24 +212,21 @@ def test_the_identity_of_an_object():
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("name", "key", "value", "legal"),
     [
-        (
-            {"name": "exact_match", "ignore_case": "no"},
-            "'exact_match': ignore_case is 'no'; legal is true or false",
-        ),
-        ({"name": "exact_match", "strict": 1}, "'exact_match': strict is 1; legal is true or false"),
-        ({"name": "numeric", "tolerance": "abc"}, "'numeric': tolerance is 'abc'; legal is a number"),
-        ({"name": "numeric", "tolerance": True}, "'numeric': tolerance is True; legal is a number"),
-        ({"name": "math", "digits": 2.5}, "'math': digits is 2.5; legal is an integer"),
-        ({"name": "format", "template": 3}, "'format': template is 3; legal is text or null"),
-        ({"name": "own.py:typed", "longest": "40"}, "'typed': longest is '40'; legal is an integer or null"),
+        ("exact_match", "ignore_case", "no", "true or false"),
+        ("exact_match", "strict", 1, "true or false"),
+        ("numeric", "tolerance", "abc", "a number"),
+        ("numeric", "tolerance", True, "a number"),
+        ("math", "digits", 2.5, "an integer"),
+        ("format", "template", 3, "text or null"),
+        ("own.py:typed", "longest", "40", "an integer or null"),
     ],
 )
-def test_an_option_of_another_kind_than_its_annotation_is_refused(own, entry, told):
+def test_an_option_of_another_kind_than_its_annotation_is_refused(own, name, key, value, legal):
     (own / "own.py").write_text("def typed(completion, *, longest: int | None = 40, loose=1): return 1.0\n")
-    with fails(re.escape(f"rewards: reward {told}")):
-        resolve_entry(entry)
+    with fails(re.escape(f"{key} = {value!r}: must be {legal}")):
+        resolve_entry({"name": name, key: value})
 
 
 def test_options_of_the_kind_or_without_one_are_kept(own):

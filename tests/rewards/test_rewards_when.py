@@ -71,7 +71,7 @@ def test_a_reward_scores_the_rows_that_it_is_for_and_is_not_called_for_others(ro
 
 def test_a_value_matches_a_value_of_its_own_type() -> None:
     options = read_options("r", {"when": {"level": [1, "2", True]}})
-    assert options.when == (("level", (1, "2", True)),)
+    assert options.when == {"level": (1, "2", True)}
     found = [options.is_for({"level": value}) for value in (1, 1.0, "1", 2, "2", True, False, None, [1])]
     assert found == [True, False, False, False, True, True, False, False, False]
     assert not options.is_for({}) and read_options("r", {"when": {"level": None}}).is_for({})
@@ -172,13 +172,10 @@ def test_no_more_rows_are_read_than_needed():
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
-    [("grounding", "'grounding'"), ({}, "{}"), (["task"], r"\['task'\]"), ({"task": []}, r"{'task': \[\]}"),
-     ({"task": {"a": 1}}, r"{'task': {'a': 1}}"), ({3: "a"}, r"{3: 'a'}")],
-)  # fmt: skip
-def test_a_wrong_when_gets_one_message(value, shown):
-    legal = r"legal is a mapping of columns to a value or a list of values, such as \{task: grounding\}"
-    with pytest.raises(RewardError, match=rf"reward 'length': when is {shown}; {legal}"):
+    "value", ["grounding", {}, ["task"], {"task": []}, {"task": {"a": 1}}, {3: "a"}, None]
+)
+def test_a_wrong_when_is_refused(value):
+    with pytest.raises(RewardError, match=r"^reward 'length': when"):
         Scorer([{"name": "length", "max_length": 3, "when": value}])
 
 
@@ -245,8 +242,3 @@ def test_only_the_rewards_that_ask_for_it_get_no_thinking(rows):
     # the built-ins read what follows </think> themselves, but take thinking that is never closed for an answer
     assert scores.parts["contains"] == [1.0, 1.0, 1.0, 0.0]
     assert scores.parts["of_all"] == [1.0, 1.0, 1.0, 1.0]
-
-
-def test_strip_thinking_is_a_flag():
-    with pytest.raises(RewardError, match="reward 'length': strip_thinking is 'yes'; legal is true or false"):
-        Scorer([{"name": "length", "max_length": 3, "strip_thinking": "yes"}])

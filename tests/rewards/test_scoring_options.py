@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import threading
 import time
 
@@ -359,62 +360,56 @@ def test_memory_limits_are_bytes_or_a_text():
     def limit(value):
         return resolve_entry({"name": "length", "isolated": True, "memory_limit": value}).options.memory_limit
 
-    assert [limit(v) for v in (5, "2GB", "1.5 GiB", "512 mb", "7", None)] == [
-        5,
-        2 * 10**9,
-        3 * 2**29,
-        512 * 10**6,
-        7,
-        None,
-    ]
+    values = [5, "2GB", "1.5 GiB", "512 mb", "7", None]
+    assert [limit(v) for v in values] == [5, 2 * 10**9, 3 * 2**29, 512 * 10**6, 7, None]
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    "key, value, legal",
     [
-        ({"isolated": "yes"}, "reward 'length': isolated is 'yes'; legal is true or false"),
-        ({"timeout": 0}, "timeout is 0; legal is a number of seconds above 0, or null for none"),
-        ({"timeout": float("inf")}, "timeout is inf; legal"),
-        ({"timeout": True}, "timeout is True; legal"),
-        ({"retries": -1}, "retries is -1; legal is a whole number, 0 or more"),
-        ({"retries": None}, "retries is None; legal"),
-        ({"max_concurrency": 0}, "max_concurrency is 0; legal is a whole number, 1 or more"),
-        (
-            {"memory_limit": "2 TB"},
-            "memory_limit is '2 TB'; legal is a number of bytes, or a text such as 512MB",
-        ),
-        ({"on_error": "skip"}, "on_error is 'skip'; legal is stop or mask"),
-        ({"on_timeout": 0}, "on_timeout is 0; legal is stop or mask"),
-        ({"only_if": 3}, "only_if is 3; legal is the name of another reward, or a list of names"),
-        ({"clip": [1, 0]}, r"clip is \[1, 0\]; legal is \[lowest, highest\], two finite numbers in order"),
-        ({"clip": 1}, "clip is 1; legal"),
-        ({"clip": [None, None]}, "clip is .*; legal"),
-        ({"clip": [0, float("nan")]}, "clip is .*; legal"),
-        ({"completions": "tokens"}, "completions is 'tokens'; legal is messages or text"),
-        ({"timeot": 3}, "reward 'length' has no setting 'timeot'; did you mean 'timeout'"),
-        (
-            {"max_concurrency": 2},
-            "max_concurrency = 2 is for async and for isolated rewards; this one is a plain",
-        ),
-        ({"memory_limit": 10}, "memory_limit = 10 needs isolated: true; in the trainer's process"),
-        (
-            {"timeout": 2, "on_timeout": "mask"},
-            "timeout = 2 and on_timeout is 'mask', but a plain function in the trainer's process cannot be ended",
-        ),
-        ({"completions": "text"}, "completions = 'text' is for functions that take `completions`"),
+        ("isolated", "yes", "true or false"),
+        ("timeout", 0, "> 0"),
+        ("timeout", float("inf"), "a number"),
+        ("timeout", 1e30, "in size"),
+        ("timeout", True, "a number"),
+        ("retries", -1, ">= 0"),
+        ("retries", None, "an integer"),
+        ("max_concurrency", 0, ">= 1"),
+        ("memory_limit", "2 TB", "512MB"),
+        ("memory_limit", 0, "512MB"),
+        ("on_error", "skip", "stop, mask"),
+        ("on_timeout", 0, "stop, mask"),
+        ("only_if", 3, "text"),
+        ("only_if", [""], "text"),
+        ("clip", [1, 0], "in order"),
+        ("clip", 1, "lowest, highest"),
+        ("clip", [None, None], "lowest, highest"),
+        ("clip", [0, float("nan")], "a number"),
+        ("clip", [0, 1, 2], "lowest, highest"),
+        ("completions", "tokens", "messages, text"),
+        ("strip_thinking", 1, "true or false"),
+        ("timeot", 3, "did you mean 'timeout'"),
+        # what this kind of function cannot have
+        ("max_concurrency", 2, "async"),
+        ("memory_limit", 10, "isolated: true"),
+        ("completions", "text", "take `completions`"),
     ],
 )
-def test_keys_that_mean_nothing(settings, message):
-    with fails(message):
-        resolve_entry({"name": "length", **settings})
+def test_options_that_are_not_legal(key, value, legal):
+    with fails(f"(?s)^.*reward 'length'.*{key}.*{re.escape(legal)}"):
+        resolve_entry({"name": "length", key: value})
+
+
+def test_a_plain_function_cannot_be_masked_when_it_is_late():
+    with fails("reward 'length': on_timeout"):
+        resolve_entry({"name": "length", "timeout": 2, "on_timeout": "mask"})
+    with fails("reward 'length': clip"):
+        resolve_entry({"name": "length", "per_turn": True, "clip": [0, 1]})
 
 
 def test_the_decorator_refuses_what_it_does_not_know():
-    with fails(
-        r"reward 'f': @reward has no setting 'time_out'; legal are name, weight, needs, isolated, timeout"
-    ):
-        reward("f", time_out=3)(lambda completion: 1.0)
-    with fails("reward 'f': timeout is '3'; legal"):
-        reward("f", timeout="3")(lambda completion: 1.0)
-    with fails("on_timeout is 'skip'; legal are 'stop' and 'mask'"):
+    for wrong in ({"time_out": 3}, {"timeout": "long"}, {"retries": 1.5}):
+        with fails(f"reward 'f': .*{next(iter(wrong))}"):
+            reward("f", **wrong)(lambda completion: 1.0)
+    with fails("on_timeout is 'skip'"):
         Scorer(["length"], on_timeout="skip")

@@ -160,12 +160,12 @@ def with_reward(change: Callable[[Path], Any], *overrides: str) -> Callable[[Pat
     return make
 
 
-ALLOWED = "run.allow_changed_rewards=true"
+ALLOWED = "run.allow_changed_code=true"
 for name, change, overrides, code, words in [
     ("as it was", lambda path: None, (), 0, ()),
     ("with other code", lambda path: path.write_text(OTHER), (), 2, ("rewards", "f changed")),
     ("with another helper", lambda path: path.write_text(REWARD + "X = 1\n"), (), 2, ("rewards", "f changed")),
-    ("with other code, as allowed", lambda path: path.write_text(OTHER), (ALLOWED,), 0, ("allow_changed_rewards",)),
+    ("with other code, as allowed", lambda path: path.write_text(OTHER), (ALLOWED,), 0, ("allow_changed_code",)),
     ("that is gone", Path.unlink, (), 2, ("r.py",)),
     ("that is empty", lambda path: path.write_text(""), (), 2, ("r.py",)),
     ("with a syntax error", lambda path: path.write_text("def f(:"), (), 2, ("r.py",)),

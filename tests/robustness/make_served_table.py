@@ -31,7 +31,7 @@ from mm_grpo.cli.serve import server_settings
 from mm_grpo.rollout.served.launch import ServerProcess, serve
 from robustness import served_learner
 from robustness.http_proxy import Proxy
-from robustness.served_faults import FAULTS, GENERATE, HEALTH_TIMEOUT, TIMEOUT, UPDATE_TIMEOUT, Fault
+from robustness.served_faults import FAULTS, GENERATE, HEALTH_TIMEOUT, TIMEOUT, Fault
 
 PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "served_faults.md"
 PROMPTS, JOINED = 8, 3
@@ -42,8 +42,8 @@ HEAD = """# Faults of vLLM servers
 Written by `PYTHONPATH=tests python tests/robustness/make_served_table.py`: the shapes recipe in float32, 8 prompts
 with 4 completions, over two vLLM 0.32 servers on two CPU cores. Each fault comes in mid-step, at a request chosen by a
 random number, while it is on its way; all faults of a table are in one run, and one of the servers is out of reach when
-it begins, and joins after the first step. `health_timeout` is {health:g} s, `timeout` {timeout:g} s, and
-`update_timeout` {update:g} s: a server that is stopped for less while weights are sent is waited for.
+it begins, and joins after the first step. `rollout.server.timeout` is {timeout:g} s and an answer
+to `/health` takes at most {health:g} s: a server that is stopped for less while weights are sent is waited for.
 
 - **seen**: seconds from the fault to the first server that counts as lost; a dash where none does.
 - **back**: seconds from the fault until all servers are ready again, and in brackets from its end. A server that was
@@ -214,7 +214,7 @@ def config_of(folder: Path, steps: int) -> GRPOConfig:
     values["model"] |= {"dtype": "float32", "device": "cpu"}
     values["rollout"] |= {"engine": "vllm_server", "prompts_per_step": PROMPTS, "num_generations": 4}
     values["rollout"]["server"] |= {
-        "health_timeout": HEALTH_TIMEOUT, "timeout": TIMEOUT, "update_timeout": UPDATE_TIMEOUT, "wait_timeout": 150.0,
+        "timeout": TIMEOUT, "wait_timeout": 150.0,
         "urls": ["http://127.0.0.1:1"],
     }  # fmt: skip
     values["run"] |= {
@@ -318,7 +318,6 @@ def page(results: dict[int, dict[str, Any]]) -> str:
     text = HEAD.format(
         health=HEALTH_TIMEOUT,
         timeout=TIMEOUT,
-        update=UPDATE_TIMEOUT,
         usual=" and ".join(f"{found['usual']:.1f}" for found in results.values()),
     )
     for staleness, found in results.items():

@@ -21,7 +21,8 @@ from mm_grpo.rollout.served.transfer import FileTransfer
 from robustness.http_proxy import Proxy
 
 GENERATE, UPDATE, FINISH = "/generate", "/update_weights", "/finish_weight_update"
-HEALTH_TIMEOUT, UPDATE_TIMEOUT, TIMEOUT = 4.0, 10.0, 12.0
+TIMEOUT = 12.0
+HEALTH_TIMEOUT = TIMEOUT / 3
 """Those of the run, in seconds."""
 
 

@@ -175,8 +175,6 @@ def test_rows_are_answered_together_as_far_as_a_step_and_memory_go() -> None:
     sampled = {"prompts_per_step": 32, "num_generations": 16, "eval": {"num_generations": 3}}
     assert rows_together(config(rollout=sampled), 1, 0) == 170
     assert [rows_together(config(), 1, size * mib) for size in (1, 20, 60, 90)] == [512, 204, 68, CHUNK]
-    assert rows_together(config(data={"prefetch_bytes": 1000 * mib}), 1, 10 * mib) == 100
-    assert rows_together(config(data={"prefetch_bytes": 0}), 1, 1) == CHUNK
 
 
 @pytest.mark.parametrize(("memory", "expected"), [(2**32, [2, 4, 6, 1]), (1, [2] * 6 + [1])])
@@ -192,7 +190,8 @@ def test_chunks_grow_while_their_pixels_fit_and_change_nothing(
     rollout = {
         "prompts_per_step": 2, "num_generations": 3, "max_completion_length": 3, "eval": {"temperature": 1.0},
     }  # fmt: skip
-    parts = {"rollout": rollout, "data": {"prefetch_bytes": memory}}
+    monkeypatch.setattr("mm_grpo.rollout.evaluate.PREFETCH_BYTES", memory)
+    parts = {"rollout": rollout}
     trainer = made(models["qwen2_vl"], tmp_path / "run", heldout, always_right, **parts)
     asked, answers = list[int](), list[list[tuple[int, str]]]()
     generate = trainer.engine.generate

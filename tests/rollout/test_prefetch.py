@@ -258,7 +258,8 @@ def test_a_run_decodes_each_image_once_and_is_the_same_without_threads(
     found, names = [], []
     for workers in (0, 2):
         decoded.clear()
-        found.append(run(models["qwen2_5_vl"], tmp_path / str(workers), given, data={"num_workers": workers}))
+        monkeypatch.setattr("mm_grpo.rollout.prompts.WORKERS", workers)
+        found.append(run(models["qwen2_5_vl"], tmp_path / str(workers), given))
         names.append(set(decoded))
         # 3 steps of 4 prompts, two evaluations of 3 rows, and the check at the start, which makes one prompt
         assert len(decoded) == 3 * 4 + 2 * 3 + 1

@@ -16,7 +16,7 @@ from helpers.fake_vllm import IMAGE, FakeVLLM, Processor, prompt_of
 from helpers.patience import PATIENCE, until
 from helpers.served import FIVE, WEIGHTS, Made, back, requests
 
-from mm_grpo.build import build_engine
+from mm_grpo.build import build_engine, own_address
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, Sampling
 from mm_grpo.rollout.served.client import ServerClient
@@ -442,3 +442,9 @@ def test_no_server_at_all_is_the_configs_fault(make: Made) -> None:
         ConfigError, match=r"no server answers within 0\.3 s .*Connection refused.*`mm-grpo serve`"
     ):
         make(servers=[fake], wait_timeout=0.3)
+
+
+def test_this_machines_address_is_found_from_a_servers_url() -> None:
+    for url in ("unix:///run/vllm.sock", "http://127.0.0.1:8000", "http://no-such-host.invalid:8000"):
+        assert own_address(url) == "127.0.0.1"
+    assert own_address("http://[::1]:8000") == "::1"

@@ -78,8 +78,10 @@ def test_a_checkpoint_is_of_its_step_although_training_goes_on(
     for step in (1, 2):  # the second into the memory of the first
         learner.update(groups_of(learner, step))
         learner.refresh_reference()
-        waiting = checkpoints_of(learner, folders["waiting"], async_save=False)
-        waiting.save(step, {"tokens_seen": 10 * step})
+        with monkeypatch.context() as full:
+            full.setattr(checkpoint, "free_memory", lambda: 0)
+            waiting = checkpoints_of(learner, folders["waiting"])
+            waiting.save(step, {"tokens_seen": 10 * step})
 
         with monkeypatch.context() as slowly:
             disk = Disk(slowly)
@@ -169,7 +171,7 @@ def test_without_room_for_the_copies_the_run_waits(
         checkpoints_of(learner, tmp_path).save(1, {})
         if free is not None:
             assert disk.threads[-1] == thread
-        assert ("run.async_save: copies for a checkpoint take" in caplog.text) == (thread == "MainThread")
+        assert ("copies for a checkpoint take" in caplog.text) == (thread == "MainThread")
     assert disk.threads[-1] == "mm_grpo checkpoint 1"
 
 
@@ -213,7 +215,9 @@ class Record:
 def test_steps_go_on_while_a_checkpoint_is_written(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer(models["qwen2_vl"], tmp_path / "waiting", async_save=False).train()
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint, "free_memory", lambda: 0)
+        trainer(models["qwen2_vl"], tmp_path / "waiting").train()
     disk = Disk(monkeypatch)
     record = Record(step_3=disk.open)
     summary = trainer(models["qwen2_vl"], tmp_path / "background", record).train()

@@ -237,9 +237,7 @@ def test_torchs_trace_is_of_one_update(profiled: Path) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, "yes", 1.5, None, [1]])
 def test_a_profile_that_there_is_not(value: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"run.profile = .*: must be true, false, torch, or an integer >= 1"
-    ):
+    with pytest.raises(ConfigError, match=r"^run\.profile = "):
         GRPOConfig.from_dict({"model": {"path": "m"}, "run": {"profile": value}})
 
 

@@ -65,11 +65,11 @@ def test_changed_tools_are_refused_unless_they_are_allowed(
         resume(then, now)
     assert str(refused.value) == (
         "tools: the checkpoint 'c' was made with other ones (the source of double, environment changed); put them "
-        "back, or go on with those of now with run.allow_changed_tools=true"
+        "back, or go on with those of now with run.allow_changed_code=true"
     )
     with caplog.at_level(logging.WARNING, "mm_grpo"):
-        resume(then, now, allow_changed_tools=True)
-    assert "those of now are used, for run.allow_changed_tools is true" in caplog.text
+        resume(then, now, allow_changed_code=True)
+    assert "those of now are used, for run.allow_changed_code is true" in caplog.text
 
 
 def test_the_address_of_a_server_is_no_code() -> None:

@@ -259,7 +259,8 @@ def test_hosted_trackers_get_tables_with_images_at_their_steps(
 ) -> None:
     package = Recorder()
     monkeypatch.setitem(sys.modules, name, package)  # type: ignore[arg-type]
-    with Trackers.prepare([name]).open(config(tmp_path, report_every=2)) as trackers:
+    monkeypatch.setattr("mm_grpo.run.trackers.REPORT_EVERY", 2)
+    with Trackers.prepare([name]).open(config(tmp_path)) as trackers:
         for step in (1, 2, 3, 4):
             trackers.log_rollouts(step, [group(0, (0.0, 1.0), parts={"iou": [0.0, None]})])
             trackers.log(step, {"reward": 0.5})

@@ -12,7 +12,7 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.rollout.seeds import SeedPlan
 
-ROLLOUT = {"prompts_per_step": 4, "dynamic_sampling": True, "max_attempts": 3}
+ROLLOUT = {"prompts_per_step": 4, "max_attempts": 3}
 ROWS_THAT_DIFFER = [dict(row, flat=i % 3 != 0) for i, row in enumerate(ROWS)]
 
 
@@ -91,9 +91,7 @@ def test_attempts_end_and_nothing_moves_where_nothing_differs(
 
 
 def test_without_it_nothing_is_sampled_again(models: dict[str, Path], tmp_path: Path) -> None:
-    metrics, learned = run(
-        models["qwen2_vl"], tmp_path / "r", partly_flat, dynamic_sampling=False, max_attempts=1
-    )
+    metrics, learned = run(models["qwen2_vl"], tmp_path / "r", partly_flat, max_attempts=1)
     assert "dynamic_sampling/attempts" not in metrics[0]
     assert all(g.attempt == 0 for groups in learned for g in groups)
 

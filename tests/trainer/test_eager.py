@@ -143,9 +143,7 @@ def test_dynamic_sampling_replaces_groups_of_the_step(
         return 1.0
 
     use_server(monkeypatch)
-    changes = config(
-        1, rollout={"dynamic_sampling": True, "max_attempts": 2}, run={"guards": {"no_update": "warn"}}
-    )
+    changes = config(1, rollout={"max_attempts": 2}, run={"guards": {"no_update": "warn"}})
     trainer_of(models["qwen2_vl"], tmp_path / "r", reward=flat, **changes).train()
     check_log(tmp_path / "r", 1, attempts=2)
     plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=2, max_steps=STEPS)
@@ -163,7 +161,7 @@ def test_of_a_mixture_a_replacement_is_of_the_source_of_what_it_replaces(
         return 1.0
 
     use_server(monkeypatch)
-    rollout = {"max_staleness": 2, "staleness_order": "eager", "dynamic_sampling": True, "max_attempts": 3}
+    rollout = {"max_staleness": 2, "staleness_order": "eager", "max_attempts": 3}
     run = LITTLE | {"max_steps": STEPS, "seed": 5, "guards": {"no_update": "warn"}}
     sources = [{"path": ROWS[i : i + 2], "weight": weight} for i, weight in ((0, 2), (2, 1), (4, 1))]
     trainer = GRPOTrainer(

@@ -150,7 +150,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flat: bool
 ) -> None:
     use_server(monkeypatch, updates_in_flight=False)
-    rollout = {"dynamic_sampling": True, "max_attempts": 2} if flat else {}
+    rollout = {"max_attempts": 2} if flat else {}
     changes: dict[str, Any] = {"rollout": {"max_staleness": 2} | rollout}
     changes["run"] = {
         "max_steps": STEPS,

@@ -21,7 +21,7 @@ BASE = Path(__file__).parents[2] / "examples" / "shapes" / "base"
 def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = {"max_steps": 4, "sight_every": 3, "report": False, "log_rollouts_every": 4}
+    run = {"max_steps": 4, "sight_every": 3, "report": False}
     config = config_for(models["qwen2_vl"], tmp_path / "r", run=run)
     summary = GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
     rows = rows_of(tmp_path / "r")
@@ -102,7 +102,7 @@ def test_a_run_with_the_images_of_other_rows_earns_rewards_without_looking(
 def test_the_perception_term_of_a_run_and_a_run_that_has_nothing_to_mask(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    term = {"perception_coef": 0.5, "perception_entropy_coef": 0.1}
+    term = {"perception_coef": 0.5, "loss_options": {"perception_entropy_coef": 0.1}}
     config = config_for(models["qwen2_vl"], tmp_path / "r", algorithm=term, run={"max_steps": 2})
     GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
     rows = rows_of(tmp_path / "r")

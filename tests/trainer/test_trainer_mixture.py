@@ -194,7 +194,7 @@ def test_replaced_groups_are_of_the_same_source(
         models,
         folder,
         tmp_path / "run",
-        rollout={"dynamic_sampling": True, "max_attempts": 3},
+        rollout={"max_attempts": 3},
         run={"max_steps": 2, "eval_every": 0, "guards": {"zero_std": "off", "no_update": "off"}},
     )
     GRPOTrainer(made, rewards=[never]).train()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers import tiny
 from helpers.configs import small_config
 
@@ -14,7 +15,9 @@ from mm_grpo.pages.page import GENERATOR
 from mm_grpo.run.rollout_log import logged_steps, read_rollouts
 
 
-def test_the_page_the_marks_and_the_budget(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_page_the_marks_and_the_budget(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[int, int | None]] = []
 
     class Watch:
@@ -30,13 +33,14 @@ def test_the_page_the_marks_and_the_budget(models: dict[str, Path], tmp_path: Pa
         models["qwen2_5_vl"],
         tmp_path / "run",
         rollout={"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3},
-        run={"max_steps": 3, "save_every": 0, "save_model": False, "report_every": 2, "keep_rollouts": 0,
+        run={"max_steps": 3, "save_every": 0, "save_model": False, "keep_rollouts": 0,
              "guards": {"no_update": "off", "zero_std": "off", "no_reward": "off"}},
     )  # fmt: skip
     rows = [
         {"prompt": "where?", "image": tiny.picture(i, 112, 56), "box": [28, 14, 84, 42]} for i in range(4)
     ]
     rewards = ["iou", lambda completion: len(set(completion))]
+    monkeypatch.setattr("mm_grpo.trainer.REPORT_EVERY", 2)
     trainer = GRPOTrainer(config, train=rows, rewards=rewards, callbacks=[Watch()])
     trainer.train()
     assert seen == [

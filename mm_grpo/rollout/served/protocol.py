@@ -172,7 +172,7 @@ def key_refused(url: str, reason: str) -> str:
     """The message of a server that wants another key."""
     return (
         f"rollout.server.urls: {url} refuses the key ({reason}); put the server's key into the environment variable "
-        "that rollout.server.key_env names (what `mm-grpo serve` keeps at 127.0.0.1 is found by the same user alone)"
+        "MM_GRPO_SERVER_KEY (what `mm-grpo serve` keeps at 127.0.0.1 is found by the same user alone)"
     )
 
 

@@ -195,8 +195,7 @@ def _watched(handle: Handle, what: str) -> Iterator[None]:
     engine, seconds = handle.llm.llm_engine, handle.timeout
     message = (
         f"error: vLLM has made no step for {seconds:g} s while it {what}, and hangs, so the process is ended; where it "
-        "stands follows. Go on from the newest checkpoint with --resume; where its steps take longer than that, raise "
-        "rollout.vllm.timeout"
+        "stands follows. Go on from the newest checkpoint with --resume"
     )
     with Watchdog(seconds, message) as watchdog:
         step, own = engine.step, vars(engine).get("step")

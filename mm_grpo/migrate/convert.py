@@ -1,8 +1,8 @@
 """A config of TRL (its script arguments), ms-swift or verl as one of ours: `mm-grpo convert`.
 
-foreign_file reads it, `convert` makes ours of it. Each key is taken over, found needless, or left out with a reason;
-none is dropped in silence. What TRL does where a key is absent, and mm_grpo would do otherwise, is written out. Tables
-of keys are in foreign_keys.
+`files` reads it, `convert` makes ours of it. Each key is taken over, found needless, or left out with a reason; none is
+dropped in silence. What TRL does where a key is absent, and mm_grpo would do otherwise, is written out. The table of
+keys is in `keys`; here are the rules of those that need arithmetic, or that depend on others.
 
 Words of TRL that mean something else here: its `max_steps`, `save_steps` and `eval_steps` count optimizer updates, ours
 count steps, which make several; its batches are per device, ours are whole. With S = steps_per_generation,
@@ -19,12 +19,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.config.foreign_keys import DIRECT, IGNORED_AT, NO_COUNTERPART
 from mm_grpo.config.grpo_config import GRPOConfig
 from mm_grpo.config.messages import leaves
-from mm_grpo.config.other_trainers import explains, unknown_key
 from mm_grpo.config.yaml_file import set_value, shown, write_yaml
 from mm_grpo.errors import ConfigError
+from mm_grpo.migrate.keys import explains, row_of, unknown_key
 from mm_grpo.terminal import printable, redact
 
 NO_MODEL = "NAME_OF_THE_MODEL"
@@ -84,13 +83,8 @@ class Conversion:
         ordered = {name: self.values[name] for name in GRPOConfig.model_fields if name in self.values}
         given = redact(self.given)
         lines = [write_yaml(redact(ordered)).rstrip("\n")]
-        for title, entries in (
-            ("Written although no key said it:", self.notes),
-            (
-                "Not taken over:",
-                [f"{key} = {shown(given[key])}: {why}" for key, why in self.left.items()],
-            ),
-        ):
+        left = [f"{key} = {shown(given[key])}: {why}" for key, why in self.left.items()]
+        for title, entries in (("Written although no key said it:", self.notes), ("Not taken over:", left)):
             shown_entries = [printable(redact(entry), lines=False) for entry in entries]
             lines += ["", f"# {title}", *(f"#   {entry}" for entry in shown_entries)] if entries else []
         return "\n".join(lines) + "\n"
@@ -162,29 +156,32 @@ _MAPPINGS = (
     "columns",
 )
 
+NEEDLESS: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1.0, 1), "top_k": (0, None, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0, 1),
+    "vllm_tensor_parallel_size": (1,), "resume_from_checkpoint": (None, False), "use_peft": (False,),
+    "deepspeed": (None,), "fsdp": (None, "", []), "load_in_4bit": (False,), "load_in_8bit": (False,),
+    "push_to_hub": (False,), "use_liger_kernel": (False,), "lora_dropout": (0, 0.0), "torch_compile": (False,),
+}  # fmt: skip
+"""Values at which a key asks for nothing that differs here."""
+
 
 def _take(found: Conversion, key: str, value: Any) -> str | None:
     """Take one key over; the reason where it cannot be."""
-    ends = [key.split(".", n)[n] for n in range(key.count(".") + 1)]
-    if value in IGNORED_AT.get(key, ()):
+    row = row_of(key)
+    if value in NEEDLESS.get(key, ()):
         found.taken[key] = "needless"
-        return None
-    rule = RULES.get(key)
-    if rule is not None:
-        return rule(found, value)
-    path = next((DIRECT[end] for end in ends if end in DIRECT), None)
-    if path is None:
+    elif key in RULES:
+        return RULES[key](found, value)
+    elif row is None or row.path is None:
         known = [name for name, _ in leaves(GRPOConfig)]
-        if key in NO_COUNTERPART:
-            return NO_COUNTERPART[key]
         if not explains(key, known):
             return "mm_grpo knows no such key; docs/config.md has every field"
         return unknown_key(key, None, known)[0].partition("unknown key; ")[2]
-    if value is None:
+    elif value is None:
         found.taken[key] = "needless"
-        return None
-    found.put(path, value)
-    found.taken[key] = path
+    else:
+        found.put(row.path, value)
+        found.taken[key] = row.path
     return None
 
 
@@ -204,14 +201,16 @@ def _batch(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _steps(path: str) -> Rule:
+def _steps(path: str, strategy: str = "", default: str = "steps") -> Rule:
+    """A number of updates as steps; where `strategy` names another key, only while that says steps."""
+
     def rule(found: Conversion, value: Any) -> str | None:
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if found.given.get(strategy, default) != "steps":
+            return f"counts only with {strategy}: steps"
+        if isinstance(value, bool) or not isinstance(value, int | float) or 0 < value < 1:
             return f"is {shown(value)}; {path} is a number of steps"
         if value <= 0 and path == "run.max_steps":
             return None  # -1, which is the length of num_train_epochs
-        if 0 < value < 1:
-            return f"is a share of the run; {path} is a number of steps"
         steps = Fraction(value) / found.updates / found.count("num_iterations", 1)
         found.put(path, max(1, int(steps)) if value else 0)
         if steps.denominator > 1:
@@ -240,49 +239,27 @@ def _strategy(path: str, steps: str) -> Rule:
     return rule
 
 
-def _interval(path: str, strategy: str, default: str) -> Rule:
-    steps = _steps(path)
-
-    def rule(found: Conversion, value: Any) -> str | None:
-        if found.given.get(strategy, default) != "steps":
-            return f"counts only with {strategy}: steps"
-        return steps(found, value)
-
-    return rule
-
-
 def _warmup(found: Conversion, value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"is {shown(value)}; optim.warmup_steps is a number of updates"
     total = found.number("max_steps", -1)
-    if value == 0 or value >= 1:
-        if "optim" not in found.values or "warmup_steps" not in found.values["optim"]:
-            found.put("optim.warmup_steps", int(value))
-        return None
-    if total <= 0:
+    if 0 < value < 1 and total <= 0:
         return "is a share of the run, whose length is not known; write optim.warmup_steps (updates)"
-    found.put("optim.warmup_steps", int(value * total))
+    if 0 < value < 1 or "warmup_steps" not in found.values.get("optim", {}):
+        found.put("optim.warmup_steps", int(value * total) if 0 < value < 1 else int(value))
     return None
 
 
-def _scheduler(found: Conversion, value: Any) -> str | None:
-    ours = {
-        "linear": "linear",
-        "cosine": "cosine",
-        "constant": "constant",
-        "constant_with_warmup": "constant",
-    }
-    if value not in ours:
-        return "optim.lr_scheduler_type is constant, linear or cosine"
-    found.put("optim.lr_scheduler_type", ours[value])
-    return None
+def _choice(path: str, ours: Mapping[object, str]) -> Rule:
+    """One of several values, each with ours."""
 
+    def rule(found: Conversion, value: Any) -> str | None:
+        if value not in ours:
+            return f"{path} is one of {', '.join(dict.fromkeys(ours.values()))}"
+        found.put(path, ours[value])
+        return None
 
-def _dtype(found: Conversion, value: Any) -> str | None:
-    if value not in ("auto", "float32", "bfloat16", None):
-        return "model.dtype is auto, float32 or bfloat16"
-    found.put("model.dtype", value or "auto")
-    return None
+    return rule
 
 
 def _bf16(found: Conversion, value: Any) -> str | None:
@@ -296,11 +273,8 @@ def _trackers(found: Conversion, value: Any) -> str | None:
     ours = [name for name in named if name in ("tensorboard", "wandb", "trackio")]
     found.put("run.trackers", ours)
     other = [name for name in named if name not in (*ours, "none", None)]
-    return (
-        f"run.trackers has tensorboard, wandb and trackio, not {', '.join(map(str, other))}"
-        if other
-        else None
-    )
+    said = f"run.trackers has tensorboard, wandb and trackio, not {', '.join(map(str, other))}"
+    return said if other else None
 
 
 def _vllm(found: Conversion, value: Any) -> str | None:
@@ -313,11 +287,6 @@ def _vllm(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _of_vllm(found: Conversion, value: Any) -> str | None:
-    """A key that the rule of use_vllm reads."""
-    return None if found.given.get("use_vllm") else "counts only with use_vllm: true"
-
-
 def _sleep(found: Conversion, value: Any) -> str | None:
     found.put("rollout.vllm.sleep_level", 2 if value else 0)
     return None
@@ -327,8 +296,8 @@ def _rewards(found: Conversion, value: Any) -> str | None:
     named, weights = value if isinstance(value, list) else [value], found.given.get("reward_weights")
     ours = {
         "accuracy_reward": "math",
-        "think_format_reward": "format",
         "accuracy": "math",
+        "think_format_reward": "format",
         "format": "format",
     }
     entries: list[Any] = []
@@ -389,15 +358,20 @@ def _lora(found: Conversion, value: Any) -> str | None:
 
 
 def _of_lora(found: Conversion, value: Any) -> str | None:
-    asked = found.given.get("use_peft") or "lora" in (
-        found.given.get(k) for k in ("train_type", "tuner_type")
-    )
-    return None if asked else "counts only with adapters"
+    """A key that the rule of adapters reads."""
+    kinds = (found.given.get(key) for key in ("use_peft", "train_type", "tuner_type"))
+    return None if any(kind in (True, "lora") for kind in kinds) else "counts only with adapters"
 
 
 def _turns(found: Conversion, value: Any) -> str | None:
     if value is not None:
         found.put("rollout.max_turns", value + 1)
+    return None
+
+
+def _dynamic(found: Conversion, value: Any) -> str | None:
+    if value:
+        found.put("rollout.max_attempts", found.count("max_resample_times", 3) + 1)
     return None
 
 
@@ -407,27 +381,41 @@ RULES: Mapping[str, Rule] = {
         _batch,
     ),
     "max_steps": _steps("run.max_steps"),
-    "save_steps": _interval("run.save_every", "save_strategy", "steps"),
-    "eval_steps": _interval("run.eval_every", "eval_strategy", "no"),
+    "save_steps": _steps("run.save_every", "save_strategy"),
+    "eval_steps": _steps("run.eval_every", "eval_strategy", "no"),
     "save_strategy": _strategy("run.save_every", "save_steps"),
     "eval_strategy": _strategy("run.eval_every", "eval_steps"),
     "ref_model_sync_steps": _steps("algorithm.ref_model_sync_steps"),
     "num_train_epochs": _epochs,
     **dict.fromkeys(("warmup_steps", "warmup_ratio"), _warmup),
-    "lr_scheduler_type": _scheduler,
-    **dict.fromkeys(("dtype", "torch_dtype"), _dtype),
+    "lr_scheduler_type": _choice(
+        "optim.lr_scheduler_type",
+        {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"},
+    ),
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"),
+        _choice("model.dtype", {None: "auto", "auto": "auto", "float32": "float32", "bfloat16": "bfloat16"}),
+    ),
     "bf16": _bf16,
     "report_to": _trackers,
     "use_vllm": _vllm,
-    **dict.fromkeys(("vllm_mode", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"), _of_vllm),
+    **dict.fromkeys(
+        ("vllm_mode", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+        _with("use_vllm"),
+    ),
     "vllm_enable_sleep_mode": _sleep,
     "reward_funcs": _rewards,
     "reward_weights": _weights,
     "dataset_name": _dataset,
     **dict.fromkeys(("dataset_config", "dataset_train_split", "dataset_test_split"), _with("dataset_name")),
     **dict.fromkeys(("use_peft", "train_type", "tuner_type"), _lora),
-    **dict.fromkeys(("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "target_modules"), _of_lora),
+    **dict.fromkeys(
+        ("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "target_modules"),
+        _of_lora,
+    ),
     "max_tool_calling_iterations": _turns,
+    "dynamic_sample": _dynamic,
+    "max_resample_times": _with("dynamic_sample"),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What is said about arguments of `GRPOTrainer` that are TRL's, or that are at the wrong place.
 
-To add one more foreign argument, add a line to ARGUMENTS. Keys of a config are in other_trainers.
+To add one more foreign argument, add a line to ARGUMENTS. Keys of a config are in `keys`.
 """
 
 from __future__ import annotations
@@ -56,21 +56,13 @@ def _faults(signature: inspect.Signature, args: tuple[Any, ...], given: Mapping[
     own = [name for name in signature.parameters if name != "self"]
     config = args[0] if args else given.get("config")
     foreign = [name for name in given if name not in own]
-    if len(args) > 1:
-        yield (
-            f"GRPOTrainer: {len(args)} arguments by position; the config is the only one: write GRPOTrainer(config, "
-            "train=..., rewards=[...])"
-        )
-    elif isinstance(config, str):
-        yield f"config is {shown(config)}; a model is named in the config: {_in_config(config)}"
-    elif config is None:
-        yield "config is missing: write GRPOTrainer(GRPOConfig(model=ModelConfig(path=...), ...), ...)"
-    elif not isinstance(config, GRPOConfig):
+    if len(args) > 1 or not isinstance(config, GRPOConfig):
         kind = type(config)
-        whose = " of TRL" if kind.__module__.split(".")[0] == "trl" else ""
+        whose = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]}."
+        what = shown(config) if config is None or kind is str else f"a {whose}{kind.__name__}"
         yield (
-            f"config is a {kind.__name__}{whose}; it must be a GRPOConfig{' of mm_grpo' if whose else ''}: write"
-            " GRPOConfig.from_dict(...) or GRPOConfig.from_yaml(path)"
+            f"config is {what}, of {len(args)} arguments by position; write GRPOTrainer(GRPOConfig(model=ModelConfig("
+            "path=...), ...), train=..., rewards=[...]); GRPOConfig.from_dict and from_yaml make one too"
         )
     for name in foreign:
         advice = ARGUMENTS.get(name, f"{did_you_mean(name, own)}GRPOTrainer takes {', '.join(own)}")
@@ -78,11 +70,4 @@ def _faults(signature: inspect.Signature, args: tuple[Any, ...], given: Mapping[
     if isinstance(named := given.get("model"), str) and not isinstance(
         config, GRPOConfig
     ):  # else build.py says it
-        yield (
-            f"model = {shown(named)}: is a model object to train; a name or a folder goes into the config: "
-            + _in_config(named)
-        )
-
-
-def _in_config(name: str) -> str:
-    return f"GRPOConfig(model=ModelConfig(path={name!r}), ...)"
+        yield f"model = {shown(named)}: is a model object; a name goes into the config: ModelConfig(path={named!r})"
