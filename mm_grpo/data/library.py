@@ -148,7 +148,7 @@ def open_saved(path: Path, split: str | None, columns: Mapping[str, str]) -> Any
         AttributeError,
     ) as error:  # by what is missing
         raise DataError(
-            f"{path}: cannot be read as a saved dataset ({type(error).__name__}: {error}); write it again"
+            f"{path}: cannot be read as a saved dataset ({type(error).__name__}: {str(error)[:300]}); write it again"
         ) from None
     if split is not None:
         splits = list(dataset) if isinstance(dataset, Mapping) else []

@@ -30,8 +30,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_TAG = "<image>"
 LONGEST_TEXT = 4_000_000
 """Characters of one message; the longest contexts are of some 1,000,000 tokens."""
-_DEEPEST = 100
-_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})  # most values, and asking for Mapping is slow
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
 
 Message = dict[str, Any]
@@ -83,7 +81,6 @@ def read_row(
             answer, videos, or a count of images other than the count of places for them.
     """
     values = renamed(row, row_name, columns or {})
-    _refuse_endless(values, row_name)
     _refuse_videos(values, row_name)
     found = read_conversation(
         values,
@@ -230,24 +227,6 @@ def _refuse_placeholders(messages: list[Message], others: Mapping[str, Any], row
                 "column 'image' or 'images', or what data.columns.images names; give the row its image, or remove "
                 f"{found[0]!r} from the text"
             )
-
-
-def _refuse_endless(values: Mapping[str, Any], row_name: str) -> None:
-    """Rows given in Python may hold lists and mappings that hold themselves; whatever walks through them never ends."""
-    finished: set[int] = set()
-
-    def walk(value: Any, name: str, outer: tuple[int, ...]) -> None:
-        if type(value) in _PLAIN or not isinstance(value, list | tuple | Mapping) or id(value) in finished:
-            return
-        if id(value) in outer or len(outer) > _DEEPEST:
-            what = "holds itself" if id(value) in outer else f"is nested more than {_DEEPEST} levels deep"
-            raise DataError(f"{row_name}: the column {name!r} {what}; write it without")
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            walk(inner, name, (*outer, id(value)))
-        finished.add(id(value))
-
-    for name, value in values.items():
-        walk(value, str(name), ())
 
 
 def _refuse_long_texts(messages: list[Message], row_name: str) -> None:

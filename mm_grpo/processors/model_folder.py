@@ -94,7 +94,7 @@ def _refuse_broken_json(path: str) -> None:
     for file in sorted(Path(path).glob("*.json")) if Path(path).is_dir() else ():
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"model.path = '{path}': {file.name} cannot be read ({quoted(error)}); it is not whole: copy or "
                 "download the model again"
