@@ -73,9 +73,7 @@ def test_jsonl_with_images_beside_it(tmp_path: Path) -> None:
     assert dataset.sample(1).uid == "train:1"
     assert dataset.row_name(1) == f"{path}:2"
     elsewhere = load(path, settings(image_dir="/nowhere"), "train")
-    with pytest.raises(
-        DataError, match=rf"^{path}:2: image 'images/a.png' does not exist at /nowhere/images/a.png"
-    ):
+    with pytest.raises(DataError, match=rf"^{path}:2: image 'images/a.png' does not exist at"):
         elsewhere.sample(1)
 
 
@@ -196,7 +194,7 @@ def test_images_of_the_prompt_meet_the_limits_and_those_of_rewards_are_decoded()
     )
     small = load(stored, settings(columns={"image": "photo"}, max_image_pixels=599), "train")
     with pytest.raises(
-        DataError, match=r"^train row 0: .* 20 × 30 = 600 pixels; data.max_image_pixels allows 599"
+        DataError, match=r"^train row 0: .* 20 × 30 = 600 pixels; .*max_image_pixels allows 599"
     ):
         small.sample(0)
     sample = load(stored, settings(columns={"image": "photo"}), "train").sample(0)

@@ -213,9 +213,7 @@ def test_only_pages_of_ours_are_written_over(tmp_path: Path, monkeypatch: pytest
     other = tmp_path / "b.html"
     for text in ("", "<html>mine</html>", "x" * 2000 + page.WRITTEN_BY.decode()):
         other.write_text(text)
-        with pytest.raises(
-            ConfigError, match=r"--page 'b.html': what is there was not written by mm-grpo check"
-        ):
+        with pytest.raises(ConfigError, match=r"--page 'b.html': what is there was not written by mm-grpo"):
             CheckPage("b.html", None, [])  # type: ignore[arg-type]
         assert other.read_text() == text
     made = CheckPage("c.html", None, [])  # type: ignore[arg-type]
@@ -236,7 +234,5 @@ def test_a_path_among_the_overrides() -> None:
     assert page_path(True, []) == (None, [])
     assert page_path(True, ["out.html", "data.train=rows.html"]) == ("out.html", ["data.train=rows.html"])
     assert page_path(False, ["out.html"]) == (None, ["out.html"])
-    with pytest.raises(
-        ConfigError, match=r"--page: 2 files are named, a.html and b.html; one page is written"
-    ):
+    with pytest.raises(ConfigError, match=r"--page: 2 files are named, a.html and b.html; one page is"):
         page_path(True, ["a.html", "b.html"])
