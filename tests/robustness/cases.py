@@ -30,6 +30,7 @@ from robustness.parts import (
     gif,
     half_checkpoint,
     instead,
+    no_error,
     one_row_a_step,
     other_model,
     picture,
@@ -523,6 +524,8 @@ CASES: list[Case] = [
         "weight": 1e308} for n in (4, 5)]}),
     Case("machine: a fault of ours", TRAIN, ("ZeroDivisionError", "error.txt"), 1, within=broken_learner,
         after=lambda folder: (folder / "out" / "error.txt").read_text().index("Traceback")),
+    Case("machine: the error of a run that goes on", RESUME, code=0, run="stopped",
+        damage=lambda out: (out / "error.txt").write_text("Traceback"), after=no_error),
     Case("machine: a fault of ours, with its traceback", f"{TRAIN} --traceback", ("ZeroDivisionError", "Traceback"),
         1, within=broken_learner),
 ]  # fmt: skip

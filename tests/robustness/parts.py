@@ -222,5 +222,9 @@ def broken_learner(folder: Path) -> AbstractContextManager[Any]:
     return patch.object(Learner, "update", lambda self, groups: 1 // 0)
 
 
+def no_error(folder: Path) -> None:
+    assert not (folder / "out" / "error.txt").exists()
+
+
 def variable(name: str, value: str) -> Callable[[Path], AbstractContextManager[Any]]:
     return lambda folder: patch.dict(os.environ, {name: value})
