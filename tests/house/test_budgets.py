@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 50_400, "tests": 53_900}
+BUDGETS = {"mm_grpo": 50_400, "tests": 52_300}
 """Lines of Python at most."""
 SLACK = 400
 """Lines that a budget may stand above what there is."""
