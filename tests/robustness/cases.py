@@ -465,7 +465,7 @@ CASES: list[Case] = [
         for name, text, options, code, words in TRAINED
     ),
     *(
-        Case(f"model: {name}", TRAIN, words, config={"model": {"path": "m"}}, model=damage, makes=())
+        Case(f"model: {name}", TRAIN, words, config={"model": {"path": "m"}}, model=damage)
         for name, damage, words in MODELS
     ),
     *(
