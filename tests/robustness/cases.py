@@ -483,8 +483,8 @@ CASES: list[Case] = [
     Case("resume: of a run that has ended", RESUME, ("done: 4 steps",), 0, run="ended", after=complete),
     Case("run folder: that of a finished run", TRAIN, ("run.dir", "4 rows"), run="ended"),
     Case("resume: of a folder of the user's", RESUME, ("run.dir",), files={"out/model/notes.txt": "mine"}),
-    Case("resume: another model", RESUME, ("another model",), run="stopped", model=lambda m: flip(m / WEIGHTS),
-        damage=other_model),
+    Case("resume: another base of adapters", RESUME, ("step-000003", "not trained"), run="stopped", damage=other_model,
+        config={"model": {"lora": {"rank": 2}}}, model=lambda m: flip(m / WEIGHTS)),
     *(
         Case(
             f"resume: a reward {name}", f"{RESUME} run.allow_changed_rewards=true" if "allowed" in name else RESUME,

@@ -64,7 +64,7 @@ def saved_dataset(damage: Damage) -> Damage:
         import datasets
 
         datasets.disable_progress_bars()
-        datasets.Dataset.from_list([ROW] * 50).save_to_disk(str(folder))
+        datasets.Dataset.from_list([ROW] * 5).save_to_disk(str(folder))
         damage(folder)
 
     return make
