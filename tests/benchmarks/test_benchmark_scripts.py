@@ -74,7 +74,7 @@ def test_a_script_ends_in_rows_whose_ratios_are_those_of_their_seconds(name: str
     assert rows
     for row in rows:
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, int | float))
-        if "ratio" in row:
+        if {"ratio", "seconds_trl", "seconds_ours"} <= row.keys():
             assert row["ratio"] == pytest.approx(row["seconds_trl"] / row["seconds_ours"], rel=1e-4)
         assert row.get("gradient_gap", 0.0) < 1e-4
 
