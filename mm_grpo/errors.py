@@ -2,8 +2,8 @@
 
 A `UserError` is a mistake in a config, a dataset, a reward or a command: the command line prints its
 message alone and exits with 2. A `GuardStop` is a run that stopped itself (exit 3). Every message
-names the field or the row, the value, what is legal and what to do. Anything else that escapes is a
-fault of ours, keeps its traceback and exits with 1.
+names the field or the row, the value, what is legal and what to do. Anything else that escapes exits with 1
+and one line (cli/unexpected.py).
 
 `did_you_mean` is the hint that a message about an unknown name gives.
 """

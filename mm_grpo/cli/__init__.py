@@ -13,6 +13,7 @@ configs    the config that a command runs: files, layers, fields
 convert    `convert`
 env        `env`
 imports    torch, transformers and what stands on them, imported without garbage collection
+unexpected the one line for what no command expects, and its traceback
 help       examples in every help, `--version`, advice on options that are fields
 """
 

@@ -16,8 +16,8 @@
     mm-grpo env                              versions, devices and limits of this machine
 
 Exit codes: 0 done; 2 the config, the data or the command is wrong (one message); 3 a guard stopped the
-run; 130, 143 and 129 SIGINT (Ctrl-C), SIGTERM and SIGHUP; 1 anything else. Nothing heavy is imported before a
-command needs it.
+run; 130, 143 and 129 SIGINT (Ctrl-C), SIGTERM and SIGHUP; 1 anything else (unexpected.py). Nothing heavy is imported
+before a command needs it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ from mm_grpo.cli.recipes import init, recipes
 from mm_grpo.cli.rewards import app as rewards_app
 from mm_grpo.cli.serve import serve
 from mm_grpo.cli.train import train
+from mm_grpo.cli.unexpected import describe, notes_of
 from mm_grpo.cli.view import view
 from mm_grpo.distributed.launch import end_with_launcher, launched_here
 from mm_grpo.errors import EngineError, GuardStop, UserError
 from mm_grpo.terminal import PrintableFilter, print_traceback, printable, redact
+
+TRACEBACK = "--traceback"
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -67,6 +70,10 @@ def application(
     version: Annotated[
         bool,
         typer.Option("--version", is_eager=True, callback=show_version, help="Print the version and exit."),
+    ] = False,
+    traceback: Annotated[
+        bool,
+        typer.Option(TRACEBACK, help="Print the traceback of an unexpected error; also behind a command."),
     ] = False,
 ) -> None:
     """Fine-tune vision-language models with GRPO."""
@@ -106,13 +113,13 @@ def _main() -> None:
     sys.excepthook = print_traceback
     end_with_launcher()
     try:
-        app()
+        app([argument for argument in sys.argv[1:] if argument != TRACEBACK])
     except UserError as error:
         _exit(f"error: {error}", 2)
     except GuardStop as stop:
         _exit(f"stopped: {stop}", 3)
     except EngineError as error:
-        _exit(f"the rollout engine failed: {error}", 1)
+        _exit(f"the rollout engine failed: {error}{notes_of(error)}", 1)
     except SystemExit as leaving:  # typer's, also for KeyboardInterrupt
         cause = getattr(leaving.__context__, "__cause__", None)
         if not isinstance(cause, KeyboardInterrupt):
@@ -120,15 +127,23 @@ def _main() -> None:
         _exit_interrupted(cause)
     except KeyboardInterrupt as stop:
         _exit_interrupted(stop)
-    except RuntimeError as error:
-        if not _may_have_peers():
+    except BaseException as error:
+        if message := _lost_another(error):
+            _exit(f"error: {message}", 1, lost=True)
+        if _has_peers():  # each prints its own
             raise
-        from mm_grpo.distributed.exit_message import lost_another
+        if TRACEBACK in sys.argv:
+            print_traceback(type(error), error, error.__traceback__)
+        _exit(f"failed: {describe(error)}", 1)
 
-        message = lost_another(error)
-        if message is None:
-            raise
-        _exit(f"error: {message}", 1, lost=True)
+
+def _lost_another(error: BaseException) -> str | None:
+    """The message for an error by which this process lost another one."""
+    if not isinstance(error, RuntimeError) or not _may_have_peers():
+        return None
+    from mm_grpo.distributed.exit_message import lost_another
+
+    return lost_another(error)
 
 
 def _exit_interrupted(stop: KeyboardInterrupt) -> None:

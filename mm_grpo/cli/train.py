@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shlex
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +26,7 @@ from mm_grpo.cli.configs import (
 )
 from mm_grpo.cli.imports import heavy_imports
 from mm_grpo.cli.serve import check_serve, servers_beside
+from mm_grpo.cli.unexpected import keep_traceback
 from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
@@ -94,7 +95,8 @@ def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, r
             summary = GRPOTrainer(loaded, train=rows, eval=evaluations or None).train()
     else:
         trainer = GRPOTrainer(loaded, resume=resume)
-        summary = trainer.train()
+        with keep_traceback(trainer.folder.paths.root) if trainer.ranks.first else nullcontext():
+            summary = trainer.train()
         if not trainer.ranks.first:
             return
     where = f"results in {loaded.run.dir}" if kept else "results are not kept; set run.dir=... to keep them"

@@ -52,6 +52,24 @@ def library_rows(dataset: Any, columns: Mapping[str, str], what: str, remedy: st
     return _EncodedRows(dataset, columns, what)
 
 
+@contextmanager
+def _reading(path: Path, kind: str) -> Iterator[None]:
+    """Turn the library's errors, which share no base, into one of `path`; those of the disk go up."""
+    try:
+        yield
+    except Exception as error:
+        if (
+            isinstance(error, OSError)
+            and error.errno is not None
+            and not isinstance(error, FileNotFoundError)
+        ):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{path}: cannot be read as {kind} ({type(error).__name__}: {reason}); write it again"
+        ) from None
+
+
 def open_parquet(path: Path, columns: Mapping[str, str]) -> Any:
     """The rows of a Parquet file, mapped from a copy as Arrow in the cache of the datasets library.
 
@@ -81,14 +99,8 @@ def open_parquet(path: Path, columns: Mapping[str, str]) -> Any:
         finally:
             with suppress(OSError):
                 unfinished.unlink()
-    try:
+    with _reading(path, "Parquet"):
         dataset = datasets.Dataset.from_file(str(copied))
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-    ) as error:  # a type of Arrow's, or a feature, that the library has not
-        raise DataError(f"{path}: cannot be read as Parquet ({error}); write it again") from None
     return library_rows(dataset, columns, str(path))
 
 
@@ -96,20 +108,14 @@ def _convert_parquet(path: Path, target: Path) -> None:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    try:
-        with (
-            ParquetFile(str(path), pre_buffer=False, buffer_size=2**20) as source,
-            pyarrow.OSFile(str(target), "wb") as file,
-            pyarrow.ipc.new_stream(file, source.schema_arrow) as writer,
-        ):
-            for batch in source.iter_batches(batch_size=256, use_threads=False):
-                writer.write_batch(batch)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: cannot be read as Parquet ({error}); write it again") from None
-    except OSError as error:
-        if error.errno is not None:  # of the disk, not of the file's contents
-            raise
-        raise DataError(f"{path}: cannot be read as Parquet ({error}); write it again") from None
+    with (
+        _reading(path, "Parquet"),
+        ParquetFile(str(path), pre_buffer=False, buffer_size=2**20) as source,
+        pyarrow.OSFile(str(target), "wb") as file,
+        pyarrow.ipc.new_stream(file, source.schema_arrow) as writer,
+    ):
+        for batch in source.iter_batches(batch_size=256, use_threads=False):
+            writer.write_batch(batch)
     pyarrow.default_memory_pool().release_unused()
 
 
@@ -121,35 +127,21 @@ def open_arrow(path: Path, columns: Mapping[str, str]) -> Any:
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    try:
+    with _reading(path, "Arrow"):
         if indexed:
             table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
             dataset = Dataset(InMemoryTable(table))
         else:
             dataset = Dataset.from_file(str(path))
-    except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path}: cannot be read as Arrow ({error}); write it again") from None
     return library_rows(dataset, columns, str(path))
 
 
 def open_saved(path: Path, split: str | None, columns: Mapping[str, str]) -> Any:
     """Load what save_to_disk wrote: a datasets.Dataset, or one split of a DatasetDict."""
     from datasets import load_from_disk
-    from datasets.exceptions import DatasetsError
 
-    try:
+    with _reading(path, "a saved dataset"):
         dataset = load_from_disk(str(path))
-    except (
-        DatasetsError,
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:  # by what is missing
-        raise DataError(
-            f"{path}: cannot be read as a saved dataset ({type(error).__name__}: {error}); write it again"
-        ) from None
     if split is not None:
         splits = list(dataset) if isinstance(dataset, Mapping) else []
         if split not in splits:

@@ -137,7 +137,8 @@ class RunFolder:
                 self._claim.add(self._writes)
             remove(unfinished(paths, self._claim.mark))
             atomic_write(paths.config, config_yaml)
-            paths.expected.unlink(missing_ok=True)  # of a run that goes on without it
+            for former in (paths.expected, paths.error):  # of a run that goes on without it
+                former.unlink(missing_ok=True)
             if self._expected is not None:
                 atomic_write(paths.expected, Path(self._expected).read_bytes())
             atomic_write(paths.environment, json.dumps(environment, indent=2) + "\n")

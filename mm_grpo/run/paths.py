@@ -44,6 +44,10 @@ class RunPaths:
         return self.root / "summary.json"
 
     @property
+    def error(self) -> Path:
+        return self.root / "error.txt"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,47 +35,6 @@ def test_the_work_of_a_pack_by_hand(script: Script) -> None:
     assert common.flops(model, 10, 2, 3, [16]) - 8_440_320 == 3 * (tower + merger)
 
 
-def test_medians_are_of_the_rounds_after_the_warm_ones(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    common = script("common")
-    seconds = iter([100.0, 200.0, 1.0, 2.0, 5.0, 6.0, 3.0, 4.0])
-    order: list[str] = []
-
-    def taken(self: Any, run: Callable[[], Any]) -> float:
-        run()
-        return next(seconds)
-
-    monkeypatch.setattr(common.Machine, "seconds", taken)
-    runs = {name: lambda name=name: order.append(name) for name in ("ours", "trl")}
-    found = common.interleaved(runs, 3, machine(common), before=lambda: order.append("before"))
-    assert found == {"ours": 3.0, "trl": 4.0}
-    assert order == ["before", "ours", "before", "trl"] * 4
-
-
-def test_a_stopwatch_adds_up_and_keeps_silent(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    common = script("common")
-    now = iter(float(n) for n in range(100))
-    monkeypatch.setattr(common.time, "perf_counter", lambda: next(now))
-    engine = SimpleNamespace(generate=lambda: "text")
-    sync = SimpleNamespace(update=lambda: engine.generate())
-    watch = common.Stopwatch()
-    watch.wrap(engine, "generate", "generate")
-    watch.silence(sync, "update")
-    assert [engine.generate(), engine.generate(), sync.update()] == ["text"] * 3
-    assert watch.take() == {
-        "generate": 2.0
-    }  # each call lasts one tick; the one inside the sync is not counted
-    assert watch.take() == {}
-
-
-def test_a_line_through_points(script: Script) -> None:
-    line = script("scaling").line
-    assert line([1, 2, 4], [5, 7, 11]) == (3.0, 2.0)
-    start, slope = line([0, 1, 2], [0.0, 3.0, 3.0])
-    assert (start, slope) == (pytest.approx(0.5), pytest.approx(1.5))
-
-
 def test_gradients_that_differ_are_refused(script: Script) -> None:
     gap = script("learner").gap
     theirs = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1.0])}
@@ -90,21 +47,6 @@ def test_gradients_that_differ_are_refused(script: Script) -> None:
     assert gap(far, theirs, torch.bfloat16) == pytest.approx(0.1 / 26**0.5, rel=1e-4)
     with pytest.raises(AssertionError, match="visual"):
         gap(near | {"visual": torch.ones(2)}, theirs, torch.float32)
-
-
-def test_what_is_outside_is_reckoned_step_by_step(script: Script) -> None:
-    steps = [
-        {"step_time": 10.0, "generate": 4.0, "forward": 2.0, "backward": 3.0, "optimizer": 0.5},
-        {"step_time": 20.0, "generate": 10.0, "forward": 4.0, "backward": 4.0, "time/data": 1.0},
-        {"step_time": 10.0, "generate": 1.0, "forward": 2.0, "backward": 3.0, "time/data": 1.0},
-    ]
-    rows = {row["part"]: row for row in script("overhead").breakdown(steps)}
-    assert list(rows) == [
-        "step_time", "generate", "forward", "backward", "outside", "optimizer", "time/data"
-    ]  # fmt: skip
-    assert (rows["outside"]["seconds"], rows["outside"]["share"]) == (2.0, 0.1)
-    assert rows["generate"]["share"] == 0.4
-    assert (rows["optimizer"]["seconds"], rows["time/data"]["seconds"]) == (0.0, 1.0)
 
 
 @pytest.mark.long
@@ -177,28 +119,3 @@ def test_the_chart_is_that_of_the_results(script: Script) -> None:
     plot = script("plot")
     rows = json.loads((plot.RESULTS / "learner.json").read_text(encoding="utf-8"))["rows"]
     assert (plot.RESULTS / "learner.svg").read_text(encoding="utf-8") == plot.drawn(rows), "run plot.py"
-
-
-def test_a_table_by_hand(script: Script, tmp_path: Path) -> None:
-    readme = script("readme")
-    row = {"V": 8192, "M": 4, "D": 2, "bytes_head_and_gradient": 2 << 20, "bytes_logits": 3 << 20}
-    row |= {"extra_ours": 1 << 20, "extra_trl": 5 << 20, "ratio": 5.0, "chunk_bytes": CHUNK_BYTES}
-    (tmp_path / "memory.json").write_text(json.dumps({"versions": {}, "rows": [row]}))
-    page = readme.written("a\n<!-- memory -->\nold\n<!-- /memory -->\nb\n", tmp_path)
-    assert page.splitlines()[0] == "a"
-    assert page.splitlines()[4] == "| 8,192 | 4 | 2 | 2.0 | 3.0 | 1.0 | 5.0 | 5.00 | 64 |"
-    assert page.splitlines()[5:] == ["<!-- /memory -->", "b"]
-    with pytest.raises(AssertionError, match="no place for the table 'memory'"):
-        readme.written("no markers", tmp_path)
-
-
-def test_bars_and_marks_lie_where_the_figures_say(script: Script) -> None:
-    plot = script("plot")
-    shape = {"shape": "a<b", "G": 8, "T": 64, "L": 272}
-    rows = [shape | {"seconds_ours": 2.0, "seconds_trl": 8.0, "seconds_bound": 1.0}]
-    root = ElementTree.fromstring(plot.drawn(rows))
-    found = {e.get("class"): e for e in root.iter() if e.get("class") in ("bar", "mark")}
-    span = plot.WIDTH - plot.LEFT - plot.RIGHT  # the axis ends at 8, the bound
-    assert float(found["bar"].get("width", 0)) == pytest.approx(span * 4 / 8, abs=0.1)
-    assert float(found["mark"].get("x1", 0)) == pytest.approx(plot.LEFT + span, abs=0.1)
-    assert any(e.text == "a<b: G = 8, T = 64, L = 272" for e in root.iter())

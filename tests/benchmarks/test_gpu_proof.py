@@ -125,38 +125,6 @@ def test_faults_stay_in_their_cases(script: Script, tmp_path: Path, monkeypatch:
     assert called[3:] == ["large", "mended"]
 
 
-def test_a_stage_that_ends_early_or_late(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    proof = script("gpu_proof")
-    ended = [("failed", "exit code -9: killed"), ("unfinished", "ran past 530 s")]
-    monkeypatch.setattr(proof, "start", lambda *args: ended.pop(0))
-    assert not proof.run_all(options(tmp_path, stages=["run"]))
-    assert results_in(tmp_path)["run"]["status"] == "failed"
-    assert not proof.run_all(options(tmp_path, stages=["run"]))
-    assert results_in(tmp_path)["run"]["reason"] == "ran past 530 s"
-    monkeypatch.setattr(proof, "LEAST", 301)
-    assert not proof.run_all(options(tmp_path, stages=["run"]))
-    assert results_in(tmp_path)["run"]["reason"] == "the 5 minutes were over"
-    assert proof.run_all(options(tmp_path, stages=["trl"], without=["trl"]))
-
-
-def test_a_process_is_ended_with_what_it_started(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    proof = script("gpu_proof")
-    own = tmp_path / "child.py"
-    own.write_text(
-        "import sys, time; print('so far'); time.sleep(60 if '--peak-tflops' in sys.argv else 0); 1 / 0"
-    )
-    monkeypatch.setattr(proof, "__file__", str(own))
-    status, reason = proof.start(["run"], options(tmp_path), 0.5)
-    assert (status, reason.split(";")[0]) == ("unfinished", "ran past 0 s")
-    status, reason = proof.start(["run"], options(tmp_path, peak_tflops=None), 60)
-    assert status == "failed" and reason.startswith("exit code 1: so far / Traceback")
-    assert reason.endswith("ZeroDivisionError: division by zero")
-
-
 def test_counts_of_a_junit_report(script: Script, tmp_path: Path) -> None:
     read = script("gpu_runs").read_junit
     report = tmp_path / "junit.xml"
@@ -194,31 +162,6 @@ def test_the_models_are_those_that_were_published(script: Script) -> None:
     assert found["tower"] == tower + mergers
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (["--stages", "runs", "--dry"], "argument --stages: 'runs' must be one of tests, attention, learner-qwen2"),
-        (["--without", "torch", "--dry"], "argument --without: 'torch' must be one of datasets, hypothesis, peft, "),
-        (["--dry", "--folder", "benchmarks/results/gpu"], "a dry run's figures mean nothing; name another folder"),
-        (["--minutes", "0", "--dry"], "argument --minutes: '0' must be an integer >= 1"),
-        ([], "sees no GPU here; --dry runs tiny models on the CPU"),
-    ],
-)  # fmt: skip
-def test_mistakes(
-    given: list[str],
-    told: str,
-    script: Script,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.chdir(Path(__file__).parents[2])
-    with pytest.raises(SystemExit) as left:
-        script("gpu_proof").main(given)
-    assert left.value.code == 2
-    assert told in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_the_readme_lists_every_stage(script: Script) -> None:
     proof = script("gpu_proof")
     page = (proof.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
@@ -227,30 +170,3 @@ def test_the_readme_lists_every_stage(script: Script) -> None:
     readme = script("readme")
     for name in readme.GPU_TABLES:
         assert f"<!-- {name} -->\n" in section and f"<!-- /{name} -->" in section
-
-
-def test_gpu_tables_by_hand(script: Script) -> None:
-    readme = script("readme")
-    row = {"case": "full, G 8", "L": 296, "seconds": 0.5, "tokens_per_second": 9380.2, "mfu": 0.412}
-    for part in ("weights", "optimizer", "passes", "peak"):
-        row |= {f"bytes_{part}": 2_000_000_000, f"estimate_{part}": 3_100_000_000}
-    full = {"case": "full, G 16", "fault": "out of memory"}
-    about = {"device": "NVIDIA H200", "torch": "2.11.0"}
-    results = [
-        {
-            "stage": "learner-m",
-            "status": "done",
-            "reason": "",
-            "versions": about,
-            "seconds": 61.7,
-            "rows": [row, full],
-        }
-    ]
-    assert readme.gpu_stages(results)[1] == [
-        "`learner-m`", "done", "2", "62", "NVIDIA H200", "2.11.0", "",
-    ]  # fmt: skip
-    assert readme.gpu_learner(results)[1:] == [
-        ["m", "full, G 8", "296", "0.500", "9,380", "41%", *["2.0 / 3.1"] * 4],
-        ["m", "full, G 16", "", "out of memory", *[""] * 6],
-    ]
-    assert readme.gpu_runs(results)[1:] == readme.gpu_trl(results)[1:] == []

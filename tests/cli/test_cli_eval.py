@@ -173,19 +173,9 @@ def test_a_run_s_own_config_is_read_as_the_run_read_it(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--blind", "shufled"], "--blind shufled: must be shuffled or removed"),
-        (["--samples", "4", "--temperature", "0"], "4 completions of each row at temperature 0"),
-        (["--by", "answr"], "--by answr: the rows of eval have no such column. did you mean 'answer'?"),
-        (["--checkpoint", "last"], "--checkpoint last: says which checkpoint of a run folder"),
-        (["--checkpoint", "first", "--model", "x"], "--checkpoint first: must be best, last or step-N"),
-        (["--checkpoint", "last", "--model", "x"], "and 'x' is no run folder; leave it out"),
-        (["--json", "/no/such/folder/x.json", "--model", "x"], "--json '/no/such/folder/x.json'"),
-        (["--json", "/dev/full", "--model", "x"], "--json '/dev/full'"),
-        (["--json", "{run}", "--model", "x"], "--json '"),
-        (["data.eval=null", "run.eval_every=0"], "data.eval = null: there are no rows to evaluate on"),
-        (["run.headline=lenght >= 1"], "no reward of the run is named 'lenght'"),
-        (["--model", "{run}/adapter"], "holds adapters without their base model"),
-        (["--model", "{run}/rollouts"], "is neither a model folder (config.json), nor a run folder"),
+        (["--samples", "4", "--temperature", "0"], "temperature 0"),
+        (["--by", "answr"], "--by answr"),
+        (["--checkpoint", "last", "--model", "x"], "'x' is no run folder"),
     ],
 )
 def test_refusals(arguments: list[str], words: str, trained: dict[str, Trained], command: Any) -> None:

@@ -112,24 +112,3 @@ def test_images_reach_the_reward_as_they_are(command: Any, tmp_path: Path) -> No
         "rewards", "try", f"{tmp_path}/mine.py:area", "--completion", "x", "--column", "box=[1, 2.5]", *images
     )
     assert (result.code, result.out.strip()) == (0, "2005.5")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["exact_mach"], ["exact_mach", "did you mean 'exact_match'"]),
-        (["try", "exact_match", "--completion", "x"], ["exact_match", "answer", "--column name=value"]),
-        (
-            ["try", "exact_match", "--completion", "x", "--column", "answer"],
-            ["--column 'answer'", "name=value"],
-        ),
-        (["try", "format", "--completion", "x", "--arg", "patern=a"], ["patern", "did you mean 'pattern'"]),
-        (["try", "format", "--completion", "x", "--image", "/no/such.png"], ["--image", "/no/such.png"]),
-        (["try", "format"], ["--completion"]),
-    ],
-)
-def test_mistakes(arguments: list[str], words: list[str], command: Any) -> None:
-    result = command("rewards", *arguments)
-    assert result.code == 2 and "Traceback" not in result.err
-    for word in words:
-        assert word in result.err

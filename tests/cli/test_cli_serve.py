@@ -47,9 +47,7 @@ def test_each_server_gets_gpus_of_its_own_after_the_trainers() -> None:
     eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,GPU-a,5,6,7"}
     assert serve.gpus_of(2, 2, 4, eight) == [("GPU-a", "5"), ("6", "7")]
     assert serve.gpus_of(1, 1, 0, eight) == [("0",)]
-    with pytest.raises(
-        ConfigError, match=r"2 server\(s\) with 2 GPU\(s\) each and 5 of the trainer need 9 GPUs, and 8"
-    ):
+    with pytest.raises(ConfigError, match=r"5 of the trainer need 9 GPUs, and 8"):
         serve.gpus_of(2, 2, 5, eight)
     with pytest.raises(ConfigError, match="need 1 GPUs, and 0 are visible"):
         serve.gpus_of(1, 1, 0, {"CUDA_VISIBLE_DEVICES": ""})

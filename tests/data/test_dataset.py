@@ -111,9 +111,7 @@ def test_too_many_bytes_are_refused_and_the_system_prompt_is_the_config_s() -> N
 
 def test_one_of_several_images_is_numbered() -> None:
     dataset = Dataset([{"prompt": "?", "images": [picture("red"), b"no image"]}], settings())
-    with pytest.raises(
-        DataError, match=r"^train row 0, image 2 of 2: image \(bytes in the row\) is not an image"
-    ):
+    with pytest.raises(DataError, match=r"^train row 0, image 2 of 2: image \(bytes in the row\) is not"):
         dataset.sample(0)
 
 
@@ -197,9 +195,7 @@ def test_shuffled_images_in_messages_and_where_they_cannot_move() -> None:
     two = [{"prompt": "?", "image": b"no image"}, {"prompt": "?", "image": picture("red")}]
     with pytest.raises(DataError, match=r"^train row 1 \(images of train row 0\): image .* is not an image"):
         Dataset(two, settings()).with_shuffled_images().sample(1)
-    with pytest.raises(
-        DataError, match=r"^train row 0: no other row has as many images \(1\), so its images cannot"
-    ):
+    with pytest.raises(DataError, match=r"^train row 0: no other row has as many images \(1\), so its"):
         Dataset(
             [{"prompt": "?", "image": picture("red")}, {"prompt": "?"}], settings()
         ).with_shuffled_images()

@@ -182,9 +182,7 @@ def test_a_column_that_the_rows_have_is_not_written_over(files: Path) -> None:
     (files / "own.jsonl").write_text(
         json.dumps({"prompt": "?", "image": "boxes/a.png", "task": "mine"}) + "\n"
     )
-    with pytest.raises(
-        DataError, match=r"train/own: task='count' is to be put on every row, and the rows have a column"
-    ):
+    with pytest.raises(DataError, match=r"train/own: task='count' is to be put on every row, and the rows"):
         load_train(config([{"path": "own.jsonl", "task": "count"}]))
     renamed = {"path": "own.jsonl", "task": "count", "columns": {"kind": "task"}}
     assert load_train(config([renamed])).sample(0).columns == {"kind": "mine", "task": "count"}
@@ -192,18 +190,14 @@ def test_a_column_that_the_rows_have_is_not_written_over(files: Path) -> None:
 
 def test_a_source_whose_images_are_not_read_is_found_beside_a_good_one(files: Path) -> None:
     blind = {k: v for k, v in COUNT_ENTRY.items() if k != "columns"} | {"columns": {"prompt": "question"}}
-    with pytest.raises(
-        DataError, match=r"counts/rows.jsonl:1: the column 'picture' looks like images and is not read"
-    ):
+    with pytest.raises(DataError, match=r"counts/rows.jsonl:1: the column 'picture' looks like images and"):
         load_train(config(["boxes/rows.jsonl", blind]))
     allowed = load_train(config(["boxes/rows.jsonl", blind | {"text_only": True}]))
     assert [len(allowed.fields(i).images) for i in range(5)] == [1, 1, 1, 0, 0]
     none = r"answer is 'gold', and the dataset 'train/rows-2' has no such column"
     with pytest.raises(DataError, match=rf"^entry 2 of the mixture: columns\.{none}"):
         load_train(config(["boxes/rows.jsonl", COUNT_ENTRY | {"columns": {"answer": "gold"}}]))
-    with pytest.raises(
-        DataError, match=r"^entry 1 of the mixture: data.columns.answer .*A source may have columns of its"
-    ):
+    with pytest.raises(DataError, match=r"^entry 1 of the mixture: data.columns.answer .*A source may"):
         load_train(config(["boxes/rows.jsonl", COUNT_ENTRY], columns={"answer": "label"}))
 
 

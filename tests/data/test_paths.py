@@ -275,9 +275,8 @@ def test_a_type_that_the_library_does_not_hold_is_refused(tmp_path: Path) -> Non
     ):
         out.write_table(table)
     for kind in ("parquet", "arrow"):
-        message = refusal(tmp_path / f"rows.{kind}")
-        assert message.startswith(
-            f"{tmp_path}/rows.{kind}: cannot be read as {kind.title()} (Arrow type map<"
+        assert f"{tmp_path}/rows.{kind}: cannot be read as {kind.title()} (" in refusal(
+            tmp_path / f"rows.{kind}"
         )
 
 

@@ -156,96 +156,38 @@ def test_columns_are_renamed() -> None:
 
 
 def test_a_mapping_to_an_absent_column_names_the_nearest() -> None:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"data\.columns\.prompt is 'qestion'.*'question'"):
         check_columns({"prompt": "qestion"}, ["question", "answer"], "the dataset 'train'")
-    assert str(caught.value) == (
-        "data.columns.prompt is 'qestion', and the dataset 'train' has no such column (did you mean 'question'?). "
-        "It has: 'question', 'answer'"
-    )
     check_columns({"prompt": "question"}, ["question", "answer"], "the dataset 'train'")
-
-
-def test_a_missing_prompt() -> None:
-    assert refusal({"question": "What?", "answer": 1}) == (
-        "row 3: no column 'prompt', 'messages', 'conversations' or 'problem'. The row has: 'question', 'answer'. "
-        "Name the one that holds the prompt, as in data.columns.prompt=question"
-    )
-    assert refusal({"a": 1}).endswith("as in data.columns.prompt=COLUMN")
-    assert refusal({"problem": 1}, columns={"prompt": "question"}) == (
-        "row 3: no column 'question', which data.columns.prompt names. The row has: 'problem'"
-    )
-    assert refusal({"prompt": None}) == "row 3: 'prompt' is null; write a prompt or leave the row out"
-
-
-def test_videos_are_refused_wherever_they_are() -> None:
-    told = "row 3: 'videos' is set, but videos are not supported in this version; leave it out"
-    assert refusal({"prompt": "What?", "videos": ["a.mp4"]}) == told
-    assert refusal({"prompt": "What?", "clips": ["a.mp4"]}, columns={"videos": "clips"}) == told
-    assert refusal({"prompt": [user([{"type": "video"}])]}) == (
-        "row 3: prompt[0].content[0]: a part of type 'video': videos are not supported in this version"
-    )
+    assert "data.columns.prompt" in refusal({"problem": 1}, columns={"prompt": "question"})
+    assert "'videos'" in refusal({"prompt": "What?", "clips": ["a.mp4"]}, columns={"videos": "clips"})
     assert read_row({"prompt": "What?", "videos": [], "video": None}, row_name="row 3").columns == {}
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "words"),
     [
-        (["prompt"], "row 3: a row is a mapping of columns to values; this is a list"),
-        (
-            {"prompt": {"role": ["user"]}},
-            "row 3: 'prompt' is a dict; legal is a string, or a list of messages",
-        ),
-        ({"prompt": [user("?"), "!"]}, "row 3: 'prompt' is a list; legal is a string, or a list of messages"),
-        ({"prompt": []}, "row 3: 'prompt' has no message of role 'user'; add one"),
-        (
-            {"prompt": [{"role": "system", "content": "?"}]},
-            "row 3: 'prompt' has no message of role 'user'; add one",
-        ),
-        (
-            {"prompt": [user("2 + 2?"), {"role": "assistant", "content": "4"}]},
-            "row 3: 'prompt' ends with a message of role 'assistant', which the model is to write; "
-            "move it to a column of its own, such as 'answer', or set data.answer_from=last_turn where it is the",
-        ),
-        (
-            {"prompt": [{"role": "human", "content": "?"}]},
-            "row 3: prompt[0]: the role is 'human'; legal is one of system, developer, user, assistant, tool",
-        ),
-        (
-            {"prompt": [user(None)]},
-            "row 3: prompt[0]: the content is a NoneType; legal is a string or a list of parts",
-        ),
-        (
-            {"prompt": [user([{"type": "audio"}])]},
-            "row 3: prompt[0].content[0]: a part of type 'audio'; legal are 'text', 'image' and 'image_url'",
-        ),
-        (
-            {"prompt": [user([{"type": "text", "text": None}])]},
-            "row 3: prompt[0].content[0]: a text part needs a string in 'text'; it has None",
-        ),
-        (
-            {"prompt": "half \ud83d"},
-            "row 3: prompt[0]: the text holds half a character ('\\ud83d' at 5); write the whole character or remove",
-        ),
-        (
-            {"prompt": [user([text("?"), "\ude00"])]},
-            "row 3: prompt[0].content[1]: the text holds half a character ('\\ude00' at 0); write the whole",
-        ),
-        (
-            {"prompt": [user([{"type": "image_url"}])]},
-            "row 3: prompt[0].content[0]: an 'image_url' part has no url; legal is {'url': ...}",
-        ),
-        (
-            {"prompt": "?", "image": "a.png", "images": ["b.png"]},
-            "row 3: both 'image' and 'images' are set; keep one of them",
-        ),
-        (
-            {"prompt": "?", "images": ["a.png", None]},
-            "row 3: images[1] is null; list the images that the row has, or none",
-        ),
+        (["prompt"], "a row is a mapping"),
+        ({"prompt": {"role": ["user"]}}, "'prompt' is a dict"),
+        ({"prompt": [user("?"), "!"]}, "'prompt' is a list"),
+        ({"prompt": []}, "'prompt' has no message of role 'user'"),
+        ({"prompt": [user("2 + 2?"), {"role": "assistant", "content": "4"}]}, "data.answer_from=last_turn"),
+        ({"prompt": [{"role": "human", "content": "?"}]}, "prompt[0]: the role is 'human'"),
+        ({"prompt": [user(None)]}, "prompt[0]: the content is a NoneType"),
+        ({"prompt": [user([{"type": "audio"}])]}, "prompt[0].content[0]: a part of type 'audio'"),
+        ({"prompt": [user([{"type": "text", "text": None}])]}, "prompt[0].content[0]: a text part"),
+        ({"prompt": [user([{"type": "image_url"}])]}, "prompt[0].content[0]: an 'image_url' part"),
+        ({"prompt": [user([text("?"), "\ude00"])]}, "prompt[0].content[1]: the text holds half a character"),
+        ({"prompt": "?", "image": "a.png", "images": ["b.png"]}, "both 'image' and 'images'"),
+        ({"prompt": "?", "images": ["a.png", None]}, "images[1] is null"),
+        ({"prompt": None}, "'prompt' is null"),
+        ({"question": "?"}, "no column 'prompt'"),
+        ({"prompt": "What?", "videos": ["a.mp4"]}, "'videos' is set"),
+        ({"prompt": [user([{"type": "video"}])]}, "prompt[0].content[0]: a part of type 'video'"),
     ],
 )
-def test_what_is_refused(row: Any, told: str) -> None:
-    assert refusal(row).startswith(told)
+def test_what_is_refused_is_named(row: Any, words: str) -> None:
+    assert refusal(row).startswith("row 3: ") and words in refusal(row)
 
 
 def test_an_earlier_answer_is_part_of_the_prompt() -> None:

@@ -71,9 +71,7 @@ def test_jsonl_with_images_beside_it(tmp_path: Path) -> None:
     assert dataset.sample(1).uid == "train:1"
     assert dataset.row_name(1) == f"{path}:2"
     elsewhere = load(path, settings(image_dir="/nowhere"), "train")
-    with pytest.raises(
-        DataError, match=rf"^{path}:2: image 'images/a.png' does not exist at /nowhere/images/a.png"
-    ):
+    with pytest.raises(DataError, match=rf"^{path}:2: image 'images/a.png' does not exist at"):
         elsewhere.sample(1)
 
 

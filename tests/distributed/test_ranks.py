@@ -39,9 +39,7 @@ def test_the_variables_of_a_launcher_are_all_there(monkeypatch: pytest.MonkeyPat
     assert world_size() == 4
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("MASTER_PORT")
-    with pytest.raises(
-        ConfigError, match=r"WORLD_SIZE=4 says .* RANK, MASTER_PORT is not set; start them with torchrun"
-    ):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=4 says .* RANK, MASTER_PORT is not set; start them"):
         world_size()
 
 

@@ -193,9 +193,7 @@ def test_tools_and_environments_that_a_config_names(tmp_path: Path) -> None:
     box = toolbox_of(config(tools=[f"{file}:twice"], environment="zoom"), None, None)
     assert box is not None and [s["function"]["name"] for s in box.schemas] == ["twice", "zoom"]
     assert toolbox_of(config(), None, None) is None
-    with pytest.raises(
-        ConfigError, match=r"rollout.environment = 'zom': must be one of .*did you mean 'zoom'"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout.environment = 'zom': must be one of .*did you mean"):
         toolbox_of(config(environment="zom"), None, None)
 
 
@@ -268,9 +266,7 @@ def test_what_is_no_tool_or_makes_no_environment(tools: Any, factory: Any, told:
 
 def test_several_processes_do_not_share_an_environment() -> None:
     box = Toolbox(config(), [], Counter)
-    with pytest.raises(
-        ConfigError, match=r"reward 'seen' asks for the environment itself, .* several processes"
-    ):
+    with pytest.raises(ConfigError, match=r"reward 'seen' asks for the environment itself, .* several"):
         box.place(["seen"], processes=2)
     box.place(["seen"], processes=1)
     box.place([], processes=2)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mm_grpo import GRPOConfig, build, cli
-from mm_grpo.errors import DataError, GuardStop
+from mm_grpo.errors import GuardStop
 from mm_grpo.preflight.doctor import examine, memory
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.testing.fake_engines import FakeRemoteEngine
@@ -209,9 +209,3 @@ def test_mistakes_are_one_message_with_exit_code_2(
 ) -> None:
     code, out, err = run(job, "--json", *arguments)
     assert code == 2 and out == "" and words in err and "Traceback" not in err
-
-
-def test_rows_are_needed(job: Path) -> None:
-    config = GRPOConfig.from_yaml(job, ["data.train=null"])
-    with pytest.raises(DataError, match=r"data\.train is not set"):
-        examine(config)

@@ -157,9 +157,7 @@ def test_sliding_windows_of_a_model_with_one_mask(shared: bool, path: Path, proc
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(6.0)
-    with pytest.raises(
-        ConfigError, match="a mistral cannot be trained exactly: its layers have sliding_attention"
-    ):
+    with pytest.raises(ConfigError, match="a mistral cannot be trained exactly: its layers have"):
         processor.family.check(model)
 
     class Windowed(type(processor.family)):  # type: ignore[misc]
@@ -215,9 +213,7 @@ def test_another_layout_is_refused(path: Path, processor: Processor) -> None:
     own: Any = copy.copy(processor)
     own.layout = "padded"
     model = load_model(ModelConfig(path=str(path), device="cpu"), own.family)
-    with pytest.raises(
-        ConfigError, match="asks for the 'padded' layout; must be one of shared_prefix, unshared"
-    ):
+    with pytest.raises(ConfigError, match="asks for the 'padded' layout; must be one of shared_prefix"):
         Learner(model, own, config_for(path), 10)
 
 
@@ -273,9 +269,7 @@ def test_it_is_trained_through_the_command_line(
 
 
 def test_the_package_knows_nothing_of_it(path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no processor for model type 'picture_llama'; .* name it in model\.processor"
-    ):
+    with pytest.raises(ConfigError, match=r"no processor for model type 'picture_llama'; .* name it in"):
         load_processor(str(path))
 
 

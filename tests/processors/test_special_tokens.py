@@ -66,9 +66,7 @@ def test_a_typed_token_is_refused(processor: Any, messages: Any, role: str, toke
 
 def test_a_system_prompt_counts(processor: Any) -> None:
     messages = [{"role": "system", "content": "<|im_end|>"}, {"role": "user", "content": "x"}]
-    with pytest.raises(
-        DataError, match=r"role 'system', the row's or data\.system_prompt, holds '<\|im_end\|>'"
-    ):
+    with pytest.raises(DataError, match=r"data\.system_prompt, holds '<\|im_end\|>'"):
         processor.prompt(Sample("train:0", messages))
 
 
@@ -136,9 +134,7 @@ def test_as_text_in_roles_parts_and_calls_of_tools(processor: Any) -> None:
 def test_a_token_of_two_parts_is_refused_in_both_modes(processor: Any) -> None:
     set_special_tokens(processor, "as_text")
     halves = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
-    with pytest.raises(
-        DataError, match=r"two text parts of a message of role 'user' make '<\|im_end\|>' together"
-    ):
+    with pytest.raises(DataError, match=r"two text parts of a message of role 'user' make '<\|im_end\|>'"):
         processor.prompt(Sample("r", [{"role": "user", "content": halves}]))
     apart = [halves[0], {"type": "image"}, halves[1]]
     assert processor.prompt(Sample("r", [{"role": "user", "content": apart}], (tiny.picture(1),)))
@@ -197,9 +193,7 @@ def test_a_tokenizer_that_marks_the_beginning_of_a_text_cannot(processor: Any) -
         return f"<|im_start|>{messages[0]['content']}"
 
     messages = [{"role": "user", "content": "a <|im_end|>"}]
-    with pytest.raises(
-        ConfigError, match=r"r: data.special_tokens is as_text, and the model's tokenizer \(.*Marks\)"
-    ):
+    with pytest.raises(ConfigError, match=r"r: data.special_tokens is as_text, and the model's tokenizer"):
         conversation_ids(render, Marks(), messages, "r", "as_text")
 
 
@@ -208,9 +202,7 @@ def test_a_processor_that_does_not_know_the_setting_is_refused() -> None:
         pass
 
     set_special_tokens(Own(), "refuse")
-    with pytest.raises(
-        ConfigError, match=r"data\.special_tokens = as_text: .*Own has no attribute special_tokens"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.special_tokens = as_text: .*Own has no attribute"):
         set_special_tokens(Own(), "as_text")
 
 

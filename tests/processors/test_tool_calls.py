@@ -102,7 +102,5 @@ def test_the_prompt_tells_of_the_tools(processor: Any) -> None:
 def test_a_template_that_cannot_show_an_answer(models: dict[str, Path]) -> None:
     loaded: Any = load_processor(str(models["qwen2_5_vl"]))
     loaded.hf.chat_template = loaded.template = "{% for m in messages %}{{ m.role }}{% endfor %}"
-    with pytest.raises(
-        DataError, match=r"train:1: the model's chat template does not show an answer with 0 image"
-    ):
+    with pytest.raises(DataError, match=r"train:1: the model's chat template does not show an answer with"):
         loaded.observation([["a"]], row="train:1")

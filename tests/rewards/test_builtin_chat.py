@@ -100,9 +100,7 @@ def test_nonsense_is_asked_again_and_is_never_a_score(server: Server, rows: Any)
     server.answer = lambda *_: says(next(replies))
     assert ask(server) == 0.4
     server.answer = lambda *_: says("What a lovely picture!")
-    with pytest.raises(
-        RewardError, match="'m' gave no verdict from 0 to 10 in 3 replies; the last: 'What a lovely picture!'"
-    ):
+    with pytest.raises(RewardError, match="'m' gave no verdict from 0 to 10 in 3 replies; the last: 'What"):
         ask(server, "a dog", attempts=3)
     masking = Scorer([entry(server, attempts=1), "exact_match"], on_error="mask")
     server.answer = lambda _, body: says(
@@ -136,9 +134,7 @@ def test_a_try_is_bounded_as_a_whole_although_blanks_keep_coming() -> None:
 
 def test_a_mistake_in_the_settings_is_raised_at_once(server: Server) -> None:
     server.answer = lambda *_: says("no such model", 404)
-    with pytest.raises(
-        RewardError, match=r"http://127.0.0.1:\d+/v1 answered with status 404: .*no such model"
-    ):
+    with pytest.raises(RewardError, match=r"http://127.0.0.1:\d+/v1 answered with status 404: .*no such"):
         ask(server)
     assert len(server.requests) == 1
     with pytest.raises(RewardError, match=r"gave no answer in 2 tries of 60 s; the last: ConnectError"):

@@ -19,30 +19,14 @@ STEPS = ["wash", "cut finely", "cook"]
     ("text", "gold", "found"),
     [
         ("", ["a", "b"], []),
-        ("B, A, C", ["a", "b", "c"], ["B", "A", "C"]),
         ("The order is: B, A, and C", ["a", "b", "c"], ["B", "A", "C"]),
-        ("B > A > C", ["a", "b", "c"], ["B", "A", "C"]),
-        ("B → A; then → C", ["a", "b", "c"], ["B", "A; then", "C"]),  # of two separators the first
-        ("BAC", ["a", "b", "c"], ["B", "A", "C"]),
         ("The order is BAC.", ["a", "b", "c"], ["B", "A", "C"]),
         ("3 1 2", ["1", "2", "3"], ["3", "1", "2"]),
-        ("312", ["1", "2", "3"], ["3", "1", "2"]),
-        ('```json\n["wash", "cut finely"]\n```', ["wash", "cut finely"], ["wash", "cut finely"]),
         ('["a [1]", "b"]', ["a [1]", "b"], ["a [1]", "b"]),
-        ("[3, 1, 2]", ["1", "2", "3"], ["3", "1", "2"]),
         ("[B, A]", ["a", "b"], ["B", "A"]),
-        ("First:\n1. wash\n2) cut, then stir\n- cook", ["wash", "cook"], ["wash", "cut, then stir", "cook"]),
         ("wash\ncook", ["wash", "cook"], ["wash", "cook"]),
-        ("wash then cook", ["wash", "cook"], ["wash", "cook"]),
-        ("wash, and then cook", ["wash", "cook"], ["wash", "cook"]),
         (r"so \boxed{B, A}", ["a", "b"], ["B", "A"]),
         ("<think>A, B</think> B, A", ["a", "b"], ["B", "A"]),
-        ("12:30, 12:45", ["12:30", "12:45"], ["12:30", "12:45"]),
-        (
-            "red, white; blue",
-            ["red, white", "blue"],
-            ["red, white", "blue"],
-        ),  # a comma separates nothing here
         ("wash", ["wash", "cook"], []),
     ],
 )
@@ -62,12 +46,6 @@ def test_lists_in_a_text(text: str, gold: list[str], found: list[str]) -> None:
         ("A, C", 1 / 3, 0.0),
         ("A, B, C, D", 0.5, 0.0),  # 3 of 6
         ("A, B, C, C", 0.5, 0.0),
-        ("A, A, A, B, C", 0.3, 0.0),  # 3 of 10
-        ("A, A", 0.0, 0.0),
-        ("D, E", 0.0, 0.0),
-        ("", 0.0, 0.0),
-        ("[]", 0.0, 0.0),
-        ("NaN", 0.0, 0.0),
     ],
 )
 def test_scores_by_hand(completion: str, pairs: float, exact: float) -> None:
@@ -98,11 +76,8 @@ def test_golds_as_text_and_numbers() -> None:
         (["a", None], "it must be"),
         (["a", " "], "it must be"),
         (["a", ["b"]], "it must be"),
-        (["a", True], "it must be"),
         ([1, float("nan"), float("nan")], "has 'nan' twice"),
-        (["a", "b", "A"], "the gold order has 'a' twice; it must name each item once"),
         (3, "it must be"),
-        ({"a": 1}, "it must be"),
     ],
 )
 def test_golds_that_mean_nothing(gold: Any, message: str) -> None:

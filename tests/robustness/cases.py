@@ -1,140 +1,530 @@
-"""What a hostile or unlucky user brings, as a table: the record of a case, and what several tables are made of.
+"""The table of hostile cases: what people and broken machines bring to `mm-grpo`, and what each ends in.
 
-A case is made in an empty folder, which is then the working folder and the home (`MODEL` in
-it leads to a tiny model, where a case asks for one). The tables are in
-the other files `cases_...`; `__init__.py` joins them. To add a case: a line in a table, or a
-function under `@case`. A class is the first word of a case's name. `heavy` cases import torch or load a model's
-processor, and but for a few run with `-m long` only; `unix_user` cases need a user whom permissions bind. Runs of the
-tiny model that cases damage, end and resume are in whole_runs.py; killed.py is a run that ends itself.
+To add one: a line of a section, or a `Case`. Words are the key words that a message must hold: field or row, and file.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from robustness.case import ODD_FILES, Case, circle, closed, cut, endless, fifo
+from robustness.hubs import GATED, answering, refusing, silent
+from robustness.parts import (
+    ISOLATED,
+    MASK,
+    SEGFAULT,
+    WEIGHTS,
+    at_hub,
+    batch,
+    body,
+    broken_learner,
+    change_manifest,
+    changed_log,
+    checkpoint,
+    engine_fails,
+    faulty_engine,
+    flip,
+    gif,
+    half_checkpoint,
+    instead,
+    no_error,
+    one_row_a_step,
+    other_model,
+    picture,
+    png_claiming,
+    remove_all,
+    rename_newest,
+    reward_file,
+    row,
+    saved_dataset,
+    variable,
+)  # fmt: skip
+from robustness.runs import REWARD, complete, whole
 
-Call = Callable[[], Any]
+TRAIN, CHECK, RESUME = "train config.yaml", "check config.yaml", "train config.yaml --resume"
+LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+NO_HOME = "~nobody-of-this-name/x"
+
+CONFIG: list[tuple[str, str | bytes, tuple[str, ...]]] = [
+    ("a mapping that holds itself", "model: &m\n  path: x\n  lora: *m\n", ("config.yaml", "*m")),
+    ("a billion laughs", LAUGHS, ("config.yaml", "20000")),
+    ("an alias without anchor", "model: *m", ("config.yaml", "YAML")),
+    ("brackets without end", "a: " + "[" * 20_000, ("config.yaml", "YAML")),
+    ("a megabyte", "# " + "x" * 1_000_000, ("config.yaml", "200000 bytes")),
+    ("a key twice", "model: {path: m, path: n}", ("config.yaml", "path", "twice")),
+    ("a Python object", "model: !!python/object/apply:os.system ['true']", ("config.yaml", "YAML")),
+    ("two documents", "model: {path: m}\n---\nmodel: {path: n}", ("config.yaml", "YAML")),
+    ("a list at the top", "- a", ("config.yaml", "mapping")),
+    ("nothing", "", ("model.path",)),
+    ("not UTF-8", b"model: {path: \xff\xfe}", ("config.yaml", "UTF-8")),
+    ("a NUL in a path", 'model: {path: "a\\0b"}', ("model.path", "NUL")),
+    ("a tab for indent", "model:\n\tpath: m", ("config.yaml", "line 2")),
+    ("an image as config", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", ("config.yaml", "UTF-8")),
+    ("a number as section", "model: 3", ("model",)),
+    ("an unknown section", "modle: {path: m}\nmodel: {path: m}", ("modle.path", "model.path")),
+    ("an unknown field", "model: {path: m, lroa: {}}", ("model.lroa", "model.lora")),
+    ("NaN as learning rate", "model: {path: m}\noptim: {learning_rate: .nan}", ("optim.learning_rate",)),
+    ("a word as number", "model: {path: m}\nrollout: {temperature: hot}", ("rollout.temperature", "hot")),
+    ("a rank of 1e9", "model: {path: m, lora: {rank: 1000000000}}", ("model.lora.rank", "16384")),
+    ("a negative seed", "model: {path: m}\nrun: {seed: -1}", ("run.seed",)),
+    ("5000 digits", "model: {path: m}\nrun: {seed: " + "9" * 5000 + "}", ("config.yaml",)),
+    ("one generation", "model: {path: m}\nrollout: {num_generations: 1}", ("num_generations",)),
+    ("a limit of 8 tokens", "model: {path: m}\noptim: {max_tokens_per_pack: 0}", ("optim.max_tokens_per_pack",)),
+    ("a billion steps", "model: {path: m}\nrun: {max_steps: 1000000000}", ("seeds",)),
+    ("top_p of training", "model: {path: m}\nrollout: {top_p: 0.9}", ("rollout.top_p", "rollout.eval.top_p")),
+    ("a field of TRL", "model: {path: m}\nrollout: {per_device_train_batch_size: 4}", ("rollout.prompts_per_step",)),
+    ("an unknown tracker", "model: {path: m}\nrun: {trackers: [mlflow]}", ("run.trackers", "mlflow")),
+    ("a profile of no steps", "model: {path: m}\nrun: {profile: 0}", ("run.profile",)),
+    ("a million million generations", "model: {path: m}\nrollout: {num_generations: 1000000000000}",
+     ("num_generations",)),
+    ("an unknown user as model", f"model: {{path: {NO_HOME}}}", ("model.path", "no user")),
+    ("an unknown user as rows", f"model: {{path: m}}\ndata: {{train: {NO_HOME}}}", ("data.train", "no user")),
+    ("an eval set named by a path", "model: {path: m}\ndata: {eval: {../a: b}}", ("data.eval",)),
+    ("a list of numbers as rows", "model: {path: m}\ndata: {train: [1, 2]}", ("data.train",)),
+    ("a column to a number", "model: {path: m}\ndata: {columns: {image: 3}}", ("data.columns",)),
+    ("rewards as mapping", "model: {path: m}\nrewards: {iou: 1}", ("rewards",)),
+    ("a reward without name", "model: {path: m}\nrewards: [{weight: 1}]", ("rewards[0]",)),
+    ("a weight of NaN", "model: {path: m}\nrewards: [{name: iou, weight: .nan}]", ("weight",)),
+    ("no rows", "model: {path: m}\nrewards: [exact_match]", ("data.train",)),
+]  # fmt: skip
+
+COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
+    ("a config that is not there", "check none.yaml", ("none.yaml",)),
+    ("a config that is a folder", "check .", (".",)),
+    ("a recipe misspelt", "check shapse", ("shapse", "shapes")),
+    ("an override without =", f"{CHECK} run.seed", ("'run.seed'", "section.field=value")),
+    ("an override into a number", f"{CHECK} run.seed.x=1", ("run.seed",)),
+    ("an override with open brackets", f"{CHECK} 'rewards=['", ("rewards", "YAML")),
+    ("an override past a list", f"{CHECK} rewards.7.weight=1", ("rewards",)),
+    ("an override of no field", f"{CHECK} run.sede=1", ("run.sede", "run.seed")),
+    ("an override of half a character", f"{CHECK} run.sede=\udcff", ("run.sede", "run.seed")),
+    ("a field as option", f"{TRAIN} --learning_rate 1", ("optim.learning_rate",)),
+    ("a command misspelt", "trian config.yaml", ("train",)),
+    ("an unknown layer", f"{CHECK} none.yaml", ("none.yaml",)),
+    ("smoke and resume", f"{TRAIN} --smoke --resume", ("--smoke", "--resume")),
+    ("no process", f"{TRAIN} --processes 0", ("--processes",)),
+    ("no server", f"{TRAIN} --serve 0", ("--serve",)),
+    ("a path behind --resume", f"{RESUME} out/checkpoints/step-000003", ("out/checkpoints/step-000003",)),
+]
+
+ROWS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
+    ("nothing", "", ("rows.jsonl", "empty")),
+    ("half a row", '{"prompt": "a"', ("rows.jsonl:1", "JSON")),
+    ("half a second row", row() + "\n" + row()[:9], ("rows.jsonl:2", "JSON")),
+    ("NaN", row(x=float("nan")), ("rows.jsonl:1", "NaN")),
+    ("a key twice", '{"prompt": "?", "image": "a.png", "prompt": "!"}', ("'prompt'", "twice")),
+    ("brackets without end", "[" * 100_000, ("rows.jsonl:1",)),
+    ("a list for a row", row() + "\n[1]", ("rows.jsonl:2", "mapping")),
+    ("not UTF-8", b'{"prompt": "\xff"}', ("rows.jsonl:1", "UTF-8")),
+    ("UTF-16", '{"prompt": "a"}'.encode("utf-16"), ("rows.jsonl", "UTF-8")),
+    ("an image for rows", b"\x89PNG\r\n\x1a\n" * 9, ("rows.jsonl:1",)),
+    ("half a character", '{"prompt": "\\ud83d", "image": "a.png", "answer": "a"}', ("rows.jsonl", "half a character")),
+    ("a prompt of 10 MB", row(prompt="word " * 2_000_000), ("10000000 characters",)),
+    ("no prompt", '{"image": "a.png"}', ("'prompt'",)),
+    ("a JSON list in .jsonl", '[\n{"prompt": "?"},\n{"prompt": "!"}\n]', ("rows.jsonl:1",)),
+    ("an empty prompt", row(prompt=" \n"), ("'prompt'", "empty")),
+    ("a null prompt", row() + "\n" + row(prompt=None), ("rows.jsonl:2", "'prompt'", "null")),
+    ("a number as prompt", row(prompt=3), ("rows.jsonl:1", "'prompt'")),
+    ("no turn of the user", row(prompt=[{"role": "system", "content": "x"}]), ("rows.jsonl:1", "'user'")),
+    ("an answer at the end", row(prompt=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]),
+     ("rows.jsonl:1",)),
+    ("an unknown role", row(prompt=[{"role": "human", "content": "x"}]), ("rows.jsonl:1", "'human'")),
+    ("a part of no type", row(prompt=[{"role": "user", "content": [{"text": "x"}]}]), ("rows.jsonl:1", "'text'")),
+    ("a video", row(prompt=[{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]), ("rows.jsonl:1",
+     "video")),
+    ("more tags than images", row(prompt="<image><image>?"), ("rows.jsonl:1", "<image>")),
+    ("both image columns", row(images=["a.png"]), ("'image'", "'images'")),
+    ("text alone", '{"prompt": "?", "answer": "a"}', ("data.text_only",)),
+    ("an unread picture", '{"prompt": "?", "picture": "a.png", "answer": "a"}', ("'picture'", "data.columns.images")),
+    ("one unread among read ones", row() + '\n{"prompt": "?", "photo": "a.png", "answer": "a"}', ("rows.jsonl:2",
+     "'photo'")),
+    ("<img> without image", row() + '\n{"prompt": "<img> ?", "answer": "a"}', ("rows.jsonl:2", "'<img>'")),
+    ("no gold answer", '{"prompt": "?", "image": "a.png"}', ("answer",)),
+    ("an unknown speaker", '{"conversations": [{"from": "x", "value": "?"}], "image": "a.png", "answer": "a"}',
+     ("rows.jsonl:1", "'x'")),
+    ("columns of two trainers", row(problem="another"), ("data.layout",)),
+]  # fmt: skip
+
+SOURCES: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]] = [
+    ("a path that is not there", {"train": "none.jsonl"}, {}, ("train: none.jsonl",)),
+    ("a glob that matches nothing", {"train": "*.json"}, {}, ("*.json",)),
+    ("a name of 300 characters", {"train": "x" * 300 + ".jsonl"}, {}, ("data.train",)),
+    ("a name with NUL", {"train": "a\0b.jsonl"}, {}, ("data.train", "NUL")),
+    ("an unknown suffix", {"train": "rows.xlsx"}, {"rows.xlsx": "a"}, ("rows.xlsx",)),
+    ("CSV with a cell too many", {"train": "r.csv"}, {"r.csv": "prompt,image\nA, or B?,a.png\n"}, ("r.csv:2",)),
+    ("CSV with semicolons", {"train": "r.csv"}, {"r.csv": "prompt;image\n?;a.png\n"}, ("r.csv",)),
+    ("CSV with a name twice", {"train": "r.csv"}, {"r.csv": "prompt,prompt\na,b\n"}, ("r.csv", "'prompt'")),
+    ("JSON with one row", {"train": "r.json"}, {"r.json": '{"prompt": "?"}'}, ("r.json",)),
+    ("JSON with several lists", {"train": "r.json"}, {"r.json": '{"a": [{"prompt": "?"}], "b": [{"prompt": "?"}]}'},
+     ("r.json",)),
+    ("noise for Parquet", {"train": "r.parquet"}, {"r.parquet": b"PAR1" + bytes(range(256))}, ("r.parquet",)),
+    ("text for Parquet", {"train": "r.parquet"}, {"r.parquet": "hello"}, ("r.parquet",)),
+    ("a saved dataset cut in half", {"train": "d"}, {"d": saved_dataset(lambda d: cut(next(d.glob("*.arrow"))))},
+     ("d",)),
+    ("a saved dataset without state", {"train": "d"}, {"d": saved_dataset(lambda d: (d / "state.json").unlink())},
+     ("d",)),
+    ("a saved dataset of unknown features", {"train": "d"},
+     {"d": saved_dataset(lambda d: (d / "dataset_info.json").write_text('{"features": {"a": {"_type": "No"}}}'))},
+         ("d",)),
+    ("an unknown task", {"train": {"task": "shapse"}}, {}, ("train: ", "'shapse'", "'shapes'")),
+    ("a task with a wrong option", {"train": {"task": "shapes", "sise": 3}}, {}, ("train: ", "'sise'", "'size'")),
+    ("a column that is not there", {"columns": {"images": "pics"}}, {}, ("data.columns.images", "'pics'")),
+    ("a misspelt field of columns", {"columns": {"imagse": "image"}}, {}, ("data.columns.imagse", "'images'")),
+    ("a folder of images that is not there", {"image_dir": "none"}, {}, ("data.image_dir",)),
+    ("an evaluation set without rows", {"eval": {"a": "e.jsonl"}}, {"e.jsonl": ""}, ("e.jsonl", "empty")),
+    *((f"{name} for rows", {}, {"rows.jsonl": make}, ("rows.jsonl",)) for name, make in ODD_FILES.items()),
+]  # fmt: skip
+
+MEDIA: list[tuple[str, Any, tuple[str, ...]]] = [
+    ("nothing in the file", b"", ("empty",)),
+    ("half a PNG", picture("PNG")[:60], ("rows.jsonl:1",)),
+    ("half a JPEG", picture("JPEG")[:400], ("truncated",)),
+    ("an HTML page", b"<!DOCTYPE html><html><body>404</body></html>", ("HTML",)),
+    ("a Git LFS pointer", b"version https://git-lfs.github.com/spec/v1\n", ("git lfs pull",)),
+    ("SVG", b"<svg xmlns='http://www.w3.org/2000/svg'/>", ("SVG",)),
+    ("a PDF", b"%PDF-1.7\n", ("PDF",)),
+    ("a video", b"\0\0\0\x18ftypisom", ("video",)),
+    ("a bomb", png_claiming(60_000, 60_000), ("pixels",)),
+    ("0 x 5", png_claiming(0, 5), ("image",)),
+    ("an animated GIF", gif(), ("frame",)),
+    *((f"{name}", make, ("i.png",)) for name, make in ODD_FILES.items()),
+]
+IMAGES: list[tuple[str, Any, tuple[str, ...]]] = [
+    ("a URL", "https://example.org/a.png", ("nothing is fetched",)),
+    ("a broken data URL", "data:image/png;base64,@@@", ("base64",)),
+    ("an empty text", "", ("rows.jsonl:1",)),
+    ("a number", 3, ("rows.jsonl:1",)),
+    ("an empty mapping", {}, ("rows.jsonl:1", "'bytes'")),
+    ("a null among images", ["a.png", None], ("rows.jsonl:1", "image")),
+    ("a file that is not there", "no.png", ("no.png",)),
+    ("a name of 300 characters", "x" * 300 + ".png", ("rows.jsonl:1",)),
+    ("a name with NUL", "a\0b.png", ("rows.jsonl:1",)),
+]
+
+REWARD_FILES: list[tuple[str, str | bytes, tuple[str, ...]]] = [
+    ("a syntax error", "def f(completion:\n", ("r.py:1",)),
+    ("nothing in the file", "", ("r.py", "'f'")),
+    ("a name that is no function", "f = 3", ("r.py",)),
+    ("an import that fails", "import no_such_package_of_mine", ("r.py:1", "no_such_package_of_mine")),
+    ("an import that exits", "import sys\nsys.exit(0)", ("r.py:2", "SystemExit")),
+    ("an import that raises", "raise RuntimeError('boom')", ("r.py:1", "boom")),
+    ("not UTF-8", b"x = '\xff'\ndef f(completion): return 1", ("r.py",)),
+    ("a column that is not there", "def f(completion, gold): return 1.0", ("'f'", "'gold'")),
+    ("no argument", "def f(): return 1.0", ("'f'", "completion")),
+]
+REWARDS: list[tuple[str, Any, tuple[str, ...]]] = [
+    ("an unknown name", ["exact_mtach"], ("rewards", "exact_match")),
+    ("a file that is not there", ["no.py:f"], ("no.py",)),
+    ("a file without a name", ["rows.py:"], ("rows.py",)),
+    ("a module that is not there", ["no_such_module_of_mine:f"], ("no_such_module_of_mine",)),
+    ("an argument that is not there", [{"name": "exact_match", "thresold": 1}], ("exact_match", "thresold")),
+    ("a number", [3], ("rewards[0]",)),
+    ("none", [], ("rewards",)),
+    ("the same twice", ["exact_match", "exact_match"], ("exact_match",)),
+    ("a time-out of 0", [{"name": "exact_match", "timeout": 0}], ("timeout",)),
+    (
+        "a memory limit of words",
+        [{"name": "exact_match", "isolated": True, "memory_limit": "much"}],
+        ("memory_limit",),
+    ),
+]
+
+LATE = "timeout"
+ENDLESS = "import asyncio\nasync def f(completion):\n    await asyncio.sleep(60)\n"
+TRAINED: list[tuple[str, str, Mapping[str, Any], int, tuple[str, ...]]] = [
+    ("an answer of NaN", body("return float('nan')"), {}, 2, ("'f'", "nan")),
+    ("an answer of text", body("return '1.0'"), {}, 2, ("'f'", "'1.0'")),
+    ("an answer of 400 digits", body("return 10 ** 400"), {}, 2, ("'f'",)),
+    ("an answer of a list", body("return [1.0]"), {}, 2, ("'f'",)),
+    ("an answer of an object that cannot be shown", body("return type('X', (), {'__repr__': lambda self: 1 / 0})()"),
+     {}, 2, ("'f'",)),
+    ("a forgotten await", body("return __import__('asyncio').sleep(0)"), {}, 2, ("'f'",)),
+    ("a batch's answer one short", batch("return [1.0] * (len(completions) - 1)"), {}, 2, ("'f'", "5")),
+    ("a batch's answer of None", batch("return None"), {}, 2, ("'f'", "list")),
+    ("an exception", body("raise RuntimeError('boom')"), {}, 2, ("r.py:3", "boom")),
+    ("an exception, isolated", body("raise RuntimeError('boom')"), ISOLATED, 2, ("r.py", "boom")),
+    ("an exception past Exception", body("raise type('Odd', (BaseException,), {})('boom')"), {}, 2, ("Odd", "boom")),
+    ("sys.exit(0)", body("sys.exit(0)"), {}, 2, ("SystemExit",)),
+    ("endless recursion", body("return f(completion)"), {}, 2, ("RecursionError",)),
+    ("an exception whose text raises", body("raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})()"), {},
+     2, ("Odd",)),
+    ("an exception of control characters", body("raise ValueError('\\x1b[31m\\x00red')"), {}, 2,
+     ("\\x1b[31m\\x00red",)),
+    ("an exception of ten million characters", body("raise ValueError('x' * 10_000_000)"), {}, 2, ("xxx",)),
+    ("an exception for every row, masked", body("raise ValueError('boom')"), MASK, 3, ("masked",)),
+    ("an exception for some rows, masked",
+     body("if len(completion) % 3 == 1: raise ValueError('boom')\nreturn SCORE"), MASK, 0, ("masked", "boom")),
+    ("a sleep", body("time.sleep(60)"), {"timeout": 0.5}, 2, ("'f'", LATE)),
+    ("a sleep, isolated", body("time.sleep(60)"), {**ISOLATED, "timeout": 0.5}, 2, ("'f'", LATE)),
+    ("a sleep without signals, isolated", body("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"),
+     {**ISOLATED, "timeout": 0.5}, 2, ("'f'", LATE)),
+    ("an async sleep", ENDLESS, {"timeout": 0.5}, 2, ("'f'", LATE)),
+    ("a segmentation fault, isolated", body(SEGFAULT), ISOLATED, 2, ("'f'", "SIGSEGV")),
+    ("os._exit(0)", body("os._exit(0)"), {}, 2, ("'f'", "os._exit(0)")),
+    ("os._exit(0), isolated", body("os._exit(0)"), ISOLATED, 2, ("'f'", "code 0")),
+    ("SIGKILL to its group, isolated", body("os.killpg(0, signal.SIGKILL)"), ISOLATED, 2, ("'f'", "SIGKILL")),
+    ("10 GB, isolated", body("x = [0] * (10 ** 10 // 8)\nreturn SCORE"), {**ISOLATED, "memory_limit": "300MB"}, 2,
+     ("memory_limit",)),
+    ("another working folder", body("os.chdir('/')\nreturn SCORE"), {}, 0, ("working folder",)),
+    ("half precision", body("import torch; torch.set_default_dtype(torch.half)\nreturn SCORE"), {}, 0, ("dtype",)),
+    ("the same for every completion", body("return 0.5"), {}, 3, ("no update",)),
+    ("the run folder removed", body("import shutil\nshutil.rmtree('out', ignore_errors=True)\nreturn SCORE"), {}, 2,
+     ("run.dir",)),
+]  # fmt: skip
+
+MODELS: list[tuple[str, Any, tuple[str, ...]]] = [
+    ("an empty folder", remove_all, ("model.path", "config.json")),
+    ("an empty config.json", lambda m: (m / "config.json").write_text(""), ("config.json",)),
+    ("a list for config.json", lambda m: (m / "config.json").write_text("[]"), ("config.json",)),
+    ("brackets for config.json", lambda m: (m / "config.json").write_text("[" * 100_000), ("config.json",)),
+    ("a config.json without a type", lambda m: (m / "config.json").write_text("{}"), ("model.path",)),
+    ("an unknown type", lambda m: (m / "config.json").write_text('{"model_type": "no_such_type"}'), ("no_such_type",)),
+    ("a model of text", lambda m: (m / "config.json").write_text('{"model_type": "llama"}'), ("llama",)),
+    ("weights cut in half", lambda m: cut(m / WEIGHTS), ("model.path",)),
+    ("weights that are not there", lambda m: (m / WEIGHTS).unlink(), ("model.path",)),
+    ("weights that are empty", lambda m: (m / WEIGHTS).write_bytes(b""), ("model.path",)),
+    ("weights that are a Git LFS pointer",
+     lambda m: (m / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"), ("model.path",)),
+    ("a cut tokenizer.json", lambda m: cut(m / "tokenizer.json"), ("model.path",)),
+    ("no chat template", lambda m: (m / "chat_template.jinja").unlink(), ("chat",)),
+    ("a broken chat template", lambda m: (m / "chat_template.jinja").write_text("{% for %}"), ("chat",)),
+    ("no image settings", lambda m: [each.unlink() for each in m.glob("*processor*_config.json")], ("model.path",)),
+]  # fmt: skip
+NOT_REACHED = ("model.path", "'org/name'", "cannot be reached")
+HUBS: list[tuple[str, str, Any, tuple[str, ...]]] = [
+    ("a hub that refuses connections", "org/name", at_hub(refusing), NOT_REACHED),
+    ("a hub that never answers", "org/name", at_hub(silent), NOT_REACHED),
+    ("HF_HUB_OFFLINE", "org/name", at_hub(silent, offline=True), ("model.path", "HF_HUB_OFFLINE")),
+    ("a mistyped folder", "MODLE", at_hub(refusing), ("model.path", "MODEL")),
+    ("a model that the hub lacks", "org/name", at_hub(lambda: answering(404, X_Error_Code="RepoNotFound")),
+     ("org/name",)),
+    ("a model that is gated", "org/name", at_hub(lambda: answering(401, **GATED)), ("org/name", "gated")),
+    ("the page of a hotel's network", "org/name", at_hub(lambda: answering(200)), ("org/name",)),
+]  # fmt: skip
+
+STATE, MANIFEST, LOG = "state-00000-of-00001.safetensors", "manifest.json", "metrics.jsonl"
+PASSED_OVER = ("step-000003", "resuming from step-000002")
+PUT_BACK = (LOG, "put back from the checkpoint of step 3")
+DAMAGED: list[tuple[str, Any, tuple[str, ...]]] = [
+    (f"{STATE} cut in half", checkpoint(STATE, cut), PASSED_OVER),
+    (f"{STATE} gone", checkpoint(STATE, Path.unlink), PASSED_OVER),
+    (f"{STATE} with a flipped bit", checkpoint(STATE, flip), PASSED_OVER),
+    (f"{STATE} that is a link to /dev/zero", checkpoint(STATE, lambda path: (path.unlink(), endless(path))),
+     PASSED_OVER),
+    (f"{MANIFEST} empty", checkpoint(MANIFEST, lambda path: path.write_bytes(b"")), PASSED_OVER),
+    (f"{MANIFEST} cut in half", checkpoint(MANIFEST, cut), PASSED_OVER),
+    (f"{MANIFEST} of NUL bytes", checkpoint(MANIFEST, lambda path: path.write_bytes(b"\0" * 500)), PASSED_OVER),
+    (f"{MANIFEST} of another version", change_manifest("format", 99), PASSED_OVER),
+    (f"{MANIFEST} with other updates", change_manifest("updates", 7), PASSED_OVER),
+    (f"{LOG} of the checkpoint gone", checkpoint(LOG, Path.unlink), PASSED_OVER),
+    ("a folder of the next, half written", half_checkpoint, ()),
+    ("a renamed one", rename_newest, ("step-000009", "renamed")),
+    ("the log with a hole", changed_log(lambda rows: rows[:1] + rows[2:]), PUT_BACK),
+    ("the log with NUL bytes", changed_log(lambda rows: [*rows[:-1], "\0" * 99 + "\n"]), PUT_BACK),
+    ("the log with half a line", changed_log(lambda rows: [*rows[:-1], rows[-1][:40]]), PUT_BACK),
+    ("the log with half a line more", changed_log(lambda rows: [*rows, rows[-1][:40]]), ("step 3",)),
+    ("the log gone", lambda out: (out / LOG).unlink(), PUT_BACK),
+    ("no config.yaml in the run folder", lambda out: (out / "config.yaml").unlink(), ()),
+    ("no rollouts", lambda out: shutil.rmtree(out / "rollouts"), ()),
+]  # fmt: skip
+LOST: list[tuple[str, Any, tuple[str, ...]]] = [
+    ("all states cut in half", checkpoint(STATE, cut, every=True), ("no checkpoint", "out/checkpoints")),
+    ("a file in the place of checkpoints", instead("checkpoints", Path.touch), ("checkpoints",)),
+    ("a circle of links in the place of checkpoints", instead("checkpoints", circle), ("checkpoints",)),
+    ("a FIFO in the place of the log", instead(LOG, fifo), (LOG,)),
+    ("a folder in the place of config.yaml", instead("config.yaml", Path.mkdir), ("config.yaml",)),
+    (
+        "a mark of noise",
+        lambda out: (out / "mm_grpo_run.json").write_bytes(b"\xff" * 99),
+        ("mm_grpo_run.json",),
+    ),
+    ("no mark", lambda out: (out / "mm_grpo_run.json").unlink(), ("mm_grpo_run.json",)),
+]
+OTHER_RUNS: list[tuple[str, tuple[str, ...]]] = [
+    ("run.seed=7", ("run.seed", "7")),
+    ("rollout.num_generations=4", ("rollout.num_generations", "3")),
+    ("rollout.temperature=0.5", ("rollout.temperature",)),
+    ("optim.learning_rate=0.01", ("optim.learning_rate", "0.001")),
+    ("algorithm.beta=0.1", ("algorithm.beta",)),
+    ("'model.lora={rank: 2}'", ("model.lora",)),
+    ("data.train.seed=2", ("data.train",)),
+    ("data.shuffle=false", ("data.shuffle",)),
+    ("'rewards=[{name: length, max_length: 5}]'", ("rewards",)),
+    ("run.max_steps=2", ("run.max_steps", "3")),
+    ("run.dir=/dev/null/x", ("run.dir",)),
+]
+SAME_RUNS = ("run.max_steps=5", "run.max_steps=3", "optim.max_tokens_per_pack=600", "run.save_every=2")
+
+FAULTS: list[tuple[str, tuple[str, ...]]] = [
+    ("no transfer", ("never arrived",)),
+    ("no load", ("loaded",)),
+    ("one tensor lost", ("up_proj.weight",)),
+    ("stale version", ("weight update",)),
+    ("old cache", ("logp_gap",)),
+    ("wrong image", ("logp_gap",)),
+    ("constant seed", ("seed",)),
+    ("constant seed, hidden", ("duplicate_completions",)),
+]
+
+RUN_FOLDERS: list[tuple[str, str, Mapping[str, Any], tuple[str, ...]]] = [
+    ("a file", "f", {"f": "mine"}, ("run.dir",)),
+    ("a FIFO", "f", {"f": fifo}, ("run.dir",)),
+    ("a circle of links", "f", {"f": circle}, ("run.dir",)),
+    ("below a device", "/dev/null/x", {}, ("run.dir",)),
+    ("of 300 characters", "x" * 300, {}, ("run.dir",)),
+    ("somebody else's", "mine", {"mine/model/notes.txt": "mine"}, ("run.dir",)),
+    ("the folder of the config", ".", {}, ("run.dir", "config.yaml")),
+]
+
+EVAL = "'data.eval={task: shapes, split: heldout, size: 2}'"
+TOOLS: list[tuple[str, str, str, tuple[str, ...]]] = [
+    ("a run that is not there", "export none model", "", ("none",)),
+    ("a folder that is no run", "export d model", "", ("d",)),
+    ("a run without checkpoints", "export out model", "bare", ("out",)),
+    ("a checkpoint that is not there", "export out model --checkpoint step-9", "ended", ("step-9",)),
+    ("into a file of the user's", "export out a.png", "ended", ("a.png",)),
+    ("into a folder of the user's", "export out d", "ended", ("d",)),
+    ("the user's folder overwritten", "export out d --overwrite", "ended", ("d",)),
+    ("an adapter of a run without", "export out model --adapter", "ended", ("model.lora",)),
+    ("public without a name", "export out model --public", "ended", ("--public", "--push")),
+    ("a checkpoint cut in half", "export out model --checkpoint step-4", "cut", ("step-000004",)),
+    ("no evaluation set", "eval config.yaml --model out", "ended", ("data.eval",)),
+    ("a model that is not there", f"eval config.yaml --model none {EVAL}", "", ("none",)),
+    ("results into no folder", "eval config.yaml --json none/r.json", "", ("--json", "none/r.json")),
+    ("an unknown way to be blind", "eval config.yaml --blind no", "", ("--blind",)),
+    ("greedy samples", "eval config.yaml --samples 2 --temperature 0", "", ("--temperature",)),
+    ("a column that the rows lack", f"eval config.yaml --by answr {EVAL}", "", ("--by", "'answer'")),
+    ("a checkpoint of no run", f"eval config.yaml --checkpoint last {EVAL}", "", ("--checkpoint",)),
+    (
+        "an unknown checkpoint",
+        f"eval config.yaml --checkpoint first --model out {EVAL}",
+        "ended",
+        ("--checkpoint", "first"),
+    ),
+    ("a folder that is no model", f"eval config.yaml --model d {EVAL}", "", ("'d'",)),
+    (
+        "a headline of no reward",
+        f"eval config.yaml 'run.headline=lenght >= 1' {EVAL}",
+        "",
+        ("lenght", "length"),
+    ),
+    ("a misspelt name", "rewards exact_mach", "", ("exact_mach", "exact_match")),
+    (
+        "a column without value",
+        "rewards try exact_match --completion x --column answer",
+        "",
+        ("--column", "answer"),
+    ),
+    ("no column", "rewards try exact_match --completion x", "", ("answer", "--column")),
+    ("an unknown argument", "rewards try format --completion x --arg patern=a", "", ("patern", "'pattern'")),
+    ("no image", "rewards try format --completion x --image none.png", "", ("--image", "none.png")),
+    ("a port past the last", "serve config.yaml --port 65535 --servers 2", "", ("--port", "65535")),
+    ("open to the network without a key", "serve config.yaml --host 0.0.0.0", "", ("0.0.0.0", "key")),
+    ("servers of no model", "serve config.yaml model.path=none", "", ("model.path", "none")),
+    ("a question about no image", "ask out what --image none.png", "ended", ("none.png",)),
+    ("the page of no run", "view none", "", ("none",)),
+]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One case. `make` fills the folder and returns the call that uses what is in it."""
-
-    name: str
-    make: Callable[[Path], Call]
-    code: int = 2
-    words: tuple[str, ...] = ()
-    heavy: bool = False
-    unix_user: bool = False
-    encoding: str = "utf-8"
-
-    @property
-    def kind(self) -> str:
-        return self.name.split(":")[0]
+def lay_tools(kind: str) -> Any:
+    return {"bare": lambda out: shutil.rmtree(out / "checkpoints"), "cut": checkpoint(STATE, cut)}.get(
+        kind, lambda out: None
+    )
 
 
-CASES: list[Case] = []
-
-
-def add(name: str, make: Callable[[Path], Call], *words: str, **options: Any) -> None:
-    CASES.append(Case(name, make, words=words, **options))
-
-
-def case(
-    name: str, *words: str, **options: Any
-) -> Callable[[Callable[[Path], Call]], Callable[[Path], Call]]:
-    def keep(make: Callable[[Path], Call]) -> Callable[[Path], Call]:
-        add(name, make, *words, **options)
-        return make
-
-    return keep
-
-
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def listening(path: Path) -> None:
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(path.name)  # relative: an address is at most 108 bytes
-    server.close()
-
-
-def circle(path: Path) -> None:
-    path.symlink_to(path.with_name("other"))
-    path.with_name("other").symlink_to(path.name)
-
-
-def dangling(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-def closed(path: Path) -> None:
-    path.write_text("{}")
-    path.chmod(0)
-
-
-def closed_folder(path: Path) -> None:
-    path.mkdir()
-    (path / "x").write_text("")
-    path.chmod(0)
-
-
-ODD_FILES: dict[str, tuple[Callable[[Path], Any], bool]] = {
-    "a FIFO": (fifo, False),
-    "a socket": (listening, False),
-    "a folder": (Path.mkdir, False),
-    "a circle of links": (circle, False),
-    "a link to nothing": (dangling, False),
-    "a link to /dev/zero": (lambda path: path.symlink_to("/dev/zero"), False),
-    "without permission": (closed, True),
-    "an empty file": (Path.touch, False),
-}
-ODD_NAMES = {
-    "of 300 characters": "x" * 300,
-    "of 5000 characters": "y/" * 2500,
-    "with NUL": "a\0b",
-    "of an unknown user": "~nobody-of-this-name/x",
-    "that is not there": "./missing/place",
-    "below a file": "/etc/hostname/x",
-}
-
-GOOD: dict[str, Any] = {
-    "model": {"path": "m"},
-    "data": {"train": "rows.jsonl"},
-    "rewards": ["exact_match"],
-    "run": {"dir": "out"},
-}
-
-
-def written(folder: Path, **changes: Any) -> Path:
-    """A config that is sound but for the changes, which replace the values of its sections."""
-    values = json.loads(json.dumps(GOOD))
-    for section, fields in changes.items():
-        values[section] = values.get(section, {}) | fields if isinstance(fields, dict) else fields
-    path = folder / "config.yaml"
-    path.write_text(json.dumps(values))
-    return path
-
-
-def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    return Image.new(mode, (width, height))
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"prompt": [{"role": "user", "content": content}], "image": "a.png"}
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-ASKED = user("?")["prompt"]
-SEEN = {"prompt": "?", "image": "a.png"}
+ASCII = "\u56fe"
+CASES: list[Case] = [
+    *(Case(f"config: {name}", CHECK, words, config=text) for name, text, words in CONFIG),
+    Case("config: without permission", CHECK, ("config.yaml",), files={"config.yaml": closed}, unix_user=True),
+    *(Case(f"command: {name}", command, words) for name, command, words in COMMANDS),
+    *(Case(f"rows: {name}", CHECK, words, files={"rows.jsonl": text}) for name, text, words in ROWS),
+    *(Case(f"rows: {name}", CHECK, words, config={"data": data}, files=files) for name, data, files, words in SOURCES),
+    *(
+        Case(f"media: {name}", CHECK, ("i.png", *words), files={"rows.jsonl": row(image="i.png"), "i.png": source})
+        for name, source, words in MEDIA
+    ),
+    *(Case(f"media: {name}", CHECK, words, files={"rows.jsonl": row(image=image)}) for name, image, words in IMAGES),
+    Case("media: a palette with a clear colour", CHECK, code=0, files={"a.png": picture("PNG", "P", transparency=0)}),
+    Case("media: CMYK", CHECK, code=0, files={"a.png": picture("JPEG", "CMYK")}),
+    *(
+        Case(f"rewards: {name}", CHECK, words, config={"rewards": ["r.py:f"]}, files={"r.py": text})
+        for name, text, words in REWARD_FILES
+    ),
+    *(Case(f"rewards: {name}", CHECK, words, config={"rewards": rewards}) for name, rewards, words in REWARDS),
+    *(
+        Case(
+            f"rewards: {name}", TRAIN, words, code, reward_file(**options), {"r.py": text},
+            after=one_row_a_step if code == 0 else lambda folder: None,
+        )
+        for name, text, options, code, words in TRAINED
+    ),
+    *(
+        Case(f"model: {name}", TRAIN, words, config={"model": {"path": "m"}}, model=damage)
+        for name, damage, words in MODELS
+    ),
+    *(
+        Case(f"model: {name}", TRAIN, words, config={"model": {"path": path}}, within=hub)
+        for name, path, hub, words in HUBS
+    ),
+    *(
+        Case(f"checkpoints: {name}", RESUME, words, 0, run="stopped", damage=damage, after=complete)
+        for name, damage, words in DAMAGED
+    ),
+    *(Case(f"checkpoints: {name}", RESUME, words, run="stopped", damage=damage) for name, damage, words in LOST),
+    *(Case(f"resume: {change}", f"{RESUME} {change}", words, run="stopped") for change, words in OTHER_RUNS),
+    *(Case(f"resume: {change}", f"{RESUME} {change}", code=0, run="stopped", after=whole) for change in SAME_RUNS),
+    Case("resume: without a run", RESUME, ("step 4/4",), 0),
+    Case("resume: of a run that has ended", RESUME, ("done: 4 steps",), 0, run="ended", after=complete),
+    Case("run folder: that of a finished run", TRAIN, ("run.dir", "4 rows"), run="ended"),
+    Case("resume: of a folder of the user's", RESUME, ("run.dir",), files={"out/model/notes.txt": "mine"}),
+    Case("resume: another base of adapters", RESUME, ("step-000003", "not trained"), run="stopped", damage=other_model,
+        config={"model": {"lora": {"rank": 2}}}, model=lambda m: flip(m / WEIGHTS)),
+    *(
+        Case(
+            f"resume: a reward {name}", f"{RESUME} run.allow_changed_code=true" if "allowed" in name else RESUME,
+            words, code, {"rewards": ["r.py:f"]}, {"r.py": text}, run="stopped",
+        )
+        for name, text, code, words in [
+            ("as it was", REWARD, 0, ()),
+            ("with other code, as allowed", REWARD.replace("3", "2"), 0, ("allow_changed_code",)),
+            ("with other code", REWARD.replace("3", "2"), 2, ("rewards", "f changed")),
+            ("with a syntax error", "def f(:", 2, ("r.py",)),
+        ]
+    ),
+    Case("engines: one without a fault", TRAIN, code=0, within=faulty_engine(""), after=whole),
+    *(Case(f"engines: {fault}", TRAIN, words, 3, within=faulty_engine(fault)) for fault, words in FAULTS),
+    Case("engines: one that ends", TRAIN, ("engine", "has ended"), 1, within=engine_fails),
+    *(
+        Case(f"run folder: {name}", TRAIN, words, config={"run": {"dir": value}}, files=files)
+        for name, value, files, words in RUN_FOLDERS
+    ),
+    *(
+        Case(
+            f"{command.split()[0]}: {name}", command, words, run=run and "ended", damage=lay_tools(run),
+            files={"d/notes.txt": "mine"},
+        )
+        for name, command, run, words in TOOLS
+    ),
+    Case("terminal: a Chinese column", CHECK, ("data.columns.images",),
+        config={"data": {"columns": {"images": ASCII}}}, encoding="ascii"),
+    Case("terminal: a Chinese row", CHECK, ("rows.jsonl:1",), files={"rows.jsonl": row(image=f"{ASCII}.png")},
+        encoding="ascii"),
+    Case("terminal: a Chinese prompt", CHECK, code=0, files={"rows.jsonl": row(prompt=ASCII)}, encoding="ascii"),
+    Case("machine: WORLD_SIZE=abc", TRAIN, ("failed: ", "'abc'"), 1, within=variable("WORLD_SIZE", "abc")),
+    Case("machine: an exception past Exception at import", CHECK, ("Odd: boom", "r.py:1"), 1,
+        config={"rewards": ["r.py:f"]}, files={"r.py": "raise type('Odd', (BaseException,), {})('boom')"}),
+    Case("machine: a full disk behind stdout", CHECK, ("No space left",), 1, full_disk=True),
+    Case("machine: weights of 1e308", TRAIN, ("weight",), config={"rewards": [{"name": "length", "max_length": n,
+        "weight": 1e308} for n in (4, 5)]}),
+    Case("machine: a fault of ours", TRAIN, ("ZeroDivisionError", "error.txt"), 1, within=broken_learner,
+        after=lambda folder: (folder / "out" / "error.txt").read_text().index("Traceback")),
+    Case("machine: the error of a run that goes on", RESUME, code=0, run="stopped",
+        damage=lambda out: (out / "error.txt").write_text("Traceback"), after=no_error),
+    Case("machine: a fault of ours, with its traceback", f"{TRAIN} --traceback", ("ZeroDivisionError", "Traceback"),
+        1, within=broken_learner),
+]  # fmt: skip

@@ -1,44 +1,24 @@
-"""Cases of hostile input end with the exit code of their class and one message: no traceback, no hang.
-
-A tenth of all cases, by the digest of their names; all of them with ALL_CASES=1, which takes some minutes, and by
-make_table.py.
-"""
+"""Hostile cases end with the exit code of their class and one message: no traceback, no hang, no file lost."""
 
 from __future__ import annotations
 
 import os
-import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import robustness.run_case as by
-from robustness import CASES, Case
-
-DEADLINE = 180.0
-"""Seconds, nine times what make_table.py gives: the machine may be slow and loaded."""
-SHARE = 10
-QUICK = (
-    "checkpoints: manifest.json of another number",
-    "checkpoints: state-00000-of-00001.safetensors truncated",
-    "engines: no load",
-    "resume: with run.seed=7",
-)
-"""Heavy cases that are quick enough."""
+from robustness import page
+from robustness.case import Case
+from robustness.cases import CASES
+from robustness.running import problems
 
 
-def params() -> list[object]:
-    """The cases that are run; heavy ones are `long`, but for a few that are quick enough."""
-    everything = bool(os.environ.get("ALL_CASES"))
-    return [
-        pytest.param(
-            case,
-            id=case.name.replace("/", "_"),
-            marks=[pytest.mark.long] * (case.heavy and case.name not in QUICK),
-        )
-        for case in CASES
-        if everything or case.name in QUICK or zlib.crc32(case.name.encode()) % SHARE == 0
-    ]
+def params() -> Iterator[object]:
+    """The cases; those that load a model are slow together."""
+    for case in CASES:
+        loads = not case.command.startswith("check")
+        yield pytest.param(case, id=case.name.replace("/", "_"), marks=[pytest.mark.slow] * loads)
 
 
 @pytest.mark.parametrize("case", params())
@@ -46,11 +26,15 @@ def test_a_hostile_input_ends_in_one_message(case: Case, tmp_path: Path, models:
     if case.unix_user and os.geteuid() == 0:
         pytest.skip("permissions do not bind this user")
     (tmp_path / "MODEL").symlink_to(models["qwen2_5_vl"])
-    with by.inside(tmp_path):
-        outcome = by.run(case.make(tmp_path), DEADLINE, case.encoding)
-    assert by.problems(outcome, case.code, case.words) == []
+    assert problems(case, tmp_path) == []
 
 
-def test_names_of_cases_are_unique_and_enough() -> None:
+def test_names_of_cases_are_unique() -> None:
     names = [case.name for case in CASES]
-    assert len(set(names)) == len(names) >= 400 and set(QUICK) <= set(names)
+    assert len(set(names)) == len(names)
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.text(), (
+        "run PYTHONPATH=tests python -m robustness.page"
+    )

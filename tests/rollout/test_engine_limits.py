@@ -104,9 +104,7 @@ def test_of_a_set_on_disk_some_rows_are_read_and_a_longer_one_is_refused(
     assert found.max_model_len == 256
     config = small_config(models["qwen2_5_vl"], rollout={"max_completion_length": 100})
     builder = PromptBuilder(processor, config, CONTEXT, found.max_model_len)
-    with pytest.raises(
-        TooLong, match=r"rollout.vllm.max_model_len = 256 less rollout.max_completion_length allows 155;"
-    ):
+    with pytest.raises(TooLong, match=r"rollout.max_completion_length allows 155"):
         builder.process(tiny.sample("train:3", "x" * 1500))
 
 

@@ -485,9 +485,7 @@ def test_seeds_of_turns_never_repeat() -> None:
 
 
 def test_a_run_with_more_turns_than_seeds_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"rollout.max_turns = 9: .* seeds, and there are 1073741824; lower it"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout.max_turns = 9: .* seeds, and there are 1073741824"):
         SeedPlan(run_seed=0, prompts=64, generations=64, attempts=1, max_steps=50_000, max_turns=9)
 
 
@@ -594,7 +592,5 @@ def test_a_run_is_not_resumed_without_its_tools(models: dict[str, Path], tmp_pat
     run(models["qwen2_5_vl"], tmp_path / "run", **{**SMALL, "run": {"max_steps": 2, "save_every": 1}})
     changes = {**SMALL, "run": {"max_steps": 3, "save_every": 1}}
     config = config_for(models["qwen2_5_vl"], tmp_path / "run", **changes)
-    with pytest.raises(
-        ConfigError, match=r"tools: the checkpoint .* was made with look, and now there are none"
-    ):
+    with pytest.raises(ConfigError, match=r"tools: the checkpoint .* was made with look, and now there"):
         GRPOTrainer(config, train=ROWS, rewards=[length], resume=True).train()

@@ -123,9 +123,7 @@ def test_what_a_callback_raises_ends_the_run_as_it_is(models: dict[str, Path], t
 def test_what_all_processes_call_together_is_refused_where_one_calls_it() -> None:
     made: Any = Callbacks([SimpleNamespace(on_save=lambda: made.refuse_collective("evaluate", 2))])
     made.refuse_collective("evaluate", 2)  # outside a callback
-    with pytest.raises(
-        ConfigError, match=r"on_save calls trainer.evaluate, which all 2 processes have to call"
-    ):
+    with pytest.raises(ConfigError, match=r"on_save calls trainer.evaluate, which all 2 processes have to"):
         made.call("on_save")
     made.refuse_collective("evaluate", 2)
     alone: Any = Callbacks([SimpleNamespace(on_save=lambda: alone.refuse_collective("evaluate", 1))])

@@ -30,9 +30,7 @@ def test_one_object_a_step_in_the_order_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300, 10**30])
 def test_a_number_that_is_none_is_an_error(tmp_path: Path, value: float) -> None:
     log = MetricsLog(tmp_path / "m")
-    with pytest.raises(
-        ValueError, match=rf"metric 'kl' of step 3 is {re.escape(str(value))}; a metric is finite"
-    ):
+    with pytest.raises(ValueError, match=rf"metric 'kl' of step 3 is {re.escape(str(value))}; a metric is"):
         log.append(3, {"reward": 1.0, "kl": value})
     assert not (tmp_path / "m").exists()
 

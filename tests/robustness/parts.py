@@ -1,0 +1,230 @@
+"""What the table of cases is made of: rows, pictures, rewards, damages of runs, and faults of engines and machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from io import BytesIO
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from PIL import Image
+
+from robustness.runs import ROW
+
+Damage = Callable[[Path], Any]
+WEIGHTS = "model.safetensors"
+SEGFAULT = "import ctypes\nctypes.string_at(0)"
+ISOLATED: Mapping[str, Any] = {"isolated": True, "max_concurrency": 1}
+MASK: Mapping[str, Any] = {"on_error": "mask"}
+
+# rows and pictures
+
+
+def row(**changes: Any) -> str:
+    return json.dumps(ROW | changes)
+
+
+def picture(kind: str, mode: str = "RGB", **options: Any) -> bytes:
+    buffer = BytesIO()
+    (Image.effect_noise((64, 64), 90) if mode == "RGB" else Image.new(mode, (64, 64))).save(
+        buffer, kind, **options
+    )
+    return buffer.getvalue()
+
+
+def gif() -> bytes:
+    first, *others = [Image.new("RGB", (4, 4), colour) for colour in ("red", "green", "blue")]
+    buffer = BytesIO()
+    first.save(buffer, "GIF", save_all=True, append_images=others)
+    return buffer.getvalue()
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    """A PNG whose header claims a size, and whose pixels are not there."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * 9)) + chunk(b"IEND", b"")
+
+
+def saved_dataset(damage: Damage) -> Damage:
+    """A dataset written by save_to_disk, then damaged."""
+
+    def make(folder: Path) -> None:
+        import datasets
+
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_list([ROW] * 5).save_to_disk(str(folder))
+        damage(folder)
+
+    return make
+
+
+# rewards
+
+
+def body(text: str, head: str = "completion") -> str:
+    """A reward of these lines; `SCORE` is what it would have answered without them."""
+    lines = "".join(f"    {line}\n" for line in text.splitlines())
+    return f"import os, signal, sys, time\ndef f({head}):\n{lines}".replace(
+        "SCORE", "float(len(completion) % 3)"
+    )
+
+
+def batch(text: str) -> str:
+    return body(text, "completions, **kwargs")
+
+
+def reward_file(**options: Any) -> Mapping[str, Any]:
+    return {
+        "rewards": [{"name": "r.py:f", **options}],
+        "run": {"max_steps": 2, "save_model": False, "save_every": 0},
+    }
+
+
+def one_row_a_step(folder: Path) -> None:
+    rows = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 2, rows
+
+
+# models
+
+
+def remove_all(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def other_model(out: Path) -> None:
+    """Let the link MODEL lead to the damaged copy at m/."""
+    (out.parent / "MODEL").unlink()
+    (out.parent / "MODEL").symlink_to("m")
+
+
+def at_hub(hub: Any, offline: bool = False) -> Callable[[Path], AbstractContextManager[None]]:
+    """A machine that has this hub, and none of its models in its cache."""
+
+    @contextmanager
+    def within(folder: Path) -> Iterator[None]:
+        import huggingface_hub.constants as constants
+
+        with hub() as url:
+            settings = {
+                "ENDPOINT": url,
+                "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
+                "HF_HUB_CACHE": str(folder / ".cache" / "hub"),
+                "HF_HUB_OFFLINE": offline,
+            }
+            with patch.multiple(constants, **settings), patch.dict("os.environ", NO_PROXY="*"):
+                yield
+
+    return within
+
+
+# runs
+
+
+def checkpoint(name: str, damage: Damage, *, every: bool = False) -> Damage:
+    """Damage this file of the newest checkpoint, or of every one."""
+    return lambda out: [
+        damage(kept / name) for kept in sorted((out / "checkpoints").glob("step-*"))[0 if every else -1 :]
+    ]
+
+
+def change_manifest(key: str, value: Any) -> Damage:
+    def change(path: Path) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+
+    return checkpoint("manifest.json", change)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+
+
+def half_checkpoint(out: Path) -> None:
+    path = out / "checkpoints" / ".step-000004.new"
+    path.mkdir()
+    (path / "state-00000-of-00001.safetensors").write_bytes(b"\0" * 1000)
+
+
+def rename_newest(out: Path) -> None:
+    (out / "checkpoints" / "step-000003").rename(out / "checkpoints" / "step-000009")
+
+
+def changed_log(change: Callable[[list[str]], list[str]]) -> Damage:
+    def damage(out: Path) -> None:
+        log = out / "metrics.jsonl"
+        log.write_text("".join(change(log.read_text().splitlines(keepends=True))))
+
+    return damage
+
+
+def instead(name: str, make: Damage) -> Damage:
+    """Something else in the place of a file or folder of the run."""
+
+    def replace(out: Path) -> None:
+        path = out / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        make(path)
+
+    return replace
+
+
+# engines and machines
+
+
+def faulty_engine(fault: str) -> Callable[[Path], AbstractContextManager[Any]]:
+    """An engine that has its own copy of the weights, and a fault."""
+
+    def within(folder: Path) -> AbstractContextManager[Any]:
+        from mm_grpo import build
+        from mm_grpo.testing.fake_engines import FakeRemoteEngine
+
+        def engine(config: Any, model: Any, processor: Any) -> FakeRemoteEngine:
+            return FakeRemoteEngine(model, processor, fault)
+
+        return patch.dict(build.ENGINES, transformers=engine)
+
+    return within
+
+
+def engine_fails(folder: Path) -> AbstractContextManager[Any]:
+    """An engine that raises in its third call, as one whose process has ended."""
+    from mm_grpo.errors import EngineError
+    from mm_grpo.rollout.transformers_engine import TransformersEngine
+
+    real, calls = TransformersEngine.generate, count()
+
+    def generate(self: Any, requests: Any) -> Any:
+        if next(calls) == 2:
+            raise EngineError("the engine's process has ended")
+        return real(self, requests)
+
+    return patch.object(TransformersEngine, "generate", generate)
+
+
+def broken_learner(folder: Path) -> AbstractContextManager[Any]:
+    from mm_grpo.learner.learner import Learner
+
+    return patch.object(Learner, "update", lambda self, groups: 1 // 0)
+
+
+def no_error(folder: Path) -> None:
+    assert not (folder / "out" / "error.txt").exists()
+
+
+def variable(name: str, value: str) -> Callable[[Path], AbstractContextManager[Any]]:
+    return lambda folder: patch.dict(os.environ, {name: value})
