@@ -14,7 +14,6 @@ import pytest
 
 from mm_grpo import files
 from mm_grpo.errors import ConfigError, DataError
-from mm_grpo.export.write import read_mark as read_export
 from mm_grpo.files import atomic_folder, atomic_write, parse_json, read_json, temporary_folder
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.run import environment
@@ -25,6 +24,7 @@ from mm_grpo.run.expected_curve import read_expected_curve
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.manifest import read_checkpoint
 from mm_grpo.run.metrics import read_metrics
+from mm_grpo.trained.export import read_mark as read_export
 
 
 def names(folder: Path) -> list[str]:
