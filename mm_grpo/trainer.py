@@ -307,7 +307,7 @@ class GRPOTrainer:
 
     # the run around the steps ----------------------------------------------------------------
 
-    def _train(self) -> dict[str, Any]:
+    def _train(self) -> dict[str, Any]:  # noqa: C901, PLR0915
         started = time.perf_counter()
         run, first, max_steps = self.folder, self.ranks.first, self.plan.max_steps
         done, kept, log = self._restore()

@@ -103,7 +103,7 @@ def main() -> None:
         os._exit(code)
 
 
-def _main() -> None:
+def _main() -> None:  # noqa: C901
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not what a test has put in its place
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows the rest of a message

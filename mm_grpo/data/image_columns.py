@@ -77,7 +77,7 @@ class ImageRows(Protocol):
     def dataset_column(self, name: str) -> str: ...
 
 
-def check_images(dataset: ImageRows, *, verify: bool) -> None:
+def check_images(dataset: ImageRows, *, verify: bool) -> None:  # noqa: C901
     """Refuse rows that would be trained on without their images. Without `verify`, a row that cannot be read is passed.
 
     A column that holds images beside those that are read is reported once, as a warning: it may be meant for a reward.

@@ -100,7 +100,7 @@ def _accumulation(where: str, value: Any) -> Iterator[str]:
         )
 
 
-def _deepspeed(config: GRPOConfig, dtype: torch.dtype) -> Iterator[str]:
+def _deepspeed(config: GRPOConfig, dtype: torch.dtype) -> Iterator[str]:  # noqa: C901
     """accelerate's plugin merges its own variables with the DeepSpeed file, whose values come first."""
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     where = "accelerate's"

@@ -52,7 +52,7 @@ class PageSettings:
     rows: int = ROWS
 
 
-def check_config(
+def check_config(  # noqa: C901, PLR0915
     config: GRPOConfig,
     *,
     call_judges: bool = False,

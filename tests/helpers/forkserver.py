@@ -179,7 +179,7 @@ def preload(*names: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if before.get(k) != v}
 
 
-def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:  # noqa: C901
     """Fork for every request. Returns None in the server, at its end, and the request in each child."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)

@@ -22,7 +22,7 @@ class Mute(Exception):
         raise RuntimeError("no words")
 
 
-def behave(completion, label="none"):
+def behave(completion, label="none"):  # noqa: C901
     """The length of the label, unless the completion asks for trouble."""
     if completion == "loop":
         while True:
