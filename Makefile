@@ -41,7 +41,7 @@ test-all: setup  ## run both
 # rapidfuzz, jsonschema, pycocotools, openai and pebble (rewards), httpx (rollout, environments), jinja2 and tensorboard
 # (run). Arithmetic and threads of our own are the same with every version; vLLM and TRL are tested with the pins of
 # requirements/cpu.txt alone.
-LOWEST := cli config data distributed export preflight processors run \
+LOWEST := cli config data distributed preflight processors run trained \
 	environments/test_openenv.py environments/test_toolbox.py \
 	rollout/test_collect.py rollout/test_evaluate.py rollout/test_prefetch.py rollout/test_served_client.py \
 	rollout/test_served_transfer.py rollout/test_streams.py rollout/test_transformers_engine.py rollout/test_turns.py \

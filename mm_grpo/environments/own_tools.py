@@ -15,8 +15,8 @@ from typing import Any
 class EnvironmentGone(Exception):
     """The environment of a conversation cannot be used any more: what holds it is not there, or `late` with an answer.
 
-    The conversation is then masked, or the run stops, as `rollout.on_tool_error` and, where it was late,
-    `rollout.on_tool_error` say; the model is not told, for nothing can follow.
+    The run then stops where `rollout.on_tool_error` is stop, else the conversation is masked; the model is not told,
+    for nothing can follow.
     """
 
     def __init__(self, why: str, late: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The tokens of a completion with their sight (docs/sight.md), as page.js shades them.
+"""The tokens of a completion with their sight (docs/evaluation.md), as page.js shades them.
 
 A row's `sight` is what a run wrote: where it is not the sight of the completion's text, the text has no shades.
 """
