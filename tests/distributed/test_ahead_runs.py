@@ -14,7 +14,7 @@ from helpers.run_folders import assert_the_same_run, rollouts_of, write_config
 from mm_grpo.rollout.seeds import SeedPlan
 
 SCRIPT = Path(ahead_runs.__file__)
-RUN = {"save_every": 1, "keep_checkpoints": 9, "sight_every": 0, "guards": {"logp_gap": "off"}}
+RUN = {"save_every": 1, "keep_checkpoints": 9, "sight_every": 0}
 
 
 def run(config: Path, world: int, output: Path, *arguments: object, ends: int = 0) -> None:

@@ -14,7 +14,7 @@ from mm_grpo import GRPOTrainer, build
 from mm_grpo.testing.fake_engines import FakeServer
 
 TIMES = ("time/", "step_time", "served/")
-LITTLE = {"report": False, "sight_every": 0, "save_model": False, "guards": {"logp_gap": "off"}}
+LITTLE = {"report": False, "sight_every": 0, "save_model": False}
 """What these runs do without."""
 
 

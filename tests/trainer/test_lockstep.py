@@ -367,7 +367,7 @@ class Liar:
         elif self.lie == "shifted":
             logprobs = (*logprobs[1:], logprobs[0])
         elif self.lie == "wrong from the second":
-            logprobs = (logprobs[0], *(2 * x - 1 for x in logprobs[1:]))
+            logprobs = (logprobs[0], *(x - 3.0 for x in logprobs[1:]))
         elif self.lie == "of another prompt":
             return replace(other, seed=own.seed, weight_versions=own.weight_versions)
         return replace(own, logprobs=logprobs)
