@@ -85,7 +85,7 @@ MODES: dict[str, Callable[[Path, Ranks], None]] = {
 }  # fmt: skip
 
 
-def command() -> None:
+def command(_: list[str]) -> None:
     """In place of the commands of `mm-grpo`, whose `main` handles errors and exit codes."""
     folder, mode = Path(sys.argv[1]), MODES.get("".join(sys.argv[2:3]))
     ranks = join(folder)
