@@ -115,11 +115,10 @@ rollout/vllm/requests.py < rollout/test_served_engine.py rollout/test_engine_lim
     * seeds in a request | and last.seed + 1 == request.seed ==> and last.seed < request.seed
     * budget | if length + room > max_model_len: ==> if length + room > max_model_len + 1:
 rollout/served/requests.py < rollout/test_served_engine.py rollout/test_served_client.py ! slow
-    * spans of a server | spans = sampled.versions or ((0, weights),) ==> spans = ((0, weights),)
+    * spans of a server | (start, int(name.rpartition(":")[2])) for ==> (0, int(name.rpartition(":")[2])) for
 rollout/served/pool.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
     * another version | or (expected and found not in expected): ==> :
     * another version | , server.weights, self.current) ==> )
-    * midst of a request | if server.sent != sent: ==> if False:
     * another run | self._require(server, name) ==> self._require(server, self.current)
 rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served_engine.py ! slow
     * another version | != version: ==> > version:
@@ -163,7 +162,7 @@ data/dataset.py < data/test_fingerprint.py
     dropped part | json.dumps([fields.messages, images, fields.columns] ==> json.dumps([fields.messages, images]
 run/checkpoint.py < run/test_checkpoint.py trainer/test_trainer_again.py ! slow
     * state on resume | "adam_steps": optimizer.adam_steps, ==> "adam_steps": optimizer.updates,
-    skipped check | if known != identity["frozen"] and ( ==> if False and (
+    skipped check | if manifest["frozen"] != identity["frozen"]: ==> if False:
 run/checkpoint_writer.py < trainer/test_trainer_best.py run/test_checkpoint.py ! slow
     skipped check | if step_of(old) != spared: ==> if True:
 run/metrics.py < run/test_run_metrics.py run/test_run_files.py
