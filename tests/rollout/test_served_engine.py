@@ -50,7 +50,7 @@ def test_only_consecutive_seeds_are_asked_for_together(make: Made) -> None:
     alone = [engine.generate([request])[0] for request in asked]
     fake.asked.clear()
     assert engine.generate(asked) == alone
-    params = [body["sampling_params"] for _, body in fake.asked]
+    params = [body["sampling_params"] for body in fake.asked]
     assert sorted((each["seed"], each["n"]) for each in params) == [(3, 2), (6, 1), (7, 1), (8, 1)]
 
 
@@ -407,7 +407,7 @@ def test_servers_that_lack_something_are_refused_with_how_to_start_them(make: Ma
         make(servers=[fake])
     fake = FakeVLLM()
     fake.key = "right"
-    with pytest.raises(ConfigError, match=r"refuses the key .*rollout\.server\.key_env names") as caught:
+    with pytest.raises(ConfigError, match=r"refuses the key .*MM_GRPO_SERVER_KEY") as caught:
         make(servers=[fake], key="wrong")
     assert "wrong" not in str(caught.value) and "right" not in str(caught.value).replace("rights", "")
     make(servers=[fake], key="right")
