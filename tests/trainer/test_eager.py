@@ -162,11 +162,8 @@ def test_of_a_mixture_a_replacement_is_of_the_source_of_what_it_replaces(
 
     use_server(monkeypatch)
     rollout = {"max_staleness": 2, "staleness_order": "eager", "max_attempts": 3}
-    run = LITTLE | {
-        "max_steps": STEPS,
-        "seed": 5,
-        "guards": {"no_update": "warn", "logp_gap": "off"},
-    }  # no check before the first step
+    guards = {"no_update": "warn", "logp_gap": "off"}  # nothing is sampled before the first step
+    run = LITTLE | {"max_steps": STEPS, "seed": 5, "guards": guards}
     sources = [{"path": ROWS[i : i + 2], "weight": weight} for i, weight in ((0, 2), (2, 1), (4, 1))]
     trainer = GRPOTrainer(
         config_for(models["qwen2_vl"], tmp_path / "r", rollout=rollout, run=run),
