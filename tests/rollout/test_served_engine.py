@@ -221,6 +221,20 @@ def test_an_update_may_land_while_requests_run(make: Made) -> None:
     assert {c.weight_versions for c in more} == {((0, 1),)}
 
 
+def test_tokens_have_the_versions_that_the_server_says(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, (fake,) = make(1)
+    engine.update_weights(WEIGHTS.items(), 1)
+    completed, older = fake.completed, fake.name.replace(":1", ":0")
+
+    def mixed(*given: Any) -> Any:
+        body = completed(*given)
+        spans = [{"version": older, "start": 0}, {"version": fake.name, "start": 2}]
+        return {**body, "choices": [{**choice, "weight_versions": spans} for choice in body["choices"]]}
+
+    monkeypatch.setattr(fake, "completed", mixed)
+    assert {c.weight_versions for c in engine.generate(requests(1))} == {((0, 0), (2, 1))}
+
+
 def test_weights_of_another_version_of_this_run_are_not_sampled_from(make: Made) -> None:
     engine, fakes = make()
     engine.update_weights(WEIGHTS.items(), 1)
