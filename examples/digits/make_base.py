@@ -15,15 +15,19 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers import Qwen2_5_VLProcessor as Processor
 
 from mm_grpo.data.digits import LEVELS, PAPER, QUESTION, SIDE, Digit, digits, pair, render
-from mm_grpo.testing import small_bases
-from mm_grpo.testing.small_bases import Conversation, base_arguments, encode, make_model, make_tokenizer
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/, where small_bases.py lies
+import small_bases
+from small_bases import Conversation, base_arguments, encode, make_model, make_tokenizer
 
 IMAGE_SIZE = 56
 SIZE = {"hidden": 128, "layers": 3, "vision_hidden": 96, "vision_layers": 3}

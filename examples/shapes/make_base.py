@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -42,8 +44,10 @@ from mm_grpo.data.shapes import (
     render,
     scene,
 )
-from mm_grpo.testing import small_bases
-from mm_grpo.testing.small_bases import base_arguments, make_model, make_tokenizer, reply_shares
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/, where small_bases.py lies
+import small_bases
+from small_bases import base_arguments, make_model, make_tokenizer, reply_shares
 
 CAPTIONS = {
     "What colours and shapes are there?": "{colour} {shape}",

@@ -21,6 +21,8 @@ printed say how well the base sees, and how evenly it guesses and looks.
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,8 +48,10 @@ from mm_grpo.data.patterns import (
 from mm_grpo.environments.builtins import Zoom
 from mm_grpo.processors.image_size import resize_to
 from mm_grpo.processors.qwen_vl import fixed_size
-from mm_grpo.testing import small_bases
-from mm_grpo.testing.small_bases import MERGE, MIN_PIXELS, PATCH, base_arguments, make_model, make_tokenizer
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/, where small_bases.py lies
+import small_bases
+from small_bases import MERGE, MIN_PIXELS, PATCH, base_arguments, make_model, make_tokenizer
 
 SIZE = {"hidden": 128, "layers": 3, "vision_hidden": 96, "vision_layers": 3}
 MAX_PIXELS = 84 * 84

@@ -12,7 +12,6 @@ import pytest
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data import digits as task
-from mm_grpo.testing.small_bases import encode
 
 RECIPE = Path(__file__).parents[2] / "examples" / "digits"
 
@@ -37,7 +36,7 @@ def drawn(make_base: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_reply_is_five_tokens_and_its_end(make_base: ModuleType, drawn: None) -> None:
     processor = make_base.make_processor()
-    batch = encode(processor, [make_base.lesson(index, 0) for index in range(8)])
+    batch = make_base.encode(processor, [make_base.lesson(index, 0) for index in range(8)])
     assert batch["image_grid_thw"].tolist() == [[1, 4, 4]] * 16  # 56 pixels: not resized
     learned = [row[row >= 0].tolist() for row in batch["labels"]]
     assert [len(ids) for ids in learned] == [6] * 8

@@ -13,7 +13,6 @@ from typing import get_args
 import pytest
 
 from mm_grpo.data.shapes import COLOURS, NUMBERS, SHAPES, SIDES, Kind, answers, scene
-from mm_grpo.testing import small_bases
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "shapes" / "make_base.py"
 OPTIONS = {"image_size": 84, "max_objects": 2}
@@ -34,7 +33,8 @@ def test_every_answer_is_one_token_at_the_start_and_inside_a_sentence(make_base:
     for word in (*COLOURS, *SHAPES, *NUMBERS, *SIDES):
         assert len(tokenizer.encode(word)) == 1
         assert len(tokenizer.encode(" " + word)) == 1
-    assert sorted(tokenizer.convert_tokens_to_ids(token) for token in small_bases.SPECIAL) == list(range(8))
+    special = make_base.small_bases.SPECIAL
+    assert sorted(tokenizer.convert_tokens_to_ids(token) for token in special) == list(range(8))
     assert tokenizer.eos_token == "<|im_end|>"
     odd = "\u00dcber \u56fe 12\n"
     assert tokenizer.decode(tokenizer.encode(odd)) == odd  # bytes: nothing is unknown
@@ -125,7 +125,7 @@ def test_a_tiny_run_saves_a_folder_that_loads(
         model = AutoModelForImageTextToText.from_pretrained(out)
         weights.append(model.state_dict())
     assert type(processor).__name__ == "Qwen2_5_VLProcessor"
-    assert processor.chat_template == small_bases.CHAT_TEMPLATE
+    assert processor.chat_template == make_base.small_bases.CHAT_TEMPLATE
     assert model.config.tie_word_embeddings
     assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
