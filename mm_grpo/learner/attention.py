@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.completion_batch import CompletionBatch, Sequences, completion_batch
-from mm_grpo.learner.flex import BLOCK, attend, block_mask, fault
+from mm_grpo.learner.flex import BLOCK, attend, block_mask, exhausted, fault
 from mm_grpo.learner.linear_attention import SharedState, prepare_linear_layers
 from mm_grpo.learner.pack import PADDING, Pack, attention_mask
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
@@ -168,13 +168,18 @@ class Masks:
                 "windows or of images that look ahead, or its completions are laid out unshared; write auto or sdpa"
             )
         self.blocks = hooked and plain
-        self.flex = self.blocks and _flex_works(model, attn)
+        self._flex_works = self.blocks and _flex_works(model, attn)
         self.rule = prepare_linear_layers(model) if shared else None
 
     @property
     def one_row(self) -> bool:
         """True when a pack is best one row: where what is masked costs nothing."""
         return self.blocks
+
+    @property
+    def flex(self) -> bool:
+        """True when packs get a `BlockMask` for FlexAttention."""
+        return self._flex_works and not exhausted()
 
     @property
     def multiple(self) -> int:

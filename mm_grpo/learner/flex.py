@@ -8,15 +8,19 @@ arguments, so a recomputation has the mask of the first pass.
 
 The kernel is compiled four times for a model: for one row and for several, with gradients and without. All
 else is made alike before it is called (`attend`): whole blocks, two at least; all of query, key and value
-with gradients or none; one order in memory. By itself torch compiles anew for each such difference, and
-after eight uses attention that holds all N x N scores; here it raises an error instead.
+with gradients or none; one order in memory; one number of threads, which each thread has of its own (layers that
+are run again are so in autograd's). By itself torch compiles anew for each such difference, and after eight uses
+attention that holds all N x N scores. Here it may compile GRAPHS; past that the pack at work goes through plain
+attention, and packs after it go block by block (`exhausted`).
 
 `fault` compiles the four and compares them with torch's plain attention on this machine, before they are used.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,14 +28,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from mm_grpo.learner.pack import GROUP, PADDING, attention_mask, prompt_of
 
+logger = logging.getLogger("mm_grpo")
+
 BLOCK = 128
+GRAPHS = 64
+"""Most graphs of a process: four for each shape of heads, and more where user code changes torch's global settings."""
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest distance from plain attention, as a share of the norm, that counts as rounding (TF32 included)."""
+_EXHAUSTED = threading.Event()
 
 
 def block_mask(segments: Tensor, before: int = 0) -> BlockMask:
@@ -82,14 +91,21 @@ def attend(
     inputs = [_uniform(x, mask.seq_lengths[0], learns) for x in (query, key, value)]
     # a number that is given makes a variant of its own, so the usual one is left to the kernel
     usual = scaling is None or math.isclose(scaling, size**-0.5)
+    options: dict[str, Any] = {
+        "scale": None if usual else scaling,
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
     with torch.set_grad_enabled(learns):
-        result: Tensor = _compiled()(
-            *inputs,
-            block_mask=mask,
-            scale=None if usual else scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        result = None if exhausted() else _run_kernel(inputs, mask, options)
+        if result is None:
+            dense = create_mask(mask.mask_mod, len(query), None, *mask.seq_lengths, device=str(query.device))
+            result = scaled_dot_product_attention(*inputs, attn_mask=dense, **options)
     return result if result.shape[2] == width else result[:, :, :width]
+
+
+def exhausted() -> bool:
+    """True when the kernel reached GRAPHS: packs from now on should go another way."""
+    return _EXHAUSTED.is_set()
 
 
 @cache
@@ -115,7 +131,7 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
         for h in (heads, kv_heads, kv_heads, heads)
     ]
     try:
-        with _for_all_sizes():
+        with _for_all_sizes():  # the kernels of the backward pass are compiled when it is first run
             distances = [_distances(segments[:rows], [x[:rows] for x in inputs]) for rows in (2, 1)]
     except Exception as error:  # whatever a compiler may raise: plain attention is there
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
@@ -206,14 +222,40 @@ class _Plain(torch.autograd.Function):
         return gradients[0]
 
 
+def _run_kernel(inputs: list[Tensor], mask: BlockMask, options: dict[str, Any]) -> Tensor | None:
+    """Attention by the compiled kernel; None when it would be compiled once too often."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit  # imports the compiler, which takes seconds
+
+    try:
+        with _for_all_sizes():
+            result: Tensor = _compiled()(*inputs, block_mask=mask, **options)
+            return result
+    except FailOnRecompileLimitHit:
+        logger.warning(
+            "FlexAttention was compiled %d times, so from the next pack on attention goes block by block: something "
+            "changes torch's global settings (autocast, matmul precision, determinism) in the middle of the run",
+            GRAPHS,
+        )
+        _EXHAUSTED.set()
+        return None
+
+
 @contextmanager
 def _for_all_sizes() -> Iterator[None]:
-    """Compile for any sizes, not for those alone that happen to be equal, and for many models in a process."""
-    import torch._dynamo.config as dynamo  # imports the compiler, which takes seconds
+    """Compile for any sizes, not for those alone that happen to be equal, and for many models in a process.
+
+    torch keeps these settings for each thread, so each call makes them: the limit, and the number of threads.
+    """
+    import torch._dynamo.config as dynamo
     import torch.fx.experimental._config as shapes
 
-    with dynamo.patch(recompile_limit=64), shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-        yield
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of what the CPU computes, which the kernel does not
+    try:
+        with dynamo.patch(recompile_limit=GRAPHS), shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

@@ -7,6 +7,7 @@ gradients here as it would there. The kernel is tested in tests/gpu.
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex, "_EXHAUSTED", threading.Event())
     torch._dynamo.reset()
     flex._compiled.cache_clear()
     flex.fault.cache_clear()
@@ -263,13 +265,42 @@ def test_several_models_fit_in_a_process(compiled: CompileCounter) -> None:
         assert compiled.frame_count == 4 * number
 
 
-def test_attention_that_holds_all_scores_never_stands_in(compiled: CompileCounter) -> None:
-    """Past the limit torch runs what it was given uncompiled, and says so in a log alone."""
+def test_past_the_limit_of_graphs_the_next_packs_go_block_by_block(
+    models: dict[str, Any], compiled: CompileCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would raise an error, or run what it was given uncompiled; the pack at work gets the right numbers."""
+    monkeypatch.setattr("mm_grpo.learner.attention.fault", lambda *shape: None)
+    masks = Masks(load(models["qwen2_vl"]), "flex_attention")
     segments = segments_of([[140, 30, 20]])
-    with torch._dynamo.config.patch(recompile_limit=1):
-        check(segments, (True, True, True), True, None)
-        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-            check(segments, (True, True, True), False, None)
+    monkeypatch.setattr(flex, "GRAPHS", 1)
+    check(segments, (True, True, True), True, None)
+    assert not flex.exhausted() and "flex" in masks.of(segments) and masks.multiple == 128
+    check(segments, (True, True, True), False, None)
+    assert flex.exhausted() and compiled.frame_count == 1
+    assert "prefix" in masks.of(segments) and masks.multiple == 1
+    check(segments, (True, True, True), True, None)  # recomputed layers of a pack that had a block mask
+
+
+def test_threads_with_other_settings_share_the_graphs(compiled: CompileCounter) -> None:
+    """As autograd's thread, which has its own number of threads and its own recompile limit."""
+    segments = segments_of([[140, 30, 20]])
+    before = torch.get_num_threads()
+    check(segments, (True, True, True), True, None)
+    faults: list[BaseException] = []
+
+    def run(threads: int) -> None:
+        try:
+            torch.set_num_threads(threads)
+            check(segments, (True, True, True), True, None)
+            assert torch.get_num_threads() == threads
+        except BaseException as error:
+            faults.append(error)
+
+    for threads in (1, 2, 3):
+        thread = threading.Thread(target=run, args=(threads,))
+        thread.start()
+        thread.join(120)
+    assert not faults and compiled.frame_count == 1 and torch.get_num_threads() == before
 
 
 @pytest.mark.slow
