@@ -99,7 +99,7 @@ def attend(
         result = None if exhausted() else _run_kernel(inputs, mask, options)
         if result is None:
             dense = create_mask(mask.mask_mod, len(query), None, *mask.seq_lengths, device=str(query.device))
-            result = scaled_dot_product_attention(*inputs, attn_mask=dense, **options)
+            result = scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], dense, **options)
     return result if result.shape[2] == width else result[:, :, :width]
 
 
