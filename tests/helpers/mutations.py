@@ -55,7 +55,7 @@ algorithm/losses.py < algorithm/test_losses.py algorithm/test_surrogate.py algor
     missing detach | ratio = torch.exp(weight).detach() ==> ratio = torch.exp(weight)
 algorithm/masks.py < algorithm/test_masks.py
     off by one | math.floor(share * (n - 1) + 1e-6) + 1 ==> math.floor(share * (n - 1) + 1e-6)
-learner/loss.py < learner/test_learner.py algorithm
+learner/loss.py < learner/test_minibatch.py learner/test_learner.py algorithm
     dropped mask | pack.entropy * active * pack.chosen ==> pack.entropy * active
     dropped factor | token_loss + config.beta * kl ==> token_loss + kl
     sign | loss = loss - config.entropy_coef ==> loss = loss + config.entropy_coef

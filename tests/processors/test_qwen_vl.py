@@ -3,6 +3,7 @@ test_families.py."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from shutil import copy
@@ -53,6 +54,33 @@ def test_media_and_stop_tokens(models: dict[str, Any]) -> None:
     assert processor.media_token_ids == {vocabulary[n] for n in names}
     assert processor.stop_token_ids == {vocabulary["<|im_end|>"]}
     assert processor.decode([vocabulary["w"], vocabulary["h"], vocabulary["<|im_end|>"]]) == "wh"
+
+
+def test_the_tokenizers_end_token_stops_beside_those_of_the_generation_config(
+    models: dict[str, Any], tmp_path: Path
+) -> None:
+    for file in models["qwen2_5_vl"].glob("*.j*"):
+        copy(file, tmp_path)
+    vocabulary = load_processor(str(tmp_path)).tokenizer.get_vocab()  # type: ignore[attr-defined]
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [vocabulary["<|endoftext|>"]]})
+    )
+    stops = load_processor(str(tmp_path)).stop_token_ids
+    assert stops == {vocabulary["<|endoftext|>"], vocabulary["<|im_end|>"]}
+
+
+@pytest.mark.parametrize(("max_pixels", "saved"), [(None, 10**9), (28 * 28 * 9, 28 * 28 * 9)])
+def test_a_saved_processor_has_the_models_own_limit_unless_the_config_sets_one(
+    max_pixels: int | None, saved: int, models: dict[str, Any], tmp_path: Path
+) -> None:
+    for file in models["qwen2_5_vl"].glob("*.j*"):
+        copy(file, tmp_path)
+    processor: Any = load_processor(str(tmp_path), max_pixels=max_pixels)
+    processor.hf.image_processor.size = {"shortest_edge": 28 * 28, "longest_edge": 10**9}
+    processor.limits(None, max_pixels)  # far more than one image may have of a pack
+    processor.save(tmp_path / "saved")
+    again: Any = load_processor(str(tmp_path)).hf.image_processor.from_pretrained(tmp_path / "saved")
+    assert again.size["longest_edge"] == saved
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ def test_a_typed_token_is_refused(processor: Any, messages: Any, role: str, toke
     assert "set data.special_tokens=as_text" in message
     with pytest.raises(DataError, match="row 5: a message"):
         processor.max_prompt_tokens(messages, 0, row="row 5")
+
+
+def test_of_tokens_that_begin_alike_the_longest_is_found(processor: Any) -> None:
+    longer = AddedToken("<|im_end|>!", special=True)
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": [longer]})
+    with pytest.raises(DataError, match=re.escape("'<|im_end|>!'")):
+        processor.prompt(Sample("train:5", [{"role": "user", "content": "x<|im_end|>!"}]))
 
 
 def test_a_system_prompt_counts(processor: Any) -> None:
