@@ -256,13 +256,6 @@ def test_another_scale_is_a_variant_of_its_own(compiled: CompileCounter) -> None
         assert compiled.frame_count == count, scaling
 
 
-@pytest.mark.long
-def test_several_models_fit_in_a_process(compiled: CompileCounter) -> None:
-    for number, (heads, kv_heads, size) in enumerate([(4, 2, 16), (4, 4, 32), (7, 1, 16)], start=1):
-        assert flex.fault(torch.device("cpu"), torch.float32, heads, kv_heads, size) is None
-        assert compiled.frame_count == 4 * number
-
-
 def test_attention_that_holds_all_scores_never_stands_in(compiled: CompileCounter) -> None:
     """Past the limit torch runs what it was given uncompiled, and says so in a log alone."""
     segments = segments_of([[140, 30, 20]])
@@ -270,31 +263,6 @@ def test_attention_that_holds_all_scores_never_stands_in(compiled: CompileCounte
         check(segments, (True, True, True), True, None)
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             check(segments, (True, True, True), False, None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("many", [False, True])
-def test_a_step_compiles_nothing_more(many: bool, models: dict[str, Any], compiled: CompileCounter) -> None:
-    """With adapters, whose first layer has no gradient of the keys, recomputed layers and a reference; in one pack or
-    with prompts that are run apart."""
-    path = models["qwen2_5_vl"]
-    processor = load_processor(str(path))
-    tokens = max(len(g.prompt.token_ids) for g in make_groups(processor)) + 8 if many else 1024
-    config = config_for(
-        path,
-        model={
-            "path": str(path),
-            "attn": "flex_attention",
-            "lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]},
-        },
-        algorithm={"beta": 0.1},
-        optim={"gradient_checkpointing": True, "max_tokens_per_pack": tokens},
-    )
-    learner = Learner(load_model(config.model, processor.family), processor, config, 10)
-    assert compiled.frame_count == 4
-    for groups in (make_groups(processor), make_groups(processor)[:1]):
-        assert learner.update(groups).updates[0].update_norm > 0
-    assert compiled.frame_count == 4
 
 
 def test_a_kernel_that_is_wrong_is_found_out_and_not_used(

@@ -154,18 +154,6 @@ class Hub:
         return self.http.server_port
 
 
-def test_a_hub_that_answers_is_asked_once_more_and_no_oftener(
-    hub_at: Callable[[int], None], models: dict[str, Path]
-) -> None:
-    server = Hub((models["qwen2_vl"] / "config.json").read_bytes())
-    hub_at(server.port)
-    assert read_config(NAME).model_type == "qwen2_vl"
-    first = len(server.asked)
-    assert server.asked[0] == f"HEAD /{NAME}/resolve/main/config.json"
-    read_config(NAME)
-    assert len(server.asked) - first < first  # the first look is not taken again
-
-
 def test_one_dropped_connection_is_no_end(hub_at: Callable[[int], None], models: dict[str, Path]) -> None:
     server = Hub((models["qwen2_vl"] / "config.json").read_bytes(), broken=1)
     hub_at(server.port)
