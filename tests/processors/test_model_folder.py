@@ -75,7 +75,9 @@ def refused(message: str, name: str = NAME) -> None:
 def test_a_hub_that_refuses_is_one_message_at_once(hub_at: Callable[[int], None]) -> None:
     with refusing_port() as port:
         hub_at(port)
-        refused(r"no folder 'org/name' .*in '.*work'.*hub: http.*cannot be reached.*Connection refused")
+        refused(
+            r"'org/name': there is no folder .*in '.*work'.*hub: http.*cannot be reached.*Connection refused"
+        )
     server = Hub(b"", broken=99)
     hub_at(server.port)
     refused("cannot be reached")
@@ -104,7 +106,7 @@ def test_offline_asks_nobody(
 ) -> None:
     hub_at(silent.getsockname()[1])
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
-    refused(r"no folder 'org/name'.*HF_HUB_OFFLINE is set, and .* is not in the cache")
+    refused(r"'org/name': there is no folder.*HF_HUB_OFFLINE is set, and .* is not in the cache")
     assert asked(silent) == 0
 
 
