@@ -5,7 +5,7 @@ per group `common.forward_flops`, times three where weights are trained (forward
 the weights). With adapters the language layers and the head have no gradients of weights (times two), and the tower
 only runs forward (times one). What gradient checkpointing computes again is not counted, nor are the adapters.
 
-Memory is measured where the parts of a run come into being, and stands beside mm_grpo/learner/memory.py's
+Memory is measured where the parts of a run come into being, and stands beside mm_grpo/preflight/memory.py's
 arithmetic, which `mm-grpo estimate` prints:
 
     weights     after the model was made            estimate: weights
@@ -37,9 +37,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from mm_grpo import GRPOConfig
 from mm_grpo.learner import flex
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.memory import ModelSizes, memory_estimate
 from mm_grpo.learner.model import adopt_model
 from mm_grpo.learner.pack import attention_mask
+from mm_grpo.preflight.memory import ModelSizes, learner_memory
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Completion, Group
 
@@ -267,7 +267,7 @@ def learner(setting: Setting, name: str, train: str, count: int, side: int, chec
     by_part = forward_flops(model, length, count, tokens, patches)
     work = PROMPTS * sum(FACTORS[train][part] * flops for part, flops in by_part.items())
     taken, of_update = statistics.median(seconds), statistics.median(optimizing)
-    estimate = memory_estimate(
+    estimate = learner_memory(
         ModelSizes.of(model),
         tokens=pack,
         checkpointing=checkpointing,
@@ -285,9 +285,9 @@ def learner(setting: Setting, name: str, train: str, count: int, side: int, chec
         "bytes_weights": weights, "bytes_optimizer": optimizer,
         "bytes_passes": watched.peaks["passes"], "bytes_update": watched.peaks["update"],
         "bytes_peak": resting + max(watched.peaks.values()),
-        "estimate_weights": estimate.weights, "estimate_optimizer": estimate.optimizer,
-        "estimate_passes": estimate.total - estimate.weights - estimate.optimizer,
-        "estimate_peak": estimate.total, "update_norm": update_norm,
+        "estimate_weights": estimate["weights"], "estimate_optimizer": estimate["optimizer"],
+        "estimate_passes": sum(estimate.values()) - estimate["weights"] - estimate["optimizer"],
+        "estimate_peak": sum(estimate.values()), "update_norm": update_norm,
     }  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.preflight.estimate import GB, fit_sentence, what_fits
+from mm_grpo.preflight.estimate import fit_sentence, what_fits
+from mm_grpo.preflight.memory import GB
 
 PAGE = Path(__file__).with_name("choosing.md")
 CARDS = (24, 48, 80)

@@ -100,8 +100,8 @@ def plan_run(
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What turns rows into prompts, samples from them and learns; `sync` has sent the learner's weights once.
+class SamplerParts:
+    """What turns rows into prompts and samples from a model.
 
     `sentences` say which limits were chosen because the config sets none.
     """
@@ -109,10 +109,16 @@ class Parts:
     processor: Processor
     model: Any
     prompt_builder: PromptBuilder
-    learner: Learner
     engine: RolloutEngine
-    sync: VerifiedSync
     sentences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(SamplerParts):
+    """The same with what learns; `sync` has sent the learner's weights once."""
+
+    learner: Learner
+    sync: VerifiedSync
 
 
 def build_parts(
@@ -147,64 +153,51 @@ def build_parts(
 
     for name, given in (("model", model), ("processor", processor)):
         if isinstance(given, str | PathLike):
-            raise ConfigError(
-                f"{name} = {str(given)!r}: must be a loaded one; to have it loaded, write the path into the config:"
-                " model.path"
-            )
+            raise ConfigError(f"{name} = {str(given)!r}: must be a loaded one; a path is set in model.path")
     datasets = list(datasets)
     if config.algorithm.perception_coef > 0 and datasets:  # the training set comes first
         require_images(datasets[0], several_turns=toolbox is not None)
     device = resolve_device(config.model.device)
-    dtype = getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device)
-    check_launcher(config, device, dtype)
-    processor_from_path = "processor" if processor is None else None
+    check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
+    from_path = "processor" if processor is None else None
     if processor is None:
         processor = processor_of(config)
-    elif (asked := config.data.chat_template_kwargs) != getattr(processor, "chat_template_kwargs", {}):
-        raise ConfigError(
-            f"data.chat_template_kwargs = {asked}: the processor that was passed in has "
-            f"{getattr(processor, 'chat_template_kwargs', {})}, and keeps them; give load_processor(...) the same"
-        )
-    set_special_tokens(processor, config.data.special_tokens)
+    else:
+        asked, own = config.data.chat_template_kwargs, getattr(processor, "chat_template_kwargs", {})
+        if asked != own:
+            raise ConfigError(
+                f"data.chat_template_kwargs = {asked}: the processor that was passed in has {own}; give "
+                "load_processor(...) the same"
+            )
+        set_special_tokens(processor, config.data.special_tokens)
     if model is None:
         phase(f"loading the weights of {config.model.path}")
         model = load_model(config.model, processor.family)
     else:
         several = ranks is not None and ranks.world > 1
-        from_path = "engine" if config.rollout.engine != "transformers" else processor_from_path
+        from_path = "engine" if config.rollout.engine != "transformers" else from_path
         model = adopt_model(model, config.model, processor.family, from_path=from_path, several=several)
     check_saveable(model, processor)
-    context, limits = context_of(model.config), None
-    if config.rollout.engine != "transformers":
-        limits = engine_limits(config, processor, datasets, context, toolbox)
-    length = limits.max_model_len if limits else None
-    prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
+    prompt_builder, limited, limits = _prompts(config, model, processor, datasets, toolbox)
     learner = Learner(model, processor, config, updates, ranks)
     if config.rollout.engine != "transformers":
         phase(f"starting {config.rollout.engine}")
-    engine = build_engine(limits.in_config(config) if limits else config, model, processor, ranks)
+    engine = build_engine(limited, model, processor, ranks)
     sync = VerifiedSync(engine, learner, config)
     sync.start()
-    sentences = [limits.sentence] if limits is not None and limits.sentence else []
-    if sentence := getattr(engine, "sentence", ""):
-        sentences.append(sentence)
-    if config.data.max_pixels is None:
-        sentences.insert(0, f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)")
-    if processor.layout == "unshared":
-        sentences.append(
-            "layout: unshared: sharing a prompt between its completions is not exact for this model, so the learner "
-            "runs each completion after a prompt of its own; images are still encoded once"
-        )
-    return Parts(processor, model, prompt_builder, learner, engine, sync, tuple(sentences))
-
-
-@dataclass(frozen=True)
-class SamplerParts:
-    """What turns rows into prompts and samples from a model that nothing trains."""
-
-    processor: Processor
-    prompt_builder: PromptBuilder
-    engine: RolloutEngine
+    pixels = f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)"
+    unshared = (
+        "layout: unshared: sharing a prompt between its completions is not exact for this model, so the learner runs "
+        "each completion after a prompt of its own; images are still encoded once"
+    )
+    sentences = (
+        pixels if config.data.max_pixels is None else "",
+        limits,
+        getattr(engine, "sentence", ""),
+        unshared if processor.layout == "unshared" else "",
+    )
+    parts = (processor, model, prompt_builder, engine, tuple(filter(None, sentences)))
+    return Parts(*parts, learner=learner, sync=sync)
 
 
 def build_sampler(
@@ -225,28 +218,34 @@ def build_sampler(
     from mm_grpo.rollout.weights import WeightLedger
 
     embedded = config.rollout.engine == "transformers"
-    device = resolve_device(config.model.device)
-    dtype = str(resolve_dtype(config.model.dtype, device)).removeprefix("torch.")
+    dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
+    held = {"dtype": str(dtype).removeprefix("torch.")} | ({} if embedded else {"device": "cpu"})
     processor = processor_of(config)
     phase(f"loading the weights of {config.model.path}")
-    held = {"dtype": dtype} if embedded else {"dtype": dtype, "device": "cpu"}
     model = load_model(config.model.model_copy(update=held), processor.family)
     if put_in is not None:
         put_in(model)
     model.requires_grad_(False)
-    context, limits = context_of(model.config), None
+    prompt_builder, limited, limits = _prompts(config, model, processor, datasets, toolbox)
     if not embedded:
-        limits = engine_limits(config, processor, datasets, context, toolbox)
         phase(f"starting {config.rollout.engine}")
-    prompt_builder = PromptBuilder(
-        processor, config, context, limits.max_model_len if limits else None, toolbox=toolbox
-    )
-    engine = build_engine(limits.in_config(config) if limits else config, model, processor)
-    if (put_in is not None and not embedded) or getattr(
-        engine, "remote", False
-    ):  # servers may hold any weights
+    engine = build_engine(limited, model, processor)
+    replaced = put_in is not None and not embedded
+    if replaced or getattr(engine, "remote", False):  # servers may hold any weights
         WeightLedger().send(engine, merged_tensors(model), 0)
-    return SamplerParts(processor, prompt_builder, engine)
+    return SamplerParts(processor, model, prompt_builder, engine, (limits,) if limits else ())
+
+
+def _prompts(
+    config: GRPOConfig, model: Any, processor: Processor, datasets: Iterable[Dataset], toolbox: Toolbox | None
+) -> tuple[PromptBuilder, GRPOConfig, str]:
+    """The prompt builder, the config with the limits of an engine that has its own, and what is to be said of them."""
+    context = context_of(model.config)
+    if config.rollout.engine == "transformers":
+        return PromptBuilder(processor, config, context, None, toolbox=toolbox), config, ""
+    limits = engine_limits(config, processor, datasets, context, toolbox)
+    builder = PromptBuilder(processor, config, context, limits.max_model_len, toolbox=toolbox)
+    return builder, limits.in_config(config), limits.sentence
 
 
 def processor_of(config: GRPOConfig) -> Processor:

@@ -7,10 +7,11 @@ advantages in rollout/collect.py, the update in learner/learner.py, the weight s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from itertools import islice
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from mm_grpo.migrate.arguments import explain_arguments
 from mm_grpo.pages.report import LivePage, check_expected
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
+from mm_grpo.preflight.memory import run_sentence
 from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.collect import Collector, Rollout
@@ -91,63 +93,12 @@ class GRPOTrainer:
         self.ranks = start(config.model.device, config.run.process_timeout)
         self.callbacks = Callbacks(callbacks, quiet=not self.ranks.first)
         config.require_eval(given=eval is not None)
-        self.toolbox = toolbox = toolbox_of(config, tools, environment_factory)
+        self.toolbox = toolbox_of(config, tools, environment_factory)
         self._phase("reading the rows")
-        self.scorer = Scorer(reward_entries(config, rewards, toolbox), several_turns=toolbox is not None)
-        self.train_set = load_train(config, train, needs=self.scorer.check)
-        self.eval_sets = load_eval(config, eval, needs=self.scorer.check)
-        if toolbox is not None:
-            asking = self.scorer.asking_for(("environment", "environments"), self.train_set.columns)
-            toolbox.place(asking, processes=self.ranks.world)
-        self.plan = plan_run(config, self.train_set, several_turns=toolbox is not None)
-        self.scorer.conversational, self.scorer.max_steps = self.train_set.conversational, self.plan.max_steps
-        headline = Headline.of(config, [spec.name for spec in self.scorer.specs])
-        self.evaluations = Evaluations(config, self.eval_sets, headline, several_turns=toolbox is not None)
-        if self.ranks.first:
-            self.scorer.start()  # workers import their rewards while the model loads
-        self.save_every = steps_between(config.run.save_every, self.plan.max_steps)
-        with self.ranks.fail_together("looking at run.dir"):
-            self.folder = RunFolder(
-                config.run.dir,
-                overwrite=config.run.overwrite,
-                inputs=inputs_of(config, train=train, eval=eval, rewards=rewards),
-                resume=resume,
-                writes=names_of(config, saves=self.save_every > 0),
-                keep_rollouts=config.run.keep_rollouts,
-                expected=config.run.expected_curve,
-            )
-            if config.run.expected_curve is not None:
-                check_expected(config.run.expected_curve)
-            if self.ranks.first:
-                self.folder.check()
+        self._read(train, eval, rewards)
+        self.folder = self._look_at_folder(inputs_of(config, train=train, eval=eval, rewards=rewards))
         self.trackers = Trackers.prepare(config.run.trackers if self.ranks.first else [])
-
-        # adapters are drawn from the run's seed, and the caller's random numbers go on as they were
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(config.run.seed % 2**63)
-            parts = build_parts(
-                config,
-                self.plan.updates,
-                (self.train_set, *self.evaluations.datasets),
-                model=model,
-                processor=processor,
-                ranks=self.ranks,
-                toolbox=toolbox,
-                phase=self._phase,
-            )
-        self.processor, self.model, self.prompt_builder = parts.processor, parts.model, parts.prompt_builder
-        self.learner, self.engine, self.sync = parts.learner, parts.engine, parts.sync
-        self._limits = (self.plan.order.sentence, *parts.sentences)
-        self.sampler = sampler_of(
-            config, self.processor, self.engine, toolbox, self.plan.seeds, lambda: self.sync.version
-        )
-        self.collector = Collector(
-            config, self.train_set, self.plan, self.prompt_builder, self.sampler, self.scorer,
-            self.ranks.second() if config.rollout.max_staleness else self.ranks,
-            version=partial(scheduled_version, staleness=config.rollout.max_staleness),
-            reference_logprobs=self.learner.reference_logprobs,
-        )  # fmt: skip
-        self.pipeline = pipeline_of(self.collector, self.engine, self.ranks, lambda: self.sync.version)
+        self._load(model, processor)
         self.checkpoints = Checkpoints(self.folder.paths, self.learner, config, self._call)
         log = self.folder.append_event if self.ranks.first else None
         self.guards = Guards(config, self.scorer.specs, log)
@@ -155,6 +106,73 @@ class GRPOTrainer:
         self.tokens_seen = 0
         self.signals = StopSignals(quiet=not self.ranks.first)
         self._trained, self.stop_reason = False, ""
+
+    def _read(self, train: Any, eval: Any, rewards: Sequence[Any] | None) -> None:
+        """Read the rows and plan the steps. The workers of rewards import them while the model loads."""
+        config, toolbox = self.config, self.toolbox
+        several_turns = toolbox is not None
+        self.scorer = scorer = Scorer(reward_entries(config, rewards, toolbox), several_turns=several_turns)
+        self.train_set = load_train(config, train, needs=scorer.check)
+        self.eval_sets = load_eval(config, eval, needs=scorer.check)
+        if toolbox is not None:
+            asking = scorer.asking_for(("environment", "environments"), self.train_set.columns)
+            toolbox.place(asking, processes=self.ranks.world)
+        self.plan = plan_run(config, self.train_set, several_turns=several_turns)
+        self.save_every = steps_between(config.run.save_every, self.plan.max_steps)
+        scorer.conversational, scorer.max_steps = self.train_set.conversational, self.plan.max_steps
+        headline = Headline.of(config, [spec.name for spec in scorer.specs])
+        self.evaluations = Evaluations(config, self.eval_sets, headline, several_turns=several_turns)
+        if self.ranks.first:
+            scorer.start()
+
+    def _look_at_folder(self, inputs: Iterable[tuple[str, str | PathLike[str]]]) -> RunFolder:
+        """The run folder, found fit to be written to, which it is not yet."""
+        run = self.config.run
+        with self.ranks.fail_together("looking at run.dir"):
+            folder = RunFolder(
+                run.dir,
+                overwrite=run.overwrite,
+                inputs=inputs,
+                resume=self.resume,
+                writes=names_of(self.config, saves=self.save_every > 0),
+                keep_rollouts=run.keep_rollouts,
+                expected=run.expected_curve,
+            )
+            if run.expected_curve is not None:
+                check_expected(run.expected_curve)
+            if self.ranks.first:
+                folder.check()
+        return folder
+
+    def _load(self, model: Any, processor: Processor | None) -> None:
+        """Load the model and start the engine."""
+        config, plan = self.config, self.plan
+        # adapters are drawn from the run's seed, and the caller's random numbers go on as they were
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(config.run.seed % 2**63)
+            parts = build_parts(
+                config,
+                plan.updates,
+                (self.train_set, *self.evaluations.datasets),
+                model=model,
+                processor=processor,
+                ranks=self.ranks,
+                toolbox=self.toolbox,
+                phase=self._phase,
+            )
+        self.processor, self.model, self.prompt_builder = parts.processor, parts.model, parts.prompt_builder
+        self.learner, self.engine, self.sync = parts.learner, parts.engine, parts.sync
+        self._limits = (plan.order.sentence, *parts.sentences)
+        self.sampler = sampler_of(
+            config, self.processor, self.engine, self.toolbox, plan.seeds, lambda: self.sync.version
+        )
+        self.collector = Collector(
+            config, self.train_set, plan, self.prompt_builder, self.sampler, self.scorer,
+            self.ranks.second() if config.rollout.max_staleness else self.ranks,
+            version=partial(scheduled_version, staleness=config.rollout.max_staleness),
+            reference_logprobs=self.learner.reference_logprobs,
+        )  # fmt: skip
+        self.pipeline = pipeline_of(self.collector, self.engine, self.ranks, lambda: self.sync.version)
 
     def train(self) -> dict[str, Any]:
         """Run to `max_steps`; returns what `summary.json` holds.
@@ -307,107 +325,133 @@ class GRPOTrainer:
 
     # the run around the steps ----------------------------------------------------------------
 
-    def _train(self) -> dict[str, Any]:  # noqa: C901, PLR0915
-        started = time.perf_counter()
-        run, first, max_steps = self.folder, self.ranks.first, self.plan.max_steps
+    def _train(self) -> dict[str, Any]:
+        started, every, last = time.perf_counter(), self.config.run.eval_every, self.plan.max_steps
+        done, kept = self._begin()
+        with self._watched(done):
+            self._before_steps(done, kept)
+            self.profile.start()
+            step = done
+            for step in range(done + 1, last + 1):
+                if due := step == last or (every > 0 and step % every == 0):
+                    self.evaluations.begin(self.prompt_builder, self.ranks)
+                metrics = self._step(step)
+                metrics |= self._evaluate(step) if due else {}
+                self._call("on_step_end", step=step, metrics=metrics)
+                ended = bool(self.ranks.max(bool(self.stop_reason), "stopping"))
+                metrics |= self._evaluate(step) if ended and not due else {}
+                self._record(step, metrics)
+                self._save_checkpoint(step, last=ended or step == last)
+                if ended:
+                    self.progress.print(f"stopped after step {step}: {self.stop_reason}")
+                    break
+            self.profile.stop(self.progress.print)
+            summary = self._finish(step, started)
+        self._call("on_train_end", step=step, summary=summary)
+        with self.ranks.fail_together("guards"):
+            if self.ranks.first:
+                self.guards.finish(step)
+        return summary
+
+    def _begin(self) -> tuple[int, Mapping[str, Any]]:
+        """Take up a checkpoint where one is asked for, and begin the folder: the steps done, and what was kept."""
+        run = self.folder
         done, kept, log = self._restore()
         with self.ranks.fail_together("starting"):
-            if first:
-                run.start(self.config.to_yaml(), rewards=self._rewards)
+            if self.ranks.first:
+                run.start(self.config.to_yaml(), rewards=rewards_of(self.scorer.specs))
                 run.cut_after(done, log)
                 if done and run.paths.metrics.exists():
                     self.guards.replay(iter_metrics(run.paths.metrics))
         self.collector.begin(done + 1)
-        page = LivePage(run.paths, REPORT_EVERY if self.config.run.report else None)
-        profile = Profile(self.config.run.profile, run.paths if first else None, max_steps - done)
+        return done, kept
+
+    @contextmanager
+    def _watched(self, done: int) -> Iterator[None]:
+        """What shows the run while it goes on: page, profile, terminal and trackers."""
+        config, run, first = self.config, self.folder, self.ranks.first
+        page = self.page = LivePage(run.paths, REPORT_EVERY if config.run.report else None)
+        steps = self.plan.max_steps - done
+        profile = self.profile = Profile(config.run.profile, run.paths if first else None, steps)
         self._call("on_train_begin", step=done)
-        batch, memory = self.config.batch_sentence(processes=self.ranks.world), self.learner.memory_sentence()
+        batch, memory = config.batch_sentence(processes=self.ranks.world), run_sentence(self.learner)
         on_disk = self.checkpoints.sentence(self.save_every), run.rollout_budget.sentence
         headline = "\n".join(filter(None, (batch, *self._limits, memory, *on_disk)))
-        with (
-            Progress(
-                max_steps, headline=headline, first=done, tokens=self.tokens_seen, quiet=not first
-            ) as progress,
-            self.trackers.open(self.config) as trackers,
-        ):
+        self.progress = Progress(
+            self.plan.max_steps, headline=headline, first=done, tokens=self.tokens_seen, quiet=not first
+        )
+        with self.progress, self.trackers.open(config):
             try:
-                if not kept:
-                    self.evaluations.begin(self.prompt_builder, self.ranks)
-                if self.config.run.guards.get("logp_gap") != "off":
-                    self._phase("checking that engine and learner agree on the first prompt")
-                    with self.ranks.fail_together("the parity check"):
-                        self._check_parity()
-                if kept:
-                    self.evaluations.restore(kept)
-                elif measured := self._evaluate(0, progress):
-                    if first:
-                        run.append_metrics(0, measured)
-                        page.after(0, measured)
-                    trackers.log(0, measured)
-                if (stopped := self.ranks.max(self.signals.asked, "stopping")) and done < max_steps:
-                    raise interrupted(stopped, done, done, run.paths.root)
-                progress.begin()
-                with self.ranks.fail_together("resuming"):
-                    ahead = unpack_ahead(kept, self.collector, self.processor, self.ranks)
-                self.pipeline.begin(done, ahead)
-                profile.start()
-                step = done
-                for step in range(done + 1, max_steps + 1):
-                    last, every = step == max_steps, self.config.run.eval_every
-                    if due := last or (every > 0 and step % every == 0):
-                        self.evaluations.begin(self.prompt_builder, self.ranks)
-                    metrics = self._step(step)
-                    metrics |= self._evaluate(step, progress) if due else {}
-                    self._call("on_step_end", step=step, metrics=metrics)
-                    ended = bool(self.ranks.max(bool(self.stop_reason), "stopping"))
-                    if ended and not due:
-                        metrics |= self._evaluate(step, progress)
-                    last = last or ended
-                    with span("metrics"), self.ranks.fail_together("writing metrics.jsonl"):
-                        if first:
-                            run.append_metrics(step, finite_or_text(metrics))
-                            page.after(step, metrics)
-                    trackers.log(step, metrics)
-                    progress.advance(step, metrics)
-                    with self.ranks.fail_together("guards"):
-                        if first:
-                            self.guards.observe(step, metrics)
-                    stopped, every = self.ranks.max(self.signals.asked, "stopping"), self.save_every
-                    best = found.step if (found := self.evaluations.best) else None
-                    if every and (last or stopped or best == step or step % every == 0):
-                        with span("checkpoint"):
-                            self.checkpoints.begin(step, self._extra(), spared=best)
-                    self.checkpoints.finish(wait=bool(last or stopped))
-                    if stopped and not last:
-                        raise interrupted(stopped, step, step if every else None, run.paths.root)
-                    if ended:
-                        progress.print(f"stopped after step {step}: {self.stop_reason}")
-                        break
-                profile.stop(progress.print)
-                with self.ranks.fail_together("saving the model"):
-                    if first and self.config.run.save_model:
-                        self.folder.replace_folder("model", self.save)
-                        if self.config.model.lora is not None:
-                            self.folder.replace_folder("adapter", self.save_adapter)
-                        self.callbacks.call("on_save", trainer=self, step=step, path=run.paths.model)
-                sight, seconds = sight_of(run.paths.metrics, self.ranks), time.perf_counter() - started
-                summary = summary_of(self.evaluations, seconds, step, self.stop_reason or None, sight)
-                summary |= profile.summary()
-                if first:
-                    run.write_summary(summary)
+                yield
             finally:
                 profile.stop()
                 self.checkpoints.close()
                 self._close_workers()
                 if first:
                     page.write()
-        self._call("on_train_end", step=step, summary=summary)
+
+    def _before_steps(self, done: int, kept: Mapping[str, Any]) -> None:
+        """Compare engine and learner, evaluate or take up what was found, and fill the pipeline."""
+        if not kept:
+            self.evaluations.begin(self.prompt_builder, self.ranks)
+        if self.config.run.guards.get("logp_gap") != "off":
+            self._phase("checking that engine and learner agree on the first prompt")
+            with self.ranks.fail_together("the parity check"):
+                self._check_parity()
+        if kept:
+            self.evaluations.restore(kept)
+        elif measured := self._evaluate(0):
+            if self.ranks.first:
+                self.folder.append_metrics(0, measured)
+                self.page.after(0, measured)
+            self.trackers.log(0, measured)
+        if (stopped := self.ranks.max(self.signals.asked, "stopping")) and done < self.plan.max_steps:
+            raise interrupted(stopped, done, done, self.folder.paths.root)
+        self.progress.begin()
+        with self.ranks.fail_together("resuming"):
+            ahead = unpack_ahead(kept, self.collector, self.processor, self.ranks)
+        self.pipeline.begin(done, ahead)
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and show the metrics of a step, and let the guards look at them."""
+        with span("metrics"), self.ranks.fail_together("writing metrics.jsonl"):
+            if self.ranks.first:
+                self.folder.append_metrics(step, finite_or_text(metrics))
+                self.page.after(step, metrics)
+        self.trackers.log(step, metrics)
+        self.progress.advance(step, metrics)
         with self.ranks.fail_together("guards"):
-            if first:
-                self.guards.finish(step)
+            if self.ranks.first:
+                self.guards.observe(step, metrics)
+
+    def _save_checkpoint(self, step: int, *, last: bool) -> None:
+        """Begin a checkpoint where one is due. Raises RunInterrupted after a signal, unless the run is over anyhow."""
+        stopped, every = self.ranks.max(self.signals.asked, "stopping"), self.save_every
+        best = found.step if (found := self.evaluations.best) else None
+        if every and (last or stopped or best == step or step % every == 0):
+            with span("checkpoint"):
+                self.checkpoints.begin(step, self._extra(), spared=best)
+        self.checkpoints.finish(wait=bool(last or stopped))
+        if stopped and not last:
+            raise interrupted(stopped, step, step if every else None, self.folder.paths.root)
+
+    def _finish(self, step: int, started: float) -> dict[str, Any]:
+        """Save the model and write the summary of a run that ended after `step`."""
+        run = self.folder
+        with self.ranks.fail_together("saving the model"):
+            if self.ranks.first and self.config.run.save_model:
+                run.replace_folder("model", self.save)
+                if self.config.model.lora is not None:
+                    run.replace_folder("adapter", self.save_adapter)
+                self.callbacks.call("on_save", trainer=self, step=step, path=run.paths.model)
+        sight, seconds = sight_of(run.paths.metrics, self.ranks), time.perf_counter() - started
+        summary = summary_of(self.evaluations, seconds, step, self.stop_reason or None, sight)
+        summary |= self.profile.summary()
+        if self.ranks.first:
+            run.write_summary(summary)
         return summary
 
-    def _evaluate(self, step: int, progress: Progress) -> dict[str, float]:
+    def _evaluate(self, step: int) -> dict[str, float]:
         """Evaluate after `step`, 0 before the first, and say how it went; returns the metrics."""
         if not self.eval_sets:
             return {}
@@ -416,8 +460,8 @@ class GRPOTrainer:
         clock = time.perf_counter()
         self.pipeline.settle()
         parts = (self.prompt_builder, self.sampler, self.scorer, self.ranks)
-        metrics = self.evaluations.run(step, parts, self.folder, progress.evaluating)
-        progress.print(self.evaluations.sentence(step))
+        metrics = self.evaluations.run(step, parts, self.folder, self.progress.evaluating)
+        self.progress.print(self.evaluations.sentence(step))
         metrics["time/eval"] = time.perf_counter() - clock
         self._call("on_evaluate", step=step, metrics=metrics, evaluations=self.evaluations.after)
         return metrics
@@ -437,8 +481,8 @@ class GRPOTrainer:
                 )
             return 0, {}, None
         refuse_another_run(
-            found, self._rows, self._rewards, self.plan.max_steps, **self._tools,
-            allow_changed_code=self.config.run.allow_changed_code,
+            found, max_steps=self.plan.max_steps, allow_changed_code=self.config.run.allow_changed_code,
+            **self._identity,
         )  # fmt: skip
         self.checkpoints.load(found)
         self.tokens_seen = found.extra["tokens_seen"]
@@ -447,27 +491,21 @@ class GRPOTrainer:
         return found.step, found.extra, found.log
 
     @cached_property
-    def _rewards(self) -> list[dict[str, Any]]:
-        return rewards_of(self.scorer.specs)
-
-    @cached_property
-    def _tools(self) -> dict[str, Any]:
-        """The schemas of the tools, and the identity of their code."""
-        if self.toolbox is None:
-            return {"tools": [], "tool_sources": []}
-        return {"tools": list(self.toolbox.schemas), "tool_sources": tool_sources_of(self.toolbox.sources)}
-
-    @cached_property
-    def _rows(self) -> dict[str, Any]:
-        return rows_of(self.train_set, self.eval_sets)
+    def _identity(self) -> dict[str, Any]:
+        """The rows, rewards and tools that a run is resumed with."""
+        tools = self.toolbox
+        return {
+            "rows": rows_of(self.train_set, self.eval_sets),
+            "rewards": rewards_of(self.scorer.specs),
+            "tools": [] if tools is None else list(tools.schemas),
+            "tool_sources": [] if tools is None else tool_sources_of(tools.sources),
+        }
 
     def _extra(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the learner's state."""
         return {
             "tokens_seen": self.tokens_seen,
-            "rows": self._rows,
-            "rewards": self._rewards,
-            **self._tools,
+            **self._identity,
             **self.evaluations.state(),
             **pack_ahead(self.pipeline.finished(), self.ranks),
         }

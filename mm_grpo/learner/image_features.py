@@ -8,14 +8,14 @@ at once, in one backward through the tower.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mm_grpo.learner.prompt_states import summed_leaf
 from mm_grpo.processors.family import Family, VisionFeatures
 from mm_grpo.types import Pictured
 
@@ -65,7 +65,7 @@ class SharedFeatures:
         self.encoded = 0
         self._left = Counter(number for prompts in packs for number in {id(p) for p in prompts})
         self._kept: dict[int, VisionFeatures] = {}
-        self._sums: dict[int, list[Tensor]] = {}
+        self._sums: dict[int, list[Tensor | None]] = {}
         """By prompt: fp32 sums of the gradients of its features, in the order of `VisionFeatures.tensors`."""
 
     def of(self, prompts: Sequence[Pictured]) -> VisionFeatures:
@@ -102,16 +102,15 @@ class SharedFeatures:
         for place, prompt in enumerate(prompts):
             sums = self._sums.pop(id(prompt), None)
             if sums is not None:
-                made[place] = _each(_with_gradient, made[place], sums)
+                made[place] = _rebuilt(made[place], map(_with_gradient, made[place].tensors(), sums))
         return made
 
     def _leaves(self, number: int) -> VisionFeatures:
         """The kept features of a prompt as leaves, whose gradients are added to the prompt's sums."""
-        kept = self._kept[number]
-        sums = self._sums.setdefault(
-            number, [torch.zeros_like(t, dtype=torch.float32) for t in kept.tensors()]
-        )
-        return _each(_leaf, kept, sums)
+        tensors = self._kept[number].tensors()
+        sums = self._sums.setdefault(number, [None] * len(tensors))
+        leaves = (summed_leaf(tensor, sums, place) for place, tensor in enumerate(tensors))
+        return _rebuilt(self._kept[number], leaves)
 
     def _touched_by_blank(self, features: VisionFeatures) -> VisionFeatures:
         zero = zero_of_blank(self.model, self.family, self.blank)
@@ -131,13 +130,7 @@ def zero_of_blank(model: Any, family: Family, blank: dict[str, Tensor]) -> Tenso
     return torch.stack([t.sum() for t in features.tensors()]).sum() * 0
 
 
-def _each(
-    change: Callable[[Tensor, Tensor], Tensor], features: VisionFeatures, sums: Sequence[Tensor]
-) -> VisionFeatures:
-    return _rebuilt(features, [change(t, total) for t, total in zip(features.tensors(), sums, strict=True)])
-
-
-def _rebuilt(features: VisionFeatures, tensors: Sequence[Tensor]) -> VisionFeatures:
+def _rebuilt(features: VisionFeatures, tensors: Iterable[Tensor]) -> VisionFeatures:
     """`features` with other tensors, in the order of `VisionFeatures.tensors`."""
     given = iter(tensors)
     images = tuple(next(given) for _ in features.images)
@@ -145,18 +138,8 @@ def _rebuilt(features: VisionFeatures, tensors: Sequence[Tensor]) -> VisionFeatu
     return replace(features, images=images, levels=levels)
 
 
-def _leaf(kept: Tensor, total: Tensor) -> Tensor:
-    """`kept` as a leaf, whose gradient is added to `total`."""
-    leaf = kept.detach().requires_grad_()
-    leaf.register_hook(partial(_add, total))
-    return leaf
-
-
-def _add(total: Tensor, grad: Tensor) -> None:
-    total.add_(grad)
-
-
-def _with_gradient(features: Tensor, more: Tensor) -> Tensor:
+def _with_gradient(features: Tensor, more: Tensor | None) -> Tensor:
     """`features`, whose gradient will be what comes plus `more`."""
-    features.register_hook(lambda grad: (grad.float() + more).to(grad.dtype))
+    if more is not None:
+        features.register_hook(lambda grad: (grad.float() + more).to(grad.dtype))
     return features

@@ -32,6 +32,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.balance import balanced
 from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.forward_pass import ForwardPass
 from mm_grpo.learner.image_features import KeptFeatures
 from mm_grpo.learner.lora import (
     has_adapters,
@@ -42,7 +43,6 @@ from mm_grpo.learner.lora import (
     without_adapters,
 )
 from mm_grpo.learner.loss import LossInputs, pack_loss
-from mm_grpo.learner.memory import device_memory, largest_pack, memory_of_run, memory_sentence
 from mm_grpo.learner.minibatch import (
     ByCompletion,
     LogProbs,
@@ -54,7 +54,6 @@ from mm_grpo.learner.minibatch import (
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
 from mm_grpo.learner.pack import Item, Pack, dummy_pack, plan
-from mm_grpo.learner.pass_of_packs import PassOfPacks
 from mm_grpo.learner.perception import MaskedPrompts, own_tokens, with_masked
 from mm_grpo.learner.reference import MovingReference, load_reference_model
 from mm_grpo.learner.score import logprobs_and_entropies, score, wrap_model
@@ -63,7 +62,6 @@ from mm_grpo.learner.step_report import (
     LossStatistics,
     PackStatistics,
     gap_metrics,
-    gaps_by_version,
     update_metrics,
 )
 from mm_grpo.learner.transformers_patches import save_pretrained
@@ -191,19 +189,6 @@ class Learner:
         with merged_layers(self.model) if as_sent else nullcontext():
             return score(self.model, self.processor, self.config, prompt, completions, as_sampled=as_sampled)
 
-    def memory_sentence(self) -> str:
-        """Describe this process's estimated device memory, from the sizes of the model; "" if unknown."""
-        reference = self.reference.model if self.reference is not None else None
-        second = reference if reference is not self.model else None
-        world, pixels = self.ranks.world, self.processor.max_pixels
-        estimate = memory_of_run(
-            self.model, self.config, world, self.checkpointing, second, image_pixels=pixels
-        )
-        if estimate is None:
-            return ""
-        available, tokens = device_memory(self.model.device), largest_pack(self.config, self.ranks.world)
-        return memory_sentence(estimate, available, tokens=tokens, checkpointing=self.checkpointing)
-
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its in-memory name, tied ones under each name, adapters merged: for an engine."""
         return merged_tensors(self.model)
@@ -228,7 +213,7 @@ class Learner:
         self, minibatch: Minibatch, logprobs: LogProbs, statistics: LossStatistics
     ) -> UpdateRecord:
         """One optimizer update: forward and backward of each pack, then the optimizer. Collective."""
-        statistics.count(sum(len(i.token_ids) for i in minibatch.items if i.counts))
+        statistics.add(counted=sum(len(i.token_ids) for i in minibatch.items if i.counts))
         inputs, chosen = self._top_entropy(minibatch)
         with self.ranks.fail_together("planning packs"):
             planned = run = self._plan(minibatch.live, copies=2 if self._masked is not None else 1)
@@ -301,10 +286,9 @@ class Learner:
             **statistics.metrics(len(updates)),
             **update_metrics(updates),
             **work.metrics(self.ranks, self.config.optim.max_tokens_per_pack),
-            **gap_metrics(logprobs.engine, logprobs.old, self.ranks),
         }
-        gaps = gaps_by_version(logprobs.engine, logprobs.old, versions, self.ranks)
-        return LearnerReport(metrics, updates, gaps)
+        gap, by_version = gap_metrics(logprobs.engine, logprobs.old, versions, self.ranks)
+        return LearnerReport(metrics | gap, updates, by_version)
 
     # passes without gradients ----------------------------------------------------------------
 
@@ -346,9 +330,8 @@ class Learner:
     def _use_features(self, features: KeptFeatures | None) -> None:
         self._features = features
         self.module.features = features
-        if (
-            self.reference is not None and self.config.algorithm.reference_path is None
-        ):  # else its tower is another
+        # a reference of another path has another tower
+        if self.reference is not None and self.config.algorithm.reference_path is None:
             self.reference.features = features
 
     # packs -----------------------------------------------------------------------------------
@@ -368,8 +351,8 @@ class Learner:
             apart=masks.apart,
         )
 
-    def _pass(self, module: PackForward, planned: Sequence[Sequence[Sequence[Item]]]) -> PassOfPacks:
-        return PassOfPacks(module, planned, self.processor.media_token_ids, self._work)
+    def _pass(self, module: PackForward, planned: Sequence[Sequence[Sequence[Item]]]) -> ForwardPass:
+        return ForwardPass(module, planned, self.processor.media_token_ids, self._work)
 
     def _dummy_pack(self) -> Pack:
         return dummy_pack(min(self.processor.stop_token_ids), self.processor.family.position_axes)

@@ -139,9 +139,8 @@ def _perception(
 def _correction(config: AlgorithmConfig, pack: PackTokens) -> Tensor | None:
     """Mismatch weights [M], None when the config asks for none."""
     mode = config.importance_sampling_mode
-    if (
-        mode == "none" or mode == "auto"
-    ):  # `GRPOConfig.with_correction` has put something else where auto is more
+    # `GRPOConfig.with_correction` has put something else where auto is more
+    if mode == "none" or mode == "auto":
         return None
     return mismatch_weights(
         pack.old_logp,

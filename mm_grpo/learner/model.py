@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,9 @@ def _refuse_pickles(where: str, folder: Path) -> None:
 
 def _refuse_incomplete(where: str, info: Mapping[str, Any]) -> None:
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    shapes = sorted(info["mismatched_keys"])
+    shapes, others = sorted(info["mismatched_keys"]), list(info["error_msgs"])
+    if not (missing or shapes or unexpected or others):
+        return
     if missing:
         fault = f"{missing[0]} is missing{_others(missing, 'tensor')}, and would be drawn at random"
     elif shapes:
@@ -202,14 +204,9 @@ def _refuse_incomplete(where: str, info: Mapping[str, Any]) -> None:
         )
     elif unexpected:
         fault = f"the model has no {unexpected[0]}, which is among the weights{_others(unexpected, 'tensor')}"
-    elif info["error_msgs"]:
-        fault = quoted(ValueError(*info["error_msgs"][:1]))
     else:
-        return
-    raise ConfigError(
-        f"{where}: the weights are not those of the config: {fault}; give the whole model, with the config.json "
-        "that was saved with it"
-    )
+        fault = quoted(ValueError(others[0]))
+    raise ConfigError(f"{where}: the weights are not those of its config.json: {fault}; give the whole model")
 
 
 # passed in -----------------------------------------------------------------------------------
@@ -218,39 +215,39 @@ def _refuse_incomplete(where: str, info: Mapping[str, Any]) -> None:
 def _refuse_other_place(where: str, model: Any, config: ModelConfig, several: bool) -> None:
     devices = {p.device for p in model.parameters()}
     dtypes = {p.dtype for p in model.parameters()}
-    if len(devices) > 1 or "meta" in {d.type for d in devices}:
-        raise ConfigError(
-            f"{where} is on {', '.join(sorted(map(str, devices)))}: must be on one device; load it without device_map"
-        )
-    if len(dtypes) > 1 or not dtypes <= set(TRAINED):
+    if (
+        len(devices) > 1
+        or len(dtypes) > 1
+        or "meta" in {d.type for d in devices}
+        or not dtypes <= set(TRAINED)
+    ):
         found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         raise ConfigError(
-            f"{where} has weights in {found}: must be in float32, or all in bfloat16; load it with such a dtype"
+            f"{where} has weights in {found} on {', '.join(sorted(map(str, devices)))}: must be in float32, or all in "
+            "bfloat16, on one device; load it without device_map, with such a dtype"
         )
     (device,), (dtype,) = devices, dtypes
+    wanted = resolve_device(config.device)
     if config.dtype != "auto" and dtype != getattr(torch, config.dtype):
         raise ConfigError(
-            f"model.dtype = '{config.dtype}': {where} is in {str(dtype).removeprefix('torch.')}; load it in "
-            f"{config.dtype}, or write auto"
+            f"model.dtype = '{config.dtype}': {where} is in {str(dtype).removeprefix('torch.')}"
         )
-    wanted = resolve_device(config.device)
     if (config.device != "auto" or several) and _place(device) != _place(wanted):
-        raise ConfigError(
-            f"model.device = '{config.device}': {where} is on {device}, and not on {wanted}; move it there first"
-        )
+        raise ConfigError(f"model.device = '{config.device}': {where} is on {device}, and not on {wanted}")
 
 
 def _refuse_another_model(model: Any, config: ModelConfig, from_path: str) -> None:
-    theirs = read_config(config.path, trust_remote_code=config.trust_remote_code).to_dict()
-    ours = model.config.to_dict()
-    differing = sorted(_differing(ours, theirs)) if from_path == "engine" else []
-    if ours.get("model_type") != theirs.get("model_type"):
+    theirs = _flat(read_config(config.path, trust_remote_code=config.trust_remote_code).to_dict())
+    ours = _flat(model.config.to_dict())
+    fields = {"model_type"} if from_path == "processor" else ours.keys() | theirs.keys()
+    differing = sorted(field for field in fields if ours.get(field) != theirs.get(field))
+    if ours["model_type"] != theirs["model_type"]:
         differing = ["model_type"]
     if differing:
         field = differing[0]
         raise ConfigError(
             f"model.path = '{config.path}' is not built as the model that was passed in: {field} is "
-            f"{_at(theirs, field)!r} there and {_at(ours, field)!r} in the model{_others(differing, 'field')}; the "
+            f"{theirs.get(field)!r} there and {ours.get(field)!r} in the model{_others(differing, 'field')}; the "
             f"{from_path} is made from model.path: save the model, and name its folder there"
         )
 
@@ -272,34 +269,21 @@ def _repair_generation_config(model: Any) -> None:
         try:
             repaired.validate(strict=True)
         except ValueError:
-            raise ConfigError(
-                f"the model's generation config cannot be saved ({quoted(error)}); mend generation_config.json"
-            ) from None
+            raise ConfigError(f"the model's generation config cannot be saved: {quoted(error)}") from None
         model.generation_config = repaired
-        flags = sorted(repaired.to_diff_dict().keys() - {"do_sample", "transformers_version"})
         logger.warning(
             "the model's generation config sets sampling flags and not do_sample, with which it cannot be saved; "
-            "do_sample=True is written into the saved one (it holds %s)",
-            ", ".join(flags),
+            "do_sample=True is written into the saved one"
         )
 
 
-def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Dotted paths of fields that build a model and are not equal."""
-    for key in ours.keys() | theirs.keys():
-        one, other = ours.get(key), theirs.get(key)
-        if key in NEUTRAL or key.startswith("_") or one == other:
-            continue
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from _differing(one, other, f"{before}{key}.")
-        else:
-            yield f"{before}{key}"
-
-
-def _at(values: Any, path: str) -> Any:
-    for key in path.split("."):
-        values = values.get(key)
-    return values
+def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Fields of a config that build a model, by dotted paths."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if key not in NEUTRAL and not key.startswith("_"):
+            flat |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {before + key: value}
+    return flat
 
 
 def _others(found: Iterable[Any], noun: str) -> str:

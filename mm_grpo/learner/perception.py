@@ -47,14 +47,8 @@ class MaskedPrompts:
     def _of(self, number: int) -> Prompt:
         if number not in self._made:
             group = self.groups[number]
-            if any(c.tail is not None for c in group.completions):
-                raise ConfigError(
-                    "algorithm.perception_coef: must be 0 in conversations of several turns, whose tools may show what "
-                    "the mask hides"
-                )
-            self._made[number] = masked_prompt(
-                self.processor, group.prompt, self.ratio, group.completions[0].seed
-            )
+            seed = group.completions[0].seed
+            self._made[number] = masked_prompt(self.processor, group.prompt, self.ratio, seed)
         return self._made[number]
 
 

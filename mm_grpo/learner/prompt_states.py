@@ -105,7 +105,9 @@ class PromptStates:
             return kept
         tensors = kept.tensors()
         sums = self._sums.setdefault(id(prompt), [None] * len(tensors))
-        leaves = iter([_leaf(tensor, sums, place) for place, tensor in enumerate(tensors)])
+        leaves = iter(
+            [summed_leaf(t, sums, place) if t.requires_grad else t for place, t in enumerate(tensors)]
+        )
         layers = {layer: (next(leaves), next(leaves)) for layer in kept.layers}
         return PromptState(kept.length, layers, next(leaves))
 
@@ -137,16 +139,14 @@ class Prefixes:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def _leaf(tensor: Tensor, sums: list[Tensor | None], place: int) -> Tensor:
-    """`tensor` as a leaf whose gradient is added to that place of `sums`; itself where it has none."""
-    if not tensor.requires_grad:
-        return tensor
+def summed_leaf(tensor: Tensor, sums: list[Tensor | None], place: int) -> Tensor:
+    """`tensor` as a leaf, the gradients of whose backwards are summed in fp32 at that place of `sums`."""
     leaf = tensor.detach().requires_grad_()
-    leaf.register_post_accumulate_grad_hook(partial(_add, sums, place))
+    leaf.register_post_accumulate_grad_hook(partial(_move_gradient, sums, place))
     return leaf
 
 
-def _add(sums: list[Tensor | None], place: int, leaf: Tensor) -> None:
+def _move_gradient(sums: list[Tensor | None], place: int, leaf: Tensor) -> None:
     grad, total = leaf.grad, sums[place]
     leaf.grad = None
     if grad is not None:

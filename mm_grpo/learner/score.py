@@ -9,9 +9,9 @@ import torch
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.forward_pass import ForwardPass
 from mm_grpo.learner.minibatch import ByCompletion, split_by_completion
 from mm_grpo.learner.pack import Item, Pack, plan
-from mm_grpo.learner.pass_of_packs import PassOfPacks
 from mm_grpo.learner.step_report import PackStatistics
 from mm_grpo.processors.base import Processor
 from mm_grpo.types import Prompt
@@ -52,7 +52,7 @@ def score(
     planned = plan(
         items, tokens, masks.multiple, shared=shared, apart=masks.apart
     )  # one group: no row has more
-    with PassOfPacks(module, planned, processor.media_token_ids, PackStatistics()) as whole:
+    with ForwardPass(module, planned, processor.media_token_ids, PackStatistics()) as whole:
         found = logprobs_and_entropies(module, whole.packs())[0]
     return [found[i].tolist() for i in range(len(items))]
 

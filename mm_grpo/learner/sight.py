@@ -3,21 +3,16 @@
     sight = log p(completion | prompt, its images) - log p(completion | prompt, images of another row)
 
 The completions were sampled with their own images, so the mean over them estimates the KL divergence between the
-answers to the two, and is 0 where the model answers from the text alone. A task may be solved so: rows whose text
-gives the answer away, answers that are mostly the same. The reward then rises and sight stays near 0, or falls to it.
+answers to the two, and is 0 where the model answers from the text alone. The learner's own packs compute it without
+gradients, under the weights and the distribution that were sampled from.
 
-The learner's own packs compute it, under the weights that sampled and the distribution that was sampled from (media
-tokens masked, the training temperature), without gradients: the other images are one more prefix of the same G
-completions, and are encoded once.
+The other row is the next one in the step, in the order of slots, that differs in every image; which rows are measured
+does not depend on the process that holds them. The k-th placeholder of a row's text is given the k-th image of the
+other row, from its first again where these are fewer. They keep their size, so the prompt may have another length.
+Rows without images, without such another row, or that would no longer fit a pack are left out. In conversations of
+several turns the images of observations stay.
 
-The other row is the next one in the step, in the order of slots, that differs in every image. Its images come whole:
-the row's text keeps its placeholders, the k-th of which is given the k-th of the other row's images, from its first
-again where these are fewer. They keep their size, so the prompt may have another length. Rows without images, rows
-without such another row and rows that would no longer fit a pack are left out. In conversations of several turns the
-images of the prompt are replaced, those of observations are not.
-
-Which rows are measured depends on the step's rows alone, not on which process holds them. Axes: [T] tokens of a
-completion, [G] completions of a group.
+Axes: [T] tokens of a completion, [G] completions of a group.
 """
 
 from __future__ import annotations
@@ -36,9 +31,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 GROUPS = 4
-"""Groups of a step that are measured, fewer where fewer have another row. With G = 8 the mean of 32 completions, which
-vary by a few nats, has an error below one; more groups cost more and say little more, for the next measurement adds as
-many. Each costs two forwards of its row."""
+"""Groups of a step that are measured: with G = 8 the mean of 32 completions, which vary by a few nats, has an error
+below one. Each costs two forwards of its row."""
 
 T = TypeVar("T")
 
@@ -68,7 +62,9 @@ def measure(groups: Sequence[Group], learner: Learner, max_tokens: int, ranks: R
     `max_tokens` are those that one prompt with one completion may have (`optim.max_tokens_per_pack`).
     """
     with ranks.fail_together("sight"):
-        digests = {g.slot: tuple(map(_digest, _images(g.prompt))) for g in groups if g.prompt.vision}
+        digests = {
+            g.slot: tuple(map(_digest, g.prompt.engine_prompt.images)) for g in groups if g.prompt.vision
+        }
     shares = ranks.all_gather(digests, "digests of images")
     pairs = pairs_of({slot: found for share in shares for slot, found in share.items()}, GROUPS)
     rank_of = {slot: rank for rank, share in enumerate(shares) for slot in share}
@@ -77,7 +73,7 @@ def measure(groups: Sequence[Group], learner: Learner, max_tokens: int, ranks: R
     for slot, other in pairs:
         if other in own:
             lender = own[other].prompt
-            parcels[rank_of[slot]].append((slot, lender.uid, _images(lender)))
+            parcels[rank_of[slot]].append((slot, lender.uid, lender.engine_prompt.images))
     received = [one for parcel in ranks.all_to_all(parcels, "images") for one in parcel]
     chosen: list[tuple[Group, str, Prompt]] = []
     with ranks.fail_together("sight"):
@@ -90,19 +86,12 @@ def measure(groups: Sequence[Group], learner: Learner, max_tokens: int, ranks: R
     asked: list[tuple[Prompt, Sequence[Completion]]] = [(g.prompt, g.completions) for g, _, _ in chosen]
     asked += [(prompt, _moved(g.completions, g.prompt, prompt)) for g, _, prompt in chosen]
     found = learner.current_logprobs(asked)
-    halves = zip(found[: len(chosen)], found[len(chosen) :], strict=True)
-    return [
-        GroupSight(
-            group.slot,
-            group.attempt,
-            uid,
-            tuple(
-                tuple(a - b for a, b in zip(*both, strict=True)) for both in zip(seen, unseen, strict=True)
-            ),
-            tuple(pieces_of(learner.processor, c.token_ids) for c in group.completions),
-        )
-        for (group, uid, _), (seen, unseen) in zip(chosen, halves, strict=True)
-    ]
+    sights = []
+    for (group, uid, _), seen, unseen in zip(chosen, found[: len(chosen)], found[len(chosen) :], strict=True):
+        tokens = (tuple(a - b for a, b in zip(*both, strict=True)) for both in zip(seen, unseen, strict=True))
+        pieces = (pieces_of(learner.processor, c.token_ids) for c in group.completions)
+        sights.append(GroupSight(group.slot, group.attempt, uid, tuple(tokens), tuple(pieces)))
+    return sights
 
 
 def pairs_of(digests: Mapping[int, Sequence[str]], count: int) -> list[tuple[int, int]]:
@@ -142,10 +131,10 @@ def with_images(processor: Processor, prompt: Prompt, images: Sequence[Image]) -
 def pieces_of(processor: Processor, token_ids: Sequence[int]) -> tuple[str, ...]:
     """The text that each token adds [T], "" for a special one; a character of several tokens stands at its last."""
     pieces, start, end = (
-        [],
+        list[str](),
         0,
         0,
-    )  # tokens from `start` to `end` are decoded before, for a first one may lose a space
+    )  # what stands between is decoded before: a first one may lose a space
     for place in range(len(token_ids)):
         before = processor.decode(token_ids[start:end])
         text = processor.decode(token_ids[start : place + 1])
@@ -155,11 +144,6 @@ def pieces_of(processor: Processor, token_ids: Sequence[int]) -> tuple[str, ...]
         pieces.append(text[len(before) :])
         start, end = end, place + 1
     return tuple(pieces)
-
-
-def _images(prompt: Prompt) -> tuple[Image, ...]:
-    """The prompt's images at their final size."""
-    return prompt.engine_prompt.images
 
 
 def _digest(image: Image) -> str:

@@ -21,8 +21,7 @@ GAP = "sampling/sampling_logp_difference"
 class LearnerReport:
     """Report of a step: metrics under TRL's names, and one record per optimizer update.
 
-    `gaps` are the mean and the largest gap of the metrics' `GAP` by the weight version that completions were sampled
-    under, without those that have several.
+    `gaps` are those of the metrics' `GAP` by the oldest weight version that a completion was sampled under.
     """
 
     metrics: dict[str, float]
@@ -30,12 +29,8 @@ class LearnerReport:
     gaps: Mapping[int, SampledGap] = field(default_factory=dict)
 
     @property
-    def mean_gap(self) -> float:
-        """Mean gap per token between the engine's log-probs and ours, in nats; 0 where no token was run."""
-        return self.metrics.get(f"{GAP}/mean", 0.0)
-
-    @property
     def max_gap(self) -> float:
+        """Largest gap of a token between the engine's log-probs and ours, in nats; 0 where no token was run."""
         return self.metrics.get(f"{GAP}/max", 0.0)
 
 
@@ -49,12 +44,10 @@ class LossStatistics:
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
 
-    def count(self, tokens: int) -> None:
-        self.sums["counted"] = self.sums.get("counted", 0.0) + tokens
-
-    def add(self, **values: Tensor) -> None:
+    def add(self, **values: Tensor | int) -> None:
         for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value.detach().double().sum())
+            whole = float(value.detach().double().sum()) if isinstance(value, Tensor) else value
+            self.sums[name] = self.sums.get(name, 0.0) + whole
 
     @property
     def live_tokens(self) -> int:
@@ -153,45 +146,36 @@ def update_metrics(updates: Sequence[UpdateRecord]) -> dict[str, float]:
     }
 
 
-def gaps_by_version(
+def gap_metrics(
     engine: Sequence[Sequence[float]],
     learned: Mapping[int, Tensor],
     versions: Sequence[tuple[int, ...]],
     ranks: Ranks,
-) -> dict[int, SampledGap]:
-    """Distance of the engine's log-probs [R][T] from the learner's, by the oldest version [R] that a completion was
-    sampled under. Collective."""
+) -> tuple[dict[str, float], dict[int, SampledGap]]:
+    """Distance of the engine's log-probs [R][T] from the learner's: over all completions that were run, and by the
+    oldest version [R] that a completion was sampled under. Collective."""
     own: dict[int, list[float]] = {}
     for index, values in learned.items():
         moves = values.double().cpu() - torch.tensor(engine[index], dtype=torch.float64)
         own.setdefault(min(versions[index]), []).extend(moves.tolist())
     every = ranks.all_gather(own, "log-prob gaps")
-    found: dict[int, SampledGap] = {}
-    for version in sorted({version for of_rank in every for version in of_rank}):
-        moves = torch.tensor([m for of_rank in every for m in of_rank.get(version, ())], dtype=torch.float64)
-        if len(moves):
-            excess = moves.exp() - 1
-            spread = float(excess.square().sum().sqrt())
-            found[version] = SampledGap(
-                float(moves.abs().mean()),
-                float(moves.abs().max()),
-                float(excess.mean()) + 1,
-                float(excess.sum()) / spread if spread else 0.0,
-            )
-    return found
+    by_version = {
+        version: torch.tensor([m for found in every for m in found.get(version, ())], dtype=torch.float64)
+        for version in sorted({version for found in every for version in found})
+    }
+    if not by_version:
+        return {}, {}
+    moves = torch.cat([*by_version.values()]).abs()
+    metrics = {f"{GAP}/mean": float(moves.sum()) / len(moves), f"{GAP}/max": float(moves.max())}
+    return metrics, {version: _gap_of(moves) for version, moves in by_version.items()}
 
 
-def gap_metrics(
-    engine: Sequence[Sequence[float]], learned: Mapping[int, Tensor], ranks: Ranks
-) -> dict[str, float]:
-    """Distance of the engine's log-probs [R][T] from the learner's, over completions that were run. Collective."""
-    gaps = [
-        (torch.tensor(engine[index], dtype=torch.float64) - values.double().cpu()).abs()
-        for index, values in learned.items()
-    ]
-    gap = torch.cat(gaps) if gaps else torch.zeros(0, dtype=torch.float64)
-    own = (float(gap.sum()), len(gap), float(gap.max()) if gaps else 0.0)
-    sums, counts, largest = zip(*ranks.all_gather(own, "log-prob gaps"), strict=True)
-    if not sum(counts):
-        return {}
-    return {f"{GAP}/mean": sum(sums) / sum(counts), f"{GAP}/max": max(largest)}
+def _gap_of(moves: Tensor) -> SampledGap:
+    excess = moves.exp() - 1
+    std = float(excess.square().sum().sqrt())
+    return SampledGap(
+        float(moves.abs().mean()),
+        float(moves.abs().max()),
+        float(excess.mean()) + 1,
+        float(excess.sum()) / std if std else 0.0,
+    )

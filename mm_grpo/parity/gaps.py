@@ -137,29 +137,20 @@ def check_start(
 
     Of an engine over several servers each one is checked. Raises GuardStop as `run.guards.logp_gap` says.
     """
-    replicas: Sequence[RolloutEngine] = getattr(engine, "replicas", ())
-    found: PromptParity | None = None
-    for replica in replicas:
-        with suppress(ReplicaLost):
-            found = _check_start(replica, learner, config, prompt, seeds, version)
-    return found or _check_start(engine, learner, config, prompt, seeds, version)
-
-
-def _check_start(
-    engine: RolloutEngine,
-    learner: Learner,
-    config: GRPOConfig,
-    prompt: Prompt,
-    seeds: Sequence[int],
-    version: int,
-) -> PromptParity:
     sampling = Sampling(min(START_TOKENS, config.rollout.max_completion_length), config.rollout.temperature)
-    requests = requests_for([prompt], [seeds], sampling)
-    completions = engine.generate(requests)
-    require_answers(requests, completions, version)
-    longest = max((c.token_ids for c in completions), key=len)
-    parity = compare(engine, learner, prompt, completions, scored=[longest])
-    limit = limit_for(str(learner.model.dtype))
-    for message in past_limit(parity, limit):
-        apply_guard("logp_gap", f"before the first step, {message}", config.run.guards)
-    return parity
+    requests, limit = requests_for([prompt], [seeds], sampling), limit_for(str(learner.model.dtype))
+
+    def check(one: RolloutEngine) -> PromptParity:
+        completions = one.generate(requests)
+        require_answers(requests, completions, version)
+        longest = max((c.token_ids for c in completions), key=len)
+        parity = compare(one, learner, prompt, completions, scored=[longest])
+        for message in past_limit(parity, limit):
+            apply_guard("logp_gap", f"before the first step, {message}", config.run.guards)
+        return parity
+
+    found: PromptParity | None = None
+    for replica in getattr(engine, "replicas", ()):
+        with suppress(ReplicaLost):
+            found = check(replica)
+    return found or check(engine)

@@ -4,6 +4,7 @@ check         `mm-grpo check`: every row made into a prompt, every reward called
 gold_answers  rewards on right and on wrong answers of the rows
 gold_text     the right answer of a row to a reward
 doctor        `mm-grpo doctor`: engine against learner, before and after a real update
-estimate      `mm-grpo estimate`: memory, from the model's config alone
+memory        what one process of a run holds of its device, estimated
+estimate      `mm-grpo estimate`: that, from the model's config alone, and what makes it fit
 smoke         `--smoke`: a config that runs on any CPU in seconds
 """

@@ -1,22 +1,14 @@
 """`mm-grpo estimate`: what a config will hold of a GPU's memory, from the model's config.json alone.
 
 The model is built without weights (torch's meta device), so that every count of weights is exact; the arithmetic is
-that of learner/memory.py, which the run prints at its start. A run holds most in one of two phases:
-
-    learner   weights, reference, gradients, optimizer, activations of one pack, and vLLM's share at
-              `rollout.vllm.sleep_level` 0; at 1 its weights move to the host's memory, and at 2 they are dropped
-    rollout   weights, reference, optimizer, and vLLM's share of the GPU, or the embedded engine's cache
-
-vLLM's share holds its copy of the weights, 1 GB for a forward of its own (an assumption), and its cache: 2 K b bytes of
-a token for each layer of full attention, with K the width of all heads' keys. CUDA's context is taken for 0.5 GB. A
-card of N GB has N * 10^9 bytes. What does not fit is tried again with one setting more, in the order of what costs
-least.
+that of memory.py, which the run prints at its start. CUDA's context is taken for 0.5 GB. A card of N GB has N * 10^9
+bytes. What does not fit is tried again with one setting more, in the order of what costs least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +21,26 @@ from mm_grpo.build import processor_of
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.lora import add_adapters
-from mm_grpo.learner.memory import PROMPT, MemoryEstimate, ModelSizes, largest_pack, memory_of_config
+from mm_grpo.preflight.memory import (
+    FORWARD,
+    GB,
+    ModelSizes,
+    Phases,
+    largest_pack,
+    longest,
+    memory_of_run,
+    prompt_tokens,
+)
 from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.processors.qwen_vl import IMAGE_TOKENS, QwenVLFamily
-from mm_grpo.rollout.transformers_engine import MAX_ROWS
 from mm_grpo.terminal import print_line
 
 PROCESSES = "--processes"
 CARDS = (24, 48, 80)
 """Sizes of GPUs [GB] that are shown beside what is asked for."""
-GB = 10**9
 CONTEXT = GB // 2
 """Bytes of CUDA's context."""
-FORWARD = GB
-"""Bytes that vLLM needs for a forward of its own, beside weights and cache."""
 FEWEST = 512
 """Fewest tokens of a pack that are tried."""
 
@@ -54,20 +51,6 @@ class Image:
 
     pixels: int
     tokens: int
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Bytes of one process in both phases; `cache` is that of the engine, in tokens of its cache."""
-
-    learner: MemoryEstimate
-    rollout: dict[str, int]
-    cache: int
-    fault: str = ""
-
-    @property
-    def peak(self) -> int:
-        return max(self.learner.total, sum(self.rollout.values())) + CONTEXT
 
 
 def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
@@ -104,41 +87,13 @@ def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
     return sizes, _image(config, model, family)
 
 
-def longest(config: GRPOConfig) -> int:
-    """Tokens of the longest sequence: a prompt and its completion."""
-    return (config.data.max_prompt_length or PROMPT) + config.rollout.max_completion_length
-
-
-def cache_bytes(sizes: ModelSizes) -> int:
-    """Bytes of a token in the engine's cache."""
-    return 2 * sizes.numbers * sizes.keys * (sizes.layers - sizes.linear_layers)
-
-
 def phases(sizes: ModelSizes, image: Image, config: GRPOConfig, card: int, *, processes: int) -> Phases:
     """What one process of a run holds of a GPU of `card` bytes, with gradient checkpointing unless the config says
     otherwise."""
-    rollout, checkpointing = config.rollout, config.optim.gradient_checkpointing is not False
-    given, b = rollout.vllm, sizes.numbers
-    inside = rollout.engine == "vllm"
-    share = round(card * given.gpu_memory_utilization) if inside else 0
-    asleep = share if given.sleep_level == 0 else 0
-    learner = memory_of_config(
-        sizes, config, processes, checkpointing, vllm=asleep, image_pixels=image.pixels
+    checkpointing = config.optim.gradient_checkpointing is not False
+    return memory_of_run(
+        sizes, config, card, processes=processes, checkpointing=checkpointing, max_pixels=image.pixels
     )
-    token, length, base = cache_bytes(sizes), longest(config), b * (sizes.weights - sizes.adapters)
-    held = {"weights": learner.weights, "reference": learner.reference, "optimizer": learner.optimizer}
-    fault = ""
-    if inside:
-        cache = max(0, share - base - FORWARD) // token
-        held["vLLM"] = share
-        if cache < length:
-            least = (base + FORWARD + token * length) / GB
-            fault = f"vLLM's share of {share / GB:.1f} GB has no room for its weights and one sequence ({least:.1f} GB)"
-    else:
-        rows = min(MAX_ROWS, -(-rollout.prompts_per_step // processes) * rollout.num_generations)
-        cache = rows * length
-        held["cache of the embedded engine"] = cache * token
-    return Phases(learner, held, cache, fault)
 
 
 # what helps ----------------------------------------------------------------------------------
@@ -183,7 +138,7 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
         if _fits(found := tried(fewer), card):
             taken, current = fewer, found
     shown = (f"{n} {v}" if n == PROCESSES else f"{n}={_as_yaml(v)}" for n, v in taken.items())
-    return Remedy(tuple(shown), current.peak)
+    return Remedy(tuple(shown), current.peak + CONTEXT)
 
 
 def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> Iterator[tuple[str, Any]]:
@@ -192,8 +147,8 @@ def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> 
     if config.rollout.engine == "vllm":
         if vllm.sleep_level == 0:
             yield "rollout.vllm.sleep_level", 1
-        sequences = cache_bytes(sizes) * longest(config) * config.rollout.num_generations
-        least = sizes.numbers * (sizes.weights - sizes.adapters) + FORWARD + sequences
+        sequences = sizes.cache_token * longest(config) * config.rollout.num_generations
+        least = sizes.sent + FORWARD + sequences
         share = -(-100 * least // card) / 100
         if share <= 1 and share != vllm.gpu_memory_utilization:
             yield "rollout.vllm.gpu_memory_utilization", share
@@ -216,7 +171,7 @@ def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> 
 
 
 def _fits(found: Phases, card: int) -> bool:
-    return not found.fault and found.peak <= card
+    return not found.fault and found.peak + CONTEXT <= card
 
 
 def _as_yaml(value: Any) -> str:
@@ -243,7 +198,7 @@ def show(
     )
     print_line(
         f"an image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a prompt, prompts of "
-        f"{config.data.max_prompt_length or PROMPT:,} tokens (data.max_prompt_length)",
+        f"{prompt_tokens(config):,} tokens (data.max_prompt_length)",
         console,
     )
     for card in cards:
@@ -276,18 +231,13 @@ def _table(found: Phases, card: float) -> Table:
     table = Table(title=f"GB of one process on a GPU of {card:g} GB")
     for title in ("", "while it learns", "while it samples"):
         table.add_column(title, justify="left" if not title else "right")
-    names = {
-        "log_probs": "log-probs", "vllm": "vLLM", "vision": "vision tower", "masks": "attention masks",
-        "kept_prompt": "kept prompt",
-    }  # fmt: skip
-    learner = {names.get(f.name, f.name): getattr(found.learner, f.name) for f in fields(found.learner)}
-    for name in dict.fromkeys([*learner, *found.rollout]):
-        one, other = learner.get(name, 0), found.rollout.get(name, 0)
+    for name in dict.fromkeys([*found.learner, *found.rollout]):
+        one, other = found.learner.get(name, 0), found.rollout.get(name, 0)
         if one or other:
             table.add_row(name, _cell(one), _cell(other))
     table.add_row("CUDA's context", _cell(CONTEXT), _cell(CONTEXT))
     table.add_section()
-    table.add_row("sum", _cell(found.learner.total + CONTEXT), _cell(sum(found.rollout.values()) + CONTEXT))
+    table.add_row("sum", *(_cell(sum(phase.values()) + CONTEXT) for phase in (found.learner, found.rollout)))
     return table
 
 

@@ -127,12 +127,10 @@ def _refuse_unreachable(path: str) -> None:
         return
     folder = Path(path).parent
     near = [str(each) for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
-    hint = did_you_mean(path, near).strip()
     raise ConfigError(
-        f"model.path = '{path}': there is no folder '{path}' beside the config or in '{Path.cwd()}'"
-        f"{f' ({hint})' if hint else ''}, and no model of that name can be got from the hub: {fault}. Give a model's "
-        f"folder, or a hub name on a machine that reaches the hub; `hf download {path} --local-dir FOLDER` makes a "
-        "folder that can be copied here"
+        f"model.path = '{path}': there is no folder of that name beside the config or in '{Path.cwd()}', and no such "
+        f"model can be got from the hub: {fault}. {did_you_mean(path, near)}Give a model's folder; `hf download {path} "
+        "--local-dir FOLDER` makes one on a machine that reaches the hub"
     )
 
 

@@ -140,7 +140,7 @@ def test_counts_of_a_junit_report(script: Script, tmp_path: Path) -> None:
 
 
 def test_the_models_are_those_that_were_published(script: Script) -> None:
-    from mm_grpo.learner.memory import ModelSizes
+    from mm_grpo.preflight.memory import ModelSizes
 
     models, common = script("gpu_models"), script("common")
     machine = common.Machine(torch.device("meta"), torch.bfloat16)

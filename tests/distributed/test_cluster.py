@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import peers
 import pytest
 import torch
 import yaml
 from helpers import processes
 from helpers.run_folders import assert_the_same_run, write_config
-from launches import ACCELERATE, TRAIN, finished, running
+from launches import ACCELERATE, TRAIN, running
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.distributed.accelerate_env import check_launcher
@@ -26,7 +22,6 @@ from mm_grpo.distributed.accelerate_env import check_launcher
 CLUSTER = processes.ROOT / "examples" / "cluster"
 ONE, TWO = CLUSTER / "accelerate_one_host.yaml", CLUSTER / "accelerate_two_hosts.yaml"
 SLURM = CLUSTER / "train.slurm"
-SCRIPT = Path(peers.__file__)
 DEADLINE = 300.0
 STEPS = 2
 OURS = GRPOConfig.from_dict({"model": {"path": "x", "device": "cpu"}})
@@ -34,17 +29,6 @@ OURS = GRPOConfig.from_dict({"model": {"path": "x", "device": "cpu"}})
 
 def read(file: Path) -> Any:
     return yaml.safe_load(file.read_text())
-
-
-def test_the_files_are_those_that_the_page_names() -> None:
-    page = (CLUSTER / "README.md").read_text()
-    files = {p.name for p in CLUSTER.iterdir()}
-    assert files == {ONE.name, TWO.name, SLURM.name, "deepspeed.json", "README.md"}
-    named = set(re.findall(r"examples/cluster/([\w.]+\w)", page))
-    assert named == {ONE.name, TWO.name, SLURM.name}
-    fields = {path for path, *_ in GRPOConfig.field_help()}
-    leaves = re.findall(r"`((?:model|optim|rollout|run)\.\w+(?:\.\w+)?)[`:]", page)
-    assert len(leaves) > 12 and set(leaves) <= fields
 
 
 def test_their_values_are_our_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,29 +46,6 @@ def test_their_values_are_our_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(CLUSTER / "deepspeed.json"))
     check_launcher(OURS, torch.device("cpu"), torch.float32)
-
-
-def test_the_first_lines_say_command_hardware_and_outcome() -> None:
-    for file, command in ((ONE, "accelerate launch"), (TWO, "accelerate launch"), (SLURM, "sbatch")):
-        first, second = [x for x in file.read_text().splitlines() if not x.startswith("#!")][:2]
-        assert command in first and f"examples/cluster/{file.name}" in first
-        assert "of 8 GPUs" in second and second.endswith("yet")
-
-
-def assert_two_joined(folder: Path) -> None:
-    assert [(one["rank"], one["world"], one["sum"]) for one in peers.joined(folder)] == [
-        (0, 2, 3.0),
-        (1, 2, 3.0),
-    ]
-
-
-@pytest.mark.long
-def test_processes_of_the_file_of_one_host_join(tmp_path: Path) -> None:
-    smaller = ["--num_processes", 2, "--main_process_port", processes.free_port()]
-    command = [*ACCELERATE, "--config_file", ONE, *smaller, SCRIPT, tmp_path]
-    code, output = finished(command, tmp_path / "output.txt", DEADLINE)
-    assert code == 0, output
-    assert_two_joined(tmp_path)
 
 
 @pytest.mark.long
@@ -114,24 +75,16 @@ def test_the_file_of_two_hosts_trains_as_one_process(models: dict[str, Path], tm
     assert_the_same_run(tmp_path / "hosts", tmp_path / "alone", STEPS)
 
 
-TORCHRUN = """
-for argument; do [ "$argument" = train ] || arguments+=("${{argument/#mm_grpo.cli/peers}}"); done
-exec {python} -m torch.distributed.run "${{arguments[@]}}"
-"""
-"""torchrun with peers.py in place of `mm_grpo.cli train`."""
-
-
 def stand_in(folder: Path, name: str, lines: str) -> None:
     (folder / name).write_text("#!/bin/bash\n" + lines)
     (folder / name).chmod(0o755)
 
 
 def slurm(folder: Path, srun: str) -> dict[str, str]:
-    """The variables of a job on one host with two GPUs, and stand-ins for SLURM's commands and for torchrun."""
+    """The variables of a job on one host with two GPUs, and stand-ins for SLURM's commands."""
     folder.mkdir()
     stand_in(folder, "scontrol", '[ "$*" = "show hostnames n[7-8]" ] && printf "localhost\\nelsewhere\\n"')
     stand_in(folder, "srun", srun)
-    stand_in(folder, "torchrun", TORCHRUN.format(python=shlex.quote(sys.executable)))
     return {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "n[7-8]",
@@ -159,12 +112,3 @@ def test_what_the_slurm_script_starts(tmp_path: Path) -> None:
         ["bash", str(SLURM)], env={**known, **env}, capture_output=True, text=True, timeout=30
     )
     assert left.returncode == 1 and "usage: sbatch examples/cluster/train.slurm CONFIG" in left.stderr
-
-
-@pytest.mark.long
-def test_processes_of_the_slurm_script_join(tmp_path: Path) -> None:
-    env = slurm(tmp_path / "bin", 'shift; exec "$@"')  # its own option, then the command
-    code, output = finished(["bash", SLURM, tmp_path], tmp_path / "output.txt", DEADLINE, **env)
-    assert code == 0, output
-    assert_two_joined(tmp_path)
-    assert [one["arguments"] for one in peers.joined(tmp_path)] == [["--resume"], ["--resume"]]

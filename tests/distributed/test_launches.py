@@ -113,23 +113,6 @@ def test_processes_of_two_hosts_join(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_contradiction_of_accelerate_is_refused_once(tmp_path: Path) -> None:
-    file = deepspeed(tmp_path, zero_stage=3, gradient_accumulation_steps=4)
-    code, output = finished([*ACCELERATE, "--config_file", file, SCRIPT, tmp_path], tmp_path / "output.txt")
-    assert code != 0 and peers.joined(tmp_path) == []
-    assert output.count("accelerate's zero_stage = 3: stage 3 shares out the weights themselves") == 1, output
-    assert output.count("accelerate's gradient_accumulation_steps = 4: must be 1") == 1, output
-
-
-@pytest.mark.long
-def test_the_one_process_that_accelerate_starts_on_a_cpu_is_refused(tmp_path: Path) -> None:
-    launch = [*ACCELERATE, "--cpu", "--num_processes", 2]
-    code, output = finished([*launch, SCRIPT, tmp_path], tmp_path / "output.txt")
-    assert code != 0 and peers.joined(tmp_path) == []
-    assert output.count("error: `accelerate launch` was asked for several processes and has not") == 1, output
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(("lost", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)])
 def test_a_lost_host_ends_the_other_with_a_message(lost: int, how: signal.Signals, tmp_path: Path) -> None:
     """SIGKILL breaks the connection; SIGSTOP leaves it open and silent, as a host that lost its power does."""

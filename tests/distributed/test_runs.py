@@ -1,4 +1,4 @@
-"""Whole runs: the same on 1 and 2 processes, and the same when they are killed on the way and resumed."""
+"""Whole runs: the same on 1 and 2 processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import runs
-import torch
 from helpers import processes
 from helpers.run_folders import assert_the_same_sight, metrics_of, rollouts_of, weights_of, write_config
 from safetensors.torch import load_file
@@ -72,55 +71,3 @@ def test_one_and_two_processes_make_the_same_run(
     for name, first in weights[0].items():
         distance = (weights[1][name] - first).norm() / (first - base[name]).norm().clamp(min=1e-12)
         assert distance <= 1e-3, name  # ten updates, each of which starts from the last
-
-
-@pytest.mark.long
-def test_a_run_that_is_killed_ten_times_is_the_run_that_was_not(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    every, steps = 3, 30
-    kept = {"run": {"max_steps": steps, "save_every": every, "eval_every": 7, "report": False}}
-    for name, kills in (("straight", ()), ("killed", (10,))):
-        folder = tmp_path / name
-        changes = {
-            "run": {**kept["run"], "dir": str(folder)},
-            "rollout": {"prompts_per_step": 3, "num_generations": 3, "max_completion_length": 6},
-        }
-        run(write_config(models["qwen2_5_vl"], folder, **changes), 1, tmp_path / f"output-{name}", *kills)
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    kills = json.loads((killed / "kills.json").read_text())
-    assert len(kills) == 10 and sum(bool(k["left"]) for k in kills) >= 2  # some in the midst of a checkpoint
-    assert all(k["rows"] - k["checkpoint"] <= every for k in kills)
-    assert (
-        metrics_of(killed) == metrics_of(straight) and len(metrics_of(killed)) == steps + 1
-    )  # and the first evaluation
-    assert rollouts_of(killed) == rollouts_of(straight)
-    for name, weight in weights_of(straight).items():
-        assert torch.equal(weights_of(killed)[name], weight), name
-    files = {str(p.relative_to(straight)) for p in straight.rglob("*") if p.is_file()}
-    assert {str(p.relative_to(killed)) for p in killed.rglob("*") if p.is_file()} == files | {"kills.json"}
-
-
-@pytest.mark.long
-def test_two_processes_that_are_killed_go_on(models: dict[str, Path], tmp_path: Path) -> None:
-    kept = {"max_steps": 6, "save_every": 2, "report": False, "eval_every": 0}
-    for name in ("straight", "killed"):
-        folder = tmp_path / name
-        config = write_config(models["qwen2_5_vl"], folder, run={**kept, "dir": str(folder)})
-        if name == "killed":
-            killed_after(config, folder, 3, tmp_path / "output-first")
-        run(config, 2, tmp_path / f"output-{name}")
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert metrics_of(killed) == metrics_of(straight) and len(metrics_of(killed)) == 7
-    for name, weight in weights_of(straight).items():
-        assert torch.equal(weights_of(killed)[name], weight), name
-
-
-def killed_after(config: Path, folder: Path, rows: int, output: Path) -> None:
-    """Start two processes and kill the second one when the log has so many rows; the first then ends too."""
-    codes = processes.launch(
-        SCRIPT, 2, [config], output, deadline=280, kill=(1, lambda: runs.rows_of(folder) >= rows)
-    )
-    assert codes[1] == -9 and codes[0] != 0
-    said = (output / "rank-0.txt").read_text()
-    assert "lost another one while exchanging" in said or "Connection closed" in said, said[-2000:]

@@ -1,4 +1,4 @@
-"""Whole runs of several turns: the same on 1 and 2 processes, and the same when they are killed and resumed."""
+"""Whole runs of several turns: the same on 1 and 2 processes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers import calling
 from helpers.run_folders import (
     assert_the_same_run,
     assert_the_same_sight,
     metrics_of,
     rollouts_of,
-    weights_of,
     write_config,
 )
 from killed import kill_until_done
@@ -44,20 +42,11 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(x) for x in "".join(rollouts_of(folder).values()).splitlines()]
 
 
-@pytest.fixture(scope="module")
-def straight(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process that nothing ended."""
-    folder = tmp_path_factory.mktemp("turns") / "straight"
-    kill_until_done(written(models["qwen2_5_vl"], folder, **STEPS), 1, 0, seed=2)
-    return folder
-
-
 @pytest.mark.long
-def test_one_and_two_processes_make_the_same_run(
-    straight: Path, models: dict[str, Path], tmp_path: Path
-) -> None:
-    kill_until_done(written(models["qwen2_5_vl"], tmp_path / "of-2", **STEPS), 2, 0, seed=1)
-    one, two = lines_of(straight), lines_of(tmp_path / "of-2")
+def test_one_and_two_processes_make_the_same_run(models: dict[str, Path], tmp_path: Path) -> None:
+    for world in (1, 2):
+        kill_until_done(written(models["qwen2_5_vl"], tmp_path / f"of-{world}", **STEPS), world, 0, seed=1)
+    one, two = (lines_of(tmp_path / f"of-{world}") for world in (1, 2))
     for row, expected in zip(one, two, strict=True):
         assert_the_same_sight(row, expected)
     turns = [turn for row in one for turn in row["turns"]]
@@ -72,17 +61,5 @@ def test_one_and_two_processes_make_the_same_run(
     seeds = [turn["seed"] for turn in said]
     assert len(set(seeds)) == len(seeds) == len(given[0]) - len(one) > len(one)
     assert {0.25, None} < {turn["reward"] for turn in said}
-    assert_the_same_run(tmp_path / "of-2", straight, STEPS["max_steps"])
-
-
-@pytest.mark.long
-def test_a_killed_run_is_the_run_that_was_not(
-    straight: Path, models: dict[str, Path], tmp_path: Path
-) -> None:
-    killed = tmp_path / "killed"
-    log = kill_until_done(written(models["qwen2_5_vl"], killed, **STEPS), 1, 1, seed=2)
-    assert len(log) == 1 and log[0]["ended"] is None, log
-    assert metrics_of(killed) == metrics_of(straight) and rollouts_of(killed) == rollouts_of(straight)
-    assert max(row.get("turns/max", 0) for row in metrics_of(straight)) == 3
-    want = weights_of(straight)
-    assert all(torch.equal(weight, want[name]) for name, weight in weights_of(killed).items())
+    assert max(row.get("turns/max", 0) for row in metrics_of(tmp_path / "of-1")) == 3
+    assert_the_same_run(tmp_path / "of-2", tmp_path / "of-1", STEPS["max_steps"])

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.forward_pass import ForwardPass
 from mm_grpo.learner.pack import Item, Pack
-from mm_grpo.learner.pass_of_packs import PassOfPacks
 from mm_grpo.learner.step_report import PackStatistics
 
 Plan = Sequence[Sequence[Sequence[Item]]]
@@ -22,7 +22,7 @@ Loss = Callable[[Pack, Tensor, Tensor], Tensor]
 def backward_of(module: PackForward, planned: Plan, media: frozenset[int], loss: Loss) -> PackStatistics:
     """Forward and backward of every pack, and of what they share; returns what was run."""
     work = PackStatistics()
-    with PassOfPacks(module, planned, media, work) as whole:
+    with ForwardPass(module, planned, media, work) as whole:
         for pack in whole.packs():
             loss(pack, *module(pack)).backward()
             for end in whole.ended(pack):

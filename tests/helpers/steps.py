@@ -12,8 +12,9 @@ from transformers import AutoModelForImageTextToText
 from helpers import tiny
 from helpers.configs import merged, small_config
 from mm_grpo.config import GRPOConfig
+from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.pack import GROUP, PADDING
-from mm_grpo.processors.base import Processor
+from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Completion, Group
 
 ADVANTAGES = ((1.0, -0.5, -0.5), (0.0, 0.0, 0.0), (-1.2, 0.2, 1.0), (0.7, -0.7, 0.0))
@@ -34,6 +35,12 @@ def config_for(path: Any, **changes: Any) -> GRPOConfig:
 
 def load(path: Any, **options: Any) -> Any:
     return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, **options).train()
+
+
+def learner_of(path: Any, policy: Any = None, **changes: Any) -> Learner:
+    """A learner of ten updates, of the model at `path` or of `policy`."""
+    model = load(path) if policy is None else policy
+    return Learner(model, load_processor(str(path)), config_for(path, **changes), 10)
 
 
 def make_groups(processor: Processor) -> list[Group]:

@@ -258,13 +258,6 @@ def test_another_scale_is_a_variant_of_its_own(compiled: CompileCounter) -> None
         assert compiled.frame_count == count, scaling
 
 
-@pytest.mark.long
-def test_several_models_fit_in_a_process(compiled: CompileCounter) -> None:
-    for number, (heads, kv_heads, size) in enumerate([(4, 2, 16), (4, 4, 32), (7, 1, 16)], start=1):
-        assert flex.fault(torch.device("cpu"), torch.float32, heads, kv_heads, size) is None
-        assert compiled.frame_count == 4 * number
-
-
 def test_past_the_limit_of_graphs_the_next_packs_go_block_by_block(
     models: dict[str, Any], compiled: CompileCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.steps import LENGTHS, config_for, load, make_groups, plain_logp
+from helpers.steps import LENGTHS, config_for, learner_of, load, make_groups, plain_logp
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.update_happens import update_happens
-from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.optimizer import Optimizer, schedule
+from mm_grpo.learner.learner import Learner, _with_checkpointing
+from mm_grpo.learner.optimizer import Optimizer, adamw, schedule
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group
 
@@ -100,10 +101,8 @@ def test_the_update_equals_that_of_a_plain_loop(
 
 
 def test_groups_without_advantage_are_left_out_and_change_nothing(models: dict[str, Any]) -> None:
-    path = models["qwen2_vl"]
-    processor = load_processor(str(path))
-    config, groups = config_for(path), make_groups(processor)
-    learner = Learner(load(path), processor, config, 10)
+    learner = learner_of(models["qwen2_vl"])
+    groups = make_groups(learner.processor)
     report = learner.update(groups)
     # prompts of three groups, and of their nine completions the eight with advantage
     kept = [len(g.prompt.token_ids) for g in groups if g.slot != 1]
@@ -119,46 +118,40 @@ def test_groups_without_advantage_are_left_out_and_change_nothing(models: dict[s
 
 def test_an_update_whose_prompts_were_dropped_is_skipped(models: dict[str, Any]) -> None:
     """Slots 2 and 3 are empty, and they are all of the second update."""
-    path = models["qwen2_vl"]
-    processor = load_processor(str(path))
-    config = config_for(path, algorithm={"loss_type": "dr_grpo"}, optim={"updates_per_step": 2})
-    report = Learner(load(path), processor, config, 10).update(make_groups(processor)[:2])
+    learner = learner_of(
+        models["qwen2_vl"], algorithm={"loss_type": "dr_grpo"}, optim={"updates_per_step": 2}
+    )
+    report = learner.update(make_groups(learner.processor)[:2])
     assert [u.stepped for u in report.updates] == [True, False]
 
 
 def test_means_are_over_every_token_and_absent_where_none_was_run(models: dict[str, Any]) -> None:
-    path = models["qwen2_vl"]
-    processor = load_processor(str(path))
-    groups = make_groups(processor)
+    path, far = models["qwen2_vl"], {"learning_rate": 0.05}
+    groups = make_groups(load_processor(str(path)))
     # the second iteration starts from weights that have moved far, so that tokens are clipped
-    config = config_for(path, algorithm={"num_iterations": 2}, optim={"learning_rate": 0.05})
-    report = Learner(load(path), processor, config, 10).update(groups)
-    whole = config_for(
-        path, algorithm={"num_iterations": 2, "entropy_coef": 1e-30}, optim={"learning_rate": 0.05}
-    )  # which leaves no completion out
-    every = Learner(load(path), processor, whole, 10).update(groups)
+    report = learner_of(path, algorithm={"num_iterations": 2}, optim=far).update(groups)
+    bonus = {"num_iterations": 2, "entropy_coef": 1e-30}  # which leaves no completion out
+    every = learner_of(path, algorithm=bonus, optim=far).update(groups)
     assert report.metrics["clip_ratio/region_mean"] > 0
     for name in ("low", "high", "region"):
         key = f"clip_ratio/{name}_mean"
         assert report.metrics[key] == pytest.approx(every.metrics[key])
     zero = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0, 0.0, 0.0)) for g in groups]
-    idle = Learner(load(path), processor, config_for(path), 10).update(zero).metrics
+    idle = learner_of(path).update(zero).metrics
     assert "entropy" not in idle  # 0 would say that the policy has collapsed
     assert idle["loss"] == 0.0 and idle["clip_ratio/region_mean"] == 0.0
 
 
 def test_the_loss_of_a_step_is_the_mean_of_its_updates(models: dict[str, Any]) -> None:
     """With a rate of 0 every iteration has the same loss."""
-    path = models["qwen2_vl"]
-    processor = load_processor(str(path))
     losses = []
     for iterations in (1, 3):
-        config = config_for(
-            path,
+        learner = learner_of(
+            models["qwen2_vl"],
             algorithm={"num_iterations": iterations, "entropy_coef": 0.1},
             optim={"learning_rate": 0.0, "updates_per_step": 2},
         )
-        report = Learner(load(path), processor, config, 10).update(make_groups(processor))
+        report = learner.update(make_groups(learner.processor))
         assert len(report.updates) == 2 * iterations
         losses.append(report.metrics["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -167,17 +160,11 @@ def test_the_loss_of_a_step_is_the_mean_of_its_updates(models: dict[str, Any]) -
 
 
 def test_metrics_by_hand(models: dict[str, Any]) -> None:
-    path = models["qwen2_vl"]
-    processor = load_processor(str(path))
-    config, groups = config_for(path, algorithm={"entropy_coef": 1e-9}), make_groups(processor)
-    report = Learner(load(path), processor, config, 10).update(groups)
-    model = load(path)
+    learner = learner_of(models["qwen2_vl"], algorithm={"entropy_coef": 1e-9})
+    groups, media = make_groups(learner.processor), sorted(learner.processor.media_token_ids)
+    report, model = learner.update(groups), load(models["qwen2_vl"])
     with torch.no_grad():
-        pieces = [
-            plain_logp(model, config, sorted(processor.media_token_ids), g, c)
-            for g in groups
-            for c in g.completions
-        ]
+        pieces = [plain_logp(model, learner.config, media, g, c) for g in groups for c in g.completions]
     logp, entropy = torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces])
     assert report.metrics["entropy"] == pytest.approx(float(entropy.mean()), rel=1e-5)
     gap = (logp + 5.0).abs()  # the "engine" said -5 for every token
@@ -194,22 +181,18 @@ def test_metrics_by_hand(models: dict[str, Any]) -> None:
 
 
 def test_a_frozen_vision_tower_stays_and_the_rest_moves(models: dict[str, Any]) -> None:
-    path = models["qwen3_vl"]
-    processor = load_processor(str(path))
-    model = load(path)
+    model = load(models["qwen3_vl"])
     model.model.visual.requires_grad_(False)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    Learner(model, processor, config_for(path), 10).update(make_groups(processor))
+    learner = learner_of(models["qwen3_vl"], model)
+    learner.update(make_groups(learner.processor))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == (".visual." in name), name
 
 
 def test_a_model_without_trainable_parameters_is_caught(models: dict[str, Any]) -> None:
-    path = models["qwen2_vl"]
-    processor = load_processor(str(path))
-    model = load(path).requires_grad_(False)
     with pytest.raises(ConfigError, match="every parameter is frozen"):
-        Learner(model, processor, config_for(path), 10)
+        learner_of(models["qwen2_vl"], load(models["qwen2_vl"]).requires_grad_(False))
 
 
 def test_bfloat16_keeps_updates_that_its_weights_cannot_show() -> None:
@@ -314,15 +297,40 @@ def test_groups_that_no_engine_makes_are_one_message(
     models: dict[str, Any], change: Any, algorithm: dict[str, Any]
 ) -> None:
     """No token, a log-prob too few, and no advantages yet."""
-    processor = load_processor(str(models["qwen2_vl"]))
-    first, _, third, _ = make_groups(processor)
+    learner = learner_of(models["qwen2_vl"], algorithm=algorithm)
+    first, _, third, _ = make_groups(learner.processor)
     spoilt = replace(third, advantages=())
     if change is not None:
         spoilt = replace(third, completions=(*third.completions[:2], replace(third.completions[2], **change)))
-    learner = Learner(
-        load(models["qwen2_vl"]), processor, config_for(models["qwen2_vl"], algorithm=algorithm), 1
-    )
     before = {name: p.clone() for name, p in learner.model.named_parameters()}
     with pytest.raises(ValueError, match="r:2"):
         learner.update([first, spoilt])
     assert all(torch.equal(p, before[name]) for name, p in learner.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "able", "done"),
+    [
+        (None, "cuda", True, True),
+        (None, "cpu", True, False),
+        (None, "cuda", False, False),  # null asks for nothing that the model does not have
+        (False, "cuda", True, False),
+        (True, "cpu", True, True),
+    ],
+)
+def test_gradient_checkpointing_is_on_where_a_gpu_is(
+    asked: bool | None, device: str, able: bool, done: bool
+) -> None:
+    model = SimpleNamespace(device=torch.device(device), supports_gradient_checkpointing=able)
+    config = config_for("x", optim={"gradient_checkpointing": asked})
+    assert _with_checkpointing(model, config) is done
+
+
+@pytest.mark.parametrize(("device", "fused"), [("cuda", True), ("cpu", None)])
+def test_adamw_is_fused_on_a_gpu(device: str, fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unfused it makes temporary copies as large as the masters."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **options: made.append(options))
+    params: list[Any] = [SimpleNamespace(device=torch.device(device), ndim=2)]
+    adamw(params, config_for("x").optim)
+    assert made[0].get("fused") is fused

@@ -15,15 +15,12 @@ from helpers.steps import config_for, load, make_groups, plain_logp, segments_of
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mm_grpo.config import LoRAConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner import forward, linear_attention
+from mm_grpo.learner import linear_attention
 from mm_grpo.learner.attention import Masks
 from mm_grpo.learner.completion_batch import completion_batch
 from mm_grpo.learner.forward import PackForward
-from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.linear_attention import SharedState, fault, prepare_linear_layers, shared_state_forward
-from mm_grpo.learner.lora import add_adapters
 from mm_grpo.learner.minibatch import make_items
 from mm_grpo.learner.pack import GROUP, by_group, layout, plan
 from mm_grpo.learner.transformers_patches import DELTA_NETS, torch_rule
@@ -121,14 +118,6 @@ def test_the_rule_of_transformers_is_the_papers(layer: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def whole_logprobs(
-    states: Tensor, head: Tensor, targets: Tensor, *, temperature: float, banned: list[int], **_: Any
-) -> tuple[Tensor, Tensor]:
-    """Log-probs as the learner's, without its tiles of float32; no entropies."""
-    logits = (states @ head.T / temperature).index_fill(1, torch.tensor(banned), -1e9)
-    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0], states.new_zeros(len(targets))
-
-
 def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float, float]:
     """(log-probs, gradients) of packs of four groups against the plain forward of `reference`: largest differences.
 
@@ -164,40 +153,12 @@ def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["eager", "frozen tower", "adapters", "adapters, checkpointed"])
-def test_packs_equal_the_plain_forward(
-    case: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = models[tiny.HYBRID]
-    model = load(path, attn_implementation="eager" if case == "eager" else "sdpa")
-    family = load_processor(str(path)).family
-    if case == "frozen tower":
-        family.tower(model).requires_grad_(False)
-    if case.startswith("adapters"):
-        names = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"]
-        add_adapters(model, LoRAConfig(rank=2, target_modules=names), family)
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.02)
-    in_float64(model, monkeypatch)
-    monkeypatch.setattr(forward, "token_logprobs", whole_logprobs)
-    reference = copy.deepcopy(model)
-    if case.endswith("checkpointed"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    logp, gradient = gaps(model, reference, path)
-    assert logp <= 1e-6 and gradient <= 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
 def test_the_whole_gradient_is_the_plain_forwards_where_heads_forget_at_once(
-    seed: int, models: dict[str, Path]
+    models: dict[str, Path],
 ) -> None:
     """With decays as transformers draws them, whose own gradients are rounding in both."""
     model = load(models[tiny.HYBRID])
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
@@ -208,24 +169,6 @@ def test_the_whole_gradient_is_the_plain_forwards_where_heads_forget_at_once(
     apart = sum(float((ours - theirs).square().sum()) for ours, theirs in pairs if theirs is not None)
     whole = sum(float(theirs.square().sum()) for _, theirs in pairs if theirs is not None)
     assert logp <= 1e-5 and (apart / whole) ** 0.5 <= 5e-6
-
-
-def test_bfloat16_differs_by_its_rounding_alone(models: dict[str, Path]) -> None:
-    """From float32 packs in bfloat16 are hardly farther than the plain forward in bfloat16 is."""
-    path = models[tiny.HYBRID]
-    processor, config = load_processor(str(path)), config_for(path)
-    media = sorted(processor.media_token_ids)
-    exact, plain = (
-        [
-            plain_logp(m, config, media, g, c)[0].detach()
-            for g in make_groups(processor)
-            for c in g.completions
-        ]
-        for m in (load(path), load(path).bfloat16())
-    )
-    rounding = max(float((a - b).abs().max()) for a, b in zip(exact, plain, strict=True))
-    found, gradient = gaps(load(path).bfloat16(), load(path), path)
-    assert 0 < found <= 1.5 * rounding < 0.1 and gradient < 0.2
 
 
 @pytest.mark.parametrize("left_out", ["state", "tail"])
@@ -261,24 +204,6 @@ def test_a_copy_of_the_model_runs_its_own_layers(models: dict[str, Path]) -> Non
     plain.load_state_dict(other.state_dict())
     assert max(gaps(other, plain, path)) <= 1e-5
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_all_passes_of_a_step_agree_where_the_policies_are_one(models: dict[str, Path]) -> None:
-    path = models[tiny.HYBRID]
-    config = config_for(path, algorithm={"beta": 0.1}, optim={"max_tokens_per_pack": 120})
-    processor = load_processor(str(path))
-    learner, groups = Learner(load(path), processor, config, 10), make_groups(processor)
-    items = make_items(groups, config.algorithm)
-    old, reference = learner._run(items, learner.module)[0], learner._under_reference(items)
-    pairs = [(g, c) for g in groups for c in g.completions]
-    for item, (group, completion) in zip(items, pairs, strict=True):
-        plain = plain_logp(learner.model, config, sorted(processor.media_token_ids), group, completion)[0]
-        for found in (old[item.index], reference[item.index]):
-            assert float((found - plain.detach()).abs().max()) <= 1e-5
-    before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
-    report = learner.update(groups)
-    assert report.metrics["learner/update_norm"] > 0
-    assert all(not torch.equal(before[n], p) for n, p in learner.model.named_parameters())
 
 
 def test_layers_of_another_kind_are_refused(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.steps import config_for, load, make_groups
+from helpers.steps import learner_of, load, make_groups
 from torch import Tensor, nn
 
-from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.reference import MovingReference
 from mm_grpo.learner.state import load_reference, reference_file
-from mm_grpo.processors.base import load_processor
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -40,14 +38,12 @@ def test_moves_of_a_learner_are_those_of_fp32_and_outlive_a_checkpoint(
     dtype: torch.dtype, models: dict[str, Path], tmp_path: Path
 ) -> None:
     path = models["qwen2_vl"]
-    processor = load_processor(str(path))
     moving: dict[str, Any] = {"beta": 0.2, "sync_ref_model": True, "ref_model_mixup_alpha": 0.05}
-    config = config_for(path, algorithm=moving)
-    learner = Learner(load(path).to(dtype), processor, config, 10)
+    learner = learner_of(path, load(path).to(dtype), algorithm=moving)
     assert learner.reference is not None and learner.moving is not None
     want = {name: weight.float() for name, weight in weights_of(learner.reference.model).items()}
     start = weights_of(learner.reference.model)
-    learner.update(make_groups(processor))
+    learner.update(make_groups(learner.processor))
     for _ in range(5):
         for name, goal in weights_of(learner.model).items():
             want[name] = torch.lerp(want[name], goal.float(), 0.05)
@@ -57,7 +53,7 @@ def test_moves_of_a_learner_are_those_of_fp32_and_outlive_a_checkpoint(
     assert any(not torch.equal(found[name], weight) for name, weight in start.items())
 
     reference_file(learner.moving).write(tmp_path / "reference.safetensors")
-    other = Learner(load(path).to(dtype), processor, config, 10)
+    other = learner_of(path, load(path).to(dtype), algorithm=moving)
     assert other.reference is not None and other.moving is not None
     load_reference(other.moving, tmp_path / "reference.safetensors")
     assert all(torch.equal(other.moving.masters[name], master) for name, master in want.items())
@@ -66,6 +62,5 @@ def test_moves_of_a_learner_are_those_of_fp32_and_outlive_a_checkpoint(
 
 
 def test_a_reference_that_stays_keeps_no_second_copy(models: dict[str, Path]) -> None:
-    path = models["qwen2_vl"]
-    learner = Learner(load(path), load_processor(str(path)), config_for(path, algorithm={"beta": 0.2}), 10)
+    learner = learner_of(models["qwen2_vl"], algorithm={"beta": 0.2})
     assert learner.reference is not None and learner.moving is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -204,14 +202,6 @@ def test_packs_of_ragged_lengths_are_full(multiple: int) -> None:
 def test_a_pack_too_small_for_one_completion_names_the_row_and_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"max_tokens_per_pack = 12 .*r:0 has 10 \+ 4 tokens"):
         plan(items(10, 4), 12)
-
-
-def test_the_plan_depends_on_the_items_alone() -> None:
-    rows: list[Any] = []
-    for g in range(9):
-        rows += items(3 + g % 4, 2, 1 + g % 3, group=g, first=2 * g)
-    assert plan(rows, 24) == plan(list(rows), 24)
-    assert sorted(i.index for p in plan(rows, 24) for r in p for i in r) == list(range(18))
 
 
 def test_rows_are_counted_as_wide_as_they_are_laid_out() -> None:

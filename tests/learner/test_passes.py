@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
-from helpers.steps import LENGTHS, config_for, load, make_groups, plain_logp
+from helpers.steps import LENGTHS, learner_of, load, make_groups, plain_logp
 
 from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.distributed.ranks import Ranks
@@ -45,14 +45,14 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return {"learning_rate": 1000.0}
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
 def test_old_reference_and_new_log_probs_agree_where_the_policies_are_one(
     family: str, models: dict[str, Any]
 ) -> None:
     """Old and reference are run in other packs than new, without gradients, over the same weights."""
-    processor = load_processor(str(models[family]))
-    config = config_for(models[family], algorithm={"beta": 0.1}, optim={"max_tokens_per_pack": 120})
-    learner, groups = Learner(load(models[family]), processor, config, 10), make_groups(processor)
+    learner = learner_of(models[family], algorithm={"beta": 0.1}, optim={"max_tokens_per_pack": 120})
+    processor, config = learner.processor, learner.config
+    groups = make_groups(processor)
     items = make_items(groups, config.algorithm)
     old, reference = learner._run(items, learner.module)[0], learner._under_reference(items)
     media = sorted(processor.media_token_ids)
@@ -69,13 +69,12 @@ def test_old_reference_and_new_log_probs_agree_where_the_policies_are_one(
 def test_the_old_policys_pass_may_be_left_out_where_the_policy_has_not_moved(
     loss_type: str, models: dict[str, Any], sgd: dict[str, float]
 ) -> None:
-    path = models["qwen2_vl"]
-    processor = load_processor(str(path))
     bound = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    config = config_for(path, algorithm={"loss_type": loss_type, **bound}, optim=sgd)
-    groups = make_groups(processor)
-    skipped, _ = update_of(Learner(load(path), processor, config, 10), groups)
-    learner = Learner(load(path), processor, config, 10)
+    changes: dict[str, Any] = {"algorithm": {"loss_type": loss_type, **bound}, "optim": sgd}
+    learner = learner_of(models["qwen2_vl"], **changes)
+    groups = make_groups(learner.processor)
+    skipped, _ = update_of(learner, groups)
+    learner = learner_of(models["qwen2_vl"], **changes)
     update = learner._update_on
 
     def with_old(minibatch: Minibatch, logprobs: LogProbs, statistics: Any) -> Any:
@@ -95,11 +94,10 @@ def test_leaving_out_groups_without_advantage_changes_no_update(
     case = {"updates_per_step": updates, **(request.getfixturevalue("sgd") if one else {})}
     path = models["qwen2_5_vl"]
     processor = load_processor(str(path))
-    config, groups = config_for(path, optim=case), make_groups(processor)
-    pruned, less = update_of(Learner(load(path), processor, config, 10), groups)
+    groups = make_groups(processor)
+    pruned, less = update_of(learner_of(path, optim=case), groups)
     # an entropy weight too small to be seen keeps every completion in
-    config = config_for(path, optim=case, algorithm={"entropy_coef": 1e-30})
-    whole, more = update_of(Learner(load(path), processor, config, 10), groups)
+    whole, more = update_of(learner_of(path, optim=case, algorithm={"entropy_coef": 1e-30}), groups)
     assert less["learner/tokens"] < more["learner/tokens"]
     assert_same(pruned, whole, 2e-6 if one else 1e-4)
 
@@ -109,24 +107,23 @@ def test_features_of_a_frozen_tower_are_made_once_and_change_nothing(
     family: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Old pass, reference pass, two updates, two iterations, groups split over packs: 5 images, encoded once each."""
-    path = models[family]
-    processor = load_processor(str(path))
-    config = config_for(
-        path,
-        algorithm={"beta": 0.2, "num_iterations": 2, "top_entropy_quantile": 0.7},
-        optim={"updates_per_step": 2, "max_tokens_per_pack": 60},
-    )
-    groups = make_groups(processor)
 
-    def learner() -> Learner:
-        model = load(path)
+    def frozen() -> Learner:
+        model = load(models[family])
         model.model.visual.requires_grad_(False)
-        return Learner(model, processor, config, 10)
+        return learner_of(
+            models[family],
+            model,
+            algorithm={"beta": 0.2, "num_iterations": 2, "top_entropy_quantile": 0.7},
+            optim={"updates_per_step": 2, "max_tokens_per_pack": 60},
+        )
 
-    kept, metrics = update_of(learner(), groups)
+    learner = frozen()
+    groups = make_groups(learner.processor)
+    kept, metrics = update_of(learner, groups)
     assert metrics["learner/images_encoded"] == 5
-    monkeypatch.setattr(type(processor.family), "tower_is_frozen", lambda family, model: False)
-    plain, metrics = update_of(learner(), groups)
+    monkeypatch.setattr(type(learner.processor.family), "tower_is_frozen", lambda family, model: False)
+    plain, metrics = update_of(frozen(), groups)
     assert metrics["learner/images_encoded"] > 5 * 5
     assert_same(kept, plain, 1e-4)
 
@@ -157,17 +154,16 @@ def test_features_are_those_of_the_tower_in_any_order(models: dict[str, Any]) ->
 @pytest.mark.parametrize("max_tokens", [16384, 60], ids=["one-pack", "many-packs"])
 def test_the_top_entropies_are_those_of_the_whole_update(max_tokens: int, models: dict[str, Any]) -> None:
     """Against the loss by the book: tokens below the quantile have no term, and count in the denominator."""
-    path = models["qwen2_vl"]
-    processor = load_processor(str(path))
-    config = config_for(
-        path,
+    learner = learner_of(
+        models["qwen2_vl"],
         algorithm={"top_entropy_quantile": 0.4, "entropy_coef": 0.3},
         optim={"max_tokens_per_pack": max_tokens},
     )
+    processor, config = learner.processor, learner.config
     groups = make_groups(processor)
-    ours, metrics = update_of(Learner(load(path), processor, config, 10), groups)
+    ours, metrics = update_of(learner, groups)
 
-    model = load(path)
+    model = load(models["qwen2_vl"])
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     media = sorted(processor.media_token_ids)
     rows = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
@@ -191,16 +187,14 @@ def test_the_top_entropies_are_those_of_the_whole_update(max_tokens: int, models
 
 def test_a_reference_for_rewards_is_out_of_the_loss(models: dict[str, Any], tmp_path: Path) -> None:
     path = models["qwen2_vl"]
-    processor = load_processor(str(path))
-    groups = make_groups(processor)
-    plain, _ = update_of(Learner(load(path), processor, config_for(path), 10), groups)
-    paid = {"beta": 0.5, "kl_in_reward": True, "kl_estimator": "k1"}
-    learner = Learner(load(path), processor, config_for(path, algorithm=paid), 10)
+    learner = learner_of(path, algorithm={"beta": 0.5, "kl_in_reward": True, "kl_estimator": "k1"})
+    groups = make_groups(learner.processor)
+    plain, _ = update_of(learner_of(path), groups)
     ours, metrics = update_of(learner, groups)
     assert_same(ours, plain, 1e-6)
     assert "kl" not in metrics
     # after the update the reference is still the policy of the start
-    media, group = sorted(processor.media_token_ids), groups[2]
+    media, group = sorted(learner.processor.media_token_ids), groups[2]
     (found,) = learner.reference_logprobs([(group.prompt, group.completions)])
     start = load(path)
     for values, c in zip(found, group.completions, strict=True):
@@ -225,10 +219,9 @@ def test_an_error_of_a_pass_without_gradients_fails_on_all_processes(
     def fails(pack: Any) -> Any:
         raise ValueError("no memory")
 
-    path = models["qwen2_vl"]
-    processor = load_processor(str(path))
-    learner = Learner(load(path), processor, config_for(path, algorithm={"beta": 0.1}), 10, Noted())
+    learner = learner_of(models["qwen2_vl"], algorithm={"beta": 0.1})
+    learner.ranks = Noted()
     monkeypatch.setattr(learner.reference, "forward", fails)
     with pytest.raises(ValueError, match="no memory"):
-        learner.update(make_groups(processor))
+        learner.update(make_groups(learner.processor))
     assert failed == [("a pass without gradients", "no memory")]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
-from helpers.steps import config_for, load, make_groups, plain_logp
+from helpers.steps import config_for, learner_of, load, make_groups, plain_logp
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
-from mm_grpo.processors.base import load_processor
+from mm_grpo.preflight.memory import run_sentence
 from mm_grpo.types import Group
 
 
@@ -24,10 +24,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(path: Path, teacher: Path, model: Any = None, **changes: Any) -> tuple[Learner, list[Group]]:
-    processor = load_processor(str(path))
-    algorithm = {"beta": 1.0, "reference_path": str(teacher), **changes.pop("algorithm", {})}
-    config = config_for(path, algorithm=algorithm, **changes)
-    return Learner(model or load(path), processor, config, 10), make_groups(processor)
+    learner = learner_of(path, model, algorithm={"beta": 1.0, "reference_path": str(teacher)}, **changes)
+    return learner, make_groups(learner.processor)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -74,9 +72,9 @@ def test_adapters_learn_from_a_teacher(models: dict[str, Path], teacher: Path) -
     assert not hasattr(learner.reference.model, "peft_config")
 
 
-def test_its_size_is_in_the_memory_sentence(models: dict[str, Path], teacher: Path) -> None:
+def test_its_size_is_in_the_line_on_memory(models: dict[str, Path], teacher: Path) -> None:
     learner, _ = made(models["qwen2_5_vl"], teacher)
-    assert "+ reference " in learner.memory_sentence()
+    assert "+ reference " in run_sentence(learner)
 
 
 def test_models_that_cannot_teach_are_refused(models: dict[str, Path], teacher: Path, tmp_path: Path) -> None:

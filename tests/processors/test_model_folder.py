@@ -75,7 +75,9 @@ def refused(message: str, name: str = NAME) -> None:
 def test_a_hub_that_refuses_is_one_message_at_once(hub_at: Callable[[int], None]) -> None:
     with refusing_port() as port:
         hub_at(port)
-        refused(r"no folder 'org/name' .*in '.*work'.*hub: http.*cannot be reached.*Connection refused")
+        refused(
+            r"'org/name': there is no folder .*in '.*work'.*hub: http.*cannot be reached.*Connection refused"
+        )
     server = Hub(b"", broken=99)
     hub_at(server.port)
     refused("cannot be reached")
@@ -104,7 +106,7 @@ def test_offline_asks_nobody(
 ) -> None:
     hub_at(silent.getsockname()[1])
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
-    refused(r"no folder 'org/name'.*HF_HUB_OFFLINE is set, and .* is not in the cache")
+    refused(r"'org/name': there is no folder.*HF_HUB_OFFLINE is set, and .* is not in the cache")
     assert asked(silent) == 0
 
 
@@ -152,18 +154,6 @@ class Hub:
     @property
     def port(self) -> int:
         return self.http.server_port
-
-
-def test_a_hub_that_answers_is_asked_once_more_and_no_oftener(
-    hub_at: Callable[[int], None], models: dict[str, Path]
-) -> None:
-    server = Hub((models["qwen2_vl"] / "config.json").read_bytes())
-    hub_at(server.port)
-    assert read_config(NAME).model_type == "qwen2_vl"
-    first = len(server.asked)
-    assert server.asked[0] == f"HEAD /{NAME}/resolve/main/config.json"
-    read_config(NAME)
-    assert len(server.asked) - first < first  # the first look is not taken again
 
 
 def test_one_dropped_connection_is_no_end(hub_at: Callable[[int], None], models: dict[str, Path]) -> None:

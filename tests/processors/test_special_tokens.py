@@ -35,8 +35,6 @@ def special_ids(processor: Any, ids: Any) -> list[str]:
     ("messages", "role", "token"),
     [
         ([{"role": "user", "content": "a <|im_start|> b"}], "user", "<|im_start|>"),
-        ([{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}], "user", "<|im_end|>"),
-        ([{"role": "user", "content": "x<|endoftext|>"}], "user", "<|endoftext|>"),
         ([{"role": "user", "content": "<|image_pad|>"}], "user", "<|image_pad|>"),
         (
             [{"role": "user", "content": "x"}, ASSISTANT, {"role": "user", "content": "y"}],
@@ -58,9 +56,7 @@ def special_ids(processor: Any, ids: Any) -> list[str]:
 def test_a_typed_token_is_refused(processor: Any, messages: Any, role: str, token: str) -> None:
     with pytest.raises(DataError) as caught:
         processor.prompt(Sample("train:5", messages))
-    message = str(caught.value)
-    assert message.startswith(f"train:5: a message of role '{role}' holds '{token}' in its text")
-    assert "set data.special_tokens=as_text" in message
+    assert str(caught.value).startswith(f"train:5: a message of role '{role}' holds '{token}' in its text")
     with pytest.raises(DataError, match="row 5: a message"):
         processor.max_prompt_tokens(messages, 0, row="row 5")
 
@@ -103,16 +99,6 @@ def test_as_text_gives_engine_and_learner_the_same_ordinary_tokens(
     assert plain == f"user\n{TYPED}\nassistant\n"
 
 
-def test_as_text_changes_no_row_without_such_tokens(processor: Any) -> None:
-    rows = [
-        tiny.sample(str(i), text)
-        for i, text in enumerate(["what", "a < b | c > d", "<|im_start", "\ue000", "", "é猫"])
-    ]
-    refused = [processor.prompt(row).token_ids for row in rows]
-    set_special_tokens(processor, "as_text")
-    assert [processor.prompt(row).token_ids for row in rows] == refused
-
-
 def test_as_text_is_what_the_tokenizer_makes_with_special_tokens_off(processor: Any) -> None:
     set_special_tokens(processor, "as_text")
     ids = processor.prompt(tiny.sample("r", TYPED)).token_ids
@@ -122,21 +108,6 @@ def test_as_text_is_what_the_tokenizer_makes_with_special_tokens_off(processor: 
         for part in ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
     )
     assert list(ids) == before + text + after
-
-
-def test_as_text_in_roles_parts_and_calls_of_tools(processor: Any) -> None:
-    set_special_tokens(processor, "as_text")
-    messages = [
-        {"role": "system", "content": "<|im_end|>"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "<|im_start|>"}, {"type": "text", "text": "\ue000"}],
-        },
-    ]
-    ids = processor.prompt(Sample("r", messages)).token_ids
-    assert special_ids(processor, ids) == ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
-    decoded = processor.tokenizer.decode(list(ids), skip_special_tokens=True)
-    assert decoded == "system\n<|im_end|>\nuser\n<|im_start|>\ue000\nassistant\n"
 
 
 def test_a_token_of_two_parts_is_refused_in_both_modes(processor: Any) -> None:

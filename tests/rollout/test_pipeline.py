@@ -13,7 +13,7 @@ import torch
 from helpers.patience import PATIENCE, until
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.step_report import gaps_by_version
+from mm_grpo.learner.step_report import gap_metrics
 from mm_grpo.rollout.background import Background
 from mm_grpo.rollout.collect import Rollout
 from mm_grpo.rollout.engine import wrong_spans
@@ -70,7 +70,8 @@ def test_gaps_and_ratios_are_those_of_the_oldest_version_of_a_completion() -> No
     engine = [(-1.0, -2.0), (-1.0,), (-3.0, -3.0), (-9.0,)]
     learned = {0: torch.tensor([-1.0, -2.5]), 1: torch.tensor([-4.0]), 2: torch.tensor([-3.0, -3.25])}
     learned[3] = torch.tensor([-1.0])
-    found = gaps_by_version(engine, learned, [(2,), (1,), (2,), (1, 2)], Ranks())
+    metrics, found = gap_metrics(engine, learned, [(2,), (1,), (2,), (1, 2)], Ranks())
+    assert metrics["sampling/sampling_logp_difference/mean"] == (3.0 + 8.0 + 0.5 + 0.25) / 6
     assert (found[1].mean, found[1].max) == ((3.0 + 8.0) / 2, 8.0)
     assert found[1].ratio == pytest.approx((math.exp(-3) + math.exp(8)) / 2)
     assert (found[2].mean, found[2].max) == ((0.5 + 0.25) / 4, 0.5)

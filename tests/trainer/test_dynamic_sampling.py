@@ -90,12 +90,6 @@ def test_attempts_end_and_nothing_moves_where_nothing_differs(
     assert tokens > sum(r["tokens"] for r in rollouts_of(tmp_path / "r", 1))
 
 
-def test_without_it_nothing_is_sampled_again(models: dict[str, Path], tmp_path: Path) -> None:
-    metrics, learned = run(models["qwen2_vl"], tmp_path / "r", partly_flat, max_attempts=1)
-    assert "dynamic_sampling/attempts" not in metrics[0]
-    assert all(g.attempt == 0 for groups in learned for g in groups)
-
-
 def test_replacements_that_are_all_too_long_leave_the_groups_they_were_for(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

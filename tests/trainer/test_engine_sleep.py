@@ -11,7 +11,6 @@ from helpers.small_runs import HELDOUT, ROWS, config_for, vowels
 from torch import Tensor
 
 from mm_grpo import GRPOTrainer, build
-from mm_grpo.errors import RewardError
 from mm_grpo.rollout.engine import Digest, Request
 from mm_grpo.testing.fake_engines import FakeRemoteEngine
 from mm_grpo.types import Completion, Prompt
@@ -105,15 +104,3 @@ def test_a_step_whose_learner_fails_closes_the_engine_asleep(
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
     assert calls_of(trainer)[-3:] == ["sleep", "learner", "close"]
-
-
-def test_a_step_whose_reward_fails_closes_the_engine_awake(
-    trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*args: Any) -> Any:
-        raise RewardError("no score")
-
-    monkeypatch.setattr(trainer.collector.scorer, "score", failing)
-    with pytest.raises(RewardError, match="no score"):
-        trainer.train()
-    assert calls_of(trainer)[-2:] == ["generate", "close"]

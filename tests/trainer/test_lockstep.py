@@ -145,13 +145,12 @@ def test_evaluation_has_the_current_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flat", [False, True])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flat: bool
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_server(monkeypatch, updates_in_flight=False)
-    rollout = {"max_attempts": 2} if flat else {}
-    changes: dict[str, Any] = {"rollout": {"max_staleness": 2} | rollout}
+    rollout = {"max_staleness": 2, "max_attempts": 2}
+    changes: dict[str, Any] = {"rollout": rollout, "reward": partly_flat}
     changes["run"] = {
         "max_steps": STEPS,
         "save_every": 1,
@@ -159,8 +158,6 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
         "keep_checkpoints": 9,
         "guards": {"no_update": "warn"},
     }
-    if flat:
-        changes["reward"] = partly_flat
     trainer_of(models["qwen2_vl"], tmp_path / "whole", **changes).train()
 
     broken = trainer_of(models["qwen2_vl"], tmp_path / "r", **changes)
@@ -172,11 +169,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     again = trainer_of(models["qwen2_vl"], tmp_path / "r", resume=True, **changes)
     asked = noting_seeds(monkeypatch, again.engine)
     again.train()
-    attempts = 2 if flat else 1
-    plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=attempts, max_steps=STEPS)
-    kept = {
-        s for step in (3, 4) for slot in range(4) for a in range(attempts) for s in plan.group(step, slot, a)
-    }
+    plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=2, max_steps=STEPS)
+    kept = {s for step in (3, 4) for slot in range(4) for a in range(2) for s in plan.group(step, slot, a)}
     assert kept.isdisjoint(asked)  # steps 3 and 4 were finished, and are not sampled again
     assert set(plan.group(5, 0)) <= set(asked)
     for row, whole in zip(without_times(tmp_path / "r"), without_times(tmp_path / "whole"), strict=True):
@@ -297,34 +291,23 @@ def test_stale_samples_do_not_look_like_a_broken_engine(
 
 
 def test_an_engine_in_this_process_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness = 1: must be 0 with .* 'transformers'"):
         trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
-    assert str(found.value) == (
-        "rollout.max_staleness = 1: must be 0 with rollout.engine = 'transformers', which samples in the trainer's "
-        "process; only an engine with processes of its own (vllm_server) samples while the learner works"
-    )
     assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("rollout", "algorithm", "field"),
     [
-        ({"rollout": {"staleness_order": "eager"}}, "needs rollout.max_staleness >= 1"),
-        (
-            {"rollout": {"max_staleness": 1}, "algorithm": {"kl_in_reward": True, "beta": 0.1}},
-            "kl_in_reward = true: must be false with rollout.max_staleness = 1",
-        ),
-        (
-            {"rollout": {"max_staleness": 1, "staleness_order": "eager", "environment": "zoom"}},
-            "must be lockstep with rollout.tools and rollout.environment",
-        ),
+        ({"max_staleness": 1}, {"kl_in_reward": True, "beta": 0.1}, "kl_in_reward"),
+        ({"max_staleness": 1, "staleness_order": "eager", "environment": "zoom"}, {}, "rollout.environment"),
     ],
 )
 def test_what_cannot_be_sampled_ahead_is_refused(
-    models: dict[str, Path], tmp_path: Path, changes: Any, words: str
+    tmp_path: Path, rollout: Any, algorithm: Any, field: str
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
-        config_for(models["qwen2_vl"], tmp_path, **changes)
+    with pytest.raises(ConfigError, match=field):
+        config_for("m", tmp_path, rollout=rollout, algorithm=algorithm)
 
 
 @pytest.mark.parametrize(
@@ -374,9 +357,15 @@ class Liar:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["lockstep", "eager"])
-@pytest.mark.parametrize("lie", ["", "all -1", "shifted", "wrong from the second", "of another prompt"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "lie", "order"),
+    [
+        *(("float32", lie, "lockstep") for lie in ("all -1", "shifted", "wrong from the second")),
+        *((dtype, "", order) for dtype in ("float32", "bfloat16") for order in ("lockstep", "eager")),
+        ("bfloat16", "of another prompt", "lockstep"),
+        ("float32", "of another prompt", "eager"),
+    ],
+)
 def test_wrong_log_probs_of_stale_samples_stop_the_run(
     dtype: str, lie: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

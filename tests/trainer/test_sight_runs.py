@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import pytest
@@ -46,18 +45,6 @@ def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
     tokens = sum(row["tokens"] for row in logged)
     assert rows[0]["sight/nats_per_token"] == pytest.approx(sum(nats) / tokens, abs=1e-4)
     assert rows[0]["sight/reward"] == pytest.approx(rows[0]["reward"])  # every row has an image
-
-
-def test_a_full_disk_is_one_message(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("mm_grpo.parity.images.add_to_rollouts", full)
-    config = config_for(models["qwen2_vl"], tmp_path / "r", run={"max_steps": 1, "report": False})
-    with pytest.raises(ConfigError, match=r"the rollouts cannot be written \(No space left on device"):
-        GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
 
 
 def test_one_measurement_has_no_end_and_none_is_none() -> None:

@@ -155,29 +155,6 @@ def test_long_prompts_are_refused_or_dropped_and_never_cut(models: dict[str, Pat
         assert all(r["seed"] == plan.group(1, r["slot"])[r["generation"]] for r in logged)
 
 
-def test_callbacks_are_called_at_every_step(models: dict[str, Path], tmp_path: Path) -> None:
-    heard: list[Any] = []
-
-    class Callback:
-        def on_train_begin(self, trainer: GRPOTrainer) -> None:
-            heard.append("begin")
-
-        def on_step_end(self, trainer: GRPOTrainer, metrics: dict[str, float]) -> None:
-            heard.append(metrics["learner/updates"])
-
-    config = config_for(models["qwen2_vl"], tmp_path / "r", optim={"updates_per_step": 2})
-    GRPOTrainer(config, train=ROWS, rewards=[vowels], callbacks=[Callback()]).train()
-    assert heard == ["begin", 2, 2, 2]
-
-
-def test_what_is_no_config_and_no_callback_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    config = config_for(models["qwen2_vl"], tmp_path / "r")
-    with pytest.raises(ConfigError, match=r"^config is a dict, .*GRPOConfig\.from_dict"):
-        GRPOTrainer(config.model_dump(), train=ROWS, rewards=[vowels])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"callbacks: .* has none of the methods on_train_begin, "):
-        GRPOTrainer(config, train=ROWS, rewards=[vowels], callbacks=[lambda trainer: None])
-
-
 def test_a_reward_that_raises_stops_with_its_line_and_leaves_whole_files(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -245,7 +222,7 @@ def test_datasets_are_rows_too(models: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model", "processor"])
 def test_a_path_is_no_loaded_model(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["qwen2_5_vl"], tmp_path / "run")
-    with pytest.raises(ConfigError, match=f"^{name} = 'some/model': must be a loaded one; to have it"):
+    with pytest.raises(ConfigError, match=f"^{name} = 'some/model': must be a loaded one"):
         GRPOTrainer(config, train=ROWS, rewards=[vowels], **{name: "some/model"})
 
 

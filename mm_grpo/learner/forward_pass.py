@@ -17,7 +17,7 @@ from mm_grpo.learner.step_report import PackStatistics
 from mm_grpo.types import Prompt
 
 
-class PassOfPacks:
+class ForwardPass:
     """A context in which `module` runs the packs of a plan, each once and in order; `work` counts them."""
 
     def __init__(
@@ -50,7 +50,7 @@ class PassOfPacks:
         """The prompts whose last pack this was: what is to be run and taken backward before the next one."""
         return self._prompts.ended(p for row in pack.prefixes for p in row)
 
-    def __enter__(self) -> PassOfPacks:
+    def __enter__(self) -> ForwardPass:
         self.module.prompts = self._prompts
         if self.module.features is None:  # else they are kept for the whole step
             pictured = [

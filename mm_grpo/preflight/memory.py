@@ -1,0 +1,337 @@
+"""Estimate of a run's device memory, from the sizes of its model: printed at the start, and by `mm-grpo estimate`.
+
+Each part is explained where it is computed: b are the bytes of a number of the weights, n the weights that are trained.
+With gradient checkpointing each layer keeps its input, and one at a time has everything.
+
+Left out: a tower's projector, states after a kept prompt in layers of linear attention, buffers of attention kernels,
+the allocator's losses, and checkpoints' copies, which lie in the host's memory. Layers are taken for those of a Llama.
+Against what autograd keeps on a CPU the activations are 2 to 10 % too small, and a quarter with checkpointing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.logprobs import CHUNK_BYTES
+from mm_grpo.learner.zero import BUCKET
+from mm_grpo.rollout.transformers_engine import MAX_ROWS
+
+GB = 10**9
+CHUNK = 64
+"""Tokens that a layer of linear attention takes at once."""
+PROMPT = 1024
+"""Tokens of a prompt whose length nothing bounds."""
+FORWARD = GB
+"""Bytes that vLLM is taken to need for a forward of its own, beside weights and cache."""
+
+Bytes = dict[str, int]
+"""By what they are for, in words."""
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """The axes of a vision tower; `patch` is the side of a patch in pixels, `depth` how many numbers stand for one."""
+
+    layers: int
+    hidden: int
+    inner: int
+    patch: int
+    depth: int = 3
+    trained: bool = True
+
+    @classmethod
+    def of(cls, model: Any) -> VisionSizes | None:
+        """Read a transformers model's sizes; None where its vision config names an axis otherwise."""
+        vision = getattr(model.config, "vision_config", None)
+        layers = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
+        hidden = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
+        inner = getattr(vision, "intermediate_size", None) or (hidden or 0) * getattr(vision, "mlp_ratio", 0)
+        patch = getattr(vision, "patch_size", None)
+        side = patch[0] if isinstance(patch, list | tuple) else patch
+        if not (layers and hidden and inner and side):
+            return None
+        channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
+        depth = channels * getattr(vision, "temporal_patch_size", 1)
+        tower = [p for n, p in model.named_parameters() if re.search(r"\bvi(sual|sion)", n)]
+        return cls(layers, hidden, int(inner), int(side), depth, any(p.requires_grad for p in tower))
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Counts of weights, `numbers` bytes each, and the axes of the text layers. `heads` is the width of all heads, and
+    `reference` counts the weights of a reference policy that is a model of its own."""
+
+    weights: int
+    trained: int
+    numbers: int
+    layers: int
+    hidden: int
+    heads: int
+    inner: int
+    vocabulary: int
+    head_is_trained: bool = True
+    reference: int = 0
+    linear_layers: int = 0  # of `layers`
+    linear_token: int = 0  # bytes that each of these keeps of a token for its convolution and its rule
+    mask_kinds: int = 0  # kinds of layers that are given a dense mask
+    keys: int = 0  # width of the keys of all heads, and of the values
+    vision: VisionSizes | None = None
+    trained_numbers: int = 0  # bytes of a trained number, 4 of adapters; 0 is `numbers`
+    adapters: int = 0  # weights of adapters, which an engine gets merged
+
+    @classmethod
+    def of(cls, model: Any, reference: Any = None) -> ModelSizes:
+        """Read a transformers model's sizes. Raises AttributeError where its text config names an axis otherwise."""
+        text = model.config.get_text_config()
+        params, head = list(model.parameters()), model.get_output_embeddings().weight
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        linear = list(getattr(text, "layer_types", None) or ()).count("linear_attention")
+        return cls(
+            weights=sum(p.numel() for p in params),
+            trained=sum(p.numel() for p in params if p.requires_grad),
+            numbers=head.element_size(),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            heads=text.num_attention_heads * width,
+            inner=text.intermediate_size,
+            vocabulary=len(head),
+            head_is_trained=head.requires_grad,
+            reference=0 if reference is None else sum(p.numel() for p in reference.parameters()),
+            linear_layers=linear,
+            linear_token=_linear_token(text, head.element_size()) if linear else 0,
+            mask_kinds=_mask_kinds(text),
+            keys=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * width,
+            vision=VisionSizes.of(model),
+            trained_numbers=max((p.element_size() for p in params if p.requires_grad), default=0),
+            adapters=sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n),
+        )
+
+    @property
+    def full_layers(self) -> int:
+        """Number of layers whose attention is not linear."""
+        return self.layers - self.linear_layers
+
+    @property
+    def cache_token(self) -> int:
+        """Bytes of a token in an engine's cache."""
+        return 2 * self.numbers * self.keys * self.full_layers
+
+    @property
+    def sent(self) -> int:
+        """Bytes of the weights that an engine gets."""
+        return self.numbers * (self.weights - self.adapters)
+
+
+def learner_memory(
+    model: ModelSizes,
+    *,
+    tokens: int,
+    checkpointing: bool,
+    zero_stage: int = 0,
+    offload: bool = False,
+    processes: int = 1,
+    gpu: bool = True,
+    pixels: int = 0,
+    kept: int = 0,
+) -> Bytes:
+    """Estimate what one of `processes` holds for packs of `tokens` tokens and `pixels` of images; see the module.
+
+    `kept` are the tokens of prompts that are kept for several packs. `zero_stage` 0 is the whole state in each process,
+    which one process without offload has at any stage.
+    """
+    b, n, full = model.numbers, model.trained, model.full_layers
+    own = model.trained_numbers or b
+    parts = processes if zero_stage else 1
+    # fp32 sums, which stage 2 shards; stage 1 in bfloat16 holds what is not yet added to them
+    gradients = 4 * n // (parts if zero_stage == 2 else 1) + (2 * n if zero_stage == 1 and own == 2 else 0)
+    if zero_stage == 2:  # and its bucket, two where it overlaps
+        gradients = (0 if offload else gradients) + 4 * min(BUCKET, n) * (2 if gpu else 1)
+    masters = 4 * n if own == 2 or zero_stage else 0  # in fp32; DeepSpeed keeps them always
+    around = _token_of_layer(b, model.hidden, 0, model.inner)
+    layer, linear = (tokens * (around + more) for more in (5 * b * model.heads, model.linear_token))
+    activations = full * layer + model.linear_layers * linear
+    if checkpointing:
+        largest = max(layer if full else 0, linear if model.linear_layers else 0)
+        activations = model.layers * tokens * b * model.hidden + largest
+    head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
+    masked = 1 if checkpointing else full
+    return {
+        "weights": b * (model.weights - n) + own * n,
+        "reference": b * model.reference,
+        "gradients": gradients,
+        "optimizer": 0 if offload else (8 * n + masters) // parts,  # with AdamW's two means
+        "activations": activations,
+        # last states and their fp32 gradients, the gradient of the head, and a tile (learner/logprobs.py)
+        "log-probs": tokens * (4 + b) * model.hidden + head + CHUNK_BYTES,
+        "vision tower": _vision(model.vision, b, pixels, checkpointing) if model.vision is not None else 0,
+        # a dense mask for each kind of layer, and what attention makes of it in a layer's dtype
+        "attention masks": tokens**2 * (model.mask_kinds + b * masked) if model.mask_kinds else 0,
+        # keys and values with fp32 sums of their gradients, whatever is checkpointed (learner/prompt_states.py)
+        "kept prompt": 2 * (b + 4) * model.keys * full * kept,
+    }
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Bytes of one process while it learns and while it samples; `cache` is the engine's, in tokens."""
+
+    learner: Bytes
+    rollout: Bytes
+    cache: int
+    fault: str = ""
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the larger phase."""
+        return max(sum(self.learner.values()), sum(self.rollout.values()))
+
+
+def memory_of_run(
+    sizes: ModelSizes,
+    config: GRPOConfig,
+    device: int,
+    *,
+    processes: int,
+    checkpointing: bool,
+    max_pixels: int,
+    gpu: bool = True,
+) -> Phases:
+    """What one process of a run holds of a `device` of so many bytes; images have at most `max_pixels`."""
+    rollout, optim = config.rollout, config.optim
+    alone = processes == 1 and not optim.offload_optimizer
+    learner = learner_memory(
+        sizes,
+        tokens=largest_pack(config, processes),
+        checkpointing=checkpointing,
+        zero_stage=0 if alone else optim.zero_stage,
+        offload=optim.offload_optimizer,
+        processes=processes,
+        gpu=gpu,
+        pixels=max_pixels * images_in_pack(config, processes),
+        kept=kept_tokens(config),
+    )
+    sampling = {name: learner[name] for name in ("weights", "reference", "optimizer")}
+    length, fault = longest(config), ""
+    if rollout.engine == "vllm" and gpu:
+        share = round(device * rollout.vllm.gpu_memory_utilization)
+        learner["vLLM"] = share if rollout.vllm.sleep_level == 0 else 0
+        sampling["vLLM"] = share
+        cache = max(0, share - sizes.sent - FORWARD) // sizes.cache_token
+        if cache < length:
+            least = (sizes.sent + FORWARD + sizes.cache_token * length) / GB
+            fault = f"vLLM's share of {share / GB:.1f} GB has no room for its weights and one sequence ({least:.1f} GB)"
+    else:
+        rows = min(MAX_ROWS, -(-rollout.prompts_per_step // processes) * rollout.num_generations)
+        cache = rows * length
+        sampling["cache of the embedded engine"] = cache * sizes.cache_token
+    return Phases(learner, sampling, cache, fault)
+
+
+def run_sentence(learner: Learner) -> str:
+    """One line: what this process will hold of its device, what the device has, and where that is too little, what
+    helps. "" where the model's config does not name its axes as Llama's does."""
+    model, reference = learner.model, learner.reference.model if learner.reference is not None else None
+    try:
+        sizes = ModelSizes.of(model, reference if reference is not model else None)
+    except (AttributeError, TypeError):
+        return ""
+    config, processes, checkpointing = learner.config, learner.ranks.world, learner.checkpointing
+    gpu, available = model.device.type == "cuda", device_memory(model.device)
+    found = memory_of_run(
+        sizes, config, available, processes=processes, checkpointing=checkpointing,
+        max_pixels=learner.processor.max_pixels, gpu=gpu,
+    ).learner  # fmt: skip
+    how = f"of a pack of {largest_pack(config, processes)} tokens {'with' if checkpointing else 'without'} gradient"
+    names = {"activations": f"activations {how} checkpointing"}
+    parts = [f"{names.get(name, name)} {_in_gb(size)}" for name, size in found.items() if size]
+    total = sum(found.values())
+    line = f"memory of one process, estimated: {' + '.join(parts)} = {_in_gb(total)} of {_in_gb(available)}"
+    return line if total <= available else f"{line}: more than there is; `mm-grpo estimate` says what helps"
+
+
+def prompt_tokens(config: GRPOConfig) -> int:
+    """Tokens that a prompt is taken for: `data.max_prompt_length`, 1,024 where it is null."""
+    return config.data.max_prompt_length or PROMPT
+
+
+def longest(config: GRPOConfig) -> int:
+    """Tokens of the longest sequence: a prompt and its completion."""
+    return prompt_tokens(config) + config.rollout.max_completion_length
+
+
+def largest_pack(config: GRPOConfig, processes: int) -> int:
+    """Tokens of the largest pack: `optim.max_tokens_per_pack`, or fewer where an update has no more for a process."""
+    prompts = -(-config.rollout.prompts_per_step // (config.optim.updates_per_step * processes))
+    return min(config.optim.max_tokens_per_pack, prompts * _group_tokens(config))
+
+
+def images_in_pack(config: GRPOConfig, processes: int) -> int:
+    """Images of the largest pack of long completions: `rollout.vllm.max_images` to a prompt, one where it is null."""
+    groups = -(-largest_pack(config, processes) // _group_tokens(config))
+    return groups * (config.rollout.vllm.max_images or 1)
+
+
+def kept_tokens(config: GRPOConfig) -> int:
+    """Tokens of prompts that are kept for several packs: one prompt where the largest group is larger than a pack, with
+    the masked one of the perception term; 0 where it fits."""
+    copies = 2 if config.algorithm.perception_coef > 0 else 1
+    spread = copies * _group_tokens(config) > config.optim.max_tokens_per_pack
+    return copies * prompt_tokens(config) if spread else 0
+
+
+def _group_tokens(config: GRPOConfig) -> int:
+    return prompt_tokens(config) + config.rollout.num_generations * config.rollout.max_completion_length
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory, or of this machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _token_of_layer(b: int, hidden: int, heads: int, inner: int) -> int:
+    """Bytes of a token in a layer of full attention: two RMS norms (fp32 input, normed twice); queries, keys and values
+    for each head, attention's output twice; gate, up, its activation and their product."""
+    return 2 * (4 + 2 * b) * hidden + 5 * b * heads + 4 * b * inner
+
+
+def _linear_token(text: Any, b: int) -> int:
+    """Bytes of a token for a layer's gated delta rule as transformers runs it in torch, by its text config: the
+    convolution's channels before, padded, after and activated; in fp32 keys and values with their decays, and the
+    matrices of a chunk."""
+    keys, values, heads = text.linear_key_head_dim, text.linear_value_head_dim, text.linear_num_value_heads
+    channels = 2 * text.linear_num_key_heads * keys + heads * values
+    return int(4 * b * channels + 4 * heads * (8 * keys + 5 * values + 5 * CHUNK))
+
+
+def _mask_kinds(text: Any) -> int:
+    """Kinds of layers that get a dense mask each: all kinds, where any has a window (see attention.Masks)."""
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windowed = "sliding_attention" in kinds or (not kinds and getattr(text, "sliding_window", None))
+    return max(1, len(kinds)) if windowed else 0
+
+
+def _vision(tower: VisionSizes, b: int, pixels: int, checkpointing: bool) -> int:
+    patches = -(-pixels // tower.patch**2)
+    layer = patches * _token_of_layer(b, tower.hidden, tower.hidden, tower.inner)
+    if not tower.trained:
+        return layer
+    inputs = patches * b * tower.depth * tower.patch**2
+    kept = tower.layers * patches * b * tower.hidden + layer if checkpointing else tower.layers * layer
+    return inputs + kept
+
+
+def _in_gb(count: int) -> str:
+    """
+    >>> _in_gb(23_456_789), _in_gb(7_510_000_000)
+    ('0.023 GB', '7.5 GB')
+    """
+    return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e9:.2g} GB"

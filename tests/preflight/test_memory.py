@@ -1,0 +1,228 @@
+"""Estimates of memory by hand, and against what torch holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.steps import config_for, learner_of, load
+
+from mm_grpo.preflight.estimate import build_on_meta
+from mm_grpo.preflight.memory import (
+    ModelSizes,
+    VisionSizes,
+    kept_tokens,
+    largest_pack,
+    learner_memory,
+    run_sentence,
+)
+from mm_grpo.processors.base import load_processor
+
+# Qwen2.5-VL-3B in bfloat16, in round numbers
+LARGE = ModelSizes(3_750_000_000, 3_750_000_000, 2, 36, 2048, 2048, 11008, 151_936)
+
+
+def test_one_gpu_by_hand() -> None:
+    """A layer keeps 2 * 8 * 2048 + 10 * 2048 + 8 * 11008 = 141,312 bytes for a token, 83 GB over 36 layers."""
+    found = learner_memory(LARGE, tokens=16384, checkpointing=False)
+    assert found["weights"] == 7_500_000_000 and found["reference"] == 0
+    assert found["gradients"] == 15_000_000_000
+    assert found["optimizer"] == 45_000_000_000  # two means and masters, 12 bytes each
+    assert found["activations"] == 36 * 16384 * 141_312 == 83_349_209_088
+    assert found["log-probs"] == 16384 * 6 * 2048 + 151_936 * 2 * 2048 + (64 << 20) == 890_765_312
+    assert sum(found.values()) == sum(
+        (7_500_000_000, 15_000_000_000, 45_000_000_000, 83_349_209_088, 890_765_312)
+    )
+    kept = learner_memory(LARGE, tokens=16384, checkpointing=True)
+    # 36 inputs of 4,096 bytes for a token, and one layer in full
+    assert kept["activations"] == 16384 * (36 * 4096 + 141_312) == 4_731_174_912
+
+
+def test_eight_gpus_by_stage_by_hand() -> None:
+    def at(stage: int, **options: Any) -> dict[str, int]:
+        return learner_memory(LARGE, tokens=1, checkpointing=True, zero_stage=stage, processes=8, **options)
+
+    assert (at(0)["gradients"], at(0)["optimizer"]) == (15_000_000_000, 45_000_000_000)
+    assert (at(1)["gradients"], at(1)["optimizer"]) == (22_500_000_000, 5_625_000_000)
+    # an eighth of 15 GB, and two buckets of 200 million fp32 numbers
+    assert (at(2)["gradients"], at(2)["optimizer"]) == (1_875_000_000 + 1_600_000_000, 5_625_000_000)
+    assert (at(2, offload=True)["gradients"], at(2, offload=True)["optimizer"]) == (1_600_000_000, 0)
+
+
+def test_fp32_adapters_and_a_reference_by_hand() -> None:
+    """fp32 weights are their own masters, but DeepSpeed's copies."""
+    single = replace(LARGE, numbers=4, reference=LARGE.weights)
+    found = learner_memory(single, tokens=1, checkpointing=False)
+    assert (found["weights"], found["reference"]) == (15_000_000_000, 15_000_000_000)
+    assert (found["gradients"], found["optimizer"]) == (15_000_000_000, 30_000_000_000)
+    assert found["activations"] == 36 * (24 * 2048 + 20 * 2048 + 16 * 11008)
+    assert learner_memory(single, tokens=1, checkpointing=False, zero_stage=1)["optimizer"] == 45_000_000_000
+    adapters = replace(LARGE, trained=10_000_000, head_is_trained=False)
+    found = learner_memory(adapters, tokens=1, checkpointing=False)
+    assert (found["gradients"], found["optimizer"]) == (40_000_000, 120_000_000)
+    assert found["log-probs"] == 6 * 2048 + (64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("processes", "optim", "tokens"),
+    [
+        (1, {}, 4 * (1024 + 3 * 8)),  # all four prompts, with three completions of at most eight tokens
+        (3, {}, 2 * (1024 + 3 * 8)),
+        (1, {"updates_per_step": 4}, 1024 + 3 * 8),
+        (1, {"max_tokens_per_pack": 500}, 500),
+    ],
+)
+def test_a_pack_holds_no_more_than_an_update(processes: int, optim: dict[str, int], tokens: int) -> None:
+    assert largest_pack(config_for("x", optim=optim), processes) == tokens
+
+
+@pytest.mark.parametrize(
+    ("most", "perception", "kept"),
+    [(1048, 0.0, 0), (1047, 0.0, 1024), (2096, 0.1, 0), (2095, 0.1, 2048)],
+)
+def test_the_prompt_of_a_group_that_is_larger_than_a_pack_is_counted(
+    most: int, perception: float, kept: int
+) -> None:
+    """1,024 tokens of prompt and three completions of 8; with the perception term all of it twice."""
+    config = config_for("x", algorithm={"perception_coef": perception}, optim={"max_tokens_per_pack": most})
+    assert kept_tokens(config) == kept
+    found = learner_memory(replace(LARGE, keys=256), tokens=1, checkpointing=True, kept=kept)
+    # keys and values of 256 numbers in 36 layers: 2 bytes each, and 4 for the sums of their gradients
+    assert found["kept prompt"] == 2 * 6 * 256 * 36 * kept == 110_592 * kept
+
+
+def test_layers_of_linear_attention_keep_what_their_rule_does(models: dict[str, Path]) -> None:
+    """Two of three layers: one head of keys and two of values, 16 wide, so 64 channels; 64 hidden, 96 inner."""
+    found = ModelSizes.of(load(models[tiny.HYBRID]))
+    assert (found.layers, found.linear_layers) == (3, 2)
+    assert found.linear_token == 4 * 4 * 64 + 4 * 2 * (8 * 16 + 5 * 16 + 5 * 64)
+    around = 2 * (4 + 2 * 4) * 64 + 4 * 4 * 96
+    whole = learner_memory(found, tokens=10, checkpointing=False)["activations"]
+    assert whole == 10 * (3 * around + 5 * 4 * 64 + 2 * found.linear_token)
+    kept = learner_memory(found, tokens=10, checkpointing=True)["activations"]
+    assert kept == 10 * (3 * 4 * 64 + around + found.linear_token)
+
+
+def test_sizes_are_read_from_a_model(models: dict[str, Path]) -> None:
+    model = load(models["qwen2_vl"])
+    text = model.config.get_text_config()
+    found = ModelSizes.of(model, reference=model)
+    assert found.weights == found.trained == found.reference == sum(p.numel() for p in model.parameters())
+    assert (found.numbers, found.layers, found.hidden) == (4, text.num_hidden_layers, text.hidden_size)
+    assert (found.inner, found.vocabulary) == (text.intermediate_size, text.vocab_size)
+    model.requires_grad_(False)
+    assert ModelSizes.of(model).trained == 0 and not ModelSizes.of(model).head_is_trained
+
+
+def kept_by_autograd(model: Any, run: Any) -> int:
+    """Bytes of the storages that autograd keeps for backward, without weights."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that its address is not given to another
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = run()
+    assert out.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_those_that_torch_saves(dtype: torch.dtype) -> None:
+    """What autograd keeps of transformers' Qwen2 layers: tensors of one storage count once, weights not at all."""
+    from transformers import Qwen2Config, Qwen2Model
+
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        attn_implementation="sdpa",
+    )
+    model, tokens = Qwen2Model(config).to(dtype), 512
+    measured = kept_by_autograd(
+        model, lambda: model(torch.arange(tokens)[None] % 64, use_cache=False).last_hidden_state
+    )
+    sizes = ModelSizes(1, 1, dtype.itemsize, 2, 64, 64, 160, 64)
+    want = learner_memory(sizes, tokens=tokens, checkpointing=False)["activations"]
+    assert want == pytest.approx(measured, rel=0.1), (want, measured)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_a_towers_activations_are_within_half_of_what_autograd_keeps(
+    family: str, dtype: torch.dtype, models: dict[str, Path]
+) -> None:
+    processor = load_processor(str(models[family]))
+    model, _ = build_on_meta(config_for(models[family], model={"dtype": "float32"}))
+    real = type(model)(model.config).to(dtype)
+    tower = real.model.vision_tower if family == "gemma3" else real.model.visual
+    prompt = processor.prompt(tiny.sample("r", "what", (tiny.picture(1, 224, 224),)))
+    vision = {k: t.to(dtype) if t.is_floating_point() else t for k, t in prompt.vision.items()}
+    inputs = {"pixel_values": vision.pop("pixel_values")} if family == "gemma3" else None
+
+    def run() -> torch.Tensor:
+        if inputs is not None:
+            return tower(**inputs).last_hidden_state
+        made = tower(vision["pixel_values"], vision["image_grid_thw"])
+        return made.last_hidden_state if hasattr(made, "last_hidden_state") else made[0]
+
+    measured = kept_by_autograd(real, run)
+    sizes = VisionSizes.of(real)
+    assert sizes is not None and sizes.trained
+    (image,) = prompt.engine_prompt.images
+    whole = ModelSizes(1, 1, dtype.itemsize, 1, 1, 1, 1, 1, vision=sizes)
+    want = learner_memory(whole, tokens=0, checkpointing=False, pixels=image.width * image.height)[
+        "vision tower"
+    ]
+    assert want / 1.5 <= measured <= 1.5 * want, (want, measured)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_masks_of_sliding_windows_are_counted(dtype: torch.dtype, models: dict[str, Path]) -> None:
+    """Three layers of two kinds; of masks alone, for T^2 grows past all else."""
+    model, _ = build_on_meta(config_for(models["gemma3"], model={"dtype": "float32"}))
+    real = type(model)(model.config).to(dtype)
+    real.set_attn_implementation("sdpa")
+    text, tokens = real.model.language_model, 1536
+    masks = {
+        kind: torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
+        for kind in ("full_attention", "sliding_attention")
+    }
+    ids = torch.arange(tokens)[None] % 200
+    measured = kept_by_autograd(
+        real, lambda: text(input_ids=ids, attention_mask=masks, use_cache=False).last_hidden_state
+    )
+    measured += sum(m.numel() * m.element_size() for m in masks.values())
+    sizes = ModelSizes.of(real)
+    assert sizes.mask_kinds == 2
+    found = learner_memory(sizes, tokens=tokens, checkpointing=False)
+    assert found["attention masks"] == tokens**2 * (2 + 3 * dtype.itemsize)
+    want = found["attention masks"] + found["activations"]
+    assert want / 1.5 <= measured <= 1.5 * want, (want, measured)
+    kept = learner_memory(sizes, tokens=tokens, checkpointing=True)
+    assert kept["attention masks"] == tokens**2 * (2 + dtype.itemsize)
+    assert ModelSizes.of(build_on_meta(config_for(models["qwen2_5_vl"]))[0]).mask_kinds == 0
+
+
+def test_the_run_says_what_it_will_hold(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = learner_of(models["qwen2_vl"])
+    tokens = 4 * (1024 + 3 * 8)
+    line = run_sentence(learner)
+    assert f"activations of a pack of {tokens} tokens without gradient checkpointing" in line
+    assert "mm-grpo estimate" not in line
+    monkeypatch.setattr("mm_grpo.preflight.memory.device_memory", lambda device: 10**6)
+    assert "more than there is; `mm-grpo estimate`" in run_sentence(learner)
+    learner.model.config.get_text_config = SimpleNamespace  # no axes
+    assert run_sentence(learner) == ""
