@@ -32,7 +32,7 @@ LARGEST_JSON = 2**30
 DEEPEST = 100
 """Lists and mappings within one another in JSON."""
 RUN_MARK = "mm_grpo_run.json"
-"""The file by which a run's folder is known (run/claim.py)."""
+"""The file by which a run's folder is known (run/lock.py)."""
 TEMPORARY = "mm_grpo_tmp_"
 UNFINISHED = re.compile(r"\.(.+)\.\d+\.tmp")
 LEFT_AFTER = 60.0

@@ -17,9 +17,9 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.run import profile as profiles
 from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.outputs import names_of
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.profile import Profile, phases_of, trace_of
-from mm_grpo.run.written import names_of
 from mm_grpo.timing import Event, Recorder, record, span, timed
 
 
