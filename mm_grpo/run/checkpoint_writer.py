@@ -17,7 +17,7 @@ from typing import Any
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import atomic_write
+from mm_grpo.files import atomic_write, remove
 from mm_grpo.learner.state import StateFile, mark_of
 from mm_grpo.run.manifest import LOG, MANIFEST, REFERENCE, checkpoints_in, step_of
 from mm_grpo.run.paths import left_in
@@ -61,7 +61,7 @@ class CheckpointWriter:
                 if self.ranks.first:
                     for left in left_in(self.folder):
                         with suppress(OSError):  # one that somebody holds, on a shared disk
-                            _remove(left)
+                            remove(left)
                     beside.mkdir(parents=True)
             with self._together():
                 entry, reference = self._write_share(beside, contents)
@@ -124,7 +124,7 @@ class CheckpointWriter:
             manifest["log"] = mark_of(beside / LOG).as_dict()
         atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         _sync(beside)
-        _remove(path)  # the step is taken again, so this one was not whole
+        remove(path)  # the step is taken again, so this one was not whole
         os.replace(beside, path)
         _sync(self.folder)
 
@@ -147,14 +147,6 @@ def unwritten(folder: Path, error: OSError) -> ConfigError:
         f"run.dir = '{folder.parent}': a checkpoint cannot be written ({error.strerror or error}); {kept}. "
         "Make room, or lower run.keep_checkpoints, and resume"
     )
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, or a file or a link and not what it leads to; OSError when it stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

@@ -31,7 +31,6 @@ from mm_grpo.run.outputs import (
     files_in,
     held,
     is_there,
-    remove,
     remove_run,
     unfinished,
 )
@@ -145,7 +144,8 @@ class RunFolder:
                 self._lock.add(self._writes, run=new_run())
             else:
                 self._lock.add(self._writes)
-            remove(unfinished(paths, self._lock.mark))
+            for left in unfinished(paths, self._lock.mark):
+                left.unlink(missing_ok=True)
             atomic_write(paths.config, config_yaml)
             for former in (paths.expected, paths.error):  # of a run that goes on without it
                 former.unlink(missing_ok=True)

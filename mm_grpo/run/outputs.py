@@ -5,12 +5,11 @@ What carries no mark of a run (lock.py) is never a run's.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.files import unfinished_writes
+from mm_grpo.files import remove, unfinished_writes
 from mm_grpo.run.lock import RunMark
 from mm_grpo.run.paths import IMAGE_NAME, ROLLOUT_NAME, STEP_NAME, RunPaths, left_in
 
@@ -72,7 +71,8 @@ def remove_run(paths: RunPaths, mark: RunMark) -> None:
     outputs["rollouts"] = [file for file in outputs["rollouts"] if _is_rollout(file.name)]
     for name, found in outputs.items():
         if mark.owns(name):
-            remove(found)
+            for path in found:
+                remove(path)
     for name in (*FOLDERS, *SOME_FOLDERS):
         top = paths.root / name
         for left in sorted([top, *top.rglob("*")], reverse=True):  # what is inside before what it is in
@@ -102,12 +102,3 @@ def unfinished(paths: RunPaths, mark: RunMark) -> Iterator[Path]:
 
 def _is_rollout(name: str) -> bool:
     return bool(ROLLOUT_NAME.fullmatch(name) or IMAGE_NAME.fullmatch(name))
-
-
-def remove(found: Iterable[Path]) -> None:
-    """Remove files and folders."""
-    for path in found:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

@@ -127,12 +127,12 @@ def markdown(table: RolloutTable) -> str:
     """The table without its pictures, for TensorBoard's texts."""
     lines = []
     for row in (table.columns, ["---"] * len(table.columns), *table.rows):
-        cells = [_plain(cell) for i, cell in enumerate(row) if i not in table.pictures]
+        cells = [_markdown_cell(cell) for i, cell in enumerate(row) if i not in table.pictures]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _plain(cell: Any) -> str:
+def _markdown_cell(cell: Any) -> str:
     """A cell on one line that ends no column and opens no tag."""
     text = f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else str(cell)
     for character, name in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\r", ""), ("\n", " ")):

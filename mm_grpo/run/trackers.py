@@ -83,21 +83,16 @@ class Hosted:
         self._run.finish()
 
 
-def _wandb(package: Any, config: GRPOConfig) -> Tracker:
-    """The project is the environment's WANDB_PROJECT, else mm_grpo."""
-    return Hosted(package, config, os.environ.get("WANDB_PROJECT", "mm_grpo"), dir=config.run.dir)
-
-
-def _trackio(package: Any, config: GRPOConfig) -> Tracker:
-    """The project mm_grpo of Trackio's own local store."""
-    return Hosted(package, config, "mm_grpo")
-
-
 # name, which is also the extra that installs the package: (module to import, what makes a tracker of it)
 TRACKERS: dict[str, tuple[str, Callable[[Any, GRPOConfig], Tracker]]] = {
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
-    "wandb": ("wandb", _wandb),
-    "trackio": ("trackio", _trackio),
+    "wandb": (
+        "wandb",
+        lambda package, config: Hosted(
+            package, config, os.environ.get("WANDB_PROJECT", "mm_grpo"), dir=config.run.dir
+        ),
+    ),
+    "trackio": ("trackio", lambda package, config: Hosted(package, config, "mm_grpo")),
 }
 
 

@@ -86,8 +86,16 @@ def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
     assert (result.code, result.out.strip()) == (0, score)
 
 
-@pytest.mark.parametrize("kind", ["str", "str | None", "int", "list[int]", ""])
-@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+@pytest.mark.parametrize(
+    ("kind", "future"),
+    [
+        ("str", ""),
+        ("str | None", "from __future__ import annotations\n"),
+        ("int", ""),
+        ("list[int]", ""),
+        ("", ""),
+    ],
+)
 def test_a_number_stays_a_text_for_a_reward_that_takes_one(
     kind: str, future: str, command: Any, tmp_path: Path
 ) -> None:

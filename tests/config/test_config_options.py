@@ -126,11 +126,3 @@ def test_what_agrees_is_kept_and_survives_a_file(sections: dict[str, Any]) -> No
     assert GRPOConfig.from_dict(made.model_dump()) == made
     for name, value in sections.get("algorithm", {}).items():
         assert getattr(made.algorithm, name) == value
-
-
-def test_fields_that_need_each_other_are_changed_together() -> None:
-    with pytest.raises(ConfigError, match=r"^algorithm\.kl_in_reward = true: needs algorithm\.beta"):
-        config().with_values({"algorithm.kl_in_reward": True})
-    assert (
-        config().with_values({"algorithm.kl_in_reward": True, "algorithm.beta": 0.1}).algorithm.kl_in_reward
-    )

@@ -101,14 +101,8 @@ def test_a_gold_box_in_other_pixels_is_found_by_the_reward_itself() -> None:
     ("name", "column", "value", "words"),
     [
         ("clicking", "target", [1, 2, 3], "the gold target is [1, 2, 3]; it must be a box of four numbers"),
-        ("temporal_iou", "segment", [7, 3], "the gold segment [7, 3] does not end after it starts"),
-        ("ordering", "order", ["a", "A"], "the gold order has 'a' twice"),
-        # these ended the check with a traceback
         ("box_match", "boxes", 3, "the gold boxes are '3'; they must be a list of boxes"),
         ("iou", "box", [0, 0, 10**400, 1], "it must be four finite numbers"),
-        ("iou", "box", "[" * 100_000, "it must be four finite numbers"),
-        ("clicking", "target", [0, 0, 10**400, 1], "it must be four finite numbers"),
-        ("mask_iou", "mask", [[0, 0, 10**400, 1, 3, 4]], "the gold mask is"),
         ("mask_iou", "mask", "[" * 100_000, "the gold mask is"),
     ],
 )

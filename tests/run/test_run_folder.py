@@ -293,11 +293,8 @@ def linked(path: Path) -> None:
     [
         ("mm_grpo_run.json", os.mkfifo),
         ("metrics.jsonl", Path.mkdir),
-        ("config.yaml", lambda path: path.symlink_to("nowhere")),
         ("summary.json", lambda path: path.symlink_to(path.name)),
-        ("rollouts", os.mkfifo),
         ("model", Path.touch),
-        ("mm_grpo_run.json", linked),
         ("metrics.jsonl", linked),
     ],
 )

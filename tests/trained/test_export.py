@@ -227,18 +227,6 @@ def test_the_card_holds_what_the_run_measured(runs: Runs, tmp_path: Path) -> Non
     assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"') and svg.count("<polyline") == 1
 
 
-def test_a_blind_control_and_a_task_are_no_sets_of_a_card() -> None:
-    row = {
-        "step": 0,
-        "eval/a/reward": 0.5,
-        "eval/a/task/count/reward": 0.1,
-        "eval/blind/reward": 0.2,
-        "time/eval": 1.0,
-    }
-    assert History([row]).before == {"a": {"reward": 0.5}}
-    assert History([{**row, "step": 1}]).before == {}
-
-
 def test_what_cannot_be_exported_is_one_message(runs: Runs, tmp_path: Path) -> None:
     def refused(words: str, *arguments: Any, **options: Any) -> None:
         with pytest.raises(ConfigError, match=words):
@@ -251,9 +239,7 @@ def test_what_cannot_be_exported_is_one_message(runs: Runs, tmp_path: Path) -> N
         r"--checkpoint step-9: must be best, last or one of step-000002, step-000003", full, which="step-9"
     )
     refused(r"is neither a run folder \(config\.yaml\) nor a checkpoint", tmp_path)
-    refused(r"--checkpoint first: must be best, last or step-N", full, which="first")
     refused(r"only model\.path, model\.device, model\.dtype can be changed", full, overrides=["run.seed=1"])
-    refused(r"is one checkpoint; name its run", full / "checkpoints/step-000003", which="best")
     other = tiny.build("qwen2_5_vl", tmp_path / "other", seed=7)
     refused(r"the weights that are not trained are not those of", lora, overrides=[f"model.path={other}"])
     wider = tiny.build("qwen3_vl", tmp_path / "wider")
