@@ -233,7 +233,9 @@ class RunFolder:
         with self.writing(path.name):
             found, kept = path.read_bytes() if path.is_file() else b"", log or b""
             if not found.startswith(kept):
-                logger.warning("%s is not what the run wrote up to step %d: it is put back", path, step)
+                logger.warning(
+                    "%s is not what the run wrote; it was put back from the checkpoint of step %d", path, step
+                )
             elif lines := found[len(kept) :].splitlines():
                 logger.warning(
                     "%s: %d lines after step %d are cut; those steps are taken again", path, len(lines), step

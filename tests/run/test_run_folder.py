@@ -333,8 +333,8 @@ def log_of(*steps: int) -> bytes:
         (log_of(0, 1, 2), None),
         (log_of(0, 1, 2, 3), "1 lines after step 2 are cut"),
         (log_of(0, 1, 2) + b"junk\n\x00\xff\n", "2 lines after step 2 are cut"),
-        (log_of(0, 1) + b'{"step": 2, "rew', "is not what the run wrote up to step 2"),
-        (None, "is not what the run wrote up to step 2"),
+        (log_of(0, 1) + b'{"step": 2, "rew', "put back from the checkpoint of step 2"),
+        (None, "put back from the checkpoint of step 2"),
     ],
 )
 def test_a_damaged_log_is_mended_from_the_checkpoint(
