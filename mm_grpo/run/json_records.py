@@ -39,7 +39,7 @@ def decode(kind: Any, value: Any) -> Any:
     Records, images and tensors within `value` that are decoded already stay as they are.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and isinstance(value, kind):
+    if kind is Any or (isinstance(kind, type) and isinstance(value, kind)):
         return value
     if is_dataclass(kind):
         record: Any = kind
