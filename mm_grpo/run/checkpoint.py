@@ -139,7 +139,7 @@ class Checkpoints:
         Damaged ones are passed over with a warning. Raises ConfigError when all are damaged.
         """
         faults: list[str] = []
-        for path in reversed(self._listed()):
+        for path in reversed(checkpoints_in(self.folder).values()):
             manifest, fault = self._inspected(path)
             if fault is None:
                 for each in faults:
@@ -267,9 +267,6 @@ class Checkpoints:
         return not self.ranks.max(short, "a checkpoint")
 
     # reading ---------------------------------------------------------------------------------
-
-    def _listed(self) -> list[Path]:
-        return list(checkpoints_in(self.folder).values())
 
     def _inspected(self, path: Path) -> tuple[dict[str, Any], str | None]:
         """A manifest, and what is wrong with the checkpoint; every process looks at its share of the files."""
