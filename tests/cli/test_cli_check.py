@@ -160,13 +160,6 @@ def test_prompts_that_are_too_long(command: Any, job: Path) -> None:
     )
 
 
-def test_the_models_context_bounds_prompts_as_in_a_run(command: Any, job: Path) -> None:
-    result = command("check", job, "rollout.max_completion_length=1000000")
-    assert result.code == 2 and "the model's context is 2048 tokens, which leaves a prompt none" in result.err
-    result = command("check", job, "rollout.max_completion_length=2040")
-    assert result.code == 2 and "context of 2048 less rollout.max_completion_length allows 8;" in result.out
-
-
 def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, job: Path) -> None:
     rows = job.parent / "rows.jsonl"
     two = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "what is it"}]
