@@ -32,7 +32,7 @@ LARGEST_JSON = 2**30
 DEEPEST = 100
 """Lists and mappings within one another in JSON."""
 RUN_MARK = "mm_grpo_run.json"
-"""The file by which a run's folder is known (run/claim.py)."""
+"""The file by which a run's folder is known (run/lock.py)."""
 TEMPORARY = "mm_grpo_tmp_"
 UNFINISHED = re.compile(r"\.(.+)\.\d+\.tmp")
 LEFT_AFTER = 60.0
@@ -208,7 +208,7 @@ def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:
     if old.exists() and not path.exists():
         os.replace(old, path)
     for left in (new, old):
-        _remove(left)
+        remove(left)
     new.mkdir(parents=True)
     try:
         write(new)
@@ -216,9 +216,9 @@ def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:
             os.replace(path, old)
         os.replace(new, path)
     except BaseException:
-        _remove(new)
+        shutil.rmtree(new, ignore_errors=True)
         raise
-    _remove(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
@@ -254,9 +254,9 @@ def _remove_left(parent: Path) -> None:
                 os.close(handle)
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder, or a link to one and not what it leads to."""
-    if path.is_symlink():
-        path.unlink()
+def remove(path: Path) -> None:
+    """Remove a folder, or a file or a link and not what it leads to, if there is one. OSError when it stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)

@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,27 +88,20 @@ class Event:
     thread: bool = False
 
 
-class Watched(Protocol):
-    """What is told when spans of a name begin and end."""
-
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-
-
 class Recorder:
     """Spans from `start` to `stop`: the seconds of every path of spans of this thread, and events of the first `steps`.
 
     `seconds` has (seconds, times) by path, such as ("time/learner", "forward"); that of the whole is (). A step is no
     part of a path: its phases stand beside what is between steps. `traced` is called once, when the events are those of
-    all `steps`, or at the end. `watch` is told of this thread's spans by name; its own time is not theirs. One recorder
-    records at a time.
+    all `steps`, or at the end. `watch` are entered with this thread's spans by name, beside their time. One
+    recorder records at a time.
     """
 
     def __init__(
         self,
         steps: int,
         traced: Callable[[Recorder], None] | None = None,
-        watch: Mapping[str, Watched] | None = None,
+        watch: Mapping[str, AbstractContextManager[object]] | None = None,
     ) -> None:
         self.steps, self.traced, self.watch = steps, traced, watch or {}
         self.seconds: dict[tuple[str, ...], list[float]] = {}
@@ -141,7 +134,7 @@ class Recorder:
                 self._end_trace()
             if name in self.watch:
                 with span(WATCHING):
-                    self.watch[name].begin()
+                    self.watch[name].__enter__()
             self._path = (*self._path, name)
         return time.perf_counter()
 
@@ -155,7 +148,7 @@ class Recorder:
             self.done += name == STEP
             if name in self.watch:
                 with span(WATCHING):
-                    self.watch[name].end()
+                    self.watch[name].__exit__(None, None, None)
         self.note(Event(name, thread.name, start, seconds, {}, thread=True))
 
     def note(self, event: Event) -> None:

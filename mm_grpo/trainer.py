@@ -39,13 +39,14 @@ from mm_grpo.rollout.evaluate import Evaluation
 from mm_grpo.rollout.headline import Headline
 from mm_grpo.rollout.pipeline import scheduled_version
 from mm_grpo.rollout.turns import sampler_of
-from mm_grpo.run.ahead import pack_ahead, unpack_ahead
 from mm_grpo.run.callbacks import Callbacks
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
 from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.inflight_state import pack_ahead, unpack_ahead
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.metrics import finite_or_text, iter_metrics
+from mm_grpo.run.outputs import names_of
 from mm_grpo.run.paths import REPORT_EVERY
 from mm_grpo.run.profile import Profile
 from mm_grpo.run.progress import Progress
@@ -53,7 +54,6 @@ from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of, tool_s
 from mm_grpo.run.stop_signals import StopSignals, interrupted
 from mm_grpo.run.summary import sight_of, summary_of
 from mm_grpo.run.trackers import Trackers
-from mm_grpo.run.written import names_of
 from mm_grpo.terminal import print_phase
 from mm_grpo.timing import span, timed
 

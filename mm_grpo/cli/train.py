@@ -121,10 +121,10 @@ def next_command(config: str, loaded: GRPOConfig, *, evaluated: bool) -> str:
 
 def refuse_own_folder(run_dir: str, config: Path, *, resume: bool) -> None:
     """ConfigError for a config file in the run folder, but for the run's own copy, by which a run may be resumed."""
-    from mm_grpo.run.claim import MARK
+    from mm_grpo.files import RUN_MARK
     from mm_grpo.run.inputs import refuse_inputs
     from mm_grpo.run.paths import RunPaths
 
     own = RunPaths(Path(run_dir)).config
-    if not (resume and (own.parent / MARK).exists() and own.exists() and own.samefile(config)):
+    if not (resume and (own.parent / RUN_MARK).exists() and own.exists() and own.samefile(config)):
         refuse_inputs(run_dir, [("the config file", config)])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mm_grpo.errors import GuardStop, UserError
 from mm_grpo.files import atomic_write
-from mm_grpo.run.claim import read_mark
+from mm_grpo.run.lock import read_mark
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.terminal import printable, redact
 

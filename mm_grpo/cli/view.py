@@ -21,8 +21,8 @@ def view(
     """Write the page of a run, finished or going on, and say where it is; of several, one page with all curves."""
     from mm_grpo.pages.page import GENERATOR
     from mm_grpo.pages.report import Report
-    from mm_grpo.run.claim import read_mark
     from mm_grpo.run.folder import RunFolder
+    from mm_grpo.run.lock import read_mark
 
     folders = [RunFolder.open(run).paths for run in runs]
     roots = [paths.root.resolve() for paths in folders]

@@ -5,7 +5,7 @@ sections        every section and field, each with its docstring: what it is, un
 values          kinds of value: paths, numbers, rewards, guards, and what each accepts
 source_entries  sources of rows: paths, tasks, mixtures and their entries
 grpo_config     GRPOConfig, the root of the tree, and the checks between sections; seed_plan: are there seeds enough
-yaml_file       YAML files, overrides, and paths that are relative to a config file; yaml_dialect: how YAML is read
+yaml_file       YAML files, overrides, and paths that are relative to a config file
 messages        the base of every section, and what is raised about a wrong value
 
 The names below load on first use: a reward's options are a section too, and need no more than `messages` and `values`.

@@ -259,20 +259,9 @@ def _advantages(config: GRPOConfig) -> Iterator[str]:
     if scale not in ("group", own):  # group is the default, and may be left
         yield f"algorithm.scale_rewards = {scale!r}: {owner} brings its own scale and would ignore this; leave it out"
     if each_by_itself and estimator != "grpo":
-        yield (
-            f"algorithm.advantage_estimator = {estimator!r}: must be grpo with {owner}, which compares each reward"
-            " with its group in its own way"
-        )
-    elif estimator == "maxrl" and algorithm.kl_in_reward:
-        yield (
-            "algorithm.kl_in_reward = true: must be false with algorithm.advantage_estimator = 'maxrl', which divides"
-            " by the mean of rewards, and that may be 0 or less with a KL taken off; leave the KL in the loss"
-        )
-    elif each_by_itself and algorithm.kl_in_reward:
-        yield (
-            f"algorithm.kl_in_reward = true: must be false with {owner}, which normalises each reward by itself,"
-            " and the KL is none of them; leave the KL in the loss"
-        )
+        yield f"algorithm.advantage_estimator = {estimator!r}: must be grpo with {owner}"
+    elif algorithm.kl_in_reward and (each_by_itself or estimator == "maxrl"):
+        yield f"algorithm.kl_in_reward = true: must be false with {owner}; leave the KL in the loss"
 
 
 def _turns(config: GRPOConfig) -> Iterator[str]:
@@ -280,20 +269,16 @@ def _turns(config: GRPOConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.turn_gamma is None:
         return
-    for field, value, refused, why in (
-        ("importance_sampling_level", algorithm.importance_sampling_level, "sequence", "'token': one ratio for the"
-         " tokens of all turns would mix what each is paid"),
-        ("loss_type", algorithm.loss_type, "gmpo", "another one: gmpo takes one ratio, and one advantage, for a whole"
-         " completion"),
-        ("multi_objective_aggregation", algorithm.multi_objective_aggregation, "normalize_then_sum",
-         "'sum_then_normalize': returns are sums of rewards"),
-        ("kl_in_reward", algorithm.kl_in_reward, True, "false: the KL is that of a whole completion; leave the KL in"
-         " the loss"),
-    ):  # fmt: skip
-        if value == refused:
+    for field, refused, legal in (
+        ("importance_sampling_level", "sequence", "token"),
+        ("loss_type", "gmpo", "another one"),
+        ("multi_objective_aggregation", "normalize_then_sum", "sum_then_normalize"),
+        ("kl_in_reward", True, "false"),
+    ):
+        if getattr(algorithm, field) == refused:
             yield (
-                f"algorithm.{field} = {yaml_repr(value)}: with algorithm.turn_gamma = {algorithm.turn_gamma:g},"
-                f" advantages of turns, it must be {why}"
+                f"algorithm.{field} = {yaml_repr(refused)}: takes whole completions; with algorithm.turn_gamma ="
+                f" {algorithm.turn_gamma:g}, advantages of turns, it must be {legal}"
             )
 
 
@@ -306,8 +291,7 @@ def _loss(config: GRPOConfig) -> Iterator[str]:
     if loss == "cispo" and (algorithm.epsilon_high is None or algorithm.epsilon_high < 1):
         yield (
             f"algorithm.epsilon_high = {yaml_repr(algorithm.epsilon_high)}: algorithm.loss_type = 'cispo' multiplies"
-            " the gradient by min(ratio, epsilon_high), so a bound below 1 scales every on-policy gradient down; set it"
-            " to 1 or more (5 is common)"
+            " the gradient by min(ratio, epsilon_high); set it to 1 or more (5 is common)"
         )
     own_bounds = ("dppo_tv", "dppo_kl", "gmpo")
     if loss == "gmpo" and algorithm.top_entropy_quantile < 1:
@@ -316,14 +300,11 @@ def _loss(config: GRPOConfig) -> Iterator[str]:
             " mean over all tokens of a completion; leave it out"
         )
     if delta is not None and loss in ("cispo", "sapo", "vespo", *own_bounds):
-        yield (
-            f"algorithm.delta = {delta}: algorithm.loss_type = {loss!r} has no such bound and would ignore this; leave"
-            " it out"
-        )
+        yield f"algorithm.delta = {delta}: algorithm.loss_type = {loss!r} has no such bound; leave it out"
     elif delta is not None and delta <= upper:
         yield (
-            f"algorithm.delta = {delta}: must be above 1 + algorithm.{name}, which is {upper:g}; at or below it, delta"
-            " would bound positive advantages, and would not be the bound of negative ones"
+            f"algorithm.delta = {delta}: must be above 1 + algorithm.{name}, which is {upper:g}, the bound of"
+            " positive advantages; delta is that of negative ones"
         )
     elif loss in ("vespo", *own_bounds) and algorithm.importance_sampling_level != "token":
         what = "tokens" if loss.startswith("dppo") else "whole completions"
@@ -335,77 +316,56 @@ def _loss(config: GRPOConfig) -> Iterator[str]:
     if config.importance_sampling_mode != "none" and low is not None and high is not None and low >= high:
         yield (
             f"algorithm.importance_sampling_clip_min = {low}: must be below algorithm.importance_sampling_clip_max,"
-            f" which is {high}; no weight lies between them"
+            f" which is {high}"
         )
 
 
 def _kl(config: GRPOConfig) -> Iterator[str]:
     """The KL term has a weight and a gradient, and the reference model can move."""
-    algorithm = config.algorithm
+    algorithm, why = config.algorithm, "needs algorithm.beta > 0, the weight of the KL, and that is 0"
+    path, moves = algorithm.reference_path, "algorithm.sync_ref_model = true"
     if algorithm.kl_in_reward and algorithm.beta == 0:
-        yield "algorithm.kl_in_reward = true: needs algorithm.beta > 0, the weight of the KL, and that is 0"
+        yield f"algorithm.kl_in_reward = true: {why}"
     if algorithm.kl_estimator == "k1" and algorithm.beta > 0 and not algorithm.kl_in_reward:
         yield (
-            "algorithm.kl_estimator = 'k1': must be k2 or k3 where the KL is a term of the loss, because the"
-            " gradient of k1 there has mean 0; or set algorithm.kl_in_reward = true"
+            "algorithm.kl_estimator = 'k1': its gradient in the loss has mean 0; write k2 or k3, or set"
+            " algorithm.kl_in_reward = true"
         )
-    if algorithm.reference_path is not None and algorithm.beta == 0:
-        yield (
-            f"algorithm.reference_path = '{algorithm.reference_path}': needs algorithm.beta > 0, the weight of"
-            " the KL from that model, and that is 0"
-        )
-    elif algorithm.reference_path is not None and algorithm.sync_ref_model:
-        yield (
-            "algorithm.sync_ref_model = true: must be false with algorithm.reference_path, for a reference that moves"
-            " towards the policy would soon be that model no longer"
-        )
+    if path is not None and algorithm.beta == 0:
+        yield f"algorithm.reference_path = '{path}': {why}"
+    elif path is not None and algorithm.sync_ref_model:
+        yield f"{moves}: must be false with algorithm.reference_path, a reference that stays"
     if algorithm.sync_ref_model and algorithm.beta == 0:
-        yield "algorithm.sync_ref_model = true: needs algorithm.beta > 0; at 0 there is no reference model to move"
+        yield f"{moves}: {why}"
     elif algorithm.sync_ref_model and config.model.lora is not None:
-        yield (
-            "algorithm.sync_ref_model = true: must be false with model.lora, whose reference is the model without"
-            " its adapters, and that never moves; set model.lora = null to train every weight"
-        )
+        yield f"{moves}: must be false with model.lora, whose reference is the model without its adapters"
 
 
-def _perception(config: GRPOConfig) -> Iterator[str]:
-    """Nothing shows what the perception term's mask hides."""
-    algorithm, rollout = config.algorithm, config.rollout
+def _parts(config: GRPOConfig) -> Iterator[str]:
+    """Nothing shows what the perception term's mask hides, and what is frozen has no adapters."""
+    algorithm, rollout, model = config.algorithm, config.rollout, config.model
     if algorithm.perception_coef > 0 and (rollout.tools or rollout.environment is not None):
         yield (
             f"algorithm.perception_coef = {algorithm.perception_coef:g}: must be 0 with rollout.tools and"
             " rollout.environment, which may show what the mask hides"
         )
-
-
-def _model(config: GRPOConfig) -> Iterator[str]:
-    """What is frozen has no adapters."""
-    model = config.model
     if model.lora is not None and model.lora.vision and model.freeze_vision:
-        yield (
-            "model.lora.vision = true: must be false with model.freeze_vision = true, which leaves the vision tower as"
-            " it is"
-        )
+        yield "model.lora.vision = true: must be false with model.freeze_vision = true"
 
 
 def _staleness(config: GRPOConfig) -> Iterator[str]:
     """What is sampled ahead needs an order, and leaves the reference model alone."""
     rollout, ahead = config.rollout, config.rollout.max_staleness
+    order = f"rollout.staleness_order = '{rollout.staleness_order}'"
     if ahead == 0 and rollout.staleness_order != "lockstep":
-        yield (
-            f"rollout.staleness_order = '{rollout.staleness_order}': needs rollout.max_staleness >= 1, the updates that"
-            " completions may be behind, and that is 0"
-        )
+        yield f"{order}: needs rollout.max_staleness >= 1, the updates that completions may be behind"
     if ahead and config.algorithm.kl_in_reward:
         yield (
             f"algorithm.kl_in_reward = true: must be false with rollout.max_staleness = {ahead}, for rewards are then"
             " made while the learner, which has the reference model, works; leave the KL in the loss"
         )
     if rollout.staleness_order == "eager" and (rollout.tools or rollout.environment is not None):
-        yield (
-            "rollout.staleness_order = 'eager': must be lockstep with rollout.tools and rollout.environment, whose"
-            " conversations are led one step at a time"
-        )
+        yield f"{order}: must be lockstep with rollout.tools and rollout.environment"
 
 
 CHECKS: tuple[Callable[[GRPOConfig], Iterator[str]], ...] = (
@@ -414,8 +374,7 @@ CHECKS: tuple[Callable[[GRPOConfig], Iterator[str]], ...] = (
     _turns,
     _loss,
     _kl,
-    _perception,
-    _model,
+    _parts,
     _staleness,
 )
 

@@ -68,8 +68,7 @@ def logp_gap(
         return None
     return (
         f"the engine's log-probs of {what} differ from the learner's by {mean:.3g} per token on average, "
-        f"{largest:.3g} at most; the limit is {limit:g}. Likely the engine holds other weights (a sync that "
-        "did not arrive), was given another image, or samples at another temperature or under another mask "
-        "than the learner. `mm-grpo doctor CONFIG` compares the two sides part by part; "
-        "set run.guards.logp_gap only where the gap comes from the number format (model.dtype)"
+        f"{largest:.3g} at most; the limit is {limit:g}. Likely the engine holds other weights, was given another "
+        "image, or samples at another temperature or under another mask; `mm-grpo doctor CONFIG` compares the two. Set "
+        "run.guards.logp_gap only where the gap comes from the number format (model.dtype)"
     )

@@ -87,10 +87,8 @@ def rows_of(config: GRPOConfig, rewards: Sequence[RewardSpec]) -> list[Guard]:
             ),
             steps=1,
             message=lambda bad, none, run: (
-                f"in {run.steps} steps {', '.join(unapplied(run))} applied to no completion; the run goes on by the "
-                "other rewards alone. Likely a column that it needs is null in every row or has another name "
-                "(data.columns): `mm-grpo check CONFIG` shows to how many rows it applies. Take it out of rewards, or "
-                "give it weight 0 to only watch it"
+                f"in {run.steps} steps {', '.join(unapplied(run))} applied to no completion. Likely its column is null "
+                "or has another name (data.columns; see `mm-grpo check CONFIG`); mend that, or take it out of rewards"
             ),
         ),
         Guard(  # where 1 in 100 earns a reward, 500 show no difference with a chance of 0.7 %, and 1000 of 0.004 %
@@ -111,9 +109,8 @@ def rows_of(config: GRPOConfig, rewards: Sequence[RewardSpec]) -> list[Guard]:
             stop_after=20,
             message=lambda bad, share, run: (
                 f"for {bad} steps nearly all completions ({share:.0%} in the last) have been cut at "
-                f"rollout.max_completion_length = {limit} tokens: {effect}. Raise the limit, ask for a shorter answer "
-                "in the prompt, or reward brevity (length); if completions in rollouts/ go on after their answer, the "
-                "model's end token is not the one that its generation config names"
+                f"rollout.max_completion_length = {limit} tokens: {effect}. Raise the limit, ask for a shorter answer, "
+                "or reward brevity (length)"
             ),
         ),
         Guard(
@@ -157,9 +154,8 @@ def rows_of(config: GRPOConfig, rewards: Sequence[RewardSpec]) -> list[Guard]:
             when=lambda calls, run: calls == 0,
             steps=10,
             message=lambda bad, calls, run: (
-                f"for {bad} steps no completion has called a tool, although the run has some: what is never tried "
-                "cannot be rewarded. Tell the model in the prompt when to call one, reward a call, raise "
-                "rollout.temperature, or leave rollout.tools and rollout.environment out"
+                f"for {bad} steps no completion has called a tool, although the run has some. Tell the model in the "
+                "prompt when to call one, reward a call, or leave rollout.tools and rollout.environment out"
             ),
         ),
         Guard(  # measured before a step's first update; in bfloat16 a few after it may honestly be 0
@@ -169,10 +165,8 @@ def rows_of(config: GRPOConfig, rewards: Sequence[RewardSpec]) -> list[Guard]:
             steps=10,
             message=lambda bad, kl, run: (
                 f"for {bad} steps the KL to the reference policy has been exactly 0, though updates moved the weights: "
-                "the reference is the policy itself, or the updates are too small to change any log-prob in the "
-                "weights' number format. Raise optim.learning_rate or train in float32 (model.dtype); with a model of "
-                "your own, check that it shares no weights with the reference (a copy by copy.deepcopy, or adapters "
-                "that disable_adapter switches off); without need of a reference set algorithm.beta=0"
+                "the reference is the policy itself, or the updates are too small for the weights' number format. "
+                "Raise optim.learning_rate or train in float32 (model.dtype), or set algorithm.beta=0"
             ),
         ),
     ]
@@ -213,8 +207,8 @@ def no_reward(bad: int, none: float, run: History) -> str:
     cause = (
         f"{failed:.0f} calls of the last step failed and were masked (on_error, on_timeout): see the warnings above"
         if failed
-        else "Likely the columns that the rewards read are null or have another name: `mm-grpo check CONFIG` shows to "
-        "how many rows each reward applies; data.columns gives columns their names"
+        else "Likely the columns that the rewards read are null or have another name (data.columns; see "
+        "`mm-grpo check CONFIG`)"
     )
     return f"for {bad} steps no completion has had a reward, so nothing is learned. {cause}"
 
@@ -223,17 +217,15 @@ def zero_std(bad: int, zero: float, run: History) -> str:
     mean = "" if run.reward is None else f" (the mean reward is {run.reward:.4g})"
     if not run.spread:
         return (
-            f"in none of {run.rated_steps} steps did the rewards of any group differ{mean}, so no completion was ever "
-            "better than another and nothing is learned from rewards. Likely the reward is constant, never finds its "
-            "answer in the completion (see completions and columns in rollouts/), or the prompts are all too hard or "
-            "all too easy. `mm-grpo check CONFIG` calls each reward on right and on wrong answers; mind its arguments, "
-            "data.columns and the prompt, raise rollout.num_generations, or mix in easier rows"
+            f"in none of {run.rated_steps} steps did the rewards of any group differ{mean}, so nothing is learned from "
+            "them. Likely the reward is constant, never finds its answer in the completion (see rollouts/ and "
+            "`mm-grpo check CONFIG`), or all prompts are too hard or too easy: mix in others, or raise "
+            "rollout.num_generations"
         )
     return (
-        f"for {bad} steps the rewards of no group have differed{mean}, though they did before, so nothing is learned "
-        "any more. Likely all completions of a prompt have become the same, right or wrong, or the rows that are left "
-        "are too hard. Raise algorithm.entropy_coef or rollout.temperature, lower optim.learning_rate, or use other "
-        "rows (rollout.max_attempts > 1 replaces such groups)"
+        f"for {bad} steps the rewards of no group have differed{mean}, though they did before. Likely all completions "
+        "of a prompt have become the same, or the rows that are left are too hard. Raise algorithm.entropy_coef or "
+        "rollout.temperature, lower optim.learning_rate, or replace such groups (rollout.max_attempts > 1)"
     )
 
 
@@ -254,29 +246,25 @@ def entropy_collapse(bad: int, logprob: float, run: History) -> str | None:
         return None
     return (
         f"the entropy of the policy has collapsed: {-logprob:.2g} nats per token, where the run began at "
-        f"{run.first_entropy:.2g}, for {bad} steps, and the mean reward ({reward:.4g}) is not near the highest: the "
-        "policy is sure of wrong answers too and tries no others. Lower optim.learning_rate, raise "
-        "algorithm.entropy_coef, algorithm.epsilon_high or rollout.temperature, or go back to the checkpoint of the "
-        "best evaluation"
+        f"{run.first_entropy:.2g}, for {bad} steps, at a mean reward of {reward:.4g}: it is sure of wrong answers too. "
+        "Lower optim.learning_rate, raise algorithm.entropy_coef or rollout.temperature, or go back to the best "
+        "checkpoint"
     )
 
 
 def learned(share: float) -> str:
     return (
-        f", {share:.0%} in the last, so next to nothing is learned from them. Likely the engine's log-probs are not "
-        "those of the learner (see sampling/sampling_logp_difference; `mm-grpo doctor CONFIG` compares the two), "
-        "completions are learned from too often (algorithm.num_iterations, optim.updates_per_step), or the bounds are "
-        "too narrow (algorithm.importance_sampling_clip_min, importance_sampling_clip_max, off_policy_mask_threshold)"
+        f", {share:.0%} in the last. Likely the engine's log-probs are not those of the learner (see "
+        "`mm-grpo doctor CONFIG`), completions are learned from too often (algorithm.num_iterations, "
+        "optim.updates_per_step), or the bounds of that option are too narrow"
     )
 
 
 def tools_failing(bad: int, calls: float, run: History) -> str:
     kinds = [name.removeprefix("tools/failures/") for name in run.now if name.startswith("tools/failures/")]
     return (
-        f"for {bad} steps every call of a tool has failed ({', '.join(kinds)} in the last): the model learns not to "
-        "call it. See `turns` in rollouts/ for what it was told; raised means that the tool itself is broken, "
-        "bad_arguments and malformed_call that the model does not write calls as the tool wants them: show one in the "
-        "prompt, or warm the model up on some"
+        f"for {bad} steps every call of a tool has failed ({', '.join(kinds)} in the last; see `turns` in rollouts/): "
+        "mend the tool (raised), or show a right call in the prompt (bad_arguments, malformed_call)"
     )
 
 
@@ -287,22 +275,19 @@ def why_no_update(run: History) -> str:
         return f"the learning rate was 0 in all {run.updates} updates; raise optim.learning_rate"
     if run.updates:
         return (
-            f"the gradient was 0 in all {run.updates} updates, for every token was clipped or masked (clip_ratio and "
-            "sampling/masked_ratio in metrics.jsonl); widen algorithm.epsilon or the bounds of the correction"
+            f"the gradient was 0 in all {run.updates} updates, for every token was clipped or masked; widen "
+            "algorithm.epsilon or the bounds of the correction"
         )
     if "frac_reward_none" in run.always_1:
-        return (
-            "no completion had a reward; `mm-grpo check CONFIG` shows to how many rows each reward applies, and "
-            "data.columns gives columns their names"
-        )
+        return "no completion had a reward; see `mm-grpo check CONFIG`, and data.columns for the names of columns"
     if "advantages/frac_zero" in run.always_1:
         return (
-            "the rewards of no group differed, so there was nothing to learn from; `mm-grpo check CONFIG` calls each "
-            "reward on right and on wrong answers, and rollouts/ holds what was answered"
+            "the rewards of no group differed, so there was nothing to learn from; see `mm-grpo check CONFIG` and "
+            "rollouts/"
         )
     if "completions/clipped_ratio" in run.always_1:
         return (
-            "every completion was cut at rollout.max_completion_length, and algorithm.mask_truncated_completions "
-            "leaves those out of the loss; raise the limit"
+            "every completion was cut at rollout.max_completion_length and left out "
+            "(algorithm.mask_truncated_completions); raise the limit"
         )
     return "no completion that enters the loss had an advantage (advantages/frac_zero, completions/clipped_ratio)"

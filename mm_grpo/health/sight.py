@@ -64,12 +64,10 @@ class SightLost:
             return None
         return Alarm(
             f"the mean reward of rows with images has risen from {before:.4g} to {now:.4g}, while completions depend "
-            f"on their images by {last[0]:.3g} nats (at the start {first[0]:.3g}, at most {best[0]:.3g}): with another "
-            "row's image they are nearly as likely, so the rewards are earned without looking. Likely the text gives "
-            "the answer away, most answers are the same, the rewards pay for form alone, or images stand at the wrong "
-            "rows. Compare images and answers in rollouts/, evaluate with shuffled images, balance the answers, or "
-            "reward only what has to be seen; algorithm.perception_coef pays for looking. For a task of form or of "
-            "text set run.guards.sight_lost=off"
+            f"on their images by {last[0]:.3g} nats (at the start {first[0]:.3g}, at most {best[0]:.3g}), so the "
+            "rewards are earned without looking. Likely the text gives the answer away, most answers are the same, or "
+            "images stand at the wrong rows: compare them in rollouts/, evaluate with shuffled images, or set "
+            "algorithm.perception_coef; for a task of text set run.guards.sight_lost=off"
         )
 
     @staticmethod

@@ -50,7 +50,6 @@ def unread_images(change: float, uid: str) -> str | None:
         return None
     return (
         f"the learner's log-probs of a completion of {uid} are the same to the last bit when its image is replaced by "
-        "another: the image does not reach the model's text layers, and the run trains on text alone. Likely the "
-        "processor makes no image tokens or pixels for the row, or the model's code does not put image features in "
-        "their places; compare with `mm-grpo doctor CONFIG`, and with the model's own generate"
+        "another: the image does not reach the text layers. Likely the processor makes no image tokens or pixels for "
+        "the row, or the model does not put image features in their places; see `mm-grpo doctor CONFIG`"
     )

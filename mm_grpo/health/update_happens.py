@@ -31,15 +31,13 @@ def update_happens(record: UpdateRecord) -> str | None:
     if record.boundaries != 1:
         return (
             f"{record.boundaries} backward passes of this update were marked as the one that closes its accumulation, "
-            "and exactly the last has to be: with none the optimizer does not step, and with more only the packs after "
-            "the last but one count. Mark it by hand (set_gradient_accumulation_boundary) before each backward"
+            "and exactly the last has to be (set_gradient_accumulation_boundary)"
         )
     if record.live_tokens > 0 and record.grad_norm == 0.0:
         return (
             f"the gradient is exactly 0 although {record.live_tokens} tokens are unmasked and unclipped and have a "
-            "non-zero advantage; the loss does not reach the trainable parameters: the graph is detached, or all "
-            "parameters on its way are frozen; or the model gives every token probability 1 (`entropy` is 0), as after "
-            "updates that were too large: lower optim.learning_rate"
+            "non-zero advantage: the graph is detached, all parameters on its way are frozen, or every token has "
+            "probability 1 (`entropy` is 0): lower optim.learning_rate"
         )
     moving = record.learning_rate > 0 and record.grad_norm > 0 and record.stepped
     if moving and record.update_norm == 0.0:

@@ -1,4 +1,4 @@
-"""One table of keys that mm_grpo does not have: those of TRL, ms-swift, verl and EasyR1, and those that it had once.
+"""One table of keys that mm_grpo does not have: those of TRL, ms-swift, verl and EasyR1.
 
 A row is our field, where the value means the same, or what is said about the key. `unknown_key` answers with it, or
 with the full path of a right name in the wrong place, or with the nearest known name; `convert` takes the value over.
@@ -236,27 +236,6 @@ REASONS: Mapping[str, str] = {
     "the rollout engines are transformers, vllm and vllm_server, without this option":
         "generation_kwargs cache_implementation vllm_model_impl use_transformers_continuous_batching"
         " transformers_continuous_batching_config use_transformers_paged",
-    # fields that were ours
-    "a server that does not answer /health for a third of rollout.server.timeout, at most 30 s, counts as hung":
-        "health_timeout",
-    "a server that takes rollout.server.timeout for a weight update, at most 300 s, is left out": "update_timeout",
-    "an image of more than 50 MiB or 89,478,485 pixels is refused; shrink it": "max_image_bytes max_image_pixels",
-    "a call that is late ends the run where rollout.on_tool_error is stop, else it masks the conversation":
-        "on_tool_timeout",
-    "it is made unless run.guards has logp_gap: off": "parity_check",
-    "the limit is 1e-3 nats for float32 weights and 0.1 for bfloat16 ones; write run.guards: {logp_gap: warn}":
-        "max_logp_gap",
-    "the key is in the environment variable MM_GRPO_SERVER_KEY": "key_env",
-    "it is the address from which this machine reaches the first of rollout.server.urls": "server.host",
-    "a connection may take 5 s": "connect_timeout",
-    "vLLM in the trainer's process counts as hung after 600 s without a step": "vllm.timeout",
-    "a server is asked for 256 completions at once": "max_sequences",
-    "prompts that are made ahead hold 4 GiB of pixels at most": "prefetch_bytes",
-    "checkpoints are written in a thread where the host's memory has room for a copy, else while the run waits":
-        "async_save",
-    "write run.allow_changed_code": "allow_changed_rewards allow_changed_tools",
-    "report.html is written every 10 steps, after evaluations and at the end": "report_every",
-    "completions of every step are written down; run.keep_rollouts bounds them": "log_rollouts_every",
 }  # fmt: skip
 """What is said, and the keys about which."""
 

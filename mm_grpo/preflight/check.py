@@ -6,7 +6,7 @@ answer and on wrong ones (gold_answers.py). All failing rows are listed, not onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -109,9 +109,9 @@ def check_config(  # noqa: C901, PLR0915
             call_judges=call_judges,
         )
         looked = dataset if rows is None else dataset.head(rows)
-        limits = _Limits(config, trained=dataset is train)
+        limit = partial(_broken_limit, config=config, trained=dataset is train)
         builder = prompt_builder if dataset is train else prompt_builder.evaluation
-        lengths, images, failed, dropped = _walk(looked, builder, limits, rewards, console, shown)
+        lengths, images, failed, dropped = _walk(looked, builder, limit, rewards, console, shown)
         reports[name] = rewards.finish()
         if dataset.layouts not in ((), ("trl",)):
             notes.append(f"{name}: rows in the layout {' and '.join(dataset.layouts)} (data.layout)")
@@ -153,37 +153,27 @@ def check_config(  # noqa: C901, PLR0915
     return not problems
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """What the learner, where a set is `trained` on, and the engine take of a prompt: tokens beside the longest
-    completion, and images."""
-
-    config: GRPOConfig
-    trained: bool
-
-    def broken_by(self, prompt: Prompt) -> str | None:
-        """What a run would stop at, of a prompt that can be made."""
-        rollout, pack = self.config.rollout, self.config.optim.max_tokens_per_pack
-        length, images = len(prompt.token_ids), len(prompt.engine_prompt.images)
-        if self.trained and length > self.config.pack_room:
-            twice = (
-                ", twice with algorithm.perception_coef," if self.config.algorithm.perception_coef > 0 else ""
-            )
-            return (
-                f"the prompt has {length} tokens, which with rollout.max_completion_length = "
-                f"{rollout.max_completion_length}{twice} is more than optim.max_tokens_per_pack = {pack}; raise that, "
-                "or lower data.max_pixels or rollout.max_completion_length"
-            )
-        most = rollout.vllm.max_images if rollout.engine != "transformers" else None
-        if most is not None and images > most:
-            return f"the row has {images} images, and rollout.vllm.max_images = {most}; raise it"
-        return None
+def _broken_limit(prompt: Prompt, config: GRPOConfig, *, trained: bool) -> str | None:
+    """What the learner, where a set is `trained` on, or the engine would stop at, of a prompt that can be made."""
+    rollout, pack, copies = config.rollout, config.optim.max_tokens_per_pack, config.algorithm.perception_coef
+    length, images = len(prompt.token_ids), len(prompt.engine_prompt.images)
+    if trained and length > config.pack_room:
+        twice = ", twice with algorithm.perception_coef," if copies > 0 else ""
+        return (
+            f"the prompt has {length} tokens, which with rollout.max_completion_length = "
+            f"{rollout.max_completion_length}{twice} is more than optim.max_tokens_per_pack = {pack}; raise that, "
+            "or lower data.max_pixels or rollout.max_completion_length"
+        )
+    most = rollout.vllm.max_images if rollout.engine != "transformers" else None
+    if most is not None and images > most:
+        return f"the row has {images} images, and rollout.vllm.max_images = {most}; raise it"
+    return None
 
 
 def _walk(
     dataset: Dataset,
     prompt_builder: PromptBuilder,
-    limits: _Limits,
+    broken_limit: Callable[[Prompt], str | None],
     rewards: RewardCheck,
     console: Console,
     page: CheckPage | None,
@@ -216,7 +206,7 @@ def _walk(
                 named = message.startswith(uid)
                 failed.append(f"{row}: {message.removeprefix(uid)}" if named else message)
             continue
-        broken = limits.broken_by(prompt)
+        broken = broken_limit(prompt)
         if broken is not None:
             failed.append(f"{row}: {broken}")
             if page is not None:

@@ -99,12 +99,6 @@ class Evaluation:
     clipped: float | None = None
     blind: Blind | None = None
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
-        """Make an evaluation of `dataclasses.asdict`, after JSON made lists of pairs."""
-        blind = values.get("blind")
-        return cls(**{**_pairs(values), "blind": Blind(**_pairs(blind)) if blind else None})
-
 
 def sampling_of(config: GRPOConfig) -> Sampling:
     """The sampling of `rollout.eval`."""
@@ -310,8 +304,3 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 def _is_short(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= LONGEST_TASK)
-
-
-def _pairs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with intervals as pairs again."""
-    return {key: tuple(v) if key.endswith("interval") and v else v for key, v in values.items()}

@@ -75,8 +75,7 @@ class Callbacks:
         if self.calling and processes > 1:
             raise ConfigError(
                 f"callbacks: {self.calling} calls trainer.{what}, which all {processes} processes have to call "
-                "together, and callbacks run on the first one; set run.eval_every and run.save_every for what is to "
-                "happen during the run"
+                "together, and callbacks run on the first one; set run.eval_every or run.save_every"
             )
 
 
@@ -92,7 +91,6 @@ def _asked_for(method: Callable[..., Any], event: str, what: str) -> tuple[str, 
             asked.append(name)
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
             raise ConfigError(
-                f"callbacks: {what} asks for {name!r}; it is called with {', '.join(given)}, by name, and may leave "
-                "some of them out"
+                f"callbacks: {what} asks for {name!r}; it may ask for {', '.join(given)}, by name"
             )
     return tuple(asked)

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder with one `state-RANK-of-WORLD.safetensors` per process (see learner/state.py), the
 weights of the reference policy where it moves during the run (`reference.safetensors`), the log up to its step
-(`metrics.jsonl`), and `manifest.json` (manifest.py), which says what the checkpoint is of and marks each file with its
-size and XXH3, and itself with the SHA-256 of what else it holds. It is filled beside, under a name that starts with a
+(`metrics.jsonl`), and `manifest.json` (manifest.py), which says what the checkpoint is of and has the size and XXH3 of
+each file. It is filled beside, under a name that starts with a
 dot, and renamed when all of it is on the disk (checkpoint_writer.py): a folder with the right name is whole, or was
 damaged later, which the marks tell.
 
@@ -139,7 +139,7 @@ class Checkpoints:
         Damaged ones are passed over with a warning. Raises ConfigError when all are damaged.
         """
         faults: list[str] = []
-        for path in reversed(self._listed()):
+        for path in reversed(checkpoints_in(self.folder).values()):
             manifest, fault = self._inspected(path)
             if fault is None:
                 for each in faults:
@@ -267,9 +267,6 @@ class Checkpoints:
         return not self.ranks.max(short, "a checkpoint")
 
     # reading ---------------------------------------------------------------------------------
-
-    def _listed(self) -> list[Path]:
-        return list(checkpoints_in(self.folder).values())
 
     def _inspected(self, path: Path) -> tuple[dict[str, Any], str | None]:
         """A manifest, and what is wrong with the checkpoint; every process looks at its share of the files."""

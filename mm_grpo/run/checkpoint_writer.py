@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import atomic_write
-from mm_grpo.learner.state import FileMark, StateFile, mark_of
-from mm_grpo.run.manifest import LOG, MANIFEST, REFERENCE, checkpoints_in, digest_of, step_of
+from mm_grpo.files import atomic_write, remove
+from mm_grpo.learner.state import StateFile, mark_of
+from mm_grpo.run.manifest import LOG, MANIFEST, REFERENCE, checkpoints_in, step_of
 from mm_grpo.run.paths import left_in
 from mm_grpo.timing import span
 
@@ -28,7 +28,7 @@ from mm_grpo.timing import span
 class CheckpointContents:
     """What this process writes of the checkpoint of a step.
 
-    `manifest` is what the manifest holds but for marks and its digest, `log` metrics.jsonl; of the processes the first
+    `manifest` is what the manifest holds but for files, `log` metrics.jsonl; of the processes the first
     writes these and `reference`. That of the step `spared`, if there is one, is not removed, however old it is.
     """
 
@@ -57,19 +57,22 @@ class CheckpointWriter:
         path = self.folder / f"step-{contents.step:06d}"
         beside = self.folder / f".{path.name}.new"
         try:
-            with self.ranks.fail_together("a checkpoint"):
+            with self._together():
                 if self.ranks.first:
-                    self._make_room(beside)
-            with self.ranks.fail_together("a checkpoint"):
-                mark = self._write_share(beside, contents.state)
-                reference = self._write_reference(beside, contents.reference)
-            marks = self.ranks.all_gather(mark, "a checkpoint")
-            with self.ranks.fail_together("a checkpoint"):
+                    for left in left_in(self.folder):
+                        with suppress(OSError):  # one that somebody holds, on a shared disk
+                            remove(left)
+                    beside.mkdir(parents=True)
+            with self._together():
+                entry, reference = self._write_share(beside, contents)
+            entries = self.ranks.all_gather(entry, "a checkpoint")
+            with self._together():
                 if require_open is not None:
                     require_open()
                 if self.ranks.first:
-                    manifest = {**contents.manifest, "reference": reference}
-                    self._finish(beside, path, manifest, marks, contents.log)
+                    self._finish(
+                        beside, path, {**contents.manifest, "reference": reference}, entries, contents.log
+                    )
                     self._remove_old(contents.step, contents.spared)
         except BaseException:
             if self.ranks.first:
@@ -77,62 +80,53 @@ class CheckpointWriter:
             raise
         return path
 
-    def _make_room(self, beside: Path) -> None:
-        try:
-            for left in left_in(self.folder):
-                with suppress(OSError):  # one that somebody holds, on a shared disk
-                    _remove(left)
-            beside.mkdir(parents=True)
-        except OSError as error:
-            raise unwritten(self.folder, error) from None
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A part of the work of all processes; what one of them cannot write is a ConfigError on all."""
+        with self.ranks.fail_together("a checkpoint"):
+            try:
+                yield
+            except OSError as error:
+                raise unwritten(self.folder, error) from None
 
-    def _write_share(self, beside: Path, state: StateFile) -> FileMark:
+    def _write_share(
+        self, beside: Path, contents: CheckpointContents
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Write this process's files; returns the manifest's entries of its state and of the reference."""
         name = f"state-{self.ranks.rank:05d}-of-{self.ranks.world:05d}.safetensors"
         if not beside.is_dir():
             raise ConfigError(
                 f"run.dir = '{self.folder.parent}': process {self.ranks.rank} does not see the folder that the first "
                 "process made there; name one that all hosts share"
             )
-        try:
-            return state.write(beside / name)
-        except OSError as error:
-            raise unwritten(self.folder, error) from None
-
-    def _write_reference(self, beside: Path, reference: StateFile | None) -> dict[str, Any] | None:
-        if reference is None or not self.ranks.first:
-            return None
-        try:
-            return reference.write(beside / REFERENCE).as_dict()
-        except OSError as error:
-            raise unwritten(self.folder, error) from None
+        entry = contents.state.write(beside / name).as_dict()
+        if contents.reference is None or not self.ranks.first:
+            return entry, None
+        return entry, contents.reference.write(beside / REFERENCE).as_dict()
 
     def _finish(
         self,
         beside: Path,
         path: Path,
         contents: Mapping[str, Any],
-        marks: Sequence[FileMark],
+        entries: Sequence[Mapping[str, Any]],
         log: bytes | None,
     ) -> None:
-        missing = [mark.name for mark in marks if not (beside / mark.name).is_file()]
+        missing = [entry["name"] for entry in entries if not (beside / entry["name"]).is_file()]
         if missing:
             raise ConfigError(
                 f"run.dir = '{self.folder.parent}': {', '.join(missing)} was written by another process and is not "
                 "there; name a folder that all hosts share"
             )
-        manifest = {**contents, "files": [mark.as_dict() for mark in marks], "log": None}
-        try:
-            if log is not None:
-                atomic_write(beside / LOG, log)
-                manifest["log"] = mark_of(beside / LOG).as_dict()
-            manifest["sha256"] = digest_of(manifest)
-            atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-            _sync(beside)
-            _remove(path)  # the step is taken again, so this one was not whole
-            os.replace(beside, path)
-            _sync(self.folder)
-        except OSError as error:
-            raise unwritten(self.folder, error) from None
+        manifest = {**contents, "files": list(entries), "log": None}
+        if log is not None:
+            atomic_write(beside / LOG, log)
+            manifest["log"] = mark_of(beside / LOG).as_dict()
+        atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        _sync(beside)
+        remove(path)  # the step is taken again, so this one was not whole
+        os.replace(beside, path)
+        _sync(self.folder)
 
     def _remove_old(self, step: int, spared: int | None) -> None:
         listed = [*checkpoints_in(self.folder).values()]
@@ -153,14 +147,6 @@ def unwritten(folder: Path, error: OSError) -> ConfigError:
         f"run.dir = '{folder.parent}': a checkpoint cannot be written ({error.strerror or error}); {kept}. "
         "Make room, or lower run.keep_checkpoints, and resume"
     )
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, or a file or a link and not what it leads to; OSError when it stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

@@ -74,11 +74,7 @@ def memory_limit(
     found = []
     if control.is_file() and (text := control.read_text().strip()).isdecimal():
         found.append(int(text))
-    if meminfo.is_file() and (
-        match := re.search(r"^MemTotal:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-    ):
-        found.append(int(match[1]) * 1024)
-    return min(found, default=None)
+    return min([*found, *_from_meminfo("MemTotal", meminfo)], default=None)
 
 
 def free_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int | None:
@@ -91,11 +87,13 @@ def free_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/pr
     if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdecimal():
         held = dict(line.split() for line in used.read_text().splitlines())
         found.append(int(text) - sum(int(held.get(kind, 0)) for kind in ("anon", "shmem", "kernel")))
-    if meminfo.is_file() and (
-        match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-    ):
-        found.append(int(match[1]) * 1024)
-    return min(found, default=None)
+    return min([*found, *_from_meminfo("MemAvailable", meminfo)], default=None)
+
+
+def _from_meminfo(name: str, file: Path) -> list[int]:
+    """The bytes under a name, if there are any."""
+    text = file.read_text() if file.is_file() else ""
+    return [int(kib) * 1024 for kib in re.findall(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)]
 
 
 def _soft(kind: int) -> int | None:

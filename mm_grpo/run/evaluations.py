@@ -24,6 +24,7 @@ from mm_grpo.rollout.evaluate import (
     better,
     summarise,
 )
+from mm_grpo.run.json_records import decode
 from mm_grpo.run.rollout_log import EvaluationLog
 from mm_grpo.timing import span
 
@@ -172,12 +173,12 @@ class Evaluations:
                 "best of the two would not compare. Put it back, or start a new run"
             )
         self.before, self.after = (
-            {name: Evaluation.from_dict(found) for name, found in kept[when].items()}
+            {name: decode(Evaluation, found) for name, found in kept[when].items()}
             for when in ("before", "after")
         )
         self.best = Best(**kept["best"]) if kept.get("best") else None
         found = kept.get("best_evaluation")
-        self.best_found = Evaluation.from_dict(found) if found else None
+        self.best_found = decode(Evaluation, found) if found else None
 
     # in words --------------------------------------------------------------------------------
 

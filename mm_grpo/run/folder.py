@@ -1,7 +1,7 @@
-"""The run folder as the trainer uses it: prepared before a model loads, claimed, started, then written to.
+"""The run folder as the trainer uses it: prepared before a model loads, locked, started, then written to.
 
 The names are in paths.py; each file has a module of its own (see the package's docstring). What carries no mark of
-a run (claim.py) is neither written over nor removed, and what a run reads may not lie in its folder. A run that is
+a run (lock.py) is neither written over nor removed, and what a run reads may not lie in its folder. A run that is
 there is replaced only when the user asked for it, and then only what a run writes is removed: notes beside it stay.
 """
 
@@ -18,16 +18,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import atomic_folder, atomic_write
-from mm_grpo.run.claim import MARK, Claim, Mark, new_run, read_mark, refuse_running
+from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write
 from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.events import append_event, cut_events
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
-from mm_grpo.run.metrics import MetricsLog, read_metrics, write_summary
-from mm_grpo.run.paths import EVALUATION_NAME, STEP_NAME, RunPaths
+from mm_grpo.run.lock import RunLock, RunMark, new_run, read_mark, refuse_running
+from mm_grpo.run.metrics import MetricsLog, write_summary
+from mm_grpo.run.outputs import (
+    FILES,
+    FOLDERS,
+    SOME_FOLDERS,
+    files_in,
+    held,
+    is_there,
+    remove_run,
+    unfinished,
+)
+from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
 from mm_grpo.run.rollout_budget import RolloutBudget
 from mm_grpo.run.rollout_log import write_rollouts
-from mm_grpo.run.written import FILES, FOLDERS, files_in, held, is_there, remove, remove_run, unfinished
 from mm_grpo.types import Group
 
 if TYPE_CHECKING:
@@ -40,7 +49,7 @@ class RunFolder:
     """One run's folder. `prepare`, then `claim` and `start`, make a new one, `create` does all, `open` finds one.
 
     `overwrite` allows `start` to replace the run that is there. `inputs` are the fields and paths that the run
-    reads (its base model, its data): one that lies in the folder is refused. `writes` are the names of written.py that
+    reads (its base model, its data): one that lies in the folder is refused. `writes` are the names of outputs.py that
     the run will write. `keep_rollouts` is the limit of rollout_budget.py in bytes.
     `expected` is the file of `run.expected_curve`, which is copied, so that the page needs the folder alone.
     """
@@ -52,7 +61,7 @@ class RunFolder:
         overwrite: bool = False,
         inputs: Inputs = (),
         resume: bool = False,
-        writes: Collection[str] = FOLDERS,
+        writes: Collection[str] = SOME_FOLDERS,
         keep_rollouts: int | None = None,
         expected: AnyPath | None = None,
     ) -> None:
@@ -60,8 +69,8 @@ class RunFolder:
         self._overwrite = overwrite
         self._resume = resume
         self._inputs = tuple(inputs)
-        self._writes = (*FILES, *writes)
-        self._claim: Claim | None = None
+        self._writes = (*FILES, *FOLDERS, *writes)
+        self._lock: RunLock | None = None
         self._expected = expected
         self.rollout_budget = RolloutBudget(self.paths, keep_rollouts)
 
@@ -73,7 +82,7 @@ class RunFolder:
         overwrite: bool = False,
         inputs: Inputs = (),
         resume: bool = False,
-        writes: Collection[str] = FOLDERS,
+        writes: Collection[str] = SOME_FOLDERS,
     ) -> RunFolder:
         """Check that a run may start in `dir`, or with `resume` go on there; writes nothing.
 
@@ -107,18 +116,18 @@ class RunFolder:
     @contextmanager
     def claim(self) -> Iterator[None]:
         """Hold the folder's lock in the block. ConfigError as `prepare` raises it, and when it cannot be written."""
-        if self._claim is not None:
+        if self._lock is not None:
             yield
             return
         self._check()
-        with self._making():
-            self._claim = Claim(self.paths.root)
+        with self.writing("the folder"):
+            self._lock = RunLock(self.paths.root)
         try:
             self._check()
             yield
         finally:
-            self._claim.release()
-            self._claim = None
+            self._lock.release()
+            self._lock = None
 
     def start(self, config_yaml: str, *, rewards: Sequence[Mapping[str, Any]] = ()) -> RunFolder:
         """Write config.yaml and environment.json, after removing the run that may be replaced.
@@ -128,14 +137,15 @@ class RunFolder:
         """
         paths = self.paths
         environment = describe_environment() | {"rewards": [dict(reward) for reward in rewards]}
-        with self.claim(), self._making():
-            assert self._claim is not None
-            if not self._resume and held(paths, self._claim.mark):
-                remove_run(paths, self._claim.mark)
-                self._claim.add(self._writes, run=new_run())
+        with self.claim(), self.writing("the folder"):
+            assert self._lock is not None
+            if not self._resume and held(paths, self._lock.mark):
+                remove_run(paths, self._lock.mark)
+                self._lock.add(self._writes, run=new_run())
             else:
-                self._claim.add(self._writes)
-            remove(unfinished(paths, self._claim.mark))
+                self._lock.add(self._writes)
+            for left in unfinished(paths, self._lock.mark):
+                left.unlink(missing_ok=True)
             atomic_write(paths.config, config_yaml)
             for former in (paths.expected, paths.error):  # of a run that goes on without it
                 former.unlink(missing_ok=True)
@@ -145,23 +155,9 @@ class RunFolder:
         return self
 
     @contextmanager
-    def _making(self) -> Iterator[None]:
-        root = self.paths.root
-        try:
-            yield
-        except PermissionError as error:
-            raise ConfigError(
-                f"run.dir = '{root}': '{error.filename}' may not be written; name a folder that may"
-            ) from None
-        except OSError as error:  # a read-only or a full disk, a folder that cannot be made there
-            raise ConfigError(
-                f"run.dir = '{root}': cannot be written ({error.strerror or error}); name a folder that can"
-            ) from None
-
-    @contextmanager
     def writing(self, what: str) -> Iterator[None]:
         """Turn a failed write of `what`, one of the run's files, into a ConfigError."""
-        if self._claim is not None and not (self.paths.root / MARK).exists():
+        if self._lock is not None and not (self.paths.root / RUN_MARK).exists():
             raise ConfigError(
                 f"run.dir = '{self.paths.root}' was removed or renamed while the run went on; {what} is not written. "
                 "Put the folder back and go on with --resume, or start again"
@@ -171,10 +167,9 @@ class RunFolder:
         except Exception as error:
             if not isinstance(error, OSError) and not _is_full(error):
                 raise
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ConfigError(
-                f"run.dir = '{self.paths.root}': {what} cannot be written ({reason}); what was written before is "
-                "whole. Make room or let it be written, and go on with --resume"
+                f"run.dir = '{self.paths.root}': {what} cannot be written ({error}); what was written before is whole. "
+                "Make room, let it be written or name another folder, and go on with --resume"
             ) from error
 
     @cached_property
@@ -213,10 +208,10 @@ class RunFolder:
 
         def fill(new: Path) -> None:
             write(new)
-            if self._claim is None:
+            if self._lock is None:
                 return
-            users = files_in(path, self._claim.mark, own=False)
-            self._claim.add(f"{name}/{file.relative_to(new)}" for file in new.rglob("*") if file.is_file())
+            users = files_in(path, self._lock.mark, own=False)
+            self._lock.add(f"{name}/{file.relative_to(new)}" for file in new.rglob("*") if file.is_file())
             for file in users:
                 if not os.path.lexists(kept := new / file.relative_to(path)):
                     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -230,64 +225,40 @@ class RunFolder:
         """Forget what was logged after `step`: rows of metrics.jsonl, and rollout files.
 
         A run that resumes from the checkpoint of `step` takes those steps again. `log` is metrics.jsonl as that
-        checkpoint kept it: what differs from it is put back, with a warning. The images stay: they are named by
-        their content. Raises DataError when there is no `log` and the rows are damaged.
+        checkpoint kept it, None where it was not there yet: what differs from it is put back, with a warning. The
+        images stay: they are named by their content.
         """
         self.__dict__.pop("metrics", None)
-        with self.writing("metrics.jsonl"):
-            if step == 0:
-                if self.paths.metrics.is_file() and self.paths.metrics.read_bytes().count(b"\n"):
-                    logger.warning(
-                        "%s has rows and there is no checkpoint: the run starts again", self.paths.metrics
-                    )
-                self.paths.metrics.unlink(missing_ok=True)
-            elif log is None and self.paths.metrics.is_file():
-                rows = read_metrics(self.paths.metrics)
-                lines = self.paths.metrics.read_bytes().splitlines(keepends=True)
-                atomic_write(
-                    self.paths.metrics,
-                    b"".join(x for row, x in zip(rows, lines, strict=False) if row["step"] <= step),
-                )
-            elif log is not None:
-                self._restore_log(step, log)
-            cut_events(self.paths.events, step)
-            for file in self.paths.rollouts.glob("*step-*.jsonl"):
-                match = STEP_NAME.fullmatch(file.stem) or EVALUATION_NAME.fullmatch(file.stem)
-                if match and int(match[1]) > step:
-                    file.unlink()
-
-    def _restore_log(self, step: int, log: bytes) -> None:
         path = self.paths.metrics
-        found = path.read_bytes() if path.is_file() else None
-        if found is None or not found.startswith(log):
-            what = "is gone" if found is None else f"is not what the run wrote up to step {step}"
-            logger.warning("%s %s; it was put back from the checkpoint of step %d", path, what, step)
-        elif rest := found[len(log) :]:
-            logger.warning(
-                "%s: %d lines after step %d are cut; those steps are taken again",
-                path.name,
-                rest.count(b"\n") + (not rest.endswith(b"\n")),
-                step,
-            )
-        if found != log:
-            atomic_write(path, log)
+        with self.writing(path.name):
+            found, kept = path.read_bytes() if path.is_file() else b"", log or b""
+            if not found.startswith(kept):
+                logger.warning(
+                    "%s is not what the run wrote; it was put back from the checkpoint of step %d", path, step
+                )
+            elif lines := found[len(kept) :].splitlines():
+                logger.warning(
+                    "%s: %d lines after step %d are cut; those steps are taken again", path, len(lines), step
+                )
+            if found != kept:
+                atomic_write(path, kept)
+            cut_events(self.paths.events, step)
+            for file in self.paths.rollouts.glob("*.jsonl"):
+                if (match := ROLLOUT_NAME.fullmatch(file.name)) and int(match[2]) > step:
+                    file.unlink()
 
     def _check(self) -> None:
         paths = self.paths
         for place in (paths.root, *paths.root.parents):
-            try:
+            with self.writing("the folder"):  # a name that is too long, a folder that may not be looked into
                 taken = place.exists() and not place.is_dir()
-            except OSError as error:  # a name that is too long, a folder that may not be looked into
-                raise ConfigError(
-                    f"run.dir = '{paths.root}': cannot be made ({error.strerror or error}); name a folder that can"
-                ) from None
             if taken:
                 raise ConfigError(
                     f"run.dir = '{paths.root}': there is a file at '{place}'; name a folder that can be made"
                 )
         refuse_inputs(paths.root, self._inputs)
         self._refuse_odd()
-        mark = self._claim.mark if self._claim is not None else read_mark(paths.root)
+        mark = self._lock.mark if self._lock is not None else read_mark(paths.root)
         self._refuse_foreign(mark)
         found = held(paths, mark)
         if found and not self._overwrite and not self._resume:
@@ -298,38 +269,25 @@ class RunFolder:
 
     def _refuse_odd(self) -> None:
         """ConfigError for a pipe, for which a reader waits, a link, which is written through, and the like."""
-        for name in (MARK, *self._writes):
-            path, folder = self.paths.root / name, name in ("rollouts", "tensorboard", *FOLDERS)
-            regular = path.is_file() and not path.is_symlink()
-            if not os.path.lexists(path) or (path.is_dir() if folder else regular):
-                continue
-            what = (
-                "a link" if path.is_symlink() and path.exists()
-                else "a folder" if path.is_dir()
-                else "a file" if path.is_file()
-                else "a pipe, a socket or a device" if path.exists()
-                else "a link to nothing"
-            )  # fmt: skip
-            raise ConfigError(
-                f"run.dir = '{self.paths.root}': '{name}' there is {what}, where a run has a "
-                f"{'folder' if folder else 'file'}; move it, or name another folder with run.dir=..."
-            )
+        for name in (RUN_MARK, *self._writes):
+            path, folder = self.paths.root / name, name in (*FOLDERS, *SOME_FOLDERS)
+            fits = path.is_dir() if folder else path.is_file() and not path.is_symlink()
+            if os.path.lexists(path) and not fits:
+                raise ConfigError(
+                    f"run.dir = '{self.paths.root}': '{name}' there is no {'folder' if folder else 'regular file'}; "
+                    "move it, or name another folder with run.dir=..."
+                )
 
-    def _refuse_foreign(self, mark: Mark | None) -> None:
+    def _refuse_foreign(self, mark: RunMark | None) -> None:
         """ConfigError when something lies under a name that the run would write, and no run wrote it."""
         root = self.paths.root
         foreign = [n for n in self._writes if is_there(root / n) and not (mark is not None and mark.owns(n))]
         if not foreign:
             return
         names = ", ".join(f"{name}/" if (root / name).is_dir() else name for name in foreign)
-        if mark is None:
-            raise ConfigError(
-                f"run.dir = '{root}' holds {names}, and no {MARK}, the mark of a run folder: somebody else's files are "
-                "neither written over nor removed. Name another folder with run.dir=..."
-            )
         raise ConfigError(
-            f"run.dir = '{root}' holds {names}, which no run wrote: somebody else's files are neither written over nor "
-            "removed. Move them, or name another folder with run.dir=..."
+            f"run.dir = '{root}' holds {names}, which no run wrote ({RUN_MARK} does not name them): somebody else's "
+            "files are neither written over nor removed. Move them, or name another folder with run.dir=..."
         )
 
 

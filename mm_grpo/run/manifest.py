@@ -1,12 +1,10 @@
-"""manifest.json: what a checkpoint is of, a mark for each of its files, and the SHA-256 of the manifest itself.
+"""manifest.json: what a checkpoint is of, with the size and the XXH3 of each of its files.
 
 Here is what reads a checkpoint without a learner; checkpoint.py writes one, and puts a learner into its state.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,8 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 REFERENCE = "reference.safetensors"
 LOG = "metrics.jsonl"
-Mark = Mapping[str, Any]
+FileEntry = Mapping[str, Any]
+"""A `learner.state.FileMark` as the manifest has it."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,8 @@ class Checkpoint:
         return (self.path / LOG).read_bytes() if self.manifest["log"] is not None else None
 
 
-def digest_of(manifest: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest without its own digest, whatever the order and the layout of its keys."""
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def inspect_checkpoint(
-    path: Path, share: Callable[[list[Mark]], Sequence[Mark]] = lambda marks: marks
+    path: Path, share: Callable[[list[FileEntry]], Sequence[FileEntry]] = lambda marks: marks
 ) -> tuple[dict[str, Any], str | None]:
     """The manifest of the checkpoint in `path`, and what is wrong with the checkpoint; None where nothing is.
 
@@ -66,8 +58,6 @@ def inspect_checkpoint(
         manifest = read_json(path / MANIFEST, dict)
         if (found := manifest["format"]) != FORMAT:
             return manifest, f"{path.name} has format {found}, and this version reads {FORMAT}"
-        if manifest["sha256"] != digest_of(manifest):
-            return manifest, f"{path.name}/{MANIFEST} is not what was written: its SHA-256 differs"
         if (step := manifest["step"]) != step_of(path):
             return manifest, f"{path.name} is the checkpoint of step {step}: the folder was renamed"
         marks = [*manifest["files"], manifest["reference"], manifest["log"]]
@@ -77,7 +67,7 @@ def inspect_checkpoint(
         return manifest, f"{path.name}/{MANIFEST} cannot be read ({error})"
 
 
-def file_fault(path: Path, wanted: Mark) -> str | None:
+def file_fault(path: Path, wanted: FileEntry) -> str | None:
     """What is wrong with a file of the checkpoint in `path`, by its mark in the manifest."""
     file = path / wanted["name"]
     if not file.is_file():

@@ -113,13 +113,13 @@ def write_summary(paths: RunPaths, summary: Mapping[str, Any]) -> None:
     adds the scores of the first set, `score_before`, `score_after` and `score_best`, and `best_step`, after which the
     best was found; `accuracy_before`, `accuracy_after` and `accuracy_best` are the same where the headline is an
     accuracy.
-    Raises ValueError, naming the key, when one of SUMMARY_KEYS is missing or a number is not finite.
+    Raises ValueError when one of SUMMARY_KEYS is missing or a number is not finite.
     """
     missing = [key for key in SUMMARY_KEYS if key not in summary]
     if missing:
         raise ValueError(f"summary.json: missing {', '.join(missing)}")
-    _require_finite(summary, "")
-    atomic_write(paths.summary, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
+    atomic_write(paths.summary, text + "\n")
 
 
 def read_summary(paths: RunPaths) -> dict[str, Any] | None:
@@ -157,14 +157,3 @@ def _cut_torn_line(path: Path) -> bytes:
         if start + end + 1 < size:
             file.truncate(start + end + 1)
     return data[before + 1 : end] if end >= 0 else b""
-
-
-def _require_finite(value: Any, where: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"summary.json: '{where}' is {value}; a number is finite, or None")
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            _require_finite(inner, f"{where}.{key}" if where else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            _require_finite(inner, f"{where}[{index}]")

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from mm_grpo.files import atomic_write
+from mm_grpo.files import atomic_write, temporary_folder
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.torch_trace import TorchTrace
 from mm_grpo.timing import STEP, Event, Recorder
 
 TRACED_STEPS = 10
@@ -179,3 +179,32 @@ def trace_of(events: Sequence[Event], begin: float) -> dict[str, Any]:
 
 def _titles(path: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(PHASES.get(name, name) for name in path)
+
+
+class TorchTrace:
+    """torch's own trace of a block: operators, kernels and their times, written to `path`.
+
+    Of the one that is number `number`, counted from 1: the first also compiles and allocates, and a rollout token by
+    token would be millions of events.
+    """
+
+    def __init__(self, path: Path, number: int) -> None:
+        self.path, self.number = path, number
+        self.count = 0
+        self._profiler: Any = None
+
+    def __enter__(self) -> None:
+        from torch.profiler import profile
+
+        self.count += 1
+        if self.count == self.number:
+            self._profiler = profile()  # of what there is: the CPU, and CUDA
+            self._profiler.start()
+
+    def __exit__(self, *exception: object) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+            with temporary_folder("trace") as folder:
+                profiler.export_chrome_trace(str(folder / "trace.json"))
+                atomic_write(self.path, (folder / "trace.json").read_bytes())

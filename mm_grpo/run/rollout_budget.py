@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from mm_grpo.files import parse_json
-from mm_grpo.run.paths import STEP_NAME, RunPaths
+from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
 
 AIM = 0.98
 """Share of the limit down to which is removed at once, so that not every step has to look for what may go."""
@@ -121,8 +121,8 @@ class RolloutBudget:
 
 def is_own(path: Path) -> bool:
     """Whether a file in rollouts/ is a log of a run: its first row is of the step that its name says."""
-    match = STEP_NAME.fullmatch(path.stem)
-    if match is None or path.is_symlink() or not path.is_file():
+    match = ROLLOUT_NAME.fullmatch(path.name)
+    if match is None or match[1] or path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:
         line = file.readline(1 << 24)
@@ -132,4 +132,4 @@ def is_own(path: Path) -> bool:
         row = parse_json(line)
     except ValueError:
         return False
-    return isinstance(row, dict) and row.get("step") == int(match[1]) and "uid" in row
+    return isinstance(row, dict) and row.get("step") == int(match[2]) and "uid" in row

@@ -20,7 +20,6 @@ name of the set, and `blind`, null or how the row's images were taken away; `slo
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.files import atomic_write
+from mm_grpo.run.json_records import as_png
 from mm_grpo.run.overlays import gold_overlays, predicted_overlays
-from mm_grpo.run.paths import EVALUATION_NAME, STEP_NAME, RunPaths
+from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
 from mm_grpo.types import Group, Turn
 
 if TYPE_CHECKING:
@@ -182,9 +182,9 @@ def rollout_rows(
             "columns": columns,
         }
         if gold:
-            row["gold"] = [mark.as_dict() for mark in gold]
-        if marks := predicted_overlays(specs, prompt, completion.text):
-            row["marks"] = [mark.as_dict() for mark in marks]
+            row["gold"] = [overlay.as_dict() for overlay in gold]
+        if predicted := predicted_overlays(specs, prompt, completion.text):
+            row["marks"] = [overlay.as_dict() for overlay in predicted]
         if prompt.opens_thinking:
             row["opens_thinking"] = True
         if completion.turns:
@@ -209,15 +209,18 @@ def _turn(paths: RunPaths, turn: Turn) -> dict[str, Any]:
 
 def logged_steps(paths: RunPaths) -> list[int]:
     """The steps that have a rollout file, in order."""
-    names = os.listdir(paths.rollouts) if paths.rollouts.is_dir() else []
-    found = (STEP_NAME.fullmatch(name[:-6]) for name in names if name.endswith(".jsonl"))
-    return sorted(int(match[1]) for match in found if match)
+    return _steps(paths, None)
 
 
 def evaluated_steps(paths: RunPaths) -> list[int]:
     """The steps whose evaluation is kept, in order."""
-    names = (EVALUATION_NAME.fullmatch(file.stem) for file in paths.rollouts.glob("eval-step-*.jsonl"))
-    return sorted(int(match[1]) for match in names if match)
+    return _steps(paths, "eval-")
+
+
+def _steps(paths: RunPaths, kind: str | None) -> list[int]:
+    names = os.listdir(paths.rollouts) if paths.rollouts.is_dir() else []
+    found = map(ROLLOUT_NAME.fullmatch, names)
+    return sorted(int(match[2]) for match in found if match and match[1] == kind)
 
 
 def read_rollouts(paths: RunPaths, step: int) -> list[dict[str, Any]]:
@@ -239,9 +242,7 @@ def _save_image(paths: RunPaths, image: Image) -> str:
     digest = hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()[:32]
     file = paths.images / f"{digest}.png"
     if not file.exists():
-        png = io.BytesIO()
-        image.save(png, "PNG", compress_level=1)  # the default level takes several times as long
-        atomic_write(file, png.getvalue(), durable=False)
+        atomic_write(file, as_png(image), durable=False)
     return file.name
 
 

@@ -66,37 +66,31 @@ def refuse_another_run(
     Also when the evaluation sets are others, or in another order: the first is the headline, and before and after
     are compared set by set.
     """
-    _compare_rewards(found, rewards, allow_changed_code)
-    told = list(found.extra["tools"])
-    if told != list(tools):
-        then, now = (", ".join(tool["function"]["name"] for tool in each) for each in (told, tools))
-        changed = (
-            "what the model is told of them has changed" if then == now else f"now there are {now or 'none'}"
+    where = f"the checkpoint '{found.path}' was made with"
+    if changed := _changed(found.extra["rewards"], rewards):
+        _refuse_code(f"rewards: {where} other rewards ({changed})", allow_changed_code)
+    if list(found.extra["tools"]) != list(tools):
+        then, now = (
+            ", ".join(tool["function"]["name"] for tool in each) for each in (found.extra["tools"], tools)
         )
         raise ConfigError(
-            f"tools: the checkpoint '{found.path}' was made with {then or 'none'}, and {changed}; put them back "
+            f"tools: {where} other descriptions of tools ({then or 'none'} then, {now or 'none'} now); put them back "
             "(rollout.tools, rollout.environment, or tools= and environment_factory= of GRPOTrainer), or start a new "
             "run"
         )
-    _compare_tool_sources(found, tool_sources, allow_changed_code)
+    if changed := _changed(found.extra["tool_sources"], tool_sources):
+        _refuse_code(f"tools: {where} other ones ({changed})", allow_changed_code)
     sets, known = [n.removeprefix("eval.") for n in rows if n != "train"], list(found.extra["before"])
     if sets != known:
         raise ConfigError(
-            f"data.eval: the checkpoint '{found.path}' was made with the sets {', '.join(known) or 'none'}, and "
-            f"these are {', '.join(sets) or 'none'}; before and after would not compare. Put them back, in that order"
+            f"data.eval: {where} the sets {', '.join(known) or 'none'}, and these are {', '.join(sets) or 'none'}; "
+            "before and after would not compare. Put them back, in that order"
         )
     for name, then in found.extra["rows"].items():
-        now = rows[name]
-        if now != then and "sources" in {**then, **now}:
+        if (now := rows[name]) != then:
+            of = ", of other contents or in another mixture" if now["rows"] == then["rows"] else ""
             raise ConfigError(
-                f"data.{name}: the checkpoint '{found.path}' was made with another mixture: {_mixture(then)} then, "
-                f"{_mixture(now)} now{_other_contents(then, now)}; put it back, or start a new run"
-            )
-        if now != then:
-            what = f"{then['rows']} then, {now['rows']} now"
-            what += ", of other contents" if now["rows"] == then["rows"] else ""
-            raise ConfigError(
-                f"data.{name}: the checkpoint '{found.path}' was made with other rows ({what}); put them back, or "
+                f"data.{name}: {where} other rows ({then['rows']} then, {now['rows']} now{of}); put them back, or "
                 "start a new run"
             )
     if found.step > max_steps:
@@ -106,51 +100,16 @@ def refuse_another_run(
         )
 
 
-def _mixture(rows: Mapping[str, Any]) -> str:
-    """The sources of a fingerprint, in words."""
-    sources = rows.get("sources", [])
-    listed = [f"{s['weight']} x {s['name'].rpartition('/')[2]} ({s['rows']} rows)" for s in sources]
-    return ", ".join(listed) or f"{rows['rows']} rows of one source"
-
-
-def _other_contents(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Which sources hold other rows, where the mixtures look alike."""
-    known = {source["name"]: source for source in then.get("sources", [])}
-    changed = [
-        s["name"].rpartition("/")[2]
-        for s in now.get("sources", [])
-        if s["name"] in known
-        and s["rows"] == known[s["name"]]["rows"]
-        and s["sha256"] != known[s["name"]]["sha256"]
-    ]
-    return f" (of other contents: {', '.join(changed)})" if changed else ""
-
-
-def _compare_rewards(found: Checkpoint, rewards: Sequence[Mapping[str, Any]], allowed: bool) -> None:
-    then: list[Mapping[str, Any]] = list(found.extra["rewards"])
-    names = [[str(reward["name"]) for reward in each] for each in (then, rewards)]
+def _changed(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
+    """What differs between two lists of identities, in words; "" where they are equal."""
+    names = [", ".join(str(one["name"]) for one in each) or "none" for each in (then, now)]
     if names[0] != names[1]:
-        what = f"{', '.join(names[0])} then, {', '.join(names[1])} now"
-    elif changed := [old["name"] for old, new in zip(then, rewards, strict=True) if old != new]:
-        what = f"the source or the weight of {', '.join(changed)} changed"
-    else:
-        return
-    message = f"rewards: the checkpoint '{found.path}' was made with other rewards ({what})"
-    if not allowed:
-        raise ConfigError(
-            f"{message}; put them back, or go on with those of now with run.allow_changed_code=true"
-        )
-    logger.warning("%s; those of now are used, for run.allow_changed_code is true", message)
+        return f"{names[0]} then, {names[1]} now"
+    changed = [str(one["name"]) for old, one in zip(then, now, strict=True) if old != one]
+    return f"the source or the weight of {', '.join(changed)} changed" if changed else ""
 
 
-def _compare_tool_sources(found: Checkpoint, now: Sequence[Mapping[str, Any]], allowed: bool) -> None:
-    """Tools of the same schemas whose code is another one: what they answer may be."""
-    then = {one["name"]: one for one in found.extra["tool_sources"]}
-    changed = [one["name"] for one in now if then.get(one["name"]) != one]
-    if not changed:
-        return
-    what = f"the source of {', '.join(changed)} changed"
-    message = f"tools: the checkpoint '{found.path}' was made with other ones ({what})"
+def _refuse_code(message: str, allowed: bool) -> None:
     if not allowed:
         raise ConfigError(
             f"{message}; put them back, or go on with those of now with run.allow_changed_code=true"

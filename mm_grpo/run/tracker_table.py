@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -28,48 +27,42 @@ PICTURES = ("image", "tool_images")
 """Columns of pictures: those of the row, and those that tools answered with, which stand where any did."""
 
 
-@dataclass(frozen=True)
-class RolloutTable:
-    """Rows of cells under `columns`; a cell under one of PICTURES is an RGB picture, or None where there is none."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-
-    @property
-    def pictures(self) -> tuple[int, ...]:
-        """The places of the columns of pictures."""
-        return tuple(place for place, name in enumerate(self.columns) if name in PICTURES)
-
-    def named_pictures(self) -> dict[str, Image.Image]:
-        """Each picture by a name of its own: the row's uid, or `UID/tools/N` of the row's Nth completion here."""
-        named: dict[str, Image.Image | None] = {}
-        seen: Counter[str] = Counter()
-        for cells in self.rows:
-            row = dict(zip(self.columns, cells, strict=True))
-            uid = row["row"]
-            named |= {uid: row["image"], f"{uid}/tools/{seen[uid]}": row.get("tool_images")}
-            seen[uid] += 1
-        return {name: picture for name, picture in named.items() if picture is not None}
+Row = dict[str, Any]
+"""A row of the table by columns; a cell under one of PICTURES is an RGB picture, or None where there is none."""
 
 
-def rollout_table(step: int, groups: Sequence[Group]) -> RolloutTable:
+def rollout_table(step: int, groups: Sequence[Group]) -> list[Row]:
     """The table of a step, from its scored groups in any order; the raw score of each reward has a column."""
     chosen = sorted(sorted(groups, key=_range, reverse=True)[:GROUPS], key=lambda group: group.slot)
     parts = tuple(dict.fromkeys(name for group in groups for name in group.parts))
-    shown = [_observed(completion) for group in chosen for completion in group.completions[:COMPLETIONS]]
-    tools = ("tool_images",) if any(shown) else ()
-    columns = ("step", "row", "image", "prompt", "answer", "completion", *tools, "reward", "advantage")
+    tools = any(_observed(one) for group in chosen for one in group.completions[:COMPLETIONS])
     rows = []
     for group in chosen:
-        picture = side_by_side(group.prompt.engine_prompt.images)
-        prompt, answer = _question(group.prompt.sample.messages), _answer(group.prompt.sample.columns)
+        shared = {
+            "step": step,
+            "row": group.prompt.uid,
+            "image": side_by_side(group.prompt.engine_prompt.images),
+            "prompt": _question(group.prompt.sample.messages),
+            "answer": _answer(group.prompt.sample.columns),
+        }
         for number, completion in enumerate(group.completions[:COMPLETIONS]):
-            head = (step, group.prompt.uid, picture, prompt, answer, completion.text[:LONGEST])
-            seen = (side_by_side(_observed(completion)),) if tools else ()
-            scores = (group.rewards[number], group.advantages[number])
-            raw = tuple(group.parts[name][number] if name in group.parts else None for name in parts)
-            rows.append((*head, *seen, *scores, *raw))
-    return RolloutTable((*columns, *(f"rewards/{name}" for name in parts)), tuple(rows))
+            own = {"completion": completion.text[:LONGEST]}
+            seen = {"tool_images": side_by_side(_observed(completion))} if tools else {}
+            scores = {"reward": group.rewards[number], "advantage": group.advantages[number]}
+            raw = {f"rewards/{n}": group.parts[n][number] if n in group.parts else None for n in parts}
+            rows.append({**shared, **own, **seen, **scores, **raw})
+    return rows
+
+
+def named_pictures(table: Sequence[Row]) -> dict[str, Image.Image]:
+    """Each picture by a name of its own: the row's uid, or `UID/tools/N` of the row's Nth completion here."""
+    named: dict[str, Image.Image | None] = {}
+    seen: Counter[str] = Counter()
+    for row in table:
+        uid = row["row"]
+        named |= {uid: row["image"], f"{uid}/tools/{seen[uid]}": row.get("tool_images")}
+        seen[uid] += 1
+    return {name: picture for name, picture in named.items() if picture is not None}
 
 
 def side_by_side(images: Sequence[Image.Image]) -> Image.Image | None:
@@ -112,27 +105,22 @@ def _answer(columns: Mapping[str, Any]) -> str:
     return next((str(columns[name])[:LONGEST] for name in GOLD if name in columns), "")
 
 
-def hosted_table(package: Any, table: RolloutTable) -> Any:
+def hosted_table(package: Any, table: Sequence[Row]) -> Any:
     """The table as wandb and trackio take it: both have `Table` and `Image` with these arguments."""
-    pictures = {id(row[i]): row[i] for row in table.rows for i in table.pictures if row[i] is not None}
+    pictures = {id(cell): cell for row in table for cell in row.values() if isinstance(cell, Image.Image)}
     made = {key: package.Image(picture) for key, picture in pictures.items()}  # a group's rows share one file
-    rows = [
-        [made.get(id(cell)) if i in table.pictures else cell for i, cell in enumerate(row)]
-        for row in table.rows
-    ]
-    return package.Table(columns=[*table.columns], data=rows)
+    rows = [[made.get(id(cell), cell) for cell in row.values()] for row in table]
+    return package.Table(columns=[*table[0]], data=rows)
 
 
-def markdown(table: RolloutTable) -> str:
+def markdown(table: Sequence[Row]) -> str:
     """The table without its pictures, for TensorBoard's texts."""
-    lines = []
-    for row in (table.columns, ["---"] * len(table.columns), *table.rows):
-        cells = [_plain(cell) for i, cell in enumerate(row) if i not in table.pictures]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    columns = [name for name in table[0] if name not in PICTURES]
+    rows = [[_markdown_cell(row[name]) for name in columns] for row in table]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
 
 
-def _plain(cell: Any) -> str:
+def _markdown_cell(cell: Any) -> str:
     """A cell on one line that ends no column and opens no tag."""
     text = f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else str(cell)
     for character, name in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\r", ""), ("\n", " ")):

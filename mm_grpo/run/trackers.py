@@ -21,7 +21,7 @@ from numpy import asarray
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths
-from mm_grpo.run.tracker_table import RolloutTable, hosted_table, markdown, rollout_table
+from mm_grpo.run.tracker_table import Row, hosted_table, markdown, named_pictures, rollout_table
 from mm_grpo.terminal import redact
 from mm_grpo.timing import span
 
@@ -36,7 +36,7 @@ class Tracker(Protocol):
     """Takes the numbers of one step after the other, and the table of some steps before them, until it is closed."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
-    def log_table(self, step: int, table: RolloutTable) -> None: ...
+    def log_table(self, step: int, table: Sequence[Row]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -52,11 +52,11 @@ class TensorBoard:
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
-    def log_table(self, step: int, table: RolloutTable) -> None:
+    def log_table(self, step: int, table: Sequence[Row]) -> None:
         """The table as a text; the picture of each row of the dataset once, under its uid, and those of tools under
         that and the number of the completion."""
         self._writer.add_text("rollouts", markdown(table), global_step=step)
-        for name, picture in table.named_pictures().items():
+        for name, picture in named_pictures(table).items():
             self._writer.add_image(f"rollouts/{name}", asarray(picture), global_step=step, dataformats="HWC")
         self._writer.flush()
 
@@ -76,28 +76,23 @@ class Hosted:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def log_table(self, step: int, table: RolloutTable) -> None:
+    def log_table(self, step: int, table: Sequence[Row]) -> None:
         self._run.log({"rollouts": hosted_table(self._package, table)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _wandb(package: Any, config: GRPOConfig) -> Tracker:
-    """The project is the environment's WANDB_PROJECT, else mm_grpo."""
-    return Hosted(package, config, os.environ.get("WANDB_PROJECT", "mm_grpo"), dir=config.run.dir)
-
-
-def _trackio(package: Any, config: GRPOConfig) -> Tracker:
-    """The project mm_grpo of Trackio's own local store."""
-    return Hosted(package, config, "mm_grpo")
-
-
 # name, which is also the extra that installs the package: (module to import, what makes a tracker of it)
 TRACKERS: dict[str, tuple[str, Callable[[Any, GRPOConfig], Tracker]]] = {
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
-    "wandb": ("wandb", _wandb),
-    "trackio": ("trackio", _trackio),
+    "wandb": (
+        "wandb",
+        lambda package, config: Hosted(
+            package, config, os.environ.get("WANDB_PROJECT", "mm_grpo"), dir=config.run.dir
+        ),
+    ),
+    "trackio": ("trackio", lambda package, config: Hosted(package, config, "mm_grpo")),
 }
 
 
@@ -144,8 +139,8 @@ class Trackers:
 
     def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Send a table of scored groups at the first step and at every REPORT_EVERY-th, before their numbers."""
-        if self._trackers and (step == 1 or step % REPORT_EVERY == 0):
-            table = rollout_table(step, groups)
+        due = self._trackers and (step == 1 or step % REPORT_EVERY == 0)
+        if due and (table := rollout_table(step, groups)):
             self._send(step, lambda tracker: tracker.log_table(step, table))
 
     def _send(self, step: int, send: Callable[[Tracker], None]) -> None:

@@ -31,7 +31,6 @@ from mm_grpo.trained.source import find_checkpoint
 from mm_grpo.version import __version__
 
 MARK = "mm_grpo_export.json"
-FORMAT = 1
 SHARD = "5GB"
 """Largest file of weights."""
 SETTINGS = (
@@ -144,8 +143,6 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         mark = read_json(file, dict)
-        if mark["format"] != FORMAT:
-            raise ConfigError(f"'{file}' has format {mark['format']}, and this version reads {FORMAT}")
         return {**mark, "files": list(mark["files"]), "settings": dict(mark["settings"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"'{file}' is damaged ({error}); export the model again") from None
@@ -169,7 +166,7 @@ def _mark(
         settings.setdefault(section, {})[name] = dumped[section][name]
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     mark = {
-        "format": FORMAT, "mm_grpo": __version__, "kind": "adapter" if adapter else "merged", "step": step,
+        "mm_grpo": __version__, "kind": "adapter" if adapter else "merged", "step": step,
         "gap": asdict(proof.gap), "limit": proof.limit, "prompts": [prompt.uid for prompt, _ in expected.asked],
         "settings": settings, "files": [*files, MARK],
     }  # fmt: skip

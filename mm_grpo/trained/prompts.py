@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -55,13 +54,9 @@ def _logged(paths: RunPaths, processor: Processor, config: GRPOConfig) -> Iterat
             ):
                 continue
             seen.add(row["uid"])
-            images = tuple(_image(paths.images / name, row["uid"], config) for name in row["images"])
+            images = tuple(open_image(str(paths.images / n), row=row["uid"]) for n in row["images"])
             prompt = processor.prompt(Sample(uid=row["uid"], messages=row["messages"], images=images))
             yield prompt, _text_ids(processor, config, row["completion"])
-
-
-def _image(file: Path, row: str, config: GRPOConfig) -> Any:
-    return open_image(str(file), row=row)
 
 
 def _text_ids(processor: Processor, config: GRPOConfig, text: str) -> tuple[int, ...]:

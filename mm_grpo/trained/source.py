@@ -190,16 +190,10 @@ def _of_run(
         raise ConfigError(
             f"--checkpoint {which}: '{path}' is one checkpoint; name its run, or leave this out"
         )
-    if own and STEP_NAME.fullmatch(path.resolve().name) is None:
-        raise ConfigError(
-            f"'{path}': a checkpoint is named as step-000010, by its step; give it its name back, in its run's folder "
-            "checkpoints/"
-        )
     paths = RunPaths(path.resolve().parents[1] if own else path)
-    if not paths.config.is_file():
+    if not paths.config.is_file() or (own and STEP_NAME.fullmatch(path.resolve().name) is None):
         raise ConfigError(
-            f"'{paths.root}' has no config.yaml, which says what the checkpoint is of; leave checkpoints in their run "
-            "folder"
+            f"'{path}' is no checkpoints/step-000010 of a run with a config.yaml, which says what it is of; put it back"
         )
     config, changed = _config_of(paths, overrides, user.path if user else None)
     chosen = path.resolve() if own else _chosen(paths, which or DEFAULT, config)
@@ -249,29 +243,20 @@ def _dtype_of(paths: RunPaths, device: str) -> str:
     if device == "cpu":
         return "float32"
     try:
-        gpus = read_json(paths.environment, dict).get("gpus")
-    except FileNotFoundError:
-        gpus = None
+        gpus = read_json(paths.environment, dict).get("gpus") if paths.environment.exists() else None
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"'{paths.environment}' cannot be read ({error}); put it back, or remove it: then model.dtype = auto goes "
-            "by this machine"
-        ) from None
+        raise ConfigError(f"'{paths.environment}' cannot be read ({error}); put it back") from None
     return "bfloat16" if (torch.cuda.is_available() if gpus is None else gpus) else "float32"
 
 
 def _chosen(paths: RunPaths, which: str, config: GRPOConfig) -> Path | WholeModel:
     found, root = checkpoints_in(paths.checkpoints), paths.root
     if not found:
-        saved = (paths.model / "config.json").is_file()
-        if saved and which == "last":
+        if which == "last" and (paths.model / "config.json").is_file():
             whole = _with_model(config, path=str(paths.model), lora=None)
             note = f"the model of its last step: '{root}' has no checkpoints (run.save_every)"
             return WholeModel(str(paths.model), whole, note)
-        raise ConfigError(
-            f"--checkpoint {which}: '{root}' has no checkpoints (run.save_every)"
-            + (f"; '{paths.model}' is the model of its last step" if saved else ", and no model/")
-        )
+        raise ConfigError(f"--checkpoint {which}: '{root}' has no checkpoints (run.save_every)")
     known = ", ".join(path.name for path in found.values())
     newest = list(found.values())[-1]
     if which == "last":
@@ -291,10 +276,10 @@ def _chosen(paths: RunPaths, which: str, config: GRPOConfig) -> Path | WholeMode
                 f"more; there are {known}"
             )
         return found[step]
-    match = STEP.fullmatch(which)
-    if match is None or int(match[1]) not in found:
+    step = int(which.removeprefix("step-"))
+    if step not in found:
         raise ConfigError(f"--checkpoint {which}: must be best, last or one of {known}")
-    return found[int(match[1])]
+    return found[step]
 
 
 def _with_model(config: GRPOConfig, **update: Any) -> GRPOConfig:

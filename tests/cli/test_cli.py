@@ -70,25 +70,12 @@ def test_control_characters_of_data_never_reach_the_terminal(run: Any, job: Path
         assert not set(both) & set("\x1b\x07\u202e\u2028")
 
 
-@pytest.mark.parametrize("more", [(), ("--resume",), ("run.overwrite=true",)])
-def test_inputs_in_the_run_folder_are_refused(more: tuple[str, ...], run: Any, job: Path) -> None:
+def test_inputs_in_the_run_folder_are_refused(run: Any, job: Path) -> None:
     before = {p: p.read_bytes() for p in job.parent.rglob("*") if p.is_file()}
-    refused(
-        run("train", job, f"run.dir={job.parent}", *more), f"the config file = '{job}' lies in run.dir = "
-    )
-    folder, field = job.parent / "run", "data.train"
-    folder.mkdir()
-    (job.parent / "rows.jsonl").rename(folder / "rows.jsonl")
-    refused(
-        run("train", job, f"{field}={folder}/rows.jsonl", *more),
-        f"{field} = '{folder}/rows.jsonl' lies in run.dir",
-    )
-    (folder / "rows.jsonl").rename(job.parent / "rows.jsonl")
-    (job.parent / "mine.py").rename(folder / "mine.py")
-    refused(
-        run("train", job, f"rewards=[{folder}/mine.py:mine]", *more), f"rewards = '{folder}/mine.py' lies in"
-    )
-    (folder / "mine.py").rename(job.parent / "mine.py")
+    for more in ("--resume", "run.overwrite=true"):
+        refused(
+            run("train", job, f"run.dir={job.parent}", more), f"the config file = '{job}' lies in run.dir = "
+        )
     assert {p: p.read_bytes() for p in job.parent.rglob("*") if p.is_file()} == before
 
 
@@ -163,17 +150,6 @@ def test_ctrl_c_before_a_run_is_one_word(run: Any, job: Path, monkeypatch: pytes
     monkeypatch.setattr("mm_grpo.cli.train.load_config", interrupt)
     result = run("train", job)
     assert (result.code, result.err, result.out) == (130, "interrupted\n", "")
-
-
-def test_lists(run: Any) -> None:
-    listed = run("rewards")
-    assert listed.code == 0 and [line.split()[0] for line in listed.out.splitlines()] == sorted(
-        line.split()[0] for line in listed.out.splitlines()
-    )
-    assert {"exact_match", "format", "choice", "length"} <= {x.split()[0] for x in listed.out.splitlines()}
-    assert "answer" in run("rewards", "exact_match").out
-    recipes = run("recipes")
-    assert recipes.code == 0 and "shapes" in recipes.out
 
 
 def test_the_console_script_itself_refuses_without_a_traceback(job: Path) -> None:

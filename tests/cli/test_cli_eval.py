@@ -18,7 +18,7 @@ from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import load_processor
 from mm_grpo.trained.export import export_run
 from mm_grpo.trained.model import put_in
-from mm_grpo.trained.source import RunCheckpoint, WholeModel, model_to_evaluate
+from mm_grpo.trained.source import RunCheckpoint, model_to_evaluate
 
 LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -113,20 +113,6 @@ def test_sampled_with_pass_at_k_by_a_column_and_blind(
         and "images shuffled" in done.out
         and f"answer = {next(iter(groups))}" in done.out
     )
-
-
-@pytest.mark.parametrize("which", [None, "best", "step-1"])
-def test_the_last_checkpoint_is_meant_unless_another_is_named(
-    which: str | None, trained: dict[str, Trained]
-) -> None:
-    run = trained["full"]
-    found = model_to_evaluate(GRPOConfig.from_yaml(run.config), str(run.folder), which)
-    step = {None: 2, "best": run.summary["best_step"], "step-1": 1}[which]
-    if step == 0:
-        assert isinstance(found, WholeModel) and "was before its first step" in found.name
-    else:
-        assert isinstance(found, RunCheckpoint) and found.step == step
-        assert found.name == f"{run.folder}, {which or 'last'} checkpoint (step {step})"
 
 
 def test_a_base_model_that_lies_elsewhere_now_is_the_config_s(trained: dict[str, Trained]) -> None:

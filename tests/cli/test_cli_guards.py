@@ -28,13 +28,6 @@ def test_a_run_without_an_update_ends_with_3_and_leaves_its_folder(command: Any,
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
 
 
-def test_the_config_can_make_it_a_warning(command: Any, job: Path, caplog: pytest.LogCaptureFixture) -> None:
-    result = command("train", job, "run.guards={no_update: warn}")
-    assert result.code == 0, result.err
-    assert "guard no_update: the run made no update in 2 steps" in caplog.text + result.err
-    assert "done: 2 steps" in result.out
-
-
 def test_a_smoke_run_only_warns(command: Any, job: Path, caplog: pytest.LogCaptureFixture) -> None:
     smoke = ("train", job, "--smoke", "run.overwrite=true", f"run.dir={job.parent}/smoke")
     result = command(*smoke)  # its entropy bonus makes updates; that no reward differs in 2 steps is no news

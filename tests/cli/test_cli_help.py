@@ -58,32 +58,18 @@ def test_the_version(command: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "advice"),
     [
-        ("--learning_rate", "a field is set without dashes, with its section: optim.learning_rate=VALUE"),
-        (
-            "--learning-rate=1e-6",
-            "a field is set without dashes, with its section: optim.learning_rate=VALUE",
-        ),
-        (
-            "--optim.learning_rate",
-            "a field is set without dashes, with its section: optim.learning_rate=VALUE",
-        ),
-        (
-            "--temperature",
-            "a field is set without dashes, with its section: rollout.temperature=VALUE or "
-            "rollout.eval.temperature=VALUE",
-        ),
-        ("--output_dir", "write run.dir (on the command line: section.field=VALUE)"),
+        ("--learning_rate", "optim.learning_rate=VALUE"),
+        ("--learning-rate=1e-6", "optim.learning_rate=VALUE"),
+        ("--optim.learning_rate", "optim.learning_rate=VALUE"),
+        ("--temperature", "rollout.temperature=VALUE or rollout.eval.temperature=VALUE"),
+        ("--output_dir", "write run.dir"),
+        ("--nonsense", ""),  # as click words it
     ],
 )
 def test_an_option_that_is_a_field(option: str, advice: str, command: Any) -> None:
     done = command("train", "shapes", option, "1e-6")
-    assert (done.code, done.out) == (2, "")
-    assert done.err == f"error: no such option: {option.partition('=')[0]}; {advice}\n"
-
-
-def test_any_other_option_is_answered_as_before(command: Any) -> None:
-    done = command("train", "shapes", "--nonsense")
-    assert done.code == 2 and re.search("No such option:? '?--nonsense", done.err)  # as click words it
+    assert (done.code, done.out) == (2, "") and advice in done.err
+    assert re.search(f"[Nn]o such option:? '?{option.partition('=')[0]}", done.err)
 
 
 def test_env_shows_versions_devices_and_limits(command: Any) -> None:

@@ -216,7 +216,7 @@ def running(pid: int) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "world"),
-    [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGHUP, 2)],
+    [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2)],
 )
 def test_a_stopped_training_goes_on_with_resume(
     number: signal.Signals, world: int, job: Path, tmp_path: Path
@@ -246,36 +246,31 @@ def test_a_stopped_training_goes_on_with_resume(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "world", "words"),
     [
-        (["--processes", "0"], "--processes 0: must be at least 1"),
-        (["--processes", "-3"], "--processes -3: must be at least 1"),
-        (["--processes", "2", "--smoke"], "--processes 2: --smoke runs in one process"),
-        (["--processes", "3"], "--processes 3: 2 GPUs are visible here, and each process needs its own; ask"),
-        (["--processes", "2", "rollout.num_generations=1"], "num_generations counts completions per prompt"),
+        (["--processes", "2", "--smoke"], None, "--processes 2: --smoke runs in one process"),
+        (["--processes", "3"], None, "--processes 3: 2 GPUs are visible here"),
+        (["--processes", "2", "rollout.num_generations=1"], None, "num_generations"),
+        (["--processes", "4"], "4", "--processes 4: this process was started by torchrun"),
     ],
 )
 def test_processes_that_cannot_work_are_refused_before_any_starts(
-    arguments: list[str], words: str, command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    world: str | None,
+    words: str,
+    command: Any,
+    job: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world is not None:
+        monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setattr(train_module, "launch", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     result = command("train", job, *arguments)
     assert result.code == 2 and words in result.err and result.err.count("\n") == 1
     assert not (job.parent / "run").exists()
-
-
-def test_inside_a_launch_there_is_no_second_one(
-    command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    result = command("train", job, "--processes", "4")
-    assert result.code == 2
-    assert (
-        "--processes 4: this process was started by torchrun or `accelerate launch` (WORLD_SIZE" in result.err
-    )
 
 
 def test_the_launcher_gets_the_command_again(
@@ -322,32 +317,15 @@ def test_the_exit_code_of_a_launch(ends: list[tuple[int, int, int]], code: int, 
     assert found == code and printed in message and bool(printed) == bool(message)
 
 
-@pytest.mark.parametrize(
-    ("asked", "code", "printed"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
-)
-def test_the_exit_code_of_a_launch_that_a_signal_ended(asked: int, code: int, printed: str) -> None:
-    assert exit_code(failures((0, -9, 5), (1, -2, 5)), 2, asked) == (code, printed)
-    assert exit_code(failures((0, 3, 5), (1, -2, 5)), 2, asked) == (3, "")
+def test_the_exit_code_of_a_launch_that_a_signal_ended() -> None:
+    assert exit_code(failures((0, -9, 5), (1, -2, 5)), 2, signal.SIGINT) == (130, "interrupted")
+    assert exit_code(failures((0, -9, 5), (1, -2, 5)), 2, signal.SIGTERM) == (143, "ended by SIGTERM")
+    assert exit_code(failures((0, 3, 5), (1, -2, 5)), 2, signal.SIGINT) == (3, "")
 
 
-@pytest.mark.parametrize(
-    ("error", "printed"),
-    [
-        (RankLost("process 0 of 2 lost another one"), "process 0 of 2 lost another one"),
-        (
-            RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4\nmore"),
-            "this process lost another one while exchanging 'gradients' ([../gloo/transport/tcp/pair.cc:553] "
-            "Connection closed by peer [127.0.0.1]:4): it failed, ended, or took longer than run.process_timeout; "
-            "its own output says why",
-        ),
-        (RuntimeError("CUDA out of memory"), None),
-    ],
-)
-def test_a_lost_connection_is_distinguished_from_a_fault(
-    error: RuntimeError, printed: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        torch.distributed, "is_initialized", lambda: False
-    )  # an engine of a test before makes a group
-    assert lost_another(error) == printed
+def test_a_lost_connection_is_distinguished_from_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # of a test before
+    assert lost_another(RankLost("process 0 of 2 lost another one")) == "process 0 of 2 lost another one"
+    gloo = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4\nmore")
+    assert "lost another one while exchanging 'gradients' ([../gloo" in str(lost_another(gloo))
+    assert lost_another(RuntimeError("CUDA out of memory")) is None

@@ -49,16 +49,10 @@ def test_a_page(command: Any) -> None:
     assert "data: {columns: {answer: name_in_the_dataset}}" in out
 
 
-def test_the_page_of_a_batch_function_that_ships(command: Any) -> None:
+def test_the_page_of_a_batch_function(command: Any, tmp_path: Path) -> None:
     out = command("rewards", "reward_model").out
-    assert (
-        "  model            argument, to be set\n" in out and "batch_size       argument, default 8\n" in out
-    )
+    assert "  model            argument, to be set\n" in out and "data: {columns" not in out
     assert "rewards: [{name: reward_model, weight: 1, model: VALUE}]" in out
-    assert "data: {columns" not in out
-
-
-def test_the_page_of_ones_own(command: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def mine(completions, solution, prompts, **kwargs):\n    return [1.0]\n"
     )
@@ -86,8 +80,16 @@ def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
     assert (result.code, result.out.strip()) == (0, score)
 
 
-@pytest.mark.parametrize("kind", ["str", "str | None", "int", "list[int]", ""])
-@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+@pytest.mark.parametrize(
+    ("kind", "future"),
+    [
+        ("str", ""),
+        ("str | None", "from __future__ import annotations\n"),
+        ("int", ""),
+        ("list[int]", ""),
+        ("", ""),
+    ],
+)
 def test_a_number_stays_a_text_for_a_reward_that_takes_one(
     kind: str, future: str, command: Any, tmp_path: Path
 ) -> None:

@@ -32,13 +32,7 @@ def test_servers_are_started_with_what_the_run_would_start_vllm_with(
     assert one.engine.engine_kwargs == (("max_num_seqs", 7),)
     assert one.engine.gpu_memory_utilization == serve.GPU_SHARE  # the server has the GPU alone
     assert (one.transfer, one.gpus, one.tensor_parallel) == ("file", None, 1)
-
-
-def test_what_the_config_says_of_servers_is_done(job: Path) -> None:
-    fields = [
-        "rollout.vllm.gpu_memory_utilization=0.5",
-        "rollout.server.transfer=gloo",
-    ]
+    fields = ["rollout.vllm.gpu_memory_utilization=0.5", "rollout.server.transfer=gloo"]
     (one,) = serve.server_settings(load_config(str(job), fields), 1)
     assert (one.engine.gpu_memory_utilization, one.transfer) == (0.5, "gloo")
 
@@ -54,42 +48,32 @@ def test_each_server_gets_gpus_of_its_own_after_the_trainers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "world", "message"),
     [
-        (["train", "--serve", "2", "--smoke"], "--serve 2: --smoke samples in its own process"),
-        (
-            ["train", "--serve", "1", "rollout.server.urls=[http://127.0.0.1:1]"],
-            "--serve 1: rollout.server.urls names 1 server(s) already",
-        ),
-        (
-            ["train", "--serve", "1", "rollout.engine=vllm"],
-            "--serve 1: rollout.engine = 'vllm' samples in the trainer's process; write rollout.engine=vllm_server",
-        ),
-        (["serve", "--host", "0.0.0.0"], "set a key in the environment variable MM_GRPO_SERVER_KEY"),
-        (["serve", "--servers", "3", "--port", "65534"], "3 servers need the ports up to 65536"),
-        (["serve", "--tensor-parallel", "2"], "--tensor-parallel 2: there is no GPU here"),
+        ("train --serve 2 --smoke", None, "--serve 2: --smoke"),
+        ("train --serve 1 rollout.server.urls=[http://127.0.0.1:1]", None, "--serve 1: rollout.server.urls"),
+        ("train --serve 1 rollout.engine=vllm", None, "--serve 1: rollout.engine = 'vllm'"),
+        ("train --serve 1", "2", "each would start servers"),
+        ("serve --host 0.0.0.0", None, "MM_GRPO_SERVER_KEY"),
+        ("serve --servers 3 --port 65534", None, "--port 65534"),
+        ("serve --tensor-parallel 2", None, "--tensor-parallel 2"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_message(
+    arguments: str,
+    world: str | None,
+    message: str,
     command: Callable[..., Any],
     job: Path,
-    arguments: list[str],
-    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
-    name, *rest = arguments
+    if world is not None:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    name, *rest = arguments.split()
     done = command(name, job, *rest)
     assert done.code == 2 and done.err.startswith("error: ") and message in done.err
     assert done.err.count("\n") == 1
-
-
-def test_a_launcher_starts_no_servers_in_each_process(
-    command: Callable[..., Any], job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    done = command("train", job, "--serve", "1")
-    assert done.code == 2 and "and each would start servers" in done.err
 
 
 def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(

@@ -28,7 +28,6 @@ def line_of(**sections: Any) -> str:
 @pytest.mark.parametrize(
     ("field", "algorithm", "other"),
     [
-        ("epsilon_high", {"loss_type": "cispo"}, "loss_type"),
         ("epsilon_high", {"loss_type": "cispo", "epsilon_high": 0.2}, "loss_type"),
         ("scale_rewards", {"advantage_estimator": "rloo", "scale_rewards": "batch"}, "advantage_estimator"),
         (
@@ -36,8 +35,6 @@ def line_of(**sections: Any) -> str:
             {"advantage_estimator": "reinforce_plus_plus_baseline", "scale_rewards": False},
             "advantage_estimator",
         ),
-        ("scale_rewards", {"advantage_estimator": "maxrl", "scale_rewards": "none"}, "advantage_estimator"),
-        ("scale_rewards", {**GDPO, "scale_rewards": "batch"}, "multi_objective_aggregation"),
         ("advantage_estimator", {**GDPO, "advantage_estimator": "rloo"}, "multi_objective_aggregation"),
         ("kl_in_reward", {**GDPO, "kl_in_reward": True, "beta": 0.1}, "multi_objective_aggregation"),
         ("kl_in_reward", {"advantage_estimator": "maxrl", "kl_in_reward": True, "beta": 0.1}, "maxrl"),
@@ -45,9 +42,7 @@ def line_of(**sections: Any) -> str:
         ("kl_estimator", {"kl_estimator": "k1", "beta": 0.04}, "kl_in_reward"),
         ("sync_ref_model", {"sync_ref_model": True}, "beta"),
         ("sync_ref_model", {"reference_path": "t", "beta": 0.1, "sync_ref_model": True}, "reference_path"),
-        ("reference_path", {"reference_path": "teacher"}, "beta"),
         ("delta", {"delta": 1.25, "epsilon_high": 0.28}, "epsilon_high, which is 1.28"),
-        ("delta", {"delta": 1.1}, "epsilon, which is 1.2"),
         ("delta", {"delta": 4.0, "loss_type": "sapo"}, "loss_type"),
         (
             "importance_sampling_level",
@@ -110,14 +105,10 @@ def test_a_contradiction_between_sections_gets_one_line(
     [
         {"algorithm": {"loss_type": "cispo", "epsilon_high": 5.0}},
         {"algorithm": {"advantage_estimator": "rloo", "scale_rewards": "none"}},
-        {"algorithm": {"advantage_estimator": "reinforce_plus_plus_baseline", "scale_rewards": "batch"}},
         {"algorithm": {**GDPO, "beta": 0.1}},
         {"algorithm": {"kl_estimator": "k1", "beta": 0.04, "kl_in_reward": True}},
-        {"algorithm": {"kl_estimator": "k1"}},
-        {"algorithm": {"sync_ref_model": True, "beta": 0.1}},
         {"algorithm": {"beta": 0.1}, "model": LORA},
         {"algorithm": {"delta": 1.3, "epsilon_high": 0.28}},
-        {"algorithm": {"importance_sampling_clip_min": 0.5}},
         {"algorithm": {"loss_type": "vespo", "loss_options": {"vespo_k_pos": 1.0}}},
     ],
 )
@@ -126,11 +117,3 @@ def test_what_agrees_is_kept_and_survives_a_file(sections: dict[str, Any]) -> No
     assert GRPOConfig.from_dict(made.model_dump()) == made
     for name, value in sections.get("algorithm", {}).items():
         assert getattr(made.algorithm, name) == value
-
-
-def test_fields_that_need_each_other_are_changed_together() -> None:
-    with pytest.raises(ConfigError, match=r"^algorithm\.kl_in_reward = true: needs algorithm\.beta"):
-        config().with_values({"algorithm.kl_in_reward": True})
-    assert (
-        config().with_values({"algorithm.kl_in_reward": True, "algorithm.beta": 0.1}).algorithm.kl_in_reward
-    )

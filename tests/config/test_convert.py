@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.patience import PATIENCE
 from ruamel.yaml import YAML
 
 from mm_grpo.config import GRPOConfig
@@ -170,10 +167,10 @@ def test_a_value_that_does_not_go_together_with_the_others_is_left_out() -> None
     assert found.values["run"] == {} and found.values["data"] == {"train": "a.jsonl"}
 
 
-@pytest.mark.parametrize("value", ["4", 0, 2.5, True])
-def test_numbers_that_are_none_are_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^gradient_accumulation_steps = "):
-        convert({"gradient_accumulation_steps": value})
+def test_numbers_that_are_none_are_refused() -> None:
+    for value in ("4", 0, 2.5, True):
+        with pytest.raises(ConfigError, match=r"^gradient_accumulation_steps = "):
+            convert({"gradient_accumulation_steps": value})
 
 
 def test_a_config_of_ms_swift() -> None:
@@ -232,17 +229,6 @@ def test_a_config_of_verl() -> None:
         "trainer.total_epochs",
     ]
     assert found.left["trainer.total_epochs"].startswith("write run.max_steps (steps, not epochs")
-
-
-def test_a_pipe_is_no_script(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "train.sh")
-    reader = os.open(tmp_path / "train.sh", os.O_RDWR | os.O_NONBLOCK)  # so that nobody waits for a writer
-    os.write(reader, b"--seed 3")
-    timer = threading.Timer(PATIENCE, os.close, [reader])
-    timer.start()
-    with pytest.raises(ConfigError, match=r"train.sh: cannot be read"):
-        read_foreign(tmp_path / "train.sh")
-    timer.cancel()
 
 
 def test_a_shell_script_is_read_as_its_options(tmp_path: Path) -> None:

@@ -34,68 +34,29 @@ def refused(path: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "legal"),
     [
-        ("run.seed", "abc", "an integer >= 0"),
-        ("run.seed", -1, "an integer >= 0"),
-        ("run.seed", True, "an integer >= 0"),
-        ("run.seed", 1.0, "an integer >= 0"),
-        ("run.max_steps", 0, "an integer >= 1 or null"),
-        ("run.dir", "", "a path"),
         ("run.report", "yes", "true or false"),
-        ("run.report", 1, "true or false"),
-        ("run.save_every", -1, ">= 0"),
-        ("run.keep_checkpoints", 0, ">= 1"),
-        ("run.process_timeout", 0, "> 0"),
         ("run.headline", "iou", "exact_match >= 1"),
         ("run.profile", "x", "torch"),
-        ("run.eval_blind", "mixed", "one of shuffled, removed or null"),
-        ("run.trackers", "wandb", "a list of tensorboard, wandb, trackio"),
         ("run.trackers", ["wandbb"], "the nearest is wandb"),
         ("run.guards", {"update_happens": "quiet"}, "one of stop, warn, off"),
         ("run.guards", {"duplicate_completion": "off"}, "the nearest is duplicate_completions"),
-        ("model.path", 3, "a path"),
         ("model.device", "gpu", "auto, cpu, cuda or cuda:N"),
         ("model.dtype", "bf16", "the nearest is bfloat16"),
-        ("model.attn", "flash", "one of auto, sdpa, eager, flex_attention"),
         ("model.lora", 16, "rank, alpha, target_modules and vision"),
-        ("model.lora.rank", 0, "an integer >= 1 and <= 16384"),
-        ("model.lora.alpha", "x", "a number > 0"),
-        ("model.lora.target_modules", "q_proj", "a list of text"),
-        ("model.lora.target_modules", [], "[q_proj, v_proj]"),
         ("model.lora.target_modules", ["("], "[q_proj, v_proj]"),
-        ("rollout.engine", "hf", "transformers, vllm, vllm_server"),
-        ("rollout.num_generations", "8", "an integer >= 2"),
-        ("rollout.temperature", 0, "a number > 0"),
-        ("rollout.max_attempts", 0, "an integer >= 1"),
-        ("rollout.max_staleness", -1, "an integer >= 0"),
-        ("rollout.staleness_order", "eagerly", "the nearest is eager"),
         ("rollout.eval.top_p", 1.5, "a number > 0 and <= 1"),
-        ("rollout.eval.min_p", -0.1, "a number >= 0 and <= 1 or null"),
         ("rollout.server.urls", ["localhost:8000"], "http://127.0.0.1:8000"),
         ("rollout.server.urls", ["http://a:1", "http://a:1/"], "twice"),
-        ("rollout.server.timeout", 0, "a number > 0"),
         ("algorithm.epsilon_high", -1, "a number >= 0 or null"),
-        ("algorithm.beta", None, "a number >= 0"),
         ("algorithm.loss_type", "drgrpo", "the nearest is dr_grpo"),
         ("algorithm.loss_options", {"sapo_temperature_pos": 1.0}, "no options"),
         ("algorithm.scale_rewards", "gdpo", "algorithm.multi_objective_aggregation: normalize_then_sum"),
         ("algorithm.importance_sampling_level", "gspo", "write sequence"),
         ("algorithm.advantage_estimator", "GAE", "mm_grpo has none"),
-        ("algorithm.kl_estimator", "k4", "one of k1, k2, k3"),
-        ("algorithm.ref_model_mixup_alpha", 0, "a number > 0 and <= 1"),
-        ("algorithm.top_entropy_quantile", 1.2, "a number > 0 and <= 1"),
-        ("optim.adam_beta2", 1, "a number >= 0 and < 1"),
-        ("optim.learning_rate", float("inf"), "a number >= 0 or null"),
-        ("optim.learning_rate", "fast", "a number >= 0 or null"),
-        ("optim.learning_rate", True, "a number >= 0 or null"),
         ("optim.zero_stage", 3, "stage 3 shares out the weights"),
-        ("optim.zero_stage", 4, "0, 1 or 2"),
         ("data.columns", {"image": 3}, "text"),
-        ("data.columns", "image", "a mapping of names to text"),
         ("data.gold_template", "answer", "{gold}"),
         ("data.train", {"split": "train"}, "the key task"),
-        ("data.train", 3, "a list of paths"),
-        ("data.train", ["a.jsonl", 3], "a list of paths"),
-        ("data.train", {"task": None}, "the key task"),
         ("data.train", {"task": "shapes", "kinds": {"a": 1}}, "kinds"),
         ("data.train", [{"path": "a", "weight": 0}, "b"], "entry 1"),
         ("data.train", [{"path": "a", "split": "x"}, "b"], "folder:split"),
@@ -103,30 +64,15 @@ def refused(path: str, value: Any) -> str:
         ("data.eval", {}, "set names"),
         ("data.eval", {"test": "a.jsonl", "size": 20}, "the set size"),
         ("data.eval", {"a/b": "x"}, "'a/b'"),
-        ("data.eval", [{"path": "a", "weight": 2}], "weight"),
-        ("rewards", "iou", "such as [iou]"),
-        ("rewards", [{"nam": "iou"}], "{name: iou, weight: 1.0}"),
-        ("rewards", ["iou", 3], "[1]"),
         ("rewards", [{"name": "iou", "weight": "big"}], "weight"),
         ("rewards", [{"name": "iou", "part": {1}}], "{1}"),
         ("rewards", [len], "GRPOTrainer"),
         # numbers that float32 cannot hold, time-outs beyond any clock
-        *(
-            (path, value, "must be")
-            for path in (
-                "optim.learning_rate",
-                "algorithm.beta",
-                "rollout.temperature",
-                "rollout.server.timeout",
-            )
-            for value in (1e308, 1e30, 5e-324, 10**400)
-        ),
+        *(("optim.learning_rate", value, "must be") for value in (1e308, 1e30, 5e-324, 10**400)),
         ("run.process_timeout", 1e10, "1e+09"),
         ("rollout.server.timeout", "1e300", "1e+09"),
         ("rewards", [{"name": "iou", "weight": 10**400}], "weight"),
-        ("rewards", [{"name": "iou", "weight": -1e300}], "weight"),
         ("data.train", [{"path": "a.jsonl", "weight": 10**400}], "weight"),
-        ("data.train", [{"path": "a.jsonl", "weight": 1e300}], "weight"),
         ("run.headline", f"iou >= 1{'0' * 400}", "exact_match >= 1"),
     ],
 )
@@ -135,11 +81,8 @@ def test_a_wrong_value_gets_one_line_with_what_is_legal(path: str, value: Any, l
     assert line.startswith(path) and legal in line and "\n" not in line
 
 
-@pytest.mark.parametrize("generations", [1, 0, -3])
-def test_fewer_than_two_generations(generations: int) -> None:
-    assert refused("rollout.num_generations", generations) == (
-        "num_generations counts completions per prompt; GRPO compares them, so it needs at least 2 (8 is common)"
-    )
+def test_fewer_than_two_generations() -> None:
+    assert "num_generations" in refused("rollout.num_generations", 1)
 
 
 @pytest.mark.parametrize(
@@ -150,19 +93,11 @@ def test_truncated_sampling_is_for_evaluation(name: str, value: float) -> None:
     assert getattr(config(rollout={"eval": {name: value}}).rollout.eval, name) == value
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"), [(True, "group"), (False, "none"), ("batch", "batch"), ("none", "none")]
-)
-def test_scale_rewards_takes_the_booleans_of_trl(given: object, kept: str) -> None:
-    assert config(algorithm={"scale_rewards": given}).algorithm.scale_rewards == kept
-
-
-def test_a_number_that_pyyaml_left_as_a_text() -> None:
+def test_values_of_trl_and_of_pyyaml_are_read_as_ours() -> None:
+    for given, kept in ((True, "group"), (False, "none"), ("batch", "batch")):
+        assert config(algorithm={"scale_rewards": given}).algorithm.scale_rewards == kept
     made = config(optim={"learning_rate": "1e-6"}, algorithm={"epsilon_high": "2.8e-1"})
     assert (made.optim.learning_rate, made.algorithm.epsilon_high) == (1e-6, 0.28)
-
-
-def test_a_guard_that_pyyaml_read_as_false() -> None:
     assert config(run={"guards": {"update_happens": False}}).run.guards == {"update_happens": "off"}
 
 
@@ -218,15 +153,10 @@ def test_options_of_a_loss_have_defaults_and_bounds() -> None:
 @pytest.mark.parametrize(
     ("path", "now"),
     [
-        ("rollout.vllm.timeout", "600 s"),
-        ("rollout.server.health_timeout", "rollout.server.timeout"),
-        ("rollout.server.key_env", "MM_GRPO_SERVER_KEY"),
         ("rollout.dynamic_sampling", "rollout.max_attempts"),
         ("algorithm.vespo_k_pos", "algorithm.loss_options.vespo_k_pos"),
-        ("run.allow_changed_tools", "run.allow_changed_code"),
-        ("run.max_logp_gap", "run.guards"),
         ("data.num_workers", "two threads"),
     ],
 )
-def test_a_field_that_is_gone_says_what_happens_now(path: str, now: str) -> None:
+def test_a_key_that_is_no_field_says_what_to_write(path: str, now: str) -> None:
     assert refused(path, 1).startswith(f"{path}: unknown key; ") and now in refused(path, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_grpo import ConfigError, GRPOConfig
+from mm_grpo import GRPOConfig
 from mm_grpo.config.yaml_file import merge
 
 
@@ -76,12 +76,3 @@ def test_relative_paths_start_at_the_file_that_names_them(
     config = GRPOConfig.from_yaml("recipe/c.yaml", layers=["own/l.yaml"])
     assert (config.data.train, config.data.eval) == ("recipe/rows.jsonl", "own/rows.jsonl")
     assert config.rewards == ["own/score.py:f"]
-
-
-def test_a_wrong_key_in_a_layer_is_refused_by_name(tmp_path: Path) -> None:
-    base = written(tmp_path / "c.yaml", "model: {path: m}\n")
-    layer = written(tmp_path / "l.yaml", "model: {lorra: {rank: 4}}\n")
-    with pytest.raises(ConfigError, match=r"model\.lorra.*lora"):
-        GRPOConfig.from_yaml(base, layers=[layer])
-    with pytest.raises(ConfigError, match=r"no\.yaml: there is no such config file"):
-        GRPOConfig.from_yaml(base, layers=[tmp_path / "no.yaml"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mm_grpo.config import GRPOConfig, apply_overrides
-from mm_grpo.config.yaml_file import plain, read_yaml, shown, write_yaml
+from mm_grpo.config.yaml_file import plain, read_yaml, write_yaml
 from mm_grpo.errors import ConfigError
 
 
@@ -27,48 +25,18 @@ def read(file: Path, text: str) -> dict[str, Any]:
     return read_yaml(file)
 
 
-def broken(file: Path, text: str | bytes) -> str:
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError) as caught:
-        GRPOConfig.from_yaml(file)
-    return str(caught.value).replace(str(file), "FILE")
-
-
 # What YAML means
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-6", 1e-6),
-        ("1E6", 1e6),
-        ("-2.5e-3", -0.0025),
-        (".5", 0.5),
-        ("1.", 1.0),
-        ("8", 8),
-        ("-3", -3),
-        ("0x10", 16),
-        ("010", "010"),  # 8 in YAML 1.1
-        ("1_000", "1_000"),  # 1000 in YAML 1.1
-        ("12:30", "12:30"),  # 750 in YAML 1.1
-        ("2026-01-31", "2026-01-31"),  # a date in YAML 1.1
-        ("off", "off"),  # false in YAML 1.1
-        ("yes", "yes"),
-        ("=", "="),
-        ("2026_01", "2026_01"),
-        ("true", True),
-        ("False", False),
-        ("null", None),
-        ("~", None),
-        ("", None),
-        ("none", "none"),
-        ("'8'", "8"),
-        ("[1e-3, off]", [0.001, "off"]),
-    ],
-)
-def test_scalars_are_those_of_yaml_1_2(file: Path, text: str, value: object) -> None:
-    read_back = read(file, f"key: {text}\n")["key"]
-    assert (read_back, type(read_back)) == (value, type(value))
+def test_scalars_are_those_of_yaml_1_2(file: Path) -> None:
+    as_text = ("010", "1_000", "12:30", "2026-01-31", "off", "yes", "=", "2026_01", "none")  # not in YAML 1.1
+    other = {
+        "1e-6": 1e-6, "1E6": 1e6, "-2.5e-3": -0.0025, ".5": 0.5, "1.": 1.0, "8": 8, "-3": -3, "0x10": 16, "true": True,
+        "False": False, "null": None, "~": None, "": None, "'8'": "8", "[1e-3, off]": [0.001, "off"],
+    }  # fmt: skip
+    for text, value in {**dict(zip(as_text, as_text, strict=True)), **other}.items():
+        read_back = read(file, f"key: {text}\n")["key"]
+        assert (read_back, type(read_back)) == (value, type(value)), text
 
 
 def test_anchors_and_merges_work(file: Path) -> None:
@@ -93,31 +61,17 @@ def test_an_empty_file_and_a_byte_order_mark(file: Path) -> None:
     [
         ("run:\n  seed: 1\n  dir: a\n  seed: 2\n", "FILE, line 4, column 3: not valid YAML: the key 'seed'"),
         ("a: &a {b: 1}\nc: {<<: *a, d: 1, d: 2}\n", "the key 'd' is given twice (first on line 2)"),
-        ("a: !!bool x\n", "not valid YAML: 'x'"),
-        ("run: {seed: 1, seed: 1}\n", "the key 'seed' is given twice (first on line 1)"),
         ("run:\n  seed: [1\nmodel: 3\n", "FILE, line 3, column 6: not valid YAML"),
-        ("run:\n\tseed: 1\n", "FILE, line 2, column 1: not valid YAML"),
-        ("a: b: c\n", "FILE, line 1, column 5: not valid YAML"),
-        ("a: *nobody\n", "FILE, line 1, column 4: not valid YAML"),
         ("a: &a [*a]\n", "*a"),
-        ("a: !!python/name:os.system\n", "FILE, line 1, column 4: not valid YAML"),
-        ("? [a]\n: b\n", "FILE, line 1, column 3: not valid YAML"),
         ("a: 1\nb: \x07\n", "FILE, line 2, column 4: not valid YAML"),
-        ("a: 1\n---\nb: 2\n", "FILE, line 2, column 1: not valid YAML"),
-        ("- a\n- b\n", "a mapping of sections, not ['a', 'b']"),
-        (b"a: \xff\n", "byte 3"),
-        (b"#" * 200_001, "200000 bytes"),
     ],
 )
-def test_a_broken_file_gets_one_line(file: Path, text: str | bytes, named: str) -> None:
-    line = broken(file, text)
+def test_a_broken_file_gets_one_line_with_the_place(file: Path, text: str, named: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig.from_yaml(file)
+    line = str(caught.value).replace(str(file), "FILE")
     assert named in line and "\n" not in line and line.startswith("FILE")
-
-
-def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
-    for path in (tmp_path / "no.yaml", tmp_path):
-        with pytest.raises(ConfigError, match=f"^{path}: "):
-            GRPOConfig.from_yaml(path)
 
 
 # Overrides
@@ -127,22 +81,17 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     ("override", "path", "value"),
     [
         ("run.seed=7", "run.seed", 7),
-        ("run.seed = 7 ", "run.seed", 7),
         ("optim.learning_rate=1e-5", "optim.learning_rate", 1e-5),
-        ("data.shuffle=false", "data.shuffle", False),
         ("run.max_steps=null", "run.max_steps", None),
         ("data.system_prompt=", "data.system_prompt", None),
         ("rewards=[iou, {name: exact, weight: 2}]", "rewards", ["iou", {"name": "exact", "weight": 2}]),
         ("data.train={task: shapes, size: 1e3}", "data.train", {"task": "shapes", "size": 1000.0}),
-        ("run.dir=runs/a=b", "run.dir", "runs/a=b"),
         ("data.train=@rows/*.jsonl", "data.train", "@rows/*.jsonl"),
         ("data.system_prompt=Count # of cats", "data.system_prompt", "Count # of cats"),
         ("data.system_prompt=Answer: yes or no", "data.system_prompt", "Answer: yes or no"),
-        ("data.system_prompt='8'", "data.system_prompt", "8"),
         ('data.system_prompt="a\\nb"', "data.system_prompt", "a\nb"),
         ("run.guards.update_happens=off", "run.guards.update_happens", "off"),
         ("rewards.0.weight=3", "rewards.0.weight", 3),
-        ("model.path=other", "model.path", "other"),
     ],
 )
 def test_an_override_sets_one_value(override: str, path: str, value: object) -> None:
@@ -154,36 +103,17 @@ def test_an_override_sets_one_value(override: str, path: str, value: object) -> 
     assert mapping == {"run": {"seed": 1}, "rewards": [{"name": "iou"}], "model": None}
 
 
-def test_the_last_override_wins_and_the_rest_stays() -> None:
-    mapping = {"run": {"seed": 1, "dir": "a"}}
-    assert apply_overrides(mapping, ["run.seed=2", "run.seed=3"]) == {"run": {"seed": 3, "dir": "a"}}
-
-
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("run.seed", "section.key=value"),
-        ("=1", "section.key=value"),
         ("run..seed=1", "section.key=value"),
         ("run.seed.x=1", "run.seed is 1, which has no key x"),
-        ("rewards.0.weight=1", "rewards.0 is 'iou', which has no key weight"),
         ("rewards.1=a", "rewards has entries 0 to 0, not 1"),
-        ("rewards.name=a", "rewards has entries 0 to 0, not name"),
-        ("rewards=[iou", "line 1, column 5"),
     ],
 )
 def test_a_bad_override_gets_one_line(override: str, named: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^override {override!r}.*{named}"):
         apply_overrides({"run": {"seed": 1}, "rewards": ["iou"]}, [override])
-    assert str(caught.value).startswith(f"override {override!r}") and named in str(caught.value)
-
-
-def test_an_override_of_an_unknown_key_fails_as_in_a_file(file: Path) -> None:
-    file.write_text("model: {path: m}\n")
-    with pytest.raises(ConfigError) as caught:
-        GRPOConfig.from_yaml(file, ["learning_rate=1e-5", "rollout.num_gens=4", "run.seed=x"])
-    fields = [re.split(":| =", line)[0] for line in str(caught.value).splitlines()]
-    assert fields == ["rollout.num_gens", "run.seed", "learning_rate"]
 
 
 # Paths beside the file
@@ -204,6 +134,7 @@ def test_paths_beside_the_file_are_found_and_others_left(
     monkeypatch.chdir(tmp_path)
     config = GRPOConfig.from_yaml("recipe/config.yaml")
     assert (config.model.path, config.model.processor) == ("recipe/base", "recipe/mine.py:Mine")
+    assert GRPOConfig.from_yaml("recipe/config.yaml", ["model.path=base"]).model.path == "base"
     assert config.data.train == "recipe/rows.jsonl"
     assert config.data.eval == {"a": "recipe/held.jsonl", "b": "elsewhere.jsonl", "c": {"task": "shapes"}}
     assert config.rewards == [
@@ -227,13 +158,6 @@ def test_globs_lists_and_splits_beside_the_file_are_found(
     assert config.data.train == ["a[[]1]/rows-*.jsonl", "a[1]/saved:train", "gone.jsonl"]
     assert config.data.eval == {"a": "a[[]1]/rows-?.jsonl", "b": "own/er:test"}
     assert config.rewards == ["iou"]
-
-
-def test_hub_names_absolute_paths_and_overrides_stay(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    (tmp_path / "config.yaml").write_text("model: {path: Qwen/Qwen2.5-VL-3B-Instruct}\n")
-    assert GRPOConfig.from_yaml(tmp_path / "config.yaml").model.path == "Qwen/Qwen2.5-VL-3B-Instruct"
-    assert GRPOConfig.from_yaml(tmp_path / "config.yaml", ["model.path=base"]).model.path == "base"
 
 
 # There and back
@@ -273,27 +197,9 @@ def full() -> GRPOConfig:
 def test_a_saved_config_reads_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "new" / "config.yaml"
     full().save(path)
-    assert GRPOConfig.from_yaml(path) == full()
+    assert GRPOConfig.from_yaml(path) == full() == GRPOConfig.from_dict(yaml.safe_load(path.read_text()))
     assert path.read_text(encoding="utf-8") == full().to_yaml()
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_plain_pyyaml_reads_the_same_file() -> None:
-    text = full().to_yaml()
-    assert GRPOConfig.from_dict(yaml.safe_load(text)) == full()
-
-
-def test_a_failed_save_leaves_the_old_file_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text("old")
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        full().save(file)
-    assert file.read_text() == "old"
-    assert list(file.parent.iterdir()) == [file]
 
 
 VALUES = st.recursive(
@@ -325,9 +231,3 @@ def test_plain_refuses_what_a_file_cannot_hold() -> None:
     ]:
         with pytest.raises(TypeError, match=f"^{message}$"):
             plain(bad)
-
-
-def test_values_are_shown_short_and_on_one_line() -> None:
-    assert shown(None) == "null"
-    assert shown("a" * 200) == "'" + "a" * 76 + "..."
-    assert len(shown("a" * 200)) == 80

@@ -171,8 +171,8 @@ run/same_run.py < run/test_run_folder.py run/test_checkpoint.py trainer/test_tra
     skipped check | if sets != known: ==> if False:
 run/rollout_log.py < run/test_evaluations.py trainer/test_trainer_best.py ! slow
     wrong key | if step not in (0, best, self.step): ==> if step not in (0, self.step):
-run/ahead.py < rollout/test_pipeline.py trainer/test_eager.py
-    * spans on resume | tuple((start, version) for start, version in ==> tuple((0, version) for start, version in
+run/json_records.py < run/test_json_records.py rollout/test_pipeline.py
+    * spans on resume | if inner[-1] is ... else inner ==> if inner[-1] is ... else inner[:1]
 """
 
 

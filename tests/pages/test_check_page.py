@@ -14,7 +14,6 @@ import pytest
 from helpers import tiny
 from PIL import Image
 
-from mm_grpo.cli.preflight import page_path
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.pages import check_page
@@ -126,11 +125,3 @@ def test_a_page_is_written_over_its_own_kind_alone(tmp_path: Path, monkeypatch: 
     for name in (".", "none/a.html", "~nobody-here/a", "a.html"):
         with pytest.raises(ConfigError, match="--page"):
             CheckPage(name, None, [])  # type: ignore[arg-type]
-
-
-def test_a_path_among_the_overrides() -> None:
-    assert page_path(True, []) == (None, [])
-    assert page_path(True, ["out.html", "data.train=rows.html"]) == ("out.html", ["data.train=rows.html"])
-    assert page_path(False, ["out.html"]) == (None, ["out.html"])
-    with pytest.raises(ConfigError, match="--page"):
-        page_path(True, ["a.html", "b.html"])

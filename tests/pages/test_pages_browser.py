@@ -169,24 +169,6 @@ def test_boxes_of_a_run_are_drawn_at_their_pixels(tmp_path: Path) -> None:
     assert at(70, 80) == at(190, 40) == at(140, 100) == GREEN
 
 
-def test_boxes_of_a_check_are_drawn_at_their_pixels(check: Path, tmp_path: Path) -> None:
-    pixels, green = pixels_of(tmp_path, check, "800,2000")
-    first = [(x, y) for x, y in green if y < min(y for _, y in green) + 112]
-    # the picture is 196 x 112 pixels large: the model's size, not scaled; a triangle covers the corner at the top left
-    right, bottom = max(x for x, _ in first), max(y for _, y in first)
-    picture = {(x, y): pixels[right - 195 + x, bottom - 111 + y] for x in range(196) for y in range(112)}
-    pink = {place for place, colour in picture.items() if colour == PINK}
-    # the box from (49, 28) to (147, 84): strokes of 3 pixels, of which 2 are whole, along each edge
-    for x in range(60, 147):
-        assert {(x, 27), (x, 28), (x, 83), (x, 84)} <= pink, x
-    for y in range(40, 84):
-        assert {(146, y), (147, y), (48, y), (49, y)} <= pink, y
-    # the triangle (0, 0), (39.2, 0), (0, 56): its long edge passes the middle (19.6, 28)
-    assert any((x, y) in pink for x in (18, 19, 20) for y in (27, 28))
-    inside = ((98, 56), (190, 56), (98, 100), (53, 33), (143, 79), (151, 24), (8, 12), (30, 40))
-    assert all(picture[place] == GREEN for place in inside)
-
-
 def test_filters_and_keys(report: Path, site: Site, tmp_path: Path) -> None:
     script = """
       status(), all(".group").length,

@@ -29,7 +29,6 @@ def prompt(**columns: Any) -> Prompt:
     ("entry", "columns", "text"),
     [
         ({"name": "iou"}, {"box": BOX}, "[5.6, 8.4, 33.6, 50.4]"),
-        ({"name": "iou", "space": "0-1000"}, {"box": BOX}, "[100.0, 100.0, 600.0, 600.0]"),
         ({"name": "iou", "space": "normalized"}, {"box": BOX}, "[0.1, 0.1, 0.6, 0.6]"),
         (
             {"name": "iou", "gold_space": "pixel", "layout": "xywh"},
@@ -42,7 +41,6 @@ def prompt(**columns: Any) -> Prompt:
             "[10.0, 20.0, 40.0, 60.0]",
         ),
         ({"name": "giou", "layout": "yxyx"}, {"box": BOX}, "[8.4, 5.6, 50.4, 33.6]"),
-        ({"name": "point_in_box"}, {"box": BOX}, "[5.6, 8.4, 33.6, 50.4]"),
         (
             {"name": "box_match"},
             {"boxes": [BOX, [0, 0, 50, 50]]},
@@ -52,14 +50,10 @@ def prompt(**columns: Any) -> Prompt:
         # the tallest band of the L is its lower one, between 70 and 200: 50 wide, with its middle at (25, 135)
         ({"name": "clicking"}, {"target": [0, 0, 90, 0, 90, 70, 50, 70, 50, 200, 0, 200]}, "[14.0, 56.7]"),
         ({"name": "clicking", "space": "0-1000"}, {"target": BOX}, "[350.0, 350.0]"),
-        ({"name": "temporal_iou"}, {"segment": ["0:03", "0:07"]}, "[3.0, 7.0]"),
         ({"name": "temporal_iou"}, {"segment": [[1, 2.5], [4, 5]]}, "[1.0, 2.5] [4.0, 5.0]"),
-        ({"name": "ordering"}, {"order": "wash, cut, cook"}, '["wash", "cut", "cook"]'),
         ({"name": "ordering", "metric": "exact"}, {"order": ["a [1]", "b, c"]}, '["a [1]", "b, c"]'),
         ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
         ({"name": "count"}, {"answer": 3.0}, "3"),
-        ({"name": "math"}, {"answer": r"5 \sqrt { 2 }"}, r"5 \sqrt { 2 }"),
-        ({"name": "choice"}, {"answer": "B"}, "B"),
         ({"name": "anls"}, {"answer": ["boeing", "airbus"]}, "boeing"),
         ({"name": "table_f1"}, {"table": "a,b\n1,2\n3,4"}, "a,b\n1,2\n3,4"),
     ],
@@ -101,14 +95,8 @@ def test_a_gold_box_in_other_pixels_is_found_by_the_reward_itself() -> None:
     ("name", "column", "value", "words"),
     [
         ("clicking", "target", [1, 2, 3], "the gold target is [1, 2, 3]; it must be a box of four numbers"),
-        ("temporal_iou", "segment", [7, 3], "the gold segment [7, 3] does not end after it starts"),
-        ("ordering", "order", ["a", "A"], "the gold order has 'a' twice"),
-        # these ended the check with a traceback
         ("box_match", "boxes", 3, "the gold boxes are '3'; they must be a list of boxes"),
         ("iou", "box", [0, 0, 10**400, 1], "it must be four finite numbers"),
-        ("iou", "box", "[" * 100_000, "it must be four finite numbers"),
-        ("clicking", "target", [0, 0, 10**400, 1], "it must be four finite numbers"),
-        ("mask_iou", "mask", [[0, 0, 10**400, 1, 3, 4]], "the gold mask is"),
         ("mask_iou", "mask", "[" * 100_000, "the gold mask is"),
     ],
 )

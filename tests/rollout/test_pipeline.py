@@ -18,7 +18,7 @@ from mm_grpo.rollout.background import Background
 from mm_grpo.rollout.collect import Rollout
 from mm_grpo.rollout.engine import wrong_spans
 from mm_grpo.rollout.pipeline import Ahead, oldest_version, scheduled_version, staleness_metrics
-from mm_grpo.run.ahead import pack_ahead, unpack_ahead
+from mm_grpo.run.inflight_state import pack_ahead, unpack_ahead
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from helpers.small_runs import HELDOUT, ROWS, config_for, rows_of, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.errors import ConfigError
-from mm_grpo.run.callbacks import EVENTS, Callbacks
+from mm_grpo.run.callbacks import Callbacks
 
 
 class Record:
@@ -131,41 +130,21 @@ def test_what_all_processes_call_together_is_refused_where_one_calls_it() -> Non
 
 
 def test_what_no_event_would_call_is_refused() -> None:
-    events = "on_train_begin, on_rollouts, on_step_end, on_evaluate, on_save, on_train_end"
-    assert events == ", ".join(EVENTS)
-
     class Misspelt:
         def on_step_end(self) -> None: ...
 
         def on_step_ends(self) -> None: ...
 
-    class OfTransformers:
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
-
-    cases: list[tuple[Any, str]] = [
-        (
-            [object],
-            "callbacks: object is a class; pass an object, as object()",
-        ),
-        (
-            [Misspelt()],
-            "callbacks: Misspelt.on_step_ends would never be called; did you mean 'on_step_end'? the methods are "
-            + events,
-        ),
-        (
-            [SimpleNamespace(on_step_end=lambda trainer, logs: None)],
-            "callbacks: SimpleNamespace.on_step_end asks for 'logs'; it is called with trainer, step, metrics, by name,"
-            " and may leave some of them out",
-        ),
-        (Misspelt(), f"callbacks = {Misspelt.__qualname__}"),
+    wrong: list[tuple[Any, str]] = [
+        ([object], "object is a class"),
+        ([Misspelt()], "Misspelt.on_step_ends would never be called; did you mean 'on_step_end'"),
+        ([SimpleNamespace(on_step_end=lambda trainer, logs: None)], "on_step_end asks for 'logs'"),
+        ([3], "3 has none of the methods on_train_begin"),
+        (Misspelt(), "must be a list of objects"),
     ]
-    for callbacks, message in cases[:3]:
-        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+    for callbacks, words in wrong:
+        with pytest.raises(ConfigError, match=f"^callbacks.*{words}"):
             Callbacks(callbacks)
-    with pytest.raises(ConfigError, match=r"^callbacks = <.*Misspelt object.*>: must be a list of objects$"):
-        Callbacks(Misspelt())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"^callbacks: 3 has none of the methods on_train_begin, "):
-        Callbacks([3])
 
 
 def test_arguments_with_defaults_and_rest_are_left_alone() -> None:

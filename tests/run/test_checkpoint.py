@@ -26,7 +26,6 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import load_processor
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
 from mm_grpo.run.deciding_fields import deciding_fields, differing_field, is_neutral
-from mm_grpo.run.manifest import digest_of
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.types import Completion, Group
 
@@ -181,65 +180,27 @@ def flip(folder: Path) -> str:
     return "its digest differs"
 
 
-def lose_manifest(folder: Path) -> str:
-    (folder / "manifest.json").unlink()
-    return "manifest.json cannot be read"
-
-
-def tear_manifest(folder: Path) -> str:
-    file = folder / "manifest.json"
-    file.write_text(file.read_text()[:50])
-    return "manifest.json cannot be read"
-
-
-def change_number(key: str) -> Any:
-    def change(folder: Path) -> str:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        manifest[key] = manifest[key] + 1 if isinstance(manifest[key], int) else {"changed": 1}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        return "manifest.json is not what was written: its SHA-256 differs"
-
-    return change
-
-
-def sign(key: str, value: Any, words: str) -> Any:
-    """A manifest with another value, and the digest of that."""
-
-    def change(folder: Path) -> str:
-        manifest = json.loads((folder / "manifest.json").read_text()) | {key: value}
-        (folder / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
-        return words
-
-    return change
-
-
-def nest_manifest(folder: Path) -> str:
-    (folder / "manifest.json").write_text("[" * 100_000)
-    return "manifest.json cannot be read"
-
-
 def pipe_manifest(folder: Path) -> str:
     (folder / "manifest.json").unlink()
     os.mkfifo(folder / "manifest.json")
     return "manifest.json cannot be read"
 
 
-def lose_state(folder: Path) -> str:
-    next(folder.glob("state-*")).unlink()
-    return "lacks state-00000-of-00001.safetensors"
+def older_format(folder: Path) -> str:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
+    return "has format 2"
 
 
-CHANGED = [
-    change_number(key) for key in ("step", "updates", "adam_steps", "extra", "reference", "config", "frozen")
-]
+def rename(folder: Path) -> str:
+    folder.rename(folder.with_name(f"{folder.name}9"))
+    return "the folder was renamed"
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        *[truncate, flip, lose_manifest, tear_manifest, nest_manifest, pipe_manifest, lose_state],
-        *CHANGED,
-        sign("format", 2, "has format 2"),
+        *[truncate, flip, pipe_manifest, older_format, rename],
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
@@ -253,27 +214,12 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_or_refused(
     assert found is not None and found.step == 1
     assert "step-000002" in caplog.text and said in caplog.text and "resuming from step-000001" in caplog.text
     damage(tmp_path / "checkpoints" / "step-000001")
-    with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole: step-000002.*step-000001"):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* is whole: .*step-000002.*step-000001"):
         kept.newest()
 
 
-def test_a_state_that_is_none_is_refused_although_its_mark_agrees(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    kept = checkpoints_of(saved(tmp_path, models["qwen2_vl"], (1,)), tmp_path)
-    file = next((kept.folder / "step-000001").glob("state-*"))
-    file.write_bytes(b"\xff" * 64)
-    sign("files", [state.mark_of(file).as_dict()], "")(kept.folder / "step-000001")
-    found = kept.newest()
-    assert found is not None
-    with pytest.raises(
-        ConfigError, match=r"^the checkpoint '.*step-000001' cannot be loaded \(.*; remove it, or"
-    ):
-        kept.load(found)
-
-
 @pytest.mark.parametrize("name", [".step-000002.new", "step-000002"])
-@pytest.mark.parametrize("kind", ["a file", "a link to a folder", "a link to nothing"])
+@pytest.mark.parametrize("kind", ["a file", "a link to a folder"])
 def test_what_lies_in_the_place_of_a_checkpoint_is_removed(
     name: str, kind: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -284,21 +230,11 @@ def test_what_lies_in_the_place_of_a_checkpoint_is_removed(
     if kind == "a file":
         (kept.folder / name).write_text("?")
     else:
-        (kept.folder / name).symlink_to(tmp_path / ("mine" if "folder" in kind else "nowhere"))
+        (kept.folder / name).symlink_to(tmp_path / "mine")
     kept.save(2, {})
     found = kept.newest()
     assert found is not None and found.step == 2 and not found.path.is_symlink()
     assert not list(kept.folder.glob(".*")) and (tmp_path / "mine" / "notes").read_text() == "mine"
-
-
-def test_a_renamed_checkpoint_is_passed_over(
-    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    kept = checkpoints_of(saved(tmp_path, models["qwen2_vl"]), tmp_path)
-    (kept.folder / "step-000002").rename(kept.folder / "step-000009")
-    found = kept.newest()
-    assert found is not None and found.step == 1
-    assert "step-000009 is the checkpoint of step 2: the folder was renamed" in caplog.text
 
 
 def test_the_log_is_kept_with_the_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
@@ -312,104 +248,59 @@ def test_the_log_is_kept_with_the_checkpoint(models: dict[str, Path], tmp_path: 
         kept.newest()
 
 
-@pytest.mark.parametrize(
-    ("given", "steps", "every"),
-    [(None, 3, 1), (None, 80, 8), (None, 200, 20), (None, 5000, 100), (0, 80, 0), (7, 80, 7)],
-)
-def test_steps_between_checkpoints(given: int | None, steps: int, every: int) -> None:
-    assert steps_between(given, steps) == every
-
-
-def test_no_checkpoint_is_none(models: dict[str, Path], tmp_path: Path) -> None:
-    assert checkpoints_of(build(models["qwen2_vl"]), tmp_path).newest() is None
+def test_steps_between_checkpoints() -> None:
+    given = [(None, 3), (None, 80), (None, 5000), (0, 80), (7, 80)]
+    assert [steps_between(every, steps) for every, steps in given] == [1, 8, 100, 0, 7]
 
 
 def test_another_models_checkpoint_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    saved(tmp_path, models["qwen2_vl"], (1,))
-    other = build(models["qwen3_vl"])
-    # as if the folder had been replaced
-    other.config = other.config.with_values({"model.path": str(models["qwen2_vl"])})
-    kept = checkpoints_of(other, tmp_path)
-    found = kept.newest()
-    assert found is not None
-    before = {n: p.clone() for n, p in other.model.named_parameters()}
-    with pytest.raises(ConfigError, match=r"is of another model: .* has shape .* there and .* here"):
-        kept.load(found)
-    assert all(torch.equal(p, before[n]) for n, p in other.model.named_parameters())
-
-
-def test_other_frozen_weights_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
     path = models["qwen2_vl"]
-    first = build(path, frozen=True)
-    checkpoints_of(first, tmp_path).save(1, {})
-    second = build(path, frozen=True)
+    checkpoints_of(build(path, frozen=True), tmp_path).save(1, {})
+    other, moved = build(models["qwen3_vl"]), build(path, frozen=True)
+    other.config = other.config.with_values({"model.path": str(path)})  # as if the folder had been replaced
     with torch.no_grad():
-        second.model.model.visual.merger.ln_q.weight[3] += 1
-    kept = checkpoints_of(second, tmp_path)
-    found = kept.newest()
-    assert found is not None
-    with pytest.raises(ConfigError, match="the weights that are not trained differ"):
-        kept.load(found)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"rollout": {"num_generations": 3}}, "rollout.num_generations = 3: .* was made with 2"),
-        ({"run": {"seed": 1}}, "run.seed = 1: .* was made with 42"),
-        ({"run": {"max_steps": 7}}, "run.max_steps = 7: .* was made with 6"),
-        ({"algorithm": {"beta": 0.5}}, "algorithm.beta = 0.5: .* was made with 0.0"),
-        ({"data": {"train": {"task": "shapes"}}}, r'data.train = {"task": "shapes"}: .* was made with null'),
-    ],
-)
-def test_another_runs_checkpoint_is_refused(
-    change: dict[str, Any], words: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    saved(tmp_path, models["qwen2_vl"], (1,))
-    kept = checkpoints_of(build(models["qwen2_vl"], **change), tmp_path)
-    found = kept.newest()
-    assert found is not None
-    with pytest.raises(ConfigError, match=words):
-        kept.load(found)
+        moved.model.model.visual.merger.ln_q.weight[3] += 1
+    for learner, words in (
+        (other, "is of another model: .* has shape"),
+        (moved, "that are not trained differ"),
+    ):
+        kept = checkpoints_of(learner, tmp_path)
+        found = kept.newest()
+        assert found is not None
+        before = {n: p.clone() for n, p in learner.model.named_parameters()}
+        with pytest.raises(ConfigError, match=f"model.path = '{path}': .*{words}"):
+            kept.load(found)
+        assert all(torch.equal(p, before[n]) for n, p in learner.model.named_parameters())
 
 
 @pytest.mark.parametrize(
     ("was", "now", "words"),
     [
-        ({"columns": {"answer": "label"}}, {}, r'data.columns = {}: .* was made with {"answer": "label"}'),
+        ({}, {"rollout": {"num_generations": 3}}, "rollout.num_generations = 3: .* was made with 2"),
+        ({}, {"run": {"seed": 1}}, "run.seed = 1: .* was made with 42"),
+        ({}, {"run": {"max_steps": 7}}, "run.max_steps = 7: .* was made with 6"),
         (
-            {"eval": {"a": "a.jsonl", "b": "b.jsonl"}},
-            {"eval": {"a": "a.jsonl"}},
+            {"data": {"columns": {"answer": "label"}}},
+            {},
+            r'data.columns = {}: .* was made with {"answer": "label"}',
+        ),
+        (
+            {"data": {"eval": {"a": "a.jsonl", "b": "b.jsonl"}}},
+            {"data": {"eval": {"a": "a.jsonl"}}},
             "data.eval = .* was made with",
         ),
-        ({"eval": "a.jsonl"}, {}, 'data.eval = null: .* was made with "a.jsonl"'),
-        ({"eval": {"task": "shapes"}}, {}, 'data.eval = null: .* was made with {"task": "shapes"}'),
+        ({}, {"model": {"lora": {"rank": 2}}}, r'model.lora = {"rank": 2, .*}: .* was made with null'),
     ],
 )
-def test_what_was_left_out_of_a_mapping_is_missed(
+def test_another_runs_checkpoint_is_refused(
     was: dict[str, Any], now: dict[str, Any], words: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     path = models["qwen2_vl"]
-    checkpoints_of(build(path, data=was), tmp_path).save(1, {})
-    kept = checkpoints_of(build(path, data=now), tmp_path)
+    checkpoints_of(build(path, **was), tmp_path).save(1, {})
+    kept = checkpoints_of(build(path, **now), tmp_path)
     found = kept.newest()
     assert found is not None
-    with pytest.raises(ConfigError, match=words):
-        kept.load(found)
-
-
-def test_adapters_that_were_not_there_are_named_by_their_field(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    path = models["qwen2_vl"]
-    plain, adapted = config_for(path), config_for(path, model={"path": str(path), "lora": {"rank": 2}})
-    assert deciding_fields(plain)["model.lora"] is None
-    assert deciding_fields(adapted)["model.lora"]["rank"] == 2
-    checkpoints_of(build(path), tmp_path).save(1, {})
-    kept = checkpoints_of(build(path, model={"path": str(path), "lora": {"rank": 2}}), tmp_path)
-    found = kept.newest()
-    assert found is not None
-    with pytest.raises(ConfigError, match=r'^model.lora = {"rank": 2, .*}: .* was made with null'):
+    with pytest.raises(ConfigError, match=f"^{words}"):
         kept.load(found)
 
 
@@ -479,7 +370,3 @@ def test_a_full_disk_is_one_message_and_leaves_the_last_good_one(
         kept.save(2, {})
     assert [p.name for p in kept.folder.iterdir()] == ["step-000001"]
     assert {p: p.read_bytes() for p in whole} == whole
-    shutil.rmtree(kept.folder)
-    kept.folder.write_text("a file where the folder should be")
-    with pytest.raises(ConfigError, match="there is none before it"):
-        kept.save(3, {})

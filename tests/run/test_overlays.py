@@ -34,15 +34,8 @@ BOX = [(5.6, 8.4), (33.6, 8.4), (33.6, 50.4), (5.6, 50.4)]
     ("entry", "columns"),
     [
         ({"name": "iou"}, {"box": [10, 20, 60, 120]}),
-        (
-            {"name": "iou", "space": "0-1000"},
-            {"box": [10, 20, 60, 120]},
-        ),  # where the model writes changes nothing
         ({"name": "giou", "gold_layout": "xywh"}, {"box": [10, 20, 50, 100]}),
-        ({"name": "point_in_box", "gold_layout": "yxyx"}, {"box": [20, 10, 120, 60]}),
-        ({"name": "iou", "gold_space": "0-1000"}, {"box": [100, 100, 600, 600]}),
         ({"name": "iou", "gold_space": "normalized"}, {"box": "[0.1, 0.1, 0.6, 0.6]"}),
-        ({"name": "iou", "gold_space": "pixel"}, {"box": [5.6, 8.4, 33.6, 50.4]}),
         ({"name": "clicking"}, {"target": [10, 20, 60, 120]}),
         ({"name": "mask_iou"}, {"mask": [[10, 20, 60, 20, 60, 120, 10, 120]]}),
         ({"name": "box_match"}, {"boxes": [[10, 20, 60, 120]]}),
@@ -98,16 +91,13 @@ def test_the_image_that_is_meant() -> None:
 @pytest.mark.parametrize(
     ("entry", "columns", "words"),
     [
-        ("iou", {"box": [1, 2, 3]}, "iou: the gold box is [1, 2, 3]; it must be four finite numbers"),
         ("iou", {"box": [0, 0, 150, 100]}, "does not lie in its image, which is 100 × 200"),
-        ("box_match", {"boxes": 3}, "box_match: "),
         ("clicking", {"target": "here"}, "clicking: the gold target is here"),
         (
             "mask_iou",
             {"mask": {"size": [2, 2], "counts": [0, 4]}},
             "is an RLE, or cannot be read, and is not drawn",
         ),
-        ("format", {"objects": {"bbox": [[1, "x", 3, 4]]}}, "objects: could not convert"),
         ("format", {"objects": {"bbox": [[0, 0, 10**400, 4]]}}, "objects: "),
     ],
 )

@@ -14,13 +14,10 @@ from helpers.small_runs import HELDOUT, ROWS, config_for, rows_of, vowels
 
 from mm_grpo import GRPOTrainer, timing
 from mm_grpo.config import GRPOConfig
-from mm_grpo.errors import ConfigError
-from mm_grpo.run import profile as profiles
-from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.outputs import names_of
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.profile import Profile, phases_of, trace_of
-from mm_grpo.run.written import names_of
-from mm_grpo.timing import Event, Recorder, record, span, timed
+from mm_grpo.run.profile import Profile, phases_of
+from mm_grpo.timing import Recorder, record, span, timed
 
 
 class Clock:
@@ -129,12 +126,6 @@ def test_the_trace_is_of_the_first_steps_and_has_who_else_was_at_work(clock: Clo
     assert profile.recorder is not None and profile.recorder.done == 2
 
 
-def test_a_trace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiles, "MOST_EVENTS", 3)
-    events = [Event(str(i), "t", float(i), 0.5, {}, thread=True) for i in range(9)]
-    assert [e["name"] for e in trace_of(events[::-1], 0.0)["traceEvents"]] == ["thread_name", "0", "1", "2"]
-
-
 def test_spans_that_raise_and_recorders_that_were_left(clock: Clock) -> None:
     left, ends = Recorder(1), list[Recorder]()
     left.start()
@@ -234,20 +225,10 @@ def test_torchs_trace_is_of_one_update(profiled: Path) -> None:
     assert "aten::mm" in names and any("Backward" in name for name in names)
 
 
-def test_traces_are_the_runs_only_where_it_writes_them(tmp_path: Path) -> None:
+def test_a_run_writes_the_traces_that_it_was_asked_for(tmp_path: Path) -> None:
     def config(value: bool | int | str) -> GRPOConfig:
         return config_for("m", tmp_path, run={"profile": value, "save_model": False})
 
     assert names_of(config(False), saves=False) == []
     assert names_of(config(3), saves=False) == ["trace.json"]
     assert names_of(config("torch"), saves=False) == ["trace.json", "torch_trace.json"]
-    (tmp_path / "trace.json").write_text("mine")
-    RunFolder.prepare(tmp_path, writes=names_of(config(False), saves=False))
-    with pytest.raises(ConfigError, match=r"holds trace.json"):
-        RunFolder.prepare(tmp_path, writes=names_of(config(True), saves=False))
-    (tmp_path / "trace.json").unlink()
-    started = RunFolder.prepare(tmp_path, writes=names_of(config(True), saves=False)).start("x: 1")
-    (tmp_path / "trace.json").write_text("a run's")
-    started.append_metrics(1, {})
-    RunFolder.prepare(tmp_path, overwrite=True, writes=[]).start("x: 1")
-    assert not (tmp_path / "trace.json").exists()

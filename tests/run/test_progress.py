@@ -64,35 +64,15 @@ def test_the_time_that_is_left_and_a_long_evaluation(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_without_a_step_time_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([100.0, 101.0, 103.5, 103.5])
-    monkeypatch.setattr("mm_grpo.run.progress.time.monotonic", lambda: next(times))
-    where, out = console(terminal=False)
-    with Progress(1, console=where) as progress:
-        progress.advance(1, {})
-    assert out.getvalue() == "step 1/1  2.5 s/step\n"
-
-
-def test_a_long_line_is_not_broken() -> None:
-    where, out = console(terminal=False)
-    Progress(1, console=where).print("x" * 300)
-    assert out.getvalue() == "x" * 300 + "\n"
-
-
 def test_on_a_terminal_it_is_a_bar() -> None:
     where, out = console(terminal=True)
     with Progress(4, first=1, console=where) as progress:
         progress.advance(2, {"reward": 0.25, "step_time": 2.0})
+        progress.evaluating("held", 120, 300)
     shown = out.getvalue()
+    assert "evaluating held 120/300" in shown
     assert "2/4" in shown and "reward 0.250  2.0 s/step" in shown
     assert "step 2/4  " not in shown
-
-
-def test_a_bar_shows_how_far_an_evaluation_is() -> None:
-    where, out = console(terminal=True)
-    with Progress(4, console=where) as progress:
-        progress.evaluating("held", 120, 300)
-    assert "evaluating held 120/300" in out.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

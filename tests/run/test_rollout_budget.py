@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from helpers.runs import group
 from PIL import Image
 
-from mm_grpo.config import GRPOConfig
-from mm_grpo.errors import ConfigError
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.rollout_budget import RolloutBudget, is_own
+from mm_grpo.run.rollout_budget import is_own
 from mm_grpo.run.rollout_log import logged_steps, read_rollouts
 
 
@@ -89,28 +86,9 @@ def test_what_evaluations_name_stays(tmp_path: Path) -> None:
     assert not (folder.paths.images / other).exists()
 
 
-def test_a_step_costs_what_its_own_file_does(tmp_path: Path) -> None:
-    folder, _ = filled(tmp_path, 40, 10**9)
-
-    def read() -> int:
-        return int(Path("/proc/thread-self/io").read_text().split()[1])
-
-    before = read()
-    folder.write_rollouts(41, [group(0, (1.0, 0.0))])
-    assert read() - before < 8_000  # all files together have 40 times a file of 1.5 kB
-
-
 def test_a_file_is_a_run_s_own_by_its_first_row(tmp_path: Path) -> None:
     path = tmp_path / "step-000003.jsonl"
     for text, own in (('{"step": 3, "uid": "a"}\n{', True), ("", True), ("[]\n", False), ("{\n", False)):
         path.write_text(text)
         assert is_own(path) is own, text
     assert not is_own(tmp_path / "step-000004.jsonl")
-
-
-def test_what_is_kept_is_said() -> None:
-    paths = RunPaths(Path("x"))
-    assert "at most 20 GB" in RolloutBudget(paths, 20_000_000_000).sentence
-    assert RolloutBudget(paths, None).sentence.startswith("all logged completions")
-    with pytest.raises(ConfigError, match=r"run.keep_rollouts = -1"):
-        GRPOConfig.from_dict({"model": {"path": "m"}, "run": {"keep_rollouts": -1}})

@@ -72,19 +72,6 @@ def test_a_row_holds_everything_about_a_completion(tmp_path: Path) -> None:
     assert second["parts"] == {"exact": 0.0, "iou": None}
 
 
-def test_parts_are_read_group_after_group(tmp_path: Path) -> None:
-    groups = [group(0, parts={"exact": [0.1, 0.2]}), group(3, parts={"exact": [0.3, 0.4]})]
-    write_rollouts(RunPaths(tmp_path), 1, groups)
-    rows = read_rollouts(RunPaths(tmp_path), 1)
-    assert [(r["slot"], r["generation"], r["parts"]["exact"]) for r in rows] == [
-        (0, 0, 0.1),
-        (0, 1, 0.2),
-        (3, 0, 0.3),
-        (3, 1, 0.4),
-    ]
-    assert "extra" not in rows[0]
-
-
 def test_a_column_that_one_group_logged_is_null_for_the_others(tmp_path: Path) -> None:
     write_rollouts(RunPaths(tmp_path), 1, [group(0), group(3, extra={"parsed": ["red", "blue"]})])
     rows = read_rollouts(RunPaths(tmp_path), 1)
@@ -101,6 +88,9 @@ def test_an_image_is_saved_once_and_told_apart_by_content(tmp_path: Path) -> Non
     assert read_rollouts(paths, 2)[0]["images"] == images[0]
     assert len(list(paths.images.iterdir())) == 2
     assert logged_steps(paths) == [1, 2]
+    wide, tall = Image.new("RGB", (8, 2)), Image.new("RGB", (2, 8))  # of equal bytes
+    write_rollouts(paths, 3, [group(0, wide), group(1, tall)])
+    assert len(list(paths.images.iterdir())) == 4
 
 
 def test_a_full_disk_leaves_no_half_image(tmp_path: Path) -> None:
@@ -115,12 +105,6 @@ def test_a_full_disk_leaves_no_half_image(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (image,) = folder.paths.images.iterdir()
     assert Image.open(image).getpixel((0, 0)) == RED.getpixel((0, 0)) and logged_steps(folder.paths) == []
-
-
-def test_equal_bytes_of_another_shape_are_another_image(tmp_path: Path) -> None:
-    wide, tall = Image.new("RGB", (8, 2)), Image.new("RGB", (2, 8))
-    write_rollouts(RunPaths(tmp_path), 1, [group(0, wide), group(1, tall)])
-    assert len(list((tmp_path / "rollouts" / "images").iterdir())) == 2
 
 
 def test_columns_keep_what_can_be_read(tmp_path: Path) -> None:

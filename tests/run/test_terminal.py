@@ -32,11 +32,9 @@ def test_control_characters_become_escapes() -> None:
     assert printable("a\tb\nc") == "a\tb\nc" and printable("a\tb\nc", lines=False) == r"a\tb\nc"
 
 
-@pytest.mark.parametrize(
-    "text", ["plain", "größer", "漢字 עברית हिन्दी", "👩\u200d👩\u200d👧", "می\u200cخواهم"]
-)
-def test_what_people_write_stays(text: str) -> None:
-    assert printable(text) == text
+def test_what_people_write_stays() -> None:
+    for text in ("plain", "größer", "漢字 עברית हिन्दी", "👩\u200d👩\u200d👧", "می\u200cخواهم"):
+        assert printable(text) == text
 
 
 @given(st.text(alphabet=st.characters(categories=("Cc", "Cf", "Cs", "Zl", "Zp", "L", "P"))))
@@ -82,12 +80,6 @@ def test_of_a_mapping_keys_are_redacted_and_prompts_kept() -> None:
         "n": 1.5,
     }
     assert redact(given) == redact(shown) == shown
-
-
-def test_progress_prints_data_as_text() -> None:
-    console = Console(file=io.StringIO(), highlight=False)
-    Progress(3, console=console).print(HOSTILE)
-    assert console.file.getvalue() == SHOWN + "\n"  # type: ignore[attr-defined]
 
 
 def test_a_closed_terminal_does_not_end_the_run() -> None:

@@ -61,12 +61,10 @@ def test_changed_tools_are_refused_unless_they_are_allowed(
     resume(then, sources(tmp_path))
     now = sources(tmp_path, BODY.replace("FACTOR = 2", "FACTOR = 3"))  # beside the function, in its file
     assert now[0]["sha256"] == then[0]["sha256"]
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(
+        ConfigError, match=r"^tools: .*double, environment changed.*run.allow_changed_code=true"
+    ):
         resume(then, now)
-    assert str(refused.value) == (
-        "tools: the checkpoint 'c' was made with other ones (the source of double, environment changed); put them "
-        "back, or go on with those of now with run.allow_changed_code=true"
-    )
     with caplog.at_level(logging.WARNING, "mm_grpo"):
         resume(then, now, allow_changed_code=True)
     assert "those of now are used, for run.allow_changed_code is true" in caplog.text

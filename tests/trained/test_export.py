@@ -26,7 +26,6 @@ from mm_grpo.learner.model import load_model
 from mm_grpo.learner.score import score
 from mm_grpo.learner.state import load_weights, state_file
 from mm_grpo.processors.base import load_processor
-from mm_grpo.run.manifest import digest_of
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.trained import export, proof
@@ -228,18 +227,6 @@ def test_the_card_holds_what_the_run_measured(runs: Runs, tmp_path: Path) -> Non
     assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"') and svg.count("<polyline") == 1
 
 
-def test_a_blind_control_and_a_task_are_no_sets_of_a_card() -> None:
-    row = {
-        "step": 0,
-        "eval/a/reward": 0.5,
-        "eval/a/task/count/reward": 0.1,
-        "eval/blind/reward": 0.2,
-        "time/eval": 1.0,
-    }
-    assert History([row]).before == {"a": {"reward": 0.5}}
-    assert History([{**row, "step": 1}]).before == {}
-
-
 def test_what_cannot_be_exported_is_one_message(runs: Runs, tmp_path: Path) -> None:
     def refused(words: str, *arguments: Any, **options: Any) -> None:
         with pytest.raises(ConfigError, match=words):
@@ -252,9 +239,7 @@ def test_what_cannot_be_exported_is_one_message(runs: Runs, tmp_path: Path) -> N
         r"--checkpoint step-9: must be best, last or one of step-000002, step-000003", full, which="step-9"
     )
     refused(r"is neither a run folder \(config\.yaml\) nor a checkpoint", tmp_path)
-    refused(r"--checkpoint first: must be best, last or step-N", full, which="first")
     refused(r"only model\.path, model\.device, model\.dtype can be changed", full, overrides=["run.seed=1"])
-    refused(r"is one checkpoint; name its run", full / "checkpoints/step-000003", which="best")
     other = tiny.build("qwen2_5_vl", tmp_path / "other", seed=7)
     refused(r"the weights that are not trained are not those of", lora, overrides=[f"model.path={other}"])
     wider = tiny.build("qwen3_vl", tmp_path / "wider")
@@ -274,7 +259,7 @@ def test_what_cannot_be_exported_is_one_message(runs: Runs, tmp_path: Path) -> N
     refused(
         r"last: this is no checkpoint, but '.*model', the model of its last step: .* has no checkpoints", copy
     )
-    refused(r"best: '.*copy' has no checkpoints \(run\.save_every\); '.*model' is", copy, which="best")
+    refused(r"best: '.*copy' has no checkpoints \(run\.save_every\)", copy, which="best")
 
 
 def test_a_run_whose_base_was_best_has_no_best_checkpoint(runs: Runs, tmp_path: Path) -> None:
@@ -287,7 +272,7 @@ def test_a_run_whose_base_was_best_has_no_best_checkpoint(runs: Runs, tmp_path: 
     ):
         manifest = json.loads(file.read_text())
         manifest["extra"]["best"] = best
-        file.write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
+        file.write_text(json.dumps(manifest))
         with pytest.raises(ConfigError, match=words):
             find_checkpoint(tmp_path / "run", "best")
         if best is not None and best["step"] == 0:  # there is nothing to export, and something to ask
