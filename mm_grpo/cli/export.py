@@ -77,7 +77,6 @@ def ask(
     ] = None,
     checkpoint: Which = None,
     trust_remote_code: Trust = False,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token each time.")] = False,
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Softmax temperature; 0 is greedy.")
     ] = None,
@@ -86,10 +85,6 @@ def ask(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the run's.")] = None,
 ) -> None:
     """Ask a trained model one question about images; prints the answer, on a terminal while it is sampled."""
-    if greedy and temperature:
-        raise ConfigError(
-            f"--greedy and --temperature {temperature:g}: greedy is temperature 0; leave one out"
-        )
     with heavy_imports():
         from mm_grpo.trained.ask import ask as answer
         from mm_grpo.trained.ask import load_answering
@@ -101,7 +96,7 @@ def ask(
         loaded,
         question,
         image or [],
-        temperature=0.0 if greedy else temperature,
+        temperature=temperature,
         max_tokens=max_tokens,
         seed=seed,
         on_text=_print_piece if sys.stdout.isatty() else None,

@@ -59,7 +59,7 @@ def serve(
     launch.check_exposure(host, VARIABLE)
     print_phase("importing torch and transformers")
     settings = [
-        _at(each, host, port + number)
+        replace(each, host=host, port=port + number)
         for number, each in enumerate(server_settings(loaded, servers, tensor_parallel=tensor_parallel))
     ]
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -143,28 +143,23 @@ def servers_beside(config: GRPOConfig, count: int, processes: int) -> Iterator[d
 
 def check_serve(count: int, config: GRPOConfig, *, smoke: bool) -> None:
     """ConfigError where `--serve` cannot be had with the rest."""
-    option = f"--serve {count}"
-    if smoke:
-        raise ConfigError(f"{option}: --smoke samples in its own process; leave one of the two out")
-    if "WORLD_SIZE" in os.environ:
-        raise ConfigError(
-            f"{option}: this process was started by torchrun or `accelerate launch`, and each would start servers; "
-            "start them with `mm-grpo serve` and name them in rollout.server.urls, or use --processes"
-        )
-    if config.rollout.server.urls:
-        raise ConfigError(
-            f"{option}: rollout.server.urls names {len(config.rollout.server.urls)} server(s) already; leave one of "
-            "the two out"
-        )
-    if config.rollout.engine != "vllm_server" and "engine" in config.rollout.model_fields_set:
-        raise ConfigError(
-            f"{option}: rollout.engine = '{config.rollout.engine}' samples in the trainer's process; write "
-            "rollout.engine=vllm_server, or leave --serve out"
-        )
-
-
-def _at(settings: ServerSettings, host: str, port: int) -> ServerSettings:
-    return replace(settings, host=host, port=port)
+    rollout = config.rollout
+    in_process = rollout.engine != "vllm_server" and "engine" in rollout.model_fields_set
+    for wrong, why in (
+        (smoke, "--smoke samples in its own process; leave one of the two out"),
+        (
+            "WORLD_SIZE" in os.environ,
+            "this process was started by torchrun or `accelerate launch`, and each would start servers; start them by "
+            "`mm-grpo serve` and name them in rollout.server.urls, or use --processes",
+        ),
+        (rollout.server.urls, "rollout.server.urls names servers already; leave one of the two out"),
+        (
+            in_process,
+            f"rollout.engine = '{rollout.engine}' samples in the trainer's process; leave one of the two out",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"--serve {count}: {why}")
 
 
 def _describe(started: list[ServerProcess], config: str, key_env: str) -> None:

@@ -65,10 +65,9 @@ def pack_ahead(ahead: Ahead | None, ranks: Ranks) -> Values:
         "slots": list(ahead.slots.items()),
         "counts": list(ahead.counts.items()),
     }
-    every = ranks.gather(_text_of(own), "the steps ahead")
+    every = ranks.gather(own, "the steps ahead")
     if every is None:
         return {}
-    parts = [json.loads(part) for part in every]
     rollouts = [
         {
             **encode(replace(rollout, sampled=[]), MADE_AGAIN),
@@ -76,8 +75,9 @@ def pack_ahead(ahead: Ahead | None, ranks: Ranks) -> Values:
         }
         for _, rollout in sorted(ahead.rollouts.items())
     ]
-    packed = {"rollouts": rollouts, **{name: [one for part in parts for one in part[name]] for name in own}}
-    return {KEY: base64.b85encode(zlib.compress(_text_of(packed).encode(), 1)).decode()}
+    packed = {"rollouts": rollouts, **{name: [one for part in every for one in part[name]] for name in own}}
+    text = json.dumps(packed, separators=(",", ":"))
+    return {KEY: base64.b85encode(zlib.compress(text.encode(), 1)).decode()}
 
 
 def unpack_ahead(
@@ -139,7 +139,11 @@ def _rollout(
 
 def _packed_group(group: Group) -> Values:
     extra = {name: [plain_value(value) for value in values] for name, values in group.extra.items()}
-    packed: Values = encode(replace(group, extra=extra), MADE_AGAIN)
+    completions = tuple(
+        replace(one, turns=tuple(replace(t, arguments=_as_json(t.arguments)) for t in one.turns))
+        for one in group.completions
+    )
+    packed: Values = encode(replace(group, extra=extra, completions=completions), MADE_AGAIN)
     return packed
 
 
@@ -181,6 +185,6 @@ def _tail(values: Values, prompt: Prompt, processor: Processor, pictures: dict[s
     return tail
 
 
-def _text_of(values: Any) -> str:
-    """JSON; the arguments of a program's own calls may be anything, and are texts then."""
-    return json.dumps(values, separators=(",", ":"), default=str)
+def _as_json(value: Any) -> Any:
+    """A value as JSON has it: the arguments of a call were JSON, those of a program's own may be anything."""
+    return json.loads(json.dumps(value, default=str))

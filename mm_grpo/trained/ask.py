@@ -23,7 +23,7 @@ from mm_grpo.rollout.engine import Request, Sampling
 from mm_grpo.rollout.evaluate import sampling_of
 from mm_grpo.rollout.prompts import context_of
 from mm_grpo.rollout.transformers_engine import TransformersEngine
-from mm_grpo.trained.export import read_mark
+from mm_grpo.trained.export import read_export_mark
 from mm_grpo.trained.model import load_trained
 from mm_grpo.trained.proof import load_plain
 from mm_grpo.trained.source import RunCheckpoint, WholeModel, find_model, refuse_code
@@ -55,7 +55,7 @@ def load_answering(
     if found.config is not None:
         return _of_run(found, found.config)
     path = Path(source)
-    mark = read_mark(path)
+    mark = read_export_mark(path)
     settings: dict[str, Any] = mark["settings"] if mark else {}
     place: dict[str, Any] = {"device": device} if device else {}
     if trust:

@@ -120,7 +120,7 @@ def check_out(out: Path, *, overwrite: bool) -> None:
     """ConfigError when `out` may not be written: it exists, and is no earlier export that may be replaced."""
     if not os.path.lexists(out):
         return
-    mark = read_mark(out)
+    mark = read_export_mark(out)
     if mark is None:
         raise ConfigError(
             f"'{out}' exists and is no export of mm_grpo (it has no {MARK}): somebody else's files are not touched; "
@@ -136,7 +136,7 @@ def check_out(out: Path, *, overwrite: bool) -> None:
         )
 
 
-def read_mark(folder: Path) -> dict[str, Any] | None:
+def read_export_mark(folder: Path) -> dict[str, Any] | None:
     """What mm_grpo_export.json of a folder holds; None where there is none. ConfigError for one that is damaged."""
     file = folder / MARK
     if folder.is_symlink() or not file.is_file() or file.is_symlink():

@@ -65,14 +65,16 @@ def test_the_time_that_is_left_and_a_long_evaluation(monkeypatch: pytest.MonkeyP
 
 
 def test_on_a_terminal_it_is_a_bar() -> None:
-    where, out = console(terminal=True)
-    with Progress(4, first=1, console=where) as progress:
-        progress.advance(2, {"reward": 0.25, "step_time": 2.0})
-        progress.evaluating("held", 120, 300)
-    shown = out.getvalue()
-    assert "evaluating held 120/300" in shown
-    assert "2/4" in shown and "reward 0.250  2.0 s/step" in shown
-    assert "step 2/4  " not in shown
+    shown = []
+    for evaluates in (False, True):
+        where, out = console(terminal=True)
+        with Progress(4, first=1, console=where) as progress:
+            progress.advance(2, {"reward": 0.25, "step_time": 2.0})
+            if evaluates:
+                progress.evaluating("held", 120, 300)
+        shown.append(out.getvalue())
+    assert "2/4" in shown[0] and "reward 0.250  2.0 s/step" in shown[0] and "step 2/4  " not in shown[0]
+    assert "evaluating held 120/300" in shown[1]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -23,7 +23,7 @@ from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.lock import read_mark
 from mm_grpo.run.manifest import read_checkpoint
 from mm_grpo.run.metrics import read_metrics
-from mm_grpo.trained.export import read_mark as read_export
+from mm_grpo.trained.export import read_export_mark
 
 
 def names(folder: Path) -> list[str]:
@@ -102,7 +102,7 @@ def test_json_from_outside_is_bounded_in_size_depth_and_kind(
     [
         ("config.json", lambda folder: read_config(str(folder))),
         ("mm_grpo_run.json", read_mark),
-        ("mm_grpo_export.json", read_export),
+        ("mm_grpo_export.json", read_export_mark),
         ("manifest.json", read_checkpoint),
         ("curve.json", lambda folder: read_expected_curve(folder / "curve.json")),
         ("metrics.jsonl", lambda folder: read_metrics(folder / "metrics.jsonl")),
