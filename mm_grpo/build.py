@@ -12,7 +12,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -186,7 +185,7 @@ def build_parts(
     sync = VerifiedSync(engine, learner, config)
     sync.start()
     sentences = [limits.sentence] if limits is not None and limits.sentence else []
-    if sentence := getattr(engine, "sentence", ""):
+    if sentence := engine.sentence:
         sentences.append(sentence)
     if config.data.max_pixels is None:
         sentences.insert(0, f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)")
@@ -242,9 +241,7 @@ def build_sampler(
         processor, config, context, limits.max_model_len if limits else None, toolbox=toolbox
     )
     engine = build_engine(limits.in_config(config) if limits else config, model, processor)
-    if (put_in is not None and not embedded) or getattr(
-        engine, "remote", False
-    ):  # servers may hold any weights
+    if (put_in is not None and not embedded) or engine.remote:  # servers may hold any weights
         WeightLedger().send(engine, merged_tensors(model), 0)
     return SamplerParts(processor, prompt_builder, engine)
 
@@ -370,9 +367,8 @@ def _vllm_server(
     """The vLLM servers of `rollout.server`; the first process alone sends them weights."""
     from mm_grpo.rollout.served.client import ServerClient
     from mm_grpo.rollout.served.engine import ServedEngine
-    from mm_grpo.rollout.served.protocol import model_sizes
-    from mm_grpo.rollout.served.server import Limits
-    from mm_grpo.rollout.served.server_key import VARIABLE, key_for
+    from mm_grpo.rollout.served.protocol import Limits, model_sizes
+    from mm_grpo.rollout.served.server_key import key_for
     from mm_grpo.rollout.served.transfer import transfer_of
 
     given = config.rollout.server
@@ -391,8 +387,7 @@ def _vllm_server(
             host=own_address(given.urls[0]),
             timeout=min(300.0, given.timeout),
         )
-    key = partial(key_for, VARIABLE)
-    clients = [ServerClient(url, key=key, timeout=given.timeout) for url in given.urls]
+    clients = [ServerClient(url, key=key_for, timeout=given.timeout) for url in given.urls]
     return ServedEngine(
         clients,
         transfer,

@@ -33,8 +33,8 @@ from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.collect import Collector, Rollout
+from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.evaluate import Evaluation
-from mm_grpo.rollout.headline import Headline
 from mm_grpo.rollout.pipeline import scheduled_version
 from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.ahead import pack_ahead, unpack_ahead
@@ -101,7 +101,7 @@ class GRPOTrainer:
             toolbox.place(asking, processes=self.ranks.world)
         self.plan = plan_run(config, self.train_set, several_turns=toolbox is not None)
         self.scorer.conversational, self.scorer.max_steps = self.train_set.conversational, self.plan.max_steps
-        headline = Headline.of(config, [spec.name for spec in self.scorer.specs])
+        headline = EvalMetric.of(config, [spec.name for spec in self.scorer.specs])
         self.evaluations = Evaluations(config, self.eval_sets, headline, several_turns=toolbox is not None)
         if self.ranks.first:
             self.scorer.start()  # workers import their rewards while the model loads
@@ -286,7 +286,7 @@ class GRPOTrainer:
                 self.learner.refresh_reference()
         self.tokens_seen += rollout.tokens
         counted = {
-            **getattr(self.engine, "metrics", dict)(),
+            **self.engine.metrics(),
             "num_tokens": self.tokens_seen,
             **self.plan.order.epochs(step),
             "prompts/dropped": rollout.dropped,

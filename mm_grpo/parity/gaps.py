@@ -24,6 +24,7 @@ from mm_grpo.health import apply_guard
 from mm_grpo.health.logp_gap import limit_for, logp_gap
 from mm_grpo.learner.learner import Learner
 from mm_grpo.rollout.engine import (
+    Replica,
     ReplicaLost,
     RolloutEngine,
     Sampling,
@@ -76,7 +77,7 @@ def gap_of(ones: Iterable[Sequence[float]], others: Iterable[Sequence[float]]) -
 
 
 def compare(
-    engine: RolloutEngine,
+    engine: RolloutEngine | Replica,
     learner: Learner,
     prompt: Prompt,
     completions: Sequence[Completion],
@@ -137,16 +138,15 @@ def check_start(
 
     Of an engine over several servers each one is checked. Raises GuardStop as `run.guards.logp_gap` says.
     """
-    replicas: Sequence[RolloutEngine] = getattr(engine, "replicas", ())
     found: PromptParity | None = None
-    for replica in replicas:
+    for replica in engine.replicas:
         with suppress(ReplicaLost):
             found = _check_start(replica, learner, config, prompt, seeds, version)
     return found or _check_start(engine, learner, config, prompt, seeds, version)
 
 
 def _check_start(
-    engine: RolloutEngine,
+    engine: RolloutEngine | Replica,
     learner: Learner,
     config: GRPOConfig,
     prompt: Prompt,

@@ -56,17 +56,14 @@ def test_each_server_gets_gpus_of_its_own_after_the_trainers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--serve", "2", "--smoke"], "--serve 2: --smoke samples in its own process"),
+        (["train", "--serve", "2", "--smoke"], "--serve 2: --smoke"),
         (
             ["train", "--serve", "1", "rollout.server.urls=[http://127.0.0.1:1]"],
-            "--serve 1: rollout.server.urls names 1 server(s) already",
+            "--serve 1: rollout.server.urls",
         ),
-        (
-            ["train", "--serve", "1", "rollout.engine=vllm"],
-            "--serve 1: rollout.engine = 'vllm' samples in the trainer's process; write rollout.engine=vllm_server",
-        ),
-        (["serve", "--host", "0.0.0.0"], "set a key in the environment variable MM_GRPO_SERVER_KEY"),
-        (["serve", "--servers", "3", "--port", "65534"], "3 servers need the ports up to 65536"),
+        (["train", "--serve", "1", "rollout.engine=vllm"], "--serve 1: rollout.engine = 'vllm'"),
+        (["serve", "--host", "0.0.0.0"], "MM_GRPO_SERVER_KEY"),
+        (["serve", "--servers", "3", "--port", "65534"], "--port 65534"),
         (["serve", "--tensor-parallel", "2"], "--tensor-parallel 2: there is no GPU here"),
     ],
 )
