@@ -12,7 +12,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -193,7 +192,7 @@ def build_parts(
     sentences = (
         pixels if config.data.max_pixels is None else "",
         limits,
-        getattr(engine, "sentence", ""),
+        engine.sentence,
         unshared if processor.layout == "unshared" else "",
     )
     parts = (processor, model, prompt_builder, engine, tuple(filter(None, sentences)))
@@ -231,7 +230,7 @@ def build_sampler(
         phase(f"starting {config.rollout.engine}")
     engine = build_engine(limited, model, processor)
     replaced = put_in is not None and not embedded
-    if replaced or getattr(engine, "remote", False):  # servers may hold any weights
+    if replaced or engine.remote:  # servers may hold any weights
         WeightLedger().send(engine, merged_tensors(model), 0)
     return SamplerParts(processor, model, prompt_builder, engine, (limits,) if limits else ())
 
@@ -369,9 +368,8 @@ def _vllm_server(
     """The vLLM servers of `rollout.server`; the first process alone sends them weights."""
     from mm_grpo.rollout.served.client import ServerClient
     from mm_grpo.rollout.served.engine import ServedEngine
-    from mm_grpo.rollout.served.protocol import model_sizes
-    from mm_grpo.rollout.served.server import Limits
-    from mm_grpo.rollout.served.server_key import VARIABLE, key_for
+    from mm_grpo.rollout.served.protocol import Limits, model_sizes
+    from mm_grpo.rollout.served.server_key import key_for
     from mm_grpo.rollout.served.transfer import transfer_of
 
     given = config.rollout.server
@@ -390,8 +388,7 @@ def _vllm_server(
             host=own_address(given.urls[0]),
             timeout=min(300.0, given.timeout),
         )
-    key = partial(key_for, VARIABLE)
-    clients = [ServerClient(url, key=key, timeout=given.timeout) for url in given.urls]
+    clients = [ServerClient(url, key=key_for, timeout=given.timeout) for url in given.urls]
     return ServedEngine(
         clients,
         transfer,

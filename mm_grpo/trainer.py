@@ -35,8 +35,8 @@ from mm_grpo.preflight.memory import run_sentence
 from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.collect import Collector, Rollout
+from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.evaluate import Evaluation
-from mm_grpo.rollout.headline import Headline
 from mm_grpo.rollout.pipeline import scheduled_version
 from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.callbacks import Callbacks
@@ -120,7 +120,7 @@ class GRPOTrainer:
         self.plan = plan_run(config, self.train_set, several_turns=several_turns)
         self.save_every = steps_between(config.run.save_every, self.plan.max_steps)
         scorer.conversational, scorer.max_steps = self.train_set.conversational, self.plan.max_steps
-        headline = Headline.of(config, [spec.name for spec in scorer.specs])
+        headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
         self.evaluations = Evaluations(config, self.eval_sets, headline, several_turns=several_turns)
         if self.ranks.first:
             scorer.start()
@@ -304,7 +304,7 @@ class GRPOTrainer:
                 self.learner.refresh_reference()
         self.tokens_seen += rollout.tokens
         counted = {
-            **getattr(self.engine, "metrics", dict)(),
+            **self.engine.metrics(),
             "num_tokens": self.tokens_seen,
             **self.plan.order.epochs(step),
             "prompts/dropped": rollout.dropped,

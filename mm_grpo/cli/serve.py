@@ -50,13 +50,12 @@ def serve(
     loaded = load_config(config, overrides or [])
     refuse_missing_data(loaded, config)
     from mm_grpo.rollout.served import launch
-    from mm_grpo.rollout.served.server_key import VARIABLE
 
     if port + servers - 1 > 65535:
         raise ConfigError(
             f"--port {port}: {servers} servers need the ports up to {port + servers - 1}; at most 65535"
         )
-    launch.check_exposure(host, VARIABLE)
+    launch.check_exposure(host)
     print_phase("importing torch and transformers")
     settings = [
         replace(each, host=host, port=port + number)
@@ -68,7 +67,7 @@ def serve(
     with launch.serve(
         settings, log_folder=None if logs is None else Path(logs), report=print_phase
     ) as started:
-        _describe(started, config, VARIABLE)
+        _describe(started, config)
         threading.Event().wait()
 
 
@@ -162,12 +161,14 @@ def check_serve(count: int, config: GRPOConfig, *, smoke: bool) -> None:
             raise ConfigError(f"--serve {count}: {why}")
 
 
-def _describe(started: list[ServerProcess], config: str, key_env: str) -> None:
+def _describe(started: list[ServerProcess], config: str) -> None:
+    from mm_grpo.rollout.served.server_key import VARIABLE
+
     for number, server in enumerate(started):
         print_phase(f"server {number}: {server.url} is ready (process {server.pid}, log {server.log})")
     urls = ",".join(server.url for server in started)
-    if os.environ.get(key_env):
-        print_phase(f"they want the key in {key_env}, which the trainer needs too")
+    if os.environ.get(VARIABLE):
+        print_phase(f"they want the key in {VARIABLE}, which the trainer needs too")
     else:
         print_phase("they want a key that is kept for you, where `mm-grpo train` finds it on this machine")
     print_phase(

@@ -24,6 +24,7 @@ from mm_grpo.health import apply_guard
 from mm_grpo.health.logp_gap import limit_for, logp_gap
 from mm_grpo.learner.learner import Learner
 from mm_grpo.rollout.engine import (
+    Replica,
     ReplicaLost,
     RolloutEngine,
     Sampling,
@@ -76,7 +77,7 @@ def gap_of(ones: Iterable[Sequence[float]], others: Iterable[Sequence[float]]) -
 
 
 def compare(
-    engine: RolloutEngine,
+    engine: RolloutEngine | Replica,
     learner: Learner,
     prompt: Prompt,
     completions: Sequence[Completion],
@@ -140,7 +141,7 @@ def check_start(
     sampling = Sampling(min(START_TOKENS, config.rollout.max_completion_length), config.rollout.temperature)
     requests, limit = requests_for([prompt], [seeds], sampling), limit_for(str(learner.model.dtype))
 
-    def check(one: RolloutEngine) -> PromptParity:
+    def check(one: RolloutEngine | Replica) -> PromptParity:
         completions = one.generate(requests)
         require_answers(requests, completions, version)
         longest = max((c.token_ids for c in completions), key=len)
@@ -150,7 +151,7 @@ def check_start(
         return parity
 
     found: PromptParity | None = None
-    for replica in getattr(engine, "replicas", ()):
+    for replica in engine.replicas:
         with suppress(ReplicaLost):
             found = check(replica)
     return found or check(engine)

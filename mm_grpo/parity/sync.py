@@ -263,13 +263,13 @@ class VerifiedSync:
 
     def _beside(self, score: Callable[[], Scores]) -> Future[Scores]:
         """The result of a call, later where the engine works beside the learner."""
-        return self._background.submit(score) if getattr(self.engine, "remote", False) else _done(score())
+        return self._background.submit(score) if self.engine.remote else _done(score())
 
     def _on_each(self, check: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
         """Check the engine, or each of its servers by name; one that is lost meanwhile is left out,
         unless all are."""
         answered = 0
-        for replica in getattr(self.engine, "replicas", ()):
+        for replica in self.engine.replicas:
             try:
                 found = check(replica)
             except ReplicaLost:

@@ -26,7 +26,7 @@ from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
 from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rewards.scorer import Scorer
-from mm_grpo.rollout.headline import Headline
+from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.prompts import PromptBuilder, TooLong, context_of
 from mm_grpo.run.evaluations import blind_controls
 from mm_grpo.terminal import cell, print_line, printable
@@ -71,7 +71,7 @@ def check_config(  # noqa: C901, PLR0915
     own = [] if toolbox is None else toolbox.rewards
     config.require_rewards(given=bool(own))
     scorer = Scorer([*config.rewards, *own], several_turns=toolbox is not None)
-    Headline.of(config, [spec.name for spec in scorer.specs])
+    EvalMetric.of(config, [spec.name for spec in scorer.specs])
     train = load_train(config, verify=False, needs=scorer.check)
     evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
     sets = {dataset.name: dataset for dataset in (train, *evaluations)}

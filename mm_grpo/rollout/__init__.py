@@ -1,10 +1,9 @@
 """Rollout: prompts in, completions out, each generation with its own seed.
 
-    collect              the groups of a step: prompts, completions, rewards, advantages
-    overlap              completions scored while others are sampled
+    collect              the groups of a step: prompts, completions, rewards, advantages; early scoring
     evaluate             how well the model answers a set of rows, with its images and without
-    headline             what evaluations are judged by, with intervals; pass@k
-    tasks                metrics by the column `task`
+    eval_metric          what evaluations are judged by, with intervals; pass@k
+    group_metrics        metrics of scored groups, and the same by the column `task`
     prompts              which prompts a step asks, and what happens to one that is too long
     prefetch             prompts of the next rows, made in background threads
     seeds                the seed law, and nothing else
@@ -13,7 +12,7 @@
     background           calls in threads that do not keep the process alive
     turns                conversations of several turns over any engine, with tools and environments
     conversation         one of them, as a growing list of tokens
-    engine               the protocol that every engine keeps, the request it is sent, the check of its answers
+    engine               the base class of engines and of their streams, the request, the check of answers
     transformers_engine  the embedded engine over the learner's own model
     transformers_stream  its continuous batching: rows that end, rows that join, rows that go on
     decode_cache         keys and values of the rows that decode together, and their attention
@@ -24,5 +23,5 @@
     engine_limits        what vLLM is started for where the config leaves it to the rows
     weights              which tensors an engine is due, and the digests that prove what arrived
 
-A new engine is one file that keeps the protocol of `engine.py`, and a line in `build.ENGINES`.
+A new engine is one file with a subclass of `engine.RolloutEngine`, and a line in `build.ENGINES`.
 """

@@ -15,10 +15,13 @@ T = TypeVar("T")
 
 
 class Background:
-    """`threads` daemon threads that make the calls given to `submit`, in order. They start with the first call."""
+    """`threads` daemon threads that make the calls given to `submit`, in order. They start with the first call.
 
-    def __init__(self, threads: int, name: str) -> None:
-        self.threads, self.name = threads, name
+    Each calls `begin` first.
+    """
+
+    def __init__(self, threads: int, name: str, begin: Callable[[], None] = lambda: None) -> None:
+        self.threads, self.name, self.begin = threads, name, begin
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._started: list[Thread] = []
         self._closed = False
@@ -51,6 +54,7 @@ class Background:
             self._calls.put(None)
 
     def _work(self) -> None:
+        self.begin()
         while (taken := self._calls.get()) is not None:
             future, call = taken
             if not future.set_running_or_notify_cancel():

@@ -12,24 +12,25 @@ row comes from an order of its own, so the rows of later steps do not shift. Dep
 on attempts, and a slot that still has zero standard deviation after the last one keeps the group it has, which
 adds no gradient and counts in denominators. Metrics of rewards and completions describe the first attempt
 alone, which is how the policy does on the data; what is learned from is a selection.
+
+The engine hands each completion back when it is done (`RequestStream`), and those rewards that can begin with it do
+(rewards/early.py). Only the first process scores, so with several it is its own completions that are scored early;
+those of the others come when all have sampled. Where no reward can begin early the engine is asked for all at once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, Protocol
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mm_grpo.algorithm.advantages import Objective, advantages
 from mm_grpo.algorithm.kl import completion_kl, penalised
 from mm_grpo.algorithm.turn_advantages import turn_advantages
-from mm_grpo.health.duplicate_completions import unique_ratio
-from mm_grpo.rollout.engine import Sampling, requests_for
-from mm_grpo.rollout.overlap import Scoring, begin_scoring, sample
+from mm_grpo.rollout.engine import Sampling, answered, requests_for, require_answers, stream_of
+from mm_grpo.rollout.group_metrics import completion_tokens, group_metrics, task_metrics
 from mm_grpo.rollout.prompts import StepPrompts
-from mm_grpo.rollout.tasks import task_metrics
 from mm_grpo.timing import timed
 from mm_grpo.types import Completion, Group, Prompt
 
@@ -38,14 +39,37 @@ if TYPE_CHECKING:
     from mm_grpo.data.dataset import Dataset
     from mm_grpo.data.order import PromptOrder
     from mm_grpo.distributed.ranks import Ranks
+    from mm_grpo.rewards.early import EarlyCalls
     from mm_grpo.rewards.scorer import Scorer, Scores
     from mm_grpo.rewards.spec import RewardSpec
+    from mm_grpo.rollout.engine import Request, RolloutEngine
     from mm_grpo.rollout.prompts import PromptBuilder
     from mm_grpo.rollout.seeds import SeedPlan
     from mm_grpo.rollout.turns import Sampler
 
 ReferenceLogprobs = Callable[[Sequence[tuple[Prompt, Sequence[Completion]]]], list[list[list[float]]]]
 """Log-probs [T] under the reference policy of each prompt's completions, as sampled."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """The scores of one batch on their way. `rows` are the places of this process's completions among those of all.
+
+    `early` is None on the other processes, and where other calls were on their way.
+    """
+
+    early: EarlyCalls | None
+    rows: Sequence[int]
+
+    def add(self, place: int, request: Request, completion: Completion) -> None:
+        """Begin with the completion of the request at that place of this process's."""
+        if self.early is not None:
+            self.early.add(self.rows[place], request.prompt, completion)
+
+    def abandon(self) -> None:
+        """Give up what was begun."""
+        if self.early is not None:
+            self.early.abandon()
 
 
 class Plan(Protocol):
@@ -383,57 +407,49 @@ def objectives(groups: Sequence[Group], specs: Sequence[RewardSpec]) -> list[Obj
     ]
 
 
-def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Reward and completion statistics of scored groups, under TRL's metric names; lengths are in tokens.
+# completions that are scored while others are sampled ----------------------------------------
 
-    `frac_reward_none` is the share of completions without a total, `completions/mean_logprob` the mean over all
-    sampled tokens, in nats: less it is an estimate of the policy's entropy.
+
+def begin_scoring(
+    scorer: Scorer, asked: StepPrompts, generations: int, step: int, ranks: Ranks
+) -> Scoring | None:
+    """Get ready to score `generations` completions of each prompt, over all processes. Collective.
+
+    None where no reward can begin before all completions are there.
     """
-    completions = [c for g in groups for c in g.completions]
-    lengths = [len(c.token_ids) for c in completions]
-    known = [[r for r in g.rewards if r is not None] for g in groups]
-    rewards = [r for of_group in known for r in of_group]
-    logprobs = [logp for c in completions for logp in c.logprobs]
-    metrics = {
-        "completions/mean_length": fmean(lengths),
-        "completions/min_length": min(lengths),
-        "completions/max_length": max(lengths),
-        "completions/clipped_ratio": fmean(c.finish_reason == "length" for c in completions),
-        "completions/unique_ratio": unique_ratio(groups),
-        "completions/mean_logprob": sum(logprobs) / max(len(logprobs), 1),
-        "frac_reward_zero_std": fmean(len(set(of_group)) < 2 for of_group in known),
-        "frac_reward_none": 1 - len(rewards) / len(completions),
-    }
-    if rewards:
-        metrics["reward"] = fmean(rewards)
-        metrics["reward_min"], metrics["reward_max"] = min(rewards), max(rewards)
-        metrics["reward_std"] = fmean(stdev(r) if len(r) > 1 else 0.0 for r in known)
-    metrics |= turn_metrics(completions)
-    if kl := [value for g in groups for value in g.kl]:
-        metrics["kl"] = sum(kl) / max(completion_tokens(groups), 1)
-    return metrics
+    if not scorer.begins_early:
+        return None
+    own = [(slot, tuple(p.sample.columns)) for slot, p in zip(asked.slots, asked.prompts, strict=True)]
+    places = sorted(place for shard in ranks.all_gather(own, "slots") for place in shard)
+    first = {slot: at * generations for at, (slot, _) in enumerate(places)}
+    rows = [first[slot] + g for slot in asked.slots for g in range(generations)]
+    columns = dict.fromkeys(name for _, names in places for name in names)
+    with ranks.fail_together("rewards"):
+        return Scoring(scorer.begin(len(places) * generations, columns, step) if ranks.first else None, rows)
 
 
-def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Of conversations of several turns: turns, calls and their failures by kind, tokens of observations; else empty.
+def sample(
+    engine: Sampler, requests: Sequence[Request], scoring: Scoring | None, version: int | None = None
+) -> list[Completion]:
+    """One completion per request, in order, each handed to `scoring` when it is done.
 
-    `tools/call_frequency` is calls per conversation and `tools/failure_frequency` failures per call, as TRL has them.
+    Raises GuardStop where one was not sampled with its seed, or not under weights number `version`.
     """
-    if not any(c.turns for c in completions):
-        return {}
-    answers = [turn for c in completions for turn in c.turns if turn.role == "tool"]
-    faults = Counter(turn.fault for turn in answers if turn.fault)
-    return {
-        "turns/mean": fmean(sum(turn.role == "assistant" for turn in c.turns) for c in completions),
-        "turns/max": max(sum(turn.role == "assistant" for turn in c.turns) for c in completions),
-        "tools/call_frequency": len(answers) / len(completions),
-        "tools/failure_frequency": sum(faults.values()) / max(len(answers), 1),
-        "tools/observation_tokens": sum(turn.tokens for turn in answers) / len(completions),
-        "tools/masked": sum(c.masked is not None for c in completions),
-        **{f"tools/failures/{kind}": count for kind, count in sorted(faults.items())},
-    }
+    if scoring is None:
+        completions = engine.generate(requests) if requests else []
+    else:
 
+        def done(place: int, completion: Completion) -> None:
+            if version is not None:
+                require_answers([requests[place]], [completion], version)
+            scoring.add(place, requests[place], completion)
 
-def completion_tokens(groups: Sequence[Group]) -> int:
-    """Tokens of all completions."""
-    return sum(len(c.token_ids) for g in groups for c in g.completions)
+        try:
+            with stream_of(cast("RolloutEngine", engine)) as stream:
+                completions = answered(stream, requests, done)
+        except BaseException:
+            scoring.abandon()
+            raise
+    if version is not None:
+        require_answers(requests, completions, version)
+    return completions

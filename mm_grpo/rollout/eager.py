@@ -91,7 +91,7 @@ class Eager(Lockstep):
         """Wait until no request is in flight, where the engine cannot take weights in mid-generation."""
         with self.ranks.fail_together("requests under way"), self.changed:
             self.newest = step
-            if getattr(self.engine, "updates_in_flight", False):
+            if self.engine.updates_in_flight:
                 return
             self.held = True
             while self.running and self.failure is None:

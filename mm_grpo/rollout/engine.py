@@ -10,10 +10,11 @@ meanwhile. `stream_of` gives the stream of any engine: of one that has only `gen
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from mm_grpo.errors import EngineError, GuardStop
 
@@ -64,87 +65,117 @@ class Follows:
     pictures: Sequence[Pictured] = ()
 
 
-class RequestStream(Protocol):
+class RequestStream(ABC):
     """Requests that an engine works on together, each answered when it is done. A context manager that ends in `close`.
 
     The engine's `generate`, `score` and `update_weights` are not to be called before.
     """
 
     @property
+    @abstractmethod
     def unfinished(self) -> int:
         """Number of requests that have no answer yet."""
-        ...
 
+    @abstractmethod
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
         """Add a request; returns its number in the stream, counted from 0. The neighbours of one prompt share it.
 
         `follows` lets an engine run what is new alone; it never changes the answer.
         """
-        ...
 
+    def add_group(self, requests: Sequence[Request]) -> list[int]:
+        """Add the requests of one prompt, which nothing will follow; returns their numbers."""
+        return [self.add_request(request) for request in requests]
+
+    @abstractmethod
     def step(self) -> list[tuple[int, Completion]]:
         """Work for a moment, a token of each request, say; returns the answers that are done, with their numbers."""
-        ...
 
-    def release(self, number: int) -> None:
-        """No request will follow this one, which was answered."""
-        ...
+    def release(self, number: int) -> None:  # noqa: B027
+        """Forget a request that was answered: none will follow it. Does nothing where nothing is kept."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give up what is unfinished, and free what the stream holds."""
-        ...
 
-    def __enter__(self) -> RequestStream: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *exception: object) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(ABC):
     """An engine that samples completions under the learner's weights.
 
-    It is awake once it is made. While the learner works it sleeps, and gives the device's memory back where it
-    can; an engine that holds no memory of its own does nothing in `sleep` and `wake`.
+    It is awake once it is made. While the learner works it sleeps, and gives the device's memory back where it can.
     """
 
-    # An engine that holds its weights outside this process says `remote = True`: its methods may be called from several
-    # threads at once. With `updates_in_flight = True` an update may land while requests run, and completions say which
-    # tokens are from which version. What an engine counts itself it gives as `metrics()`, {name: value} since the last
-    # call.
+    remote = False
+    """True where it holds its weights outside this process: several threads may call it at once."""
+    updates_in_flight = False
+    """True where an update may land while requests run: completions say which tokens are from which version."""
+
+    @property
+    def sentence(self) -> str:
+        """What it runs on, for the log; "" where there is nothing to say."""
+        return ""
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """Its copies, for checks that every one of them has to pass; none where it is one."""
+        return ()
 
     @property
     def holds_weights(self) -> bool:
         """True when the tensors of earlier updates are still there; if not, the next update brings every one."""
-        ...
+        return True
 
+    @abstractmethod
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order. Media tokens are never sampled."""
-        ...
 
+    def stream(self) -> RequestStream:
+        """Requests that are answered one by one, as they end; batch after batch where an engine has no stream."""
+        return BatchStream(self.generate)
+
+    @abstractmethod
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
         """Take the learner's tensors as weights number `version`; returns the digests as received.
 
         `tensors` are whole layers (see `weights.unit_of`), those that changed since the last update.
         """
-        ...
 
+    @abstractmethod
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities [T] of a given completion, without media mask, at temperature 1."""
-        ...
 
-    def sleep(self) -> None:
-        """Free the device for the learner."""
-        ...
+    def metrics(self) -> dict[str, float]:
+        """What it counted since the last call, by the metric's name."""
+        return {}
 
-    def wake(self) -> None:
+    def sleep(self) -> None:  # noqa: B027
+        """Free the device for the learner. Does nothing where it holds no memory of its own."""
+
+    def wake(self) -> None:  # noqa: B027
         """Take the device's memory back."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free what the engine holds."""
-        ...
 
 
-class BatchStream:
+class Replica(Protocol):
+    """One of several servers, as an engine for checks: both methods raise ReplicaLost where it fails."""
+
+    @property
+    def name(self) -> str: ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+    def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]: ...
+
+
+class BatchStream(RequestStream):
     """The stream of an engine that answers whole batches alone: a step answers all requests that were added."""
 
     def __init__(self, generate: Callable[[Sequence[Request]], list[Completion]]) -> None:
@@ -170,17 +201,8 @@ class BatchStream:
         require_count(requests, completions)
         return [(number, completion) for (number, _), completion in zip(asked, completions, strict=True)]
 
-    def release(self, number: int) -> None:
-        """Nothing is kept."""
-
     def close(self) -> None:
         self.waiting = []
-
-    def __enter__(self) -> BatchStream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def stream_of(engine: RolloutEngine) -> RequestStream:
@@ -200,16 +222,13 @@ def answered(
 ) -> list[Completion]:
     """One completion per request, in order, by a stream that has no others.
 
-    `done` gets each answer when it is there, with the place of its request; nothing may follow them then. For that a
-    stream may have `add_group`, which takes all requests of one prompt, that nothing will follow, and returns their
-    numbers.
+    `done` gets each answer when it is there, with the place of its request; nothing may follow them then.
     """
-    add_group = getattr(stream, "add_group", None) if done is not None else None
-    if add_group is not None:
-        groups = [list(own) for _, own in groupby(requests, lambda request: id(request.prompt))]
-        numbers = [number for group in groups for number in add_group(group)]
-    else:
+    if done is None:
         numbers = [stream.add_request(request) for request in requests]
+    else:
+        groups = [list(own) for _, own in groupby(requests, lambda request: id(request.prompt))]
+        numbers = [number for group in groups for number in stream.add_group(group)]
     places = {number: place for place, number in enumerate(numbers)}
     found: dict[int, Completion] = {}
     while stream.unfinished:

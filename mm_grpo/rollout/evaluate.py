@@ -2,7 +2,7 @@
 
 Rows are answered with the sampling of `rollout.eval`, greedy by default, and with seeds that training never draws, the
 same at every evaluation, so that before and after are compared on equal terms. Rows that are too long stop the run or
-are left out, as in training. What the rows are judged by is in headline.py.
+are left out, as in training. What the rows are judged by is in eval_metric.py.
 
 A blind control answers the same rows from the same seeds without their images (`run.eval_blind`): what is left of the
 score did not need them. Its gap is the mean over rows of the score with images less the score without.
@@ -16,10 +16,16 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.data.dataset import LONGEST_TASK, TASK
-from mm_grpo.rollout.collect import gather_groups, groups_of, score_groups, with_scores
+from mm_grpo.rollout.collect import (
+    begin_scoring,
+    gather_groups,
+    groups_of,
+    sample,
+    score_groups,
+    with_scores,
+)
 from mm_grpo.rollout.engine import Sampling, requests_for
-from mm_grpo.rollout.headline import Headline, Interval, mean, normal
-from mm_grpo.rollout.overlap import begin_scoring, sample
+from mm_grpo.rollout.eval_metric import EvalMetric, Interval, mean, normal
 from mm_grpo.rollout.prefetch import PREFETCH_BYTES, pixel_bytes
 from mm_grpo.rollout.seeds import eval_seeds
 from mm_grpo.timing import span
@@ -39,7 +45,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class RowScores:
-    """Results of one row's completions: `values` of the headline, total `rewards`, raw `parts`, `lengths` in
+    """Results of one row's completions: `values` of the eval metric, total `rewards`, raw `parts`, `lengths` in
     tokens and how many were cut off. `columns` are those of the row's that hold a number or a short text."""
 
     row: int
@@ -51,10 +57,10 @@ class RowScores:
     columns: Mapping[str, Any]
 
     @classmethod
-    def of(cls, group: Group, headline: Headline) -> RowScores:
+    def of(cls, group: Group, metric: EvalMetric) -> RowScores:
         return cls(
             group.slot,
-            headline.values(group),
+            metric.values(group),
             _known(group.rewards),
             {name: _known(scores) for name, scores in group.parts.items()},
             [len(c.token_ids) for c in group.completions],
@@ -79,12 +85,12 @@ class Blind:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of one evaluation of one set over `rows` rows: the headline's score and the mean total reward.
+    """Result of one evaluation of one set over `rows` rows: the metric's score and the mean total reward.
 
-    `accuracy` in [0, 1] is the headline's share, None where the headline is a mean. All are None where there was
+    `accuracy` in [0, 1] is the metric's share, None where it is a mean. All are None where there was
     nothing to take a mean of: the reward applied to no row. `tasks` has accuracy and reward of the rows of each
     task, where they are known, `parts` the mean of each reward, `length` the mean in tokens, `clipped` the share
-    that was cut off; intervals are of 95 % (headline.py), `blind` the control where there is one.
+    that was cut off; intervals are of 95 % (eval_metric.py), `blind` the control where there is one.
     """
 
     accuracy: float | None
@@ -135,7 +141,7 @@ def answer_rows(
     `following`, which is answered next, are made while one is answered. Raises what data and rewards raise.
     """
     sampling, repeats = sampling_of(config), config.rollout.eval.num_generations
-    headline = Headline.of(config, [spec.name for spec in scorer.specs])
+    metric = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     found: list[RowScores] = []
     end, size, largest = 0, CHUNK, 0
     while end < len(dataset):
@@ -163,7 +169,7 @@ def answer_rows(
         with span("time/rewards"), ranks.fail_together("evaluation"):
             if groups:
                 scored = with_scores(groups, score_groups(scorer, groups, step, scoring))
-                found += [RowScores.of(group, headline) for group in scored]
+                found += [RowScores.of(group, metric) for group in scored]
                 if keep is not None:
                     keep(scored)
     return found
@@ -190,7 +196,7 @@ def begin_rows(dataset: Dataset, prompt_builder: PromptBuilder, ranks: Ranks) ->
 
 def summarise(
     rows: Sequence[RowScores],
-    headline: Headline,
+    metric: EvalMetric,
     *,
     by_task: bool = False,
     blind: Sequence[RowScores] = (),
@@ -202,17 +208,17 @@ def summarise(
     names = dict.fromkeys(name for row in rows for name in row.parts)
     parts = {name: mean([row.parts.get(name, []) for row in rows]) for name in names}
     return Evaluation(
-        accuracy=score if headline.is_share else None,
+        accuracy=score if metric.is_share else None,
         reward=mean(rewards),
         rows=len(rows),
         score=score,
-        tasks=_tasks(rows, headline) if by_task else {},
-        interval=headline.interval(values),
+        tasks=_tasks(rows, metric) if by_task else {},
+        interval=metric.interval(values),
         reward_interval=normal(rewards),
         parts={name: value for name, value in parts.items() if value is not None},
         length=fmean(lengths) if lengths else None,
         clipped=sum(row.clipped for row in rows) / len(lengths) if lengths else None,
-        blind=_control(rows, blind, headline, blind_kind) if blind_kind else None,
+        blind=_control(rows, blind, metric, blind_kind) if blind_kind else None,
     )
 
 
@@ -226,11 +232,11 @@ def rows_by(rows: Iterable[RowScores], column: str) -> dict[str, list[RowScores]
     return dict(sorted(found.items()))
 
 
-def _tasks(rows: Sequence[RowScores], headline: Headline) -> dict[str, dict[str, float]]:
+def _tasks(rows: Sequence[RowScores], metric: EvalMetric) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for task, own in rows_by((r for r in rows if isinstance(r.columns.get(TASK), str)), TASK).items():
-        one = summarise(own, headline)
-        named_mean = headline.name is not None and not headline.is_share
+        one = summarise(own, metric)
+        named_mean = metric.name is not None and not metric.is_share
         values = {
             "accuracy": one.accuracy,
             "reward": one.reward,
@@ -240,7 +246,7 @@ def _tasks(rows: Sequence[RowScores], headline: Headline) -> dict[str, dict[str,
     return found
 
 
-def _control(rows: Sequence[RowScores], blind: Sequence[RowScores], headline: Headline, kind: str) -> Blind:
+def _control(rows: Sequence[RowScores], blind: Sequence[RowScores], metric: EvalMetric, kind: str) -> Blind:
     """The blind control, and its distance from the same rows with images."""
     sighted, values = {row.row: row.values for row in rows}, [row.values for row in blind]
     gaps = [[fmean(own) - fmean(row.values)] for row in blind if row.values and (own := sighted.get(row.row))]
@@ -248,7 +254,7 @@ def _control(rows: Sequence[RowScores], blind: Sequence[RowScores], headline: He
         kind=kind,
         rows=len(blind),
         score=mean(values),
-        interval=headline.interval(values),
+        interval=metric.interval(values),
         reward=mean([row.rewards for row in blind]),
         gap=mean(gaps),
         gap_interval=normal(gaps),
@@ -275,8 +281,8 @@ def better(best: Best | None, found: Mapping[str, Evaluation], step: int) -> Bes
 def as_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:
     """Metrics of named sets under `eval/{set}/`, absent where not measured.
 
-    `score` is the headline's, with the ends of its interval `score_low` and `score_high`, `accuracy` the same where it
-    is a share; `reward`, `rewards/{name}/mean`, `mean_length`, `clipped_ratio`; `task/{task}/accuracy` and `/reward` of
+    `score` is the eval metric's, with its interval's ends `score_low` and `score_high`, `accuracy` the same where it is
+    a share; `reward`, `rewards/{name}/mean`, `mean_length`, `clipped_ratio`; `task/{task}/accuracy` and `/reward` of
     a task. The blind control's are under `eval/blind/`: `score`, `accuracy`, `reward`, `gap`, `gap_low`, `gap_high`.
     """
     found: dict[str, float | None] = {}

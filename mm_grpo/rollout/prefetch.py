@@ -16,15 +16,16 @@ for. Rows beyond that are left until they are asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, RLock, Thread
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 
 from mm_grpo.data.images import decoded_here
+from mm_grpo.rollout.background import Background
 from mm_grpo.timing import span
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from mm_grpo.processors.base import Processor
     from mm_grpo.types import Prompt, Sample
 
+T = TypeVar("T")
 OpenSample = Callable[[], "Sample"]
 
 
@@ -69,7 +71,7 @@ class Prefetcher:
         self.processor, self.workers, self.max_bytes = processor, workers, max_bytes
         self.held = 0
         """Bytes of pixels of the prompts that are made and were not asked for yet."""
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads: Background | None = None
         self._ahead: dict[tuple[Dataset, int], tuple[OpenSample, Future[Made | None]]] = {}
         self._counting, self._processing = Lock(), Lock()
         self._asking = RLock()  # an evaluation and a step that is sampled ahead may ask at once
@@ -83,7 +85,7 @@ class Prefetcher:
                         opener = dataset.opener(row)
                     except Exception:  # the row is read again when it is asked for, and raises then
                         continue
-                    self._ahead[dataset, row] = opener, self._submit(self._make_ahead, opener)
+                    self._ahead[dataset, row] = opener, self._submit(partial(self._make_ahead, opener))
 
     def begin(self, dataset: Dataset, row: int) -> Callable[[], Made]:
         """Ask for the prompt of a row. The function that is returned waits for it, and raises what is wrong with it.
@@ -99,7 +101,7 @@ class Prefetcher:
             if not self.workers:
                 return partial(self._make, opener)
             if ahead is None or ahead.cancel():
-                return self._submit(self._make, opener).result
+                return self._submit(partial(self._make, opener)).result
             return partial(self._taken, opener, ahead)
 
     def process(self, sample: Sample) -> Prompt:
@@ -110,19 +112,15 @@ class Prefetcher:
     def close(self) -> None:
         """Forget what was begun. A thread ends when the prompt that it is making is finished."""
         self._ahead.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool, self.held = None, 0
+        if self._threads is not None:
+            self._threads.close()
+        self._threads, self.held = None, 0
 
-    def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                self.workers,
-                thread_name_prefix="mm_grpo prompts",
-                initializer=_compute_alone,
-                initargs=(torch.get_num_threads(),),
-            )
-        return self._pool.submit(call, *args)
+    def _submit(self, call: Callable[[], T]) -> Future[T]:
+        if self._threads is None:
+            begin = partial(_compute_alone, torch.get_num_threads())
+            self._threads = Background(self.workers, "mm_grpo prompts", begin)
+        return self._threads.submit(call)
 
     def _taken(self, opener: OpenSample, ahead: Future[Made | None]) -> Made:
         """Return what was made ahead; make it now where there was no memory for it then."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mm_grpo.rollout.engine import answered
+from mm_grpo.rollout.engine import RolloutEngine, answered
 from mm_grpo.rollout.transformers_stream import ModelRunner, TransformersStream
 from mm_grpo.rollout.weights import digest
 
@@ -31,7 +31,7 @@ KEPT_BYTES = 2 << 30
 """Keys and values that are kept of rows that have ended, for requests that follow them."""
 
 
-class TransformersEngine(ModelRunner):
+class TransformersEngine(ModelRunner, RolloutEngine):
     """Samples from `model`, a transformers vision-language model, in this process.
 
     `model` may be the learner's: it is put in evaluation mode while the engine works and back after.
@@ -81,14 +81,3 @@ class TransformersEngine(ModelRunner):
                     digests[name] = digest(own[name])
         self.version = version
         return digests
-
-    holds_weights = True
-
-    def sleep(self) -> None:
-        """Nothing to free: the model belongs to the caller, and caches end with each call of `generate`."""
-
-    def wake(self) -> None:
-        """Nothing was freed."""
-
-    def close(self) -> None:
-        """Nothing to free: the model belongs to the caller."""

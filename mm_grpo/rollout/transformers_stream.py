@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mm_grpo.errors import GuardStop
 from mm_grpo.rollout.decode_cache import DecodeCache, Prefix, Tail, full_cache
+from mm_grpo.rollout.engine import RequestStream
 from mm_grpo.rollout.packed_linear import packed
 from mm_grpo.rollout.token_sampling import sample, uniforms
 from mm_grpo.types import Completion, FinishReason, Pictured
@@ -100,8 +101,8 @@ class _Kept:
         return sum(2 * keys.numel() * keys.element_size() for keys, _ in self.tail)
 
 
-class TransformersStream:
-    """A `RequestStream` over the model of `engine`, which is in evaluation mode until `close`.
+class TransformersStream(RequestStream):
+    """The stream over the model of `engine`, which is in evaluation mode until `close`.
 
     With `keep` rows that end are kept for requests that follow them, `kept_bytes` of keys and values at most.
     """
@@ -173,12 +174,6 @@ class TransformersStream:
         self.rows, self.kept, self.hidden = [], {}, None
         self.cache = DecodeCache(self.cache.config)
         self._stack.close()
-
-    def __enter__(self) -> TransformersStream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # rows that join --------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mm_grpo.data.dataset import Dataset
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.rewards.scorer import Scorer
-    from mm_grpo.rollout.headline import Headline
+    from mm_grpo.rollout.eval_metric import EvalMetric
     from mm_grpo.rollout.prompts import PromptBuilder
     from mm_grpo.rollout.turns import Sampler
     from mm_grpo.run.folder import RunFolder
@@ -58,7 +58,7 @@ class Evaluations:
         self,
         config: GRPOConfig,
         sets: Mapping[str, Dataset],
-        headline: Headline,
+        headline: EvalMetric,
         *,
         several_turns: bool,
         controlled: int | None = 1,

@@ -14,8 +14,8 @@ from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.errors import ConfigError, did_you_mean
 from mm_grpo.rewards.scorer import Scorer
+from mm_grpo.rollout.eval_metric import EvalMetric, pass_at
 from mm_grpo.rollout.evaluate import Evaluation, RowScores, rows_by, sampling_of, summarise
-from mm_grpo.rollout.headline import Headline, pass_at
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.evaluations import Evaluations
@@ -70,7 +70,7 @@ def evaluate_config(
     tell("reading the rows")
     toolbox = toolbox_of(config, None, None)
     scorer = Scorer(reward_entries(config, None, toolbox), several_turns=toolbox is not None)
-    headline = Headline.of(config, [spec.name for spec in scorer.specs])
+    headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     sets = load_eval(config, None, needs=scorer.check)
     if not sets:
         raise ConfigError("data.eval = null: there are no rows to evaluate on; name some")
@@ -127,7 +127,7 @@ def _result(
     rows: Sequence[RowScores],
     control: Sequence[RowScores],
     kind: str | None,
-    headline: Headline,
+    headline: EvalMetric,
     repeats: int,
 ) -> SetResult:
     evaluation = summarise(rows, headline, blind=control, blind_kind=kind)

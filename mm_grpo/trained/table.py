@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mm_grpo.terminal import print_phase, printable
 
 if TYPE_CHECKING:
-    from mm_grpo.rollout.headline import Interval
+    from mm_grpo.rollout.eval_metric import Interval
     from mm_grpo.trained.evaluate import Results, SetResult
 
 

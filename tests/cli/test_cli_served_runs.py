@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from helpers.processes import alone, free_port
 
@@ -59,47 +60,19 @@ def wait_for(
         time.sleep(0.1)
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """The command lines of all processes below `pid`."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-                if stat[0] != "Z":
-                    parents[int(entry.name)] = int(stat[1])
-            except OSError:
-                continue
-    found: dict[int, str] = {}
-    layer = {pid}
-    while layer:
-        layer = {child for child, parent in parents.items() if parent in layer}
-        for child in layer:
-            try:
-                found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-    return found
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
 
 
-def servers_of(pid: int) -> set[int]:
-    """vLLM's processes below `pid`: those of sessions that a server began, with what it started."""
-    below = descendants(pid)
-    tops = {child for child, command in below.items() if "vllm.entrypoints" in command}
-    return tops.union(*(descendants(top) for top in tops))
+def servers_of(pid: int) -> list[psutil.Process]:
+    """vLLM's processes below `pid`: servers, and what they started."""
+    tops = [one for one in descendants(pid) if "vllm.entrypoints" in " ".join(one.cmdline())]
+    return [*tops, *(child for top in tops for child in top.children(recursive=True))]
 
 
-def gone(pids: set[int], seconds: float = 60.0) -> bool:
-    def alive(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-
-    end = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.1)
-    return not any(map(alive, pids))
+def gone(processes: list[psutil.Process], seconds: float = 60.0) -> bool:
+    _, alive = psutil.wait_procs(processes, seconds)
+    return not alive
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["key set", "key made"])
@@ -109,25 +82,16 @@ def test_every_endpoint_wants_the_key(
     """Set for an address that others reach, and made for 127.0.0.1."""
     host, port, output = "127.0.0.1" if kept else own_address(), free_port(), tmp_path / "output"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    process = start(
-        output,
-        "serve",
-        job,
-        "--host",
-        host,
-        "--port",
-        port,
-        "--logs",
-        tmp_path / "logs",
-        MM_GRPO_SERVER_KEY="" if kept else KEY,
-    )
+    monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
+    options = ["--host", host, "--port", port, "--logs", tmp_path / "logs"]
+    process = start(output, "serve", job, *options, MM_GRPO_SERVER_KEY="" if kept else KEY)
     try:
         wait_for(lambda: "Ctrl-C ends them" in output.read_text(), process, output, STARTING)
-        below = descendants(process.pid)
+        below = [" ".join(one.cmdline()) for one in descendants(process.pid)]
         servers = servers_of(process.pid)
         assert len(servers) >= 2  # the API server and its engine
         url = f"http://{host}:{port}"
-        key = key_for("NOT_SET", url) if kept else KEY
+        key = key_for(url) if kept else KEY
         assert key is not None
         right = {"authorization": f"Bearer {key}"}
         with httpx.Client(base_url=url, timeout=10.0, trust_env=False) as client:
@@ -155,8 +119,8 @@ def test_every_endpoint_wants_the_key(
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 128 + signal.SIGTERM
         assert gone(servers)
-        seen = [output.read_text(), *(f.read_text() for f in (tmp_path / "logs").iterdir()), *below.values()]
-        assert not any(key in text for text in seen) and key_for("NOT_SET", url) is None
+        seen = [output.read_text(), *(f.read_text() for f in (tmp_path / "logs").iterdir()), *below]
+        assert not any(key in text for text in seen) and key_for(url) is None
         assert "ended by SIGTERM, and the servers with it" in seen[0]
         assert f"server 0: {url} is ready" in seen[0] and f"'rollout.server.urls=[{url}]'" in seen[0]
     finally:

@@ -10,7 +10,6 @@ import torch
 from helpers import tiny
 from vllm_rig import Rig
 
-from mm_grpo.errors import ConfigError
 from mm_grpo.health.duplicate_completions import duplicate_completions, unique_ratio
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.types import Completion, Group, Prompt
@@ -177,22 +176,9 @@ def test_more_prompts_than_one_step_holds(one: Rig) -> None:
     assert one.gap(prompts[:3], done[:6]) <= 1e-5
 
 
-def test_nothing_asked_nothing_answered(one: Rig) -> None:
-    assert one.engine.generate([]) == []
-    assert one.engine.score(one.prompts()[0], []) == []
-
-
 def test_a_seed_that_would_hang_the_worker_is_refused(one: Rig) -> None:
     with pytest.raises(ValueError, match=r"one: seed 4294967296 is outside"):
         one.engine.generate([Request(one.prompts()[0], 1 << 32, TWELVE)])
-
-
-@pytest.mark.parametrize("temperature", [0.001, 2.5])
-def test_a_temperature_that_vllm_would_change_is_refused(one: Rig, temperature: float) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"temperature = {temperature:g}: vLLM samples at 0, or from 0.01 to 2"
-    ):
-        one.engine.generate([Request(one.prompts()[0], 1, Sampling(4, temperature=temperature))])
 
 
 def test_the_process_is_left_as_it_was(untied: tuple[Rig, dict[str, Any], dict[str, Any]]) -> None:

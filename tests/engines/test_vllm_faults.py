@@ -11,11 +11,11 @@ from helpers import processes, tiny
 from vllm_rig import Rig
 
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
-from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.vllm import internals as vllm_internals
+from mm_grpo.rollout.vllm import requests as vllm_requests
 from mm_grpo.rollout.vllm.launch import launch
-from mm_grpo.types import EnginePrompt, Group
+from mm_grpo.types import EnginePrompt
 
 TWELVE = Sampling(max_tokens=12)
 
@@ -26,24 +26,8 @@ def still_works(rig: Rig) -> None:
     assert rig.gap(prompts, done) <= 1e-5
 
 
-def test_a_prompt_that_is_too_long(rig: Rig) -> None:
-    long = rig.prompt("row-17", tiny.picture(1), text="word " * 300)
-    with pytest.raises(
-        DataError, match=r"row-17: the prompt has \d+ tokens and 12 more .*max_model_len = 1024"
-    ):
-        rig.engine.generate(requests_for([rig.prompts()[0], long], [range(2)] * 2, TWELVE))
-    still_works(rig)
-
-
-def test_too_many_images(rig: Rig) -> None:
-    crowd = rig.prompt("row-18", *(tiny.picture(i) for i in range(4)))
-    with pytest.raises(DataError, match=r"row-18: the row has 4 images, .* at most 3"):
-        rig.engine.generate(requests_for([rig.prompts()[0], crowd], [range(2)] * 2, TWELVE))
-    still_works(rig)
-
-
 def test_what_vllm_itself_refuses_names_the_row(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig.engine, "_check_size", lambda *args: None)
+    monkeypatch.setattr(vllm_requests, "check_size", lambda *args: None)
     good, bad = rig.prompts()[0], rig.prompt("row-19", *(tiny.picture(i) for i in range(4)))
     with pytest.raises(DataError, match=r"row-19: vLLM refuses the prompt: At most 3 image"):
         rig.engine.generate(requests_for([good, bad], [range(2)] * 2, TWELVE))
@@ -63,34 +47,16 @@ def test_an_image_that_vllm_rejects_names_the_row(one: Rig) -> None:
     still_works(one)
 
 
-def test_expanded_ids_are_caught_by_the_id_contract(rig: Rig) -> None:
-    prompt = rig.prompts()[1]
-    expanded = dataclasses.replace(
-        prompt, engine_prompt=EnginePrompt(prompt.token_ids, prompt.engine_prompt.images)
-    )
-    with pytest.raises(
-        GuardStop, match=rf"two: vLLM ran \d+ prompt tokens .* trains on {len(prompt.token_ids)}"
-    ):
-        rig.engine.generate([Request(expanded, 1, TWELVE)])
-
-
-def test_an_image_of_another_size_is_caught_by_the_id_contract(rig: Rig) -> None:
+@pytest.mark.parametrize("fault", ["expanded", "resized"])
+def test_other_ids_or_another_size_are_caught_by_the_id_contract(rig: Rig, fault: str) -> None:
     prompt = rig.prompts()[0]
-    other = dataclasses.replace(
-        prompt, engine_prompt=EnginePrompt(prompt.engine_prompt.token_ids, (tiny.picture(1, 168, 168),))
-    )
-    with pytest.raises(GuardStop, match="one: vLLM ran"):
-        rig.engine.generate([Request(other, 1, TWELVE)])
-
-
-def test_shared_seeds_are_caught_by_the_duplicate_guard(rig: Rig) -> None:
-    prompt = rig.prompts()[0]
-    done = rig.engine.generate([Request(prompt, 7, TWELVE)] * 4)
-    assert len({c.token_ids for c in done}) == 1
-    message = duplicate_completions([Group(0, prompt, tuple(done), (0.0,) * 4, (0.0,) * 4)])
-    assert message is not None
-    assert "4 of 4 completions are the same" in message
-    assert "[7, 7, 7, 7]" in message
+    sent = prompt.engine_prompt
+    other = {
+        "expanded": EnginePrompt(prompt.token_ids, sent.images),
+        "resized": EnginePrompt(sent.token_ids, (tiny.picture(1, 168, 168),)),
+    }[fault]
+    with pytest.raises(GuardStop, match=r"one: vLLM ran \d+ prompt tokens"):
+        rig.engine.generate([Request(dataclasses.replace(prompt, engine_prompt=other), 1, TWELVE)])
 
 
 def test_death_in_mid_step_has_one_error_with_its_cause_and_no_hang(
@@ -129,25 +95,13 @@ def test_a_worker_that_fails_in_its_forward(one: Rig, monkeypatch: pytest.Monkey
 
 
 def test_an_interrupt_leaves_nothing_queued(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(**kwargs: Any) -> Any:
+    def interrupted() -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(one.engine._handle.llm, "wait_for_completion", interrupted)
+        patched.setattr(one.engine._handle.llm.llm_engine, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             one.engine.generate(requests_for(one.prompts(), [range(4)] * 3, TWELVE))
-    still_works(one)
-
-
-def test_an_engine_without_enqueue_names_the_rows(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older versions queue all requests in one call."""
-    monkeypatch.delattr(type(one.engine._handle.llm), "enqueue")
-    still_works(one)
-    monkeypatch.setattr(one.engine, "_check_size", lambda *args: None)
-    bad = one.prompt("row-21", *(tiny.picture(i) for i in range(4)))
-    with pytest.raises(DataError, match=r"one of one, row-21: vLLM refuses"):
-        one.engine.generate(requests_for([one.prompts()[0], bad], [range(2)] * 2, TWELVE))
-    monkeypatch.undo()
     still_works(one)
 
 

@@ -104,9 +104,15 @@ class OneSeed(VLLMEngine):
 
 
 class OtherImage(VLLMEngine):
-    def _engine_request(self, group: Sequence[Request]) -> Any:
-        sent = super()._engine_request(group)
-        return replace(sent, images=tuple(image.transpose(1) for image in sent.images))
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        sampled = self.requests.sampled
+
+        def flipped(group: Sequence[Request]) -> Any:
+            sent = sampled(group)
+            return replace(sent, images=tuple(image.transpose(1) for image in sent.images))
+
+        self.requests.sampled = flipped  # type: ignore[method-assign]
 
 
 def test_a_skipped_transfer_stops_at_any_learning_rate(one: Any) -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from helpers import tiny
 from helpers.configs import small_config
 from helpers.patience import PATIENCE
 from helpers.small_runs import rollouts_of, rows_of
+from robustness.http_proxy import Proxy
 from transformers import AutoModelForImageTextToText
 from vllm_rig import Rig
 
@@ -38,7 +37,7 @@ from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.command import ServerSettings
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.launch import ServerProcess, serve
-from mm_grpo.rollout.served.server import Limits
+from mm_grpo.rollout.served.protocol import Limits
 from mm_grpo.rollout.served.transfer import FileTransfer, transfer_of
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
@@ -301,41 +300,6 @@ def test_a_server_that_loaded_nothing_is_caught_before_a_sample(
 # faults --------------------------------------------------------------------------------------
 
 
-class Proxy:
-    """Passes connections on to a server's socket; `cut` drops what is under way and all that comes, in silence."""
-
-    def __init__(self, url: str) -> None:
-        self.path = url.removeprefix("unix://")
-        self.listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
-        self.silent = threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                near, _ = self.listening.accept()
-                far = socket.socket(socket.AF_UNIX)
-                try:
-                    far.connect(self.path)
-                except OSError:  # the server is gone
-                    near.close()
-                    continue
-                for a, b in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass_on, args=(a, b), daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                if not self.silent.is_set():
-                    target.sendall(data)
-            if not self.silent.is_set():
-                target.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self.listening.close()
-
-
 def faulty(engine: ServedEngine, asked: Sequence[Request], fault: Any) -> tuple[list[Completion], float]:
     """The completions of a step in which a fault comes when the first server is at work; and its seconds."""
 
@@ -399,7 +363,7 @@ def test_kill_restart_stop_and_cut_change_no_sample(
 
     for name, fault, ends in (
         ("stopped", stop, go_on),
-        ("cut off", proxy.silent.set, proxy.silent.clear),
+        ("cut off", lambda: setattr(proxy, "silent", True), proxy.heal),
         ("killed", kill, lambda: None),
     ):
         done, seconds = faulty(engine, asked, fault)

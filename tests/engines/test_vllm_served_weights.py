@@ -18,22 +18,19 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
-from safetensors.torch import save_file
 from test_vllm_lost_updates import UPDATES, Run
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from vllm_rig import Rig
 
-from mm_grpo.errors import GuardStop
 from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.command import ServerSettings
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.launch import ServerProcess, serve
-from mm_grpo.rollout.served.protocol import model_sizes
-from mm_grpo.rollout.served.server import Limits
-from mm_grpo.rollout.served.transfer import FileTransfer, GroupTransfer, ServedTransfer
+from mm_grpo.rollout.served.protocol import Limits, model_sizes
+from mm_grpo.rollout.served.transfer import FileTransfer, GlooTransfer, ServedTransfer
 from mm_grpo.rollout.vllm.launch import EngineSettings
 from mm_grpo.rollout.weights import WeightLedger, digest
 from mm_grpo.types import Prompt
@@ -116,7 +113,7 @@ def fleet(models: dict[str, Path]) -> Iterator[Fleet]:
 
 @pytest.fixture(params=["file", "gloo"])
 def transfer(request: pytest.FixtureRequest) -> Iterator[ServedTransfer]:
-    made = FileTransfer(timeout=60.0) if request.param == "file" else GroupTransfer("gloo", timeout=60.0)
+    made = FileTransfer(timeout=60.0) if request.param == "file" else GlooTransfer(timeout=60.0)
     yield made
     made.close()
 
@@ -147,7 +144,6 @@ def test_after_twenty_updates_servers_hold_the_learners_weights(
     fleet: Fleet, transfer: ServedTransfer, dtype: str
 ) -> None:
     learner, clients = fleet.of(dtype)
-    transfer.connect(clients)
     ledger, engine = WeightLedger(), Engine(transfer, clients)
     ledger.send(engine, learner.tensors(), 0)  # type: ignore[arg-type]
     held = learner.digests()
@@ -166,9 +162,9 @@ def test_after_twenty_updates_servers_hold_the_learners_weights(
         assert name.endswith("20") and not client.call("/is_paused", method="GET")["is_paused"]
 
 
-@DTYPES
-def test_an_engine_over_the_servers_samples_and_scores_as_the_learner(fleet: Fleet, dtype: str) -> None:
+def test_an_engine_over_a_server_in_bfloat16_samples_and_scores_as_the_learner(fleet: Fleet) -> None:
     """A group, and one completion alone; what a server is asked when it joins is part of it."""
+    dtype = "bfloat16"
     learner, clients = fleet.of(dtype)
     own = [ServerClient(client.url, timeout=60.0) for client in clients]
     sizes = model_sizes(learner.model.config)
@@ -188,109 +184,35 @@ def test_an_engine_over_the_servers_samples_and_scores_as_the_learner(fleet: Fle
         engine.close()
 
 
-class Meddling(ServerClient):
-    """A client that drops or changes bodies of /update_weights on their way; `change` returns None to drop one."""
-
-    def __init__(self, client: ServerClient, change: Any) -> None:
-        super().__init__(client.url, timeout=60.0)
-        self.change = change
-
-    def call(self, path: str, json: Any = None, **options: Any) -> Any:
-        if path == "/update_weights":
-            json = self.change(dict(json["update_info"]))
-            if json is None:
-                return {}
-            json = {"update_info": json}
-        return super().call(path, json, **options)
-
-
-@DTYPES
-@pytest.mark.parametrize("fault", ["skipped", "partial", "stale"])
-def test_a_transfer_that_is_not_whole_is_caught_before_a_sample(fleet: Fleet, dtype: str, fault: str) -> None:
-    learner, clients = fleet.of(dtype)
-    transfer = FileTransfer(timeout=60.0, chunk_bytes=1 << 18)
-    kept: list[dict[str, Any]] = []
-
-    def older(info: dict[str, Any]) -> dict[str, Any]:
-        return info | kept[0]
-
-    def fewer(info: dict[str, Any]) -> dict[str, Any]:
-        return info | {"names": info["names"][1:]}
-
-    changes = {"skipped": lambda info: None, "partial": fewer, "stale": older}
-    expected = {"skipped": "never arrived", "partial": "never arrived", "stale": "arrived changed"}
-    try:
-        transfer.connect(clients)
-        ledger = WeightLedger()
-        ledger.send(Engine(transfer, clients), learner.tensors(), 0)  # type: ignore[arg-type]
-        saved = transfer.folder / "older"
-        save_file({name: tensor.clone() for name, tensor in learner.tensors()}, saved)
-        kept.append({"path": str(saved)})
-        learner.change("visual", "language_model", scale=1.01)
-        meddled: list[ServerClient] = [Meddling(client, changes[fault]) for client in clients]
-        with pytest.raises(GuardStop, match=expected[fault]):
-            ledger.send(Engine(transfer, meddled), learner.tensors(), 1)  # type: ignore[arg-type]
-        assert ledger.send(Engine(transfer, clients), learner.tensors(), 2).digests == learner.digests()  # type: ignore[arg-type]
-        assert max(learner.gap(client) for client in clients) < NEAR[dtype]
-    finally:
-        transfer.close()
-
-
-@DTYPES
 @pytest.mark.parametrize("kind", ["names", "shapes"])
 def test_a_server_that_another_models_trainer_spoilt_takes_the_next_whole_update(
-    fleet: Fleet, dtype: str, kind: str
+    fleet: Fleet, kind: str
 ) -> None:
     """`shapes` fail within a fused layer, of which one source has arrived."""
-    learner, clients = fleet.of(dtype)
+    learner, clients = fleet.of("float32")
     tensors = list(learner.tensors())
     if kind == "names":
         others = [*tensors[:9], ("model.strange.weight", torch.ones(2, 2)), *tensors[9:]]
     else:
         at = next(i for i, (name, _) in enumerate(tensors) if "language_model" in name and "k_proj" in name)
         others = [*tensors[:at], (tensors[at][0], torch.ones(24, 40)), *tensors[at + 1 :]]
-    for run in range(2):
-        stranger, transfer = (FileTransfer(timeout=60.0, chunk_bytes=1 << 14) for _ in range(2))
-        try:
-            refused = stranger.send(clients, [(n, t.clone() * 1.5) for n, t in others], 0)
-            assert all(isinstance(refused[client.url], ServerError) for client in clients)
-            learner.change("mlp", scale=1.02)
-            sent = transfer.send(clients, learner.tensors(), run)
-            assert sent == {client.url: learner.digests() for client in clients}
-            assert max(learner.gap(client) for client in clients) < NEAR[dtype]
-        finally:
-            stranger.close()
-            transfer.close()
-
-
-def test_a_server_that_hangs_is_left_out_and_taken_in_again(fleet: Fleet, transfer: ServedTransfer) -> None:
-    learner, (good, bad) = fleet.of("float32")
-    transfer.timeout = 3.0
-    transfer.connect([good, bad])
-    learner.change("mlp", scale=1.02)
-    pid = fleet.servers[1].pid
-    assert pid is not None
-    os.killpg(pid, signal.SIGSTOP)
+    stranger, transfer = (FileTransfer(timeout=60.0, chunk_bytes=1 << 14) for _ in range(2))
     try:
-        started = time.monotonic()
-        outcome = transfer.send([good, bad], learner.tensors(), 1)
-        seconds = time.monotonic() - started
+        refused = stranger.send(clients, [(n, t.clone() * 1.5) for n, t in others], 0)
+        assert all(isinstance(refused[client.url], ServerError) for client in clients)
+        learner.change("mlp", scale=1.02)
+        sent = transfer.send(clients, learner.tensors(), 1)
+        assert sent == {client.url: learner.digests() for client in clients}
+        assert max(learner.gap(client) for client in clients) < NEAR["float32"]
     finally:
-        os.killpg(pid, signal.SIGCONT)
-    assert outcome[good.url] == learner.digests() and learner.gap(good) < NEAR["float32"]
-    assert isinstance(outcome[bad.url], ServerError) and seconds < 60.0
-    transfer.timeout = 60.0
-    learner.change("mlp", scale=0.98)
-    outcome = transfer.send([good, bad], learner.tensors(), 2)
-    assert outcome == {good.url: learner.digests(), bad.url: learner.digests()}
-    assert max(learner.gap(good), learner.gap(bad)) < NEAR["float32"]
+        stranger.close()
+        transfer.close()
 
 
 def test_a_server_killed_in_mid_transfer_comes_back_with_the_newest_weights(fleet: Fleet) -> None:
     learner, (good, bad) = fleet.of("float32")
     server = fleet.servers[1]
-    transfer = GroupTransfer("gloo", timeout=120.0, chunk_bytes=1 << 18)
-    transfer.connect([good, bad])
+    transfer = GlooTransfer(timeout=120.0, chunk_bytes=1 << 18)
     transfer.send([good, bad], learner.tensors(), 0)
     learner.change("self_attn", scale=1.02)
 
@@ -309,14 +231,12 @@ def test_a_server_killed_in_mid_transfer_comes_back_with_the_newest_weights(flee
     transfer.close()
     files = FileTransfer(timeout=60.0)
     try:
-        files.connect([good])
         learner.change("self_attn", scale=1.02)
         files.send([good], learner.tensors(), 2)
         started = time.monotonic()
         server.start()
         server.wait_ready(120.0)
         ready = time.monotonic()
-        files.connect([bad])
         caught = files.catch_up([bad])
         print(f"restarted in {ready - started:.1f} s, brought up in {time.monotonic() - ready:.2f} s")
         assert caught == {bad.url: learner.digests()}
@@ -328,7 +248,6 @@ def test_a_server_killed_in_mid_transfer_comes_back_with_the_newest_weights(flee
 def test_requests_wait_through_an_update_and_go_on_under_the_new_weights(fleet: Fleet) -> None:
     learner, (client, _) = fleet.of("float32")
     transfer = FileTransfer(timeout=60.0)
-    transfer.connect([client])
     transfer.send([client], learner.tensors(), 7)
     prompt = learner.told.engine_prompt
     params = {"max_tokens": 400, "seed": 3, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
@@ -358,8 +277,12 @@ def test_requests_wait_through_an_update_and_go_on_under_the_new_weights(fleet: 
     transfer.close()
 
 
-@pytest.mark.parametrize(("lora", "rate"), [(False, 1e-6), (True, 1e-5), (True, 1e-4)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+SOUND = [("bfloat16", False, 1e-6), ("float32", True, 1e-4)]
+if os.environ.get("ALL_CASES"):
+    SOUND = [(dtype, *each) for dtype in NEAR for each in ((False, 1e-6), (True, 1e-5), (True, 1e-4))]
+
+
+@pytest.mark.parametrize(("dtype", "lora", "rate"), SOUND)
 def test_sound_updates_raise_no_alarm(
     dtype: str, lora: bool, rate: float, fleet: Fleet, models: dict[str, Path]
 ) -> None:

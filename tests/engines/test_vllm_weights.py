@@ -251,37 +251,32 @@ def drop(*names: str) -> Change:
     return lambda tensors: ((n, t) for n, t in tensors if n not in names)
 
 
-def test_without_the_tied_head(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    one.change("embed_tokens")
-    sabotage(one, monkeypatch, drop("lm_head.weight"))
-    with pytest.raises(GuardStop, match=r"of 3 tensors 1 never arrived: 'lm_head.weight'"):
+KEY = "model.language_model.layers.1.self_attn.k_proj.weight"
+QKV = "model.visual.blocks.0.attn.qkv.weight"
+SABOTAGES: dict[str, tuple[tuple[str, ...], Change, str]] = {
+    "no tied head": (("embed_tokens",), drop("lm_head.weight"), r"of 3 tensors 1 never arrived: 'lm_head.weight'"),
+    "one lost": (("q_proj", "v_proj"), drop(KEY), f"1 never arrived: '{KEY}'"),
+    "none": (("mlp",), lambda tensors: (list(tensors), [])[1], r"never arrived: .* and \d+ more"),
+    "altered": (
+        ("visual",),
+        lambda tensors: ((n, t.roll(1, 0) if n == QKV else t) for n, t in tensors),
+        f"1 arrived changed: '{QKV}'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SABOTAGES)
+def test_a_transfer_that_is_not_whole_stops_the_run(
+    one: Rig, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, change, words = SABOTAGES[fault]
+    one.change(*parts)
+    sabotage(one, monkeypatch, change)
+    with pytest.raises(GuardStop, match=words):
         one.send(1)
-
-
-def test_without_one_tensor_of_the_transfer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "model.language_model.layers.1.self_attn.k_proj.weight"
-    rig.change("q_proj", "v_proj")
-    sabotage(rig, monkeypatch, drop(name))
-    with pytest.raises(GuardStop, match=f"1 never arrived: '{name}'"):
-        rig.send(1)
-
-
-def test_without_the_transfer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.change("mlp")
-    sabotage(rig, monkeypatch, lambda tensors: (list(tensors), [])[1])
-    with pytest.raises(GuardStop, match=r"never arrived: .* and \d+ more"):
-        rig.send(1)
 
 
 def test_without_an_update_at_all(rig: Rig) -> None:
     rig.change("mlp")
     with pytest.raises(GuardStop, match=r"log-probs of new samples for one differ from the learner's"):
         proof(rig, rig.prompts()[0])
-
-
-def test_a_tensor_that_changes_on_its_way(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "model.visual.blocks.0.attn.qkv.weight"
-    rig.change("visual")
-    sabotage(rig, monkeypatch, lambda tensors: ((n, t.roll(1, 0) if n == name else t) for n, t in tensors))
-    with pytest.raises(GuardStop, match=f"1 arrived changed: '{name}'"):
-        rig.send(1)

@@ -1,6 +1,7 @@
-"""vLLM servers over real HTTP, without a model: what they sample follows from ids, images, seed and weights alone.
+"""A vLLM server over real HTTP, without a model: what it samples follows from ids, images, seed and weights alone.
 
-Faults are attributes; `kill` and `restart` do what they say. Weights go through the receivers of `fake_servers`.
+Its workers are our receivers over a dict, and it knows vLLM's rules (an update begins once; one that fails is over).
+Faults are attributes; `faults` and `odd` are functions by endpoint, which run in place of it or change its answer.
 """
 
 from __future__ import annotations
@@ -12,21 +13,36 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
 from PIL import Image
+from torch import Tensor
 
-from helpers.fake_servers import FakeServer
-from mm_grpo.rollout.served.client import ServerRefused, ServerUnreachable
-from mm_grpo.rollout.served.protocol import GENERATE, INFO, NEEDED
-from mm_grpo.types import EnginePrompt, Prompt, Sample
+from helpers import tiny
+from helpers.patience import PATIENCE, until
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.rollout.served.client import OWN_CONNECTION, ServerClient
+from mm_grpo.rollout.served.engine import ServedEngine
+from mm_grpo.rollout.served.plugin import RECEIVERS, Account
+from mm_grpo.rollout.served.protocol import GENERATE, INFO, NEEDED, RPC, Limits
+from mm_grpo.rollout.served.transfer import transfer_of
+from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
 
 IMAGE, STOP = 7, 1
 EXPANDED = 3
 """Image tokens that an image becomes."""
+FIVE = Sampling(max_tokens=5)
+WEIGHTS = {
+    "a.q.weight": torch.arange(6.0).view(2, 3),
+    "a.k.weight": torch.ones(2),
+    "b.weight": torch.zeros(4),
+}
+Made = Callable[..., tuple[ServedEngine, "list[FakeVLLM]"]]
 
 
 class Processor:
@@ -39,34 +55,122 @@ class Processor:
         return "".join(map(chr, ids))
 
 
-def prompt_of(uid: str, text: str, *images: Image.Image) -> Prompt:
-    """A prompt whose images stand before its text."""
-    ids = [*[IMAGE] * len(images), *map(ord, text)]
-    expanded = [t for i in ids for t in ([i] * (EXPANDED if i == IMAGE else 1))]
-    return Prompt(Sample(uid, ()), tuple(expanded), EnginePrompt(tuple(ids), images), cast(Any, None), {})
+class Status(Exception):
+    """A request is answered with this status, and an error in JSON or these bytes."""
+
+    def __init__(self, code: int, error: Any) -> None:
+        super().__init__(code, error)
+        self.code = code
+        self.value = error if isinstance(error, bytes) else {"error": error}
+
+
+class FakeModel:
+    """Keeps what `load_weights` brings, once `finalize` has run; names that begin with `strange` are none of its."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.waiting: dict[str, Tensor] = {}
+
+    def named_parameters(self, remove_duplicate: bool = False) -> Iterable[tuple[str, Tensor]]:
+        return self.weights.items()
+
+    def named_modules(self) -> list[tuple[str, None]]:
+        return [(name.rpartition(".")[0], None) for name in self.weights]
+
+    def get_submodule(self, name: str) -> None:
+        return None
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            if name.startswith("strange"):
+                raise ValueError(f"There is no module or parameter named '{name}'")
+            self.waiting[name] = tensor.clone()
+
+
+class FakeWorker:
+    """vLLM's part of its worker number `rank` of `world`, before a receiver (`worker`)."""
+
+    start_weight_update: Callable[[], None]
+    finish_weight_update: Callable[[], None]
+    receive_weights: Callable[[Any], None]
+    update_info_cls: Any
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.model, self.model_config, self.vllm_config = FakeModel(), None, None
+        self.parallel_config = SimpleNamespace(data_parallel_rank=0, world_size=world, rank=rank)
+        self.device, self.account = torch.device("cpu"), Account()
+        self.active = False
+
+    def _config(self) -> Any:
+        return nullcontext()
+
+    def _initialize(self) -> None:
+        assert not self.model.waiting, "layers still wait for tensors of an update that was given up"
+
+    def _discard(self) -> None:
+        self.model.waiting = {}
+
+    def _finalize(self) -> None:
+        self.model.weights |= self.model.waiting
+        self.model.waiting = {}
+
+    def start(self) -> None:
+        if self.active:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        self.start_weight_update()
+        self.active = True
+
+    def update(self, info: Mapping[str, Any]) -> None:
+        if not self.active:
+            raise RuntimeError("start_weight_update must be called before update_weights")
+        try:
+            self.receive_weights(self.update_info_cls(**info))
+        except BaseException:
+            self.active = False
+            raise
+
+    def finish(self) -> None:
+        if not self.active:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update")
+        self.finish_weight_update()
+        self.active = False
+
+
+def worker(kind: str, rank: int, world: int) -> Any:
+    """A worker with a receiver of `kind`."""
+    return type("Worker", (FakeWorker, RECEIVERS[kind]), {})(rank, world)
 
 
 class FakeVLLM:
-    """One server. `asked` are the bodies of its requests, `most` the most of them at once."""
+    """One server. `calls` are the endpoints that were asked, `asked` the bodies of requests, `most` the most of them at
+    once; `client` is one to it."""
 
-    def __init__(self, *, transfer: str = "file", delay: float = 0.0) -> None:
-        self.delay = delay
-        self.control = FakeServer("", transfer)
+    def __init__(self, transfer: str = "file", workers: int = 1) -> None:
+        self.kind, self.count = transfer, workers
+        self.calls: list[str] = []
         self.asked: list[dict[str, Any]] = []
-        self.most = 0
+        self.caches: list[str] = []
+        self.most, self.delay = 0, 0.0
         self.cut = self.status = 0  # so many requests are cut, or answered with 500
         self.stopped = threading.Event()  # answers nothing, as a process after SIGSTOP
         self.stuck = threading.Event()  # answers /health and no request
         self.missing: tuple[str, ...] = ()
         self.max_model_len, self.key, self.raw, self.expanded = 1000, "", False, EXPANDED
         self.refuse = ""
+        self.faults: dict[
+            str, Callable[[Any], Any]
+        ] = {}  # in place of an endpoint, or before it where it gives None
         self.odd: dict[str, Callable[[Any], Any]] = {}  # what becomes of an answer, by path
         self.lock = threading.Lock()
         self.working: list[socket.socket] = []  # connections whose request is being sampled
+        self.broken: set[socket.socket] = set()
+        self.last: tuple[Any, ...] = ()  # method, path, key and body of the last call
         self.mute: set[socket.socket] = set()  # connections that stay open and bring nothing any more
         self.ended = threading.Event()
         self.port = 0
+        self.lose_weights()
         self.start()
+        self.client = ServerClient(self.url, timeout=2 * PATIENCE)
 
     @property
     def url(self) -> str:
@@ -74,7 +178,11 @@ class FakeVLLM:
 
     @property
     def name(self) -> str:
-        return self.control.versions[-1] if self.control.versions else "default"
+        return self.versions[-1] if self.versions else "default"
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.workers[0].model.weights)
 
     def start(self) -> None:
         owner = self
@@ -118,15 +226,21 @@ class FakeVLLM:
         _shut(cut)
 
     def _stop(self) -> None:
-        self.alive = False
-        self.http.shutdown()
-        self.http.server_close()
+        if self.alive:
+            self.alive = False
+            self.http.shutdown()
+            self.http.server_close()
 
     def restart(self) -> None:
         """As a new process, with the weights on disk."""
-        self.control.restart()
-        self.control.versions.clear()
+        self.lose_weights()
         self.start()
+
+    def lose_weights(self) -> None:
+        """New workers, with no weights, in no group."""
+        self.workers = [worker(self.kind, rank, self.count) for rank in range(self.count)]
+        self.versions: list[str] = []
+        self.paused = False
 
     # one request -----------------------------------------------------------------------------
 
@@ -139,20 +253,30 @@ class FakeVLLM:
         if self.key and call.headers.get("authorization") != f"Bearer {self.key}":
             return self.reply(call, 401, {"error": "this server wants a key"})
         sampling = path == GENERATE
+        if call.connection in self.broken:
+            call.close_connection = True
+            return _shut(call.connection)
         with self.lock:
+            self.calls.append(path)
+            self.last = (
+                call.command,
+                call.path,
+                call.headers.get("authorization"),
+                json.loads(body or "null"),
+            )
             self.working += [call.connection] * sampling
             self.most = max(self.most, len(self.working))
         try:
             status, value = 200, self.answer(path, json.loads(body or "null"), query, call)
-            if path in self.odd:
-                value = self.odd[path](value)
-        except ServerRefused as error:
-            status, value = error.status, {"error": error.reason}
-        except ServerUnreachable as error:
-            status, value = 500, {"error": error.reason}
+        except Status as error:
+            status, value = error.code, error.value
         except ConnectionError:
             call.close_connection = True
             return _shut(call.connection)
+        except Exception as error:
+            status, value = 500, {"error": str(error)}
+            if path in OWN_CONNECTION:  # as vLLM: the connection ends after a worker's error, unannounced
+                self.broken.add(call.connection)
         finally:
             with self.lock:
                 if sampling:
@@ -164,7 +288,7 @@ class FakeVLLM:
         self.reply(call, status, value)
 
     def reply(self, call: BaseHTTPRequestHandler, status: int, value: Any) -> None:
-        data = b"" if value is None else json.dumps(value).encode()
+        data = value if isinstance(value, bytes) else b"" if value is None else json.dumps(value).encode()
         try:
             call.send_response(status)
             call.send_header("content-length", str(len(data)))
@@ -174,30 +298,72 @@ class FakeVLLM:
             call.close_connection = True
 
     def answer(self, path: str, body: Any, query: str, call: Any) -> Any:
-        if path == "/health":
-            return None
-        if path == "/version":
-            return {"version": "0.32.0"}
-        if path == "/openapi.json":
-            fields = {"content_parts": {}} if "content_parts" not in self.missing else {}
-            return {
+        value = self.faults[path](body) if path in self.faults else None
+        if value is None:
+            value = self.sample(body, call) if path == GENERATE else self.control(path, body, query)
+        return self.odd[path](value) if path in self.odd else value
+
+    def control(self, path: str, body: Any, query: str) -> Any:
+        fields = {"content_parts": {}} if "content_parts" not in self.missing else {}
+        fixed = {
+            "/health": None,
+            "/version": {"version": "0.32.0"},
+            "/openapi.json": {
                 "paths": {path: {} for path in {*NEEDED} - set(self.missing)},
                 "components": {"schemas": {"GenerateRequest": {"properties": fields}}},
-            }
-        if path == "/v1/models":
-            return {"data": [{"id": "tiny", "max_model_len": self.max_model_len}]}
-        if path == "/is_paused":
-            return {"is_paused": self.control.paused}
-        if path == INFO:
-            return {"weight_version": self.name}
-        if path == GENERATE:
-            return self.sample(body, call)
-        params = dict(pair.split("=") for pair in query.split("&") if pair)
-        return self.control.call(path, body, params=params)
+            },
+            "/v1/models": {"data": [{"id": "tiny", "max_model_len": self.max_model_len}]},
+            "/is_paused": {"is_paused": self.paused},
+            "/get_world_size": {"world_size": self.count},
+            INFO: {"weight_version": self.name},
+        }
+        if path in fixed:
+            return fixed[path]
+        if path == RPC:
+            assert body == {"method": "mm_grpo_received"}
+            return {"results": [each.account.as_json() for each in self.workers]}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        elif path == "/init_weight_transfer_engine":
+            self._on_workers(lambda w: w.init_transfer_engine(w.init_info_cls(**body["init_info"])))
+        elif path == "/start_weight_update":
+            self._on_workers(lambda w: w.start())
+        elif path == "/update_weights":
+            self._on_workers(lambda w: w.update(body["update_info"]))
+        elif path == "/finish_weight_update":
+            self._on_workers(lambda w: w.finish())
+            self.versions.append(body["weight_version"])
+        elif path == "/reset_prefix_cache":
+            assert query == "reset_running_requests=true"
+            self.caches.append("prefix")
+            return {"success": True}
+        elif path == "/reset_encoder_cache":
+            self.caches.append("encoder")
+        else:
+            raise Status(404, f"there is no {path}")
+        return None
+
+    def _on_workers(self, work: Callable[[Any], None]) -> None:
+        """All at once, as the processes of a tensor-parallel group."""
+        errors: list[Exception] = []
+
+        def one(each: Any) -> None:
+            try:
+                work(each)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=one, args=(each,)) for each in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
 
     def sample(self, body: dict[str, Any], call: Any) -> Any:
-        probing = "allowed_token_ids" in body.get("sampling_params", {})
-        if not probing:
+        params = body["sampling_params"]
+        if "allowed_token_ids" not in params:  # else it is asked when it joins
             with self.lock:
                 self.asked.append(body)
                 cut, failed = self.cut > 0, self.status > 0
@@ -206,9 +372,10 @@ class FakeVLLM:
             if cut:
                 raise ConnectionError
             if failed:
-                raise ServerUnreachable("", "EngineDeadError")
+                raise RuntimeError("EngineDeadError")
             if self.refuse:
-                raise ServerRefused("", self.refuse, 400)
+                raise Status(400, self.refuse)
+            assert "prompt_logprobs" in params or params["logit_bias"] == {str(IMAGE): -1e30}
         held = self.name
         end = time.monotonic() + self.delay
         while self.alive and (self.stuck.is_set() or self.stopped.is_set() or time.monotonic() < end):
@@ -216,24 +383,17 @@ class FakeVLLM:
             if call.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise ConnectionError
         assert body["model"] == "tiny"
-        params = body["sampling_params"]
-        if "allowed_token_ids" not in params:
-            assert params.get("logit_bias") == {str(IMAGE): -1e30} and body["return_token_ids"]
         pictures = [_pixels(part["url"]) for part in body.get("content_parts", ())]
-        return self.completed(self.expand(body["token_ids"]), pictures, params, held)
-
-    def expand(self, ids: Sequence[int]) -> list[int]:
-        return [t for i in ids for t in ([i] * (self.expanded if i == IMAGE else 1))]
+        ids = [t for i in body["token_ids"] for t in ([i] * (self.expanded if i == IMAGE else 1))]
+        return self.completed(ids, pictures, params, held)
 
     def completed(self, ids: list[int], pictures: list[bytes], params: Mapping[str, Any], held: str) -> Any:
         choices = []
         for index in range(params.get("n", 1)):
             rng = random.Random(repr((ids, pictures, params.get("seed", 0) + index)))
             tokens = [rng.randrange(32, 127) for _ in range(params["max_tokens"])]
-            logprobs = [
-                0.0 if "allowed_token_ids" in params and not self.raw else -rng.random() for _ in tokens
-            ]
-            content = [{"token_id": t, "logprob": x} for t, x in zip(tokens, logprobs, strict=True)]
+            sure = "allowed_token_ids" in params and not self.raw
+            content = [{"token_id": t, "logprob": 0.0 if sure else -rng.random()} for t in tokens]
             choice: dict[str, Any] = {"index": index, "token_ids": tokens, "finish_reason": "length"}
             choice["logprobs"] = {"content": content} if params.get("logprobs") is not None else None
             choice["weight_versions"] = [{"version": held, "start": 0, "end": len(tokens)}]
@@ -254,3 +414,96 @@ def _pixels(url: str) -> bytes:
 def _shut(connection: socket.socket) -> None:
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+# engines over such servers -------------------------------------------------------------------
+
+
+def engine_over(
+    held: ExitStack,
+    count: int = 2,
+    *,
+    send: bool = True,
+    transfer: Any = None,
+    servers: Any = None,
+    key: str = "",
+    **limits: Any,
+) -> tuple[ServedEngine, list[FakeVLLM]]:
+    """An engine over fakes that hold WEIGHTS as version 0, unless `send` is false; `held` closes it."""
+    fakes: list[FakeVLLM] = servers or [FakeVLLM() for _ in range(count)]
+    for fake in fakes:
+        held.callback(fake.kill)
+    engine = engine_of(fakes, transfer or transfer_of("file", timeout=5.0), key, **limits)
+    held.callback(engine.close)
+    if send:
+        engine.update_weights(WEIGHTS.items(), 0)
+        if all(fake.alive for fake in fakes):
+            back(engine)  # one that was too slow to be there at the start
+        engine.pool.recoveries.clear()
+    return engine, fakes
+
+
+def engine_of(
+    fakes: Sequence[FakeVLLM], transfer: Any, key: str = "", ranks: Any = None, **limits: Any
+) -> ServedEngine:
+    given = {"health_timeout": 1.0, "wait_timeout": 60.0, "max_model_len": 100, **limits}
+    return ServedEngine(
+        [ServerClient(fake.url, key=key, timeout=5, connect_timeout=5) for fake in fakes],
+        transfer,
+        Processor(),  # type: ignore[arg-type]
+        limits=Limits(**given),
+        max_images=2,
+        ranks=ranks,
+    )
+
+
+def prompt_of(uid: str, text: str, *images: Image.Image) -> Prompt:
+    """A prompt whose images stand before its text."""
+    ids = [*[IMAGE] * len(images), *map(ord, text)]
+    expanded = [t for i in ids for t in ([i] * (EXPANDED if i == IMAGE else 1))]
+    return Prompt(Sample(uid, ()), tuple(expanded), EnginePrompt(tuple(ids), images), cast(Any, None), {})
+
+
+def requests(prompts: int = 12, each: int = 4, first: int = 0) -> list[Request]:
+    made = [prompt_of(f"row-{i}", f"say {i}", tiny.picture(i % 5, 8, 8)) for i in range(prompts)]
+    return requests_for(made, [range(first + 100 * i, first + 100 * i + each) for i in range(prompts)], FIVE)
+
+
+def in_midst(engine: ServedEngine, fakes: list[FakeVLLM], fault: Callable[[], None]) -> list[Completion]:
+    """The completions of a step, in which a fault comes when servers are at work."""
+    for fake in fakes:
+        fake.delay = 0.1
+    begun = len(fakes[0].asked)
+
+    def later() -> None:
+        until(lambda: len(fakes[0].asked) > begun)
+        fault()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    try:
+        return engine.generate(requests())
+    finally:
+        thread.join()
+
+
+def back(engine: ServedEngine) -> None:
+    until(lambda: len(engine.pool.ready()) == len(engine.pool.servers), engine.pool.describe())
+
+
+def cut(fake: FakeVLLM) -> None:
+    fake.cut = 2
+
+
+def fail(fake: FakeVLLM) -> None:
+    fake.status = 2
+
+
+def restart(fake: FakeVLLM) -> None:
+    fake.kill()
+    fake.restart()
+
+
+def stop_and_go(fake: FakeVLLM) -> None:
+    fake.stopped.set()
+    threading.Timer(1.8, fake.stopped.clear).start()

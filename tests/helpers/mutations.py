@@ -112,18 +112,17 @@ rollout/collect.py < rollout/test_collect.py trainer/test_dynamic_sampling.py ro
 rollout/vllm/requests.py < rollout/test_served_engine.py rollout/test_engine_limits.py rollout/test_seeds.py ! slow
     * seeds in a request | and last.seed + 1 == request.seed ==> and last.seed < request.seed
     * budget | if length + room > max_model_len: ==> if length + room > max_model_len + 1:
-rollout/served/requests.py < rollout/test_served_engine.py rollout/test_served_client.py ! slow
-    * spans of a server | (start, int(name.rpartition(":")[2])) for ==> (0, int(name.rpartition(":")[2])) for
 rollout/served/pool.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
     * another version | or (expected and found not in expected): ==> :
     * another version | , server.weights, self.current) ==> )
     * another run | self._require(server, name) ==> self._require(server, self.current)
 rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served_engine.py ! slow
-    * another version | != version: ==> > version:
+    * missing clone | {name: tensor.detach().to("cpu", copy=True) for ==> {name: tensor.detach().to("cpu") for
+    * another version | != self.version: ==> > self.version:
     * another version |  != held for ==> [:8] != held[:8] for
 rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
-    * missing clone | tensor.detach().to("cpu", copy=True) ==> tensor.detach().to("cpu")
     * stale digests | self._sent |= digests ==> self._sent = digests
+    * spans of a server | (start, int(name.rpartition(":")[2])) for ==> (0, int(name.rpartition(":")[2])) for
 rollout/eager.py < trainer/test_eager.py ! slow
     * versions | newest = self.newest  # an update ==> newest = oldest  # an update
     * staleness | oldest_version(g) <= self.staleness] ==> oldest_version(g) <= self.staleness + 1]

@@ -35,7 +35,7 @@ def _holds(file: str, words: str) -> bool:
 def group_of(nodeid: str) -> str:
     """A test's group: one of TOGETHER, its file where tests share a fixture or are quick, or else the test alone.
 
-    >>> group_of("tests/engines/test_vllm_faults.py::test_a_prompt_that_is_too_long[qwen2_vl]")
+    >>> group_of("tests/engines/test_vllm_faults.py::test_what_vllm_itself_refuses_names_the_row[qwen2_vl]")
     'engines'
     >>> group_of("tests/run/test_charts.py::test_a[1::2]")
     'tests/run/test_charts.py'

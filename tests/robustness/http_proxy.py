@@ -1,18 +1,9 @@
-"""A proxy before a server's socket that knows HTTP, so that a fault can come at a chosen request, and that has faults.
+"""A proxy before a server's socket that knows HTTP, so that a fault can come at a chosen request.
 
 `Proxy(url)` listens at a port of 127.0.0.1. `at(path, number, call)` makes a call once the next request number `number`
-(1 is the first) whose path ends with `path` is on its way to the server, before it is answered. Faults are attributes,
-put back by `heal`:
-
-    silent     nothing passes in either direction, and connections stay open
-    refusing   connections are refused; `refuse` and `accept` set it
-    closing    connections are accepted and reset, and those that were open are
-    status     what requests are answered with instead of being passed on: {end of the path: code}, "" is every path
-    times      how many requests `status`, `halved` or `garbled` applies to, None is all
-    halved     answers to requests of this path are cut in their middle
-    garbled    answers to requests of this path are a page of HTML, with 200
-    delay      seconds that answers to `/generate` come late
-    held       answers to `/generate` do not come
+(1 is the first) whose path ends with `path` is on its way to the server, before it is answered. While `silent` is set
+nothing passes in either direction, and connections stay open; `refuse` and `accept`, `reset` and `close` do what they
+say. What single answers may be wrong with is tested at the fake server (rollout/test_served_faults.py).
 """
 
 from __future__ import annotations
@@ -26,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-PAGE = b"<html><body>the gateway is busy</body></html>"
 LOOK = 0.05
 
 
@@ -45,18 +35,14 @@ class Proxy:
         self.lock = threading.Lock()
         self.watches: list[_Watch] = []
         self.open: set[socket.socket] = set()
-        self.heal()
+        self.silent = False
         self.port = 0
         self.accept()
         self.url = f"http://127.0.0.1:{self.port}"
 
     def heal(self) -> None:
         """Pass everything on, also what was held back."""
-        self.silent = self.closing = self.held = False
-        self.status: dict[str, int] = {}
-        self.times: int | None = None
-        self.halved = self.garbled = ""
-        self.delay = 0.0
+        self.silent = False
 
     def at(self, path: str, number: int, call: Callable[[], object]) -> None:
         with self.lock:
@@ -90,10 +76,7 @@ class Proxy:
         with suppress(OSError):  # closed
             while True:
                 near, _ = listening.accept()
-                if self.closing:
-                    _abort(near)
-                else:
-                    threading.Thread(target=self._serve, args=(near,), daemon=True).start()
+                threading.Thread(target=self._serve, args=(near,), daemon=True).start()
 
     def _serve(self, near: socket.socket) -> None:
         with self.lock:
@@ -104,26 +87,12 @@ class Proxy:
             far.connect(self.target)
             while not _closed(near, far) and (asked := _message(near)) is not None:
                 self._while_silent()
-                path = asked.split(b" ", 2)[1].split(b"?")[0].decode()
-                code = next((c for end, c in self.status.items() if path.endswith(end)), None)
-                if code is not None and self._counts():
-                    near.sendall(_answer(code, b"error"))
-                    continue
                 far.sendall(asked)
-                self._noticed(path)
+                self._noticed(asked.split(b" ", 2)[1].split(b"?")[0].decode())
                 answer = _message(far)
-                if path.endswith("/generate"):
-                    time.sleep(self.delay)
-                    while self.held:
-                        time.sleep(LOOK)
                 self._while_silent()
                 if answer is None:
                     break
-                if self.halved and path.endswith(self.halved) and self._counts():
-                    near.sendall(answer[: len(answer) // 2])
-                    break
-                if self.garbled and path.endswith(self.garbled) and self._counts():
-                    answer = _answer(200, PAGE)
                 near.sendall(answer)
         except OSError:
             pass
@@ -137,25 +106,14 @@ class Proxy:
         while self.silent:
             time.sleep(LOOK)
 
-    def _counts(self) -> bool:
-        """Whether a fault of `times` applies once more."""
-        with self.lock:
-            if self.times is None:
-                return True
-            self.times -= 1
-            return self.times >= 0
-
     def _noticed(self, path: str) -> None:
-        calls = []
         with self.lock:
-            for watch in list(self.watches):
-                if path.endswith(watch.path):
-                    watch.left -= 1
-                    if watch.left == 0:
-                        self.watches.remove(watch)
-                        calls.append(watch.call)
-        for call in calls:
-            threading.Thread(target=call, daemon=True).start()
+            for watch in self.watches:
+                watch.left -= path.endswith(watch.path)
+            due = [watch for watch in self.watches if watch.left == 0]
+            self.watches = [watch for watch in self.watches if watch.left]
+        for watch in due:
+            threading.Thread(target=watch.call, daemon=True).start()
 
 
 def _closed(near: socket.socket, far: socket.socket) -> bool:
@@ -169,10 +127,6 @@ def _abort(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
-
-
-def _answer(code: int, body: bytes) -> bytes:
-    return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (code, len(body), body)
 
 
 def _message(source: socket.socket) -> bytes | None:

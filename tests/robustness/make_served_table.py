@@ -1,17 +1,19 @@
-"""Runs faults against two real vLLM servers and writes benchmarks/results/served_faults.md, in a quarter of an hour.
+"""Runs faults against two real vLLM servers and prints tables for benchmarks/results/served_faults.md, in ten minutes.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=tests python tests/robustness/make_served_table.py [--staleness 1] [--seed 7]
+    OMP_NUM_THREADS=1 PYTHONPATH=tests python tests/robustness/make_served_table.py [--staleness 1]
 
 Without `--staleness` both runs are made: 0, and lockstep with 1. The runs are of the shapes recipe, float32, 8 prompts
 with 4 completions. Each fault has two steps: it comes in the first, at a random request of a random server, and no
 third begins before all servers are back. Then rollouts, metrics but for times and counts of servers, and the weights at
-the end are compared, byte by byte, with those of the same run without a fault.
+the end are compared, byte by byte, with those of the same run without a fault. What single answers may be wrong with is
+tested at the fake server (rollout/test_served_faults.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -20,6 +22,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +32,17 @@ from helpers.processes import alone
 
 from mm_grpo import GRPOConfig
 from mm_grpo.cli.serve import server_settings
+from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.launch import ServerProcess, serve
+from mm_grpo.rollout.served.transfer import FileTransfer
 from robustness import served_learner
 from robustness.http_proxy import Proxy
-from robustness.served_faults import FAULTS, GENERATE, HEALTH_TIMEOUT, TIMEOUT, Fault
 
-PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "served_faults.md"
+GENERATE, UPDATE, FINISH = "/generate", "/update_weights", "/finish_weight_update"
+TIMEOUT = 12.0
 PROMPTS, JOINED = 8, 3
 RECIPE = Path(__file__).parents[2] / "examples" / "shapes" / "config.yaml"
 DEADLINE, WHOLE_RUN = 180.0, 1800.0
-HEAD = """# Faults of vLLM servers
-
-Written by `PYTHONPATH=tests python tests/robustness/make_served_table.py`: the shapes recipe in float32, 8 prompts
-with 4 completions, over two vLLM 0.32 servers on two CPU cores. Each fault comes in mid-step, at a request chosen by a
-random number, while it is on its way; all faults of a table are in one run, and one of the servers is out of reach when
-it begins, and joins after the first step. `rollout.server.timeout` is {timeout:g} s and an answer
-to `/health` takes at most {health:g} s: a server that is stopped for less while weights are sent is waited for.
-
-- **seen**: seconds from the fault to the first server that counts as lost; a dash where none does.
-- **back**: seconds from the fault until all servers are ready again, and in brackets from its end. A server that was
-  killed has to be started anew, which takes vLLM 20 s and more here; of a learner it is until it goes on.
-- **step**: seconds of the step that it came in. Without a fault a step takes {usual} s in the median.
-"""
 
 
 class World:
@@ -134,6 +127,97 @@ class World:
             self.process.wait()
         for proxy in self.proxies:
             proxy.close()
+
+
+# faults --------------------------------------------------------------------------------------
+
+
+Act = Callable[[World, int], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`begin(world, number)`, of which `number` is the server that it happens to, and `end`, `lasts` seconds later.
+
+    It begins once a request whose path ends with `at` is on its way through that server's proxy; "" is between steps.
+    """
+
+    name: str
+    at: str
+    begin: Act
+    end: Act = lambda world, number: None
+    lasts: float = 0.0
+
+
+def sent(number: int) -> Act:
+    """A signal to a server and all that it started; `serve` starts it anew where that ends it."""
+
+    def act(world: World, server: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(world.servers[server].pid or 0, number)
+
+    return act
+
+
+def silent(value: bool, both: bool = False) -> Act:
+    def act(world: World, number: int) -> None:
+        for proxy in world.proxies if both else [world.proxies[number]]:
+            proxy.silent = value
+
+    return act
+
+
+def kill_engine(world: World, number: int) -> None:
+    """End what a server started, and not the process that answers."""
+    pid = world.servers[number].pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
+
+
+def rename(world: World, number: int) -> None:
+    """Give a server's weights another run's name, as another run's update would."""
+    client, another = ServerClient(world.servers[number].url, timeout=30), FileTransfer(timeout=30.0)
+    another.send([client], [], 3)
+    another.close()
+    client.close()
+
+
+def kill_learner(world: World, number: int) -> None:
+    world.signal_learner(signal.SIGKILL)
+
+
+def kill_learner_and_server(world: World, number: int) -> None:
+    kill_learner(world, number)
+    KILL(world, number)
+
+
+def kill_both(world: World, number: int) -> None:
+    for each in range(len(world.servers)):
+        KILL(world, each)
+
+
+KILL, STOP, GO_ON = sent(signal.SIGKILL), sent(signal.SIGSTOP), sent(signal.SIGCONT)
+FAULTS = (
+    Fault("a server is killed (SIGKILL), and started anew", GENERATE, KILL),
+    Fault("stopped (SIGSTOP) for 9 s", GENERATE, STOP, GO_ON, 9.0),
+    Fault("cut off: nothing passes for 9 s, connections stay open", GENERATE, silent(True), silent(False), 9.0),
+    Fault("both cut off so for 9 s", GENERATE, silent(True, True), silent(False, True), 9.0),
+    Fault("all connections reset", GENERATE, lambda world, number: world.proxies[number].reset()),
+    Fault("connections refused for 5 s", GENERATE, lambda world, number: world.proxies[number].refuse(),
+          lambda world, number: world.proxies[number].accept(), 5.0),
+    Fault("its weights get another run's name", GENERATE, rename),
+    Fault("the learner is killed, and resumed", GENERATE, kill_learner),
+    Fault("a server killed", UPDATE, KILL),
+    Fault("stopped for 13 s", UPDATE, STOP, GO_ON, 13.0),
+    Fault("cut off for 13 s", UPDATE, silent(True), silent(False), 13.0),
+    Fault("connections reset", FINISH, lambda world, number: world.proxies[number].reset()),
+    Fault("the learner is killed, and resumed", UPDATE, kill_learner),
+    Fault("a server killed", "", KILL),
+    Fault("its engine alone is killed, the process that answers is not", GENERATE, kill_engine),
+    Fault("both servers killed at once", GENERATE, kill_both),
+    Fault("the learner and a server killed", GENERATE, kill_learner_and_server),
+)  # fmt: skip
 
 
 def suffer(world: World, fault: Fault, step: int, chance: random.Random) -> dict[str, Any]:
@@ -239,11 +323,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def measure(
-    world: World, folder: Path, staleness: int, seed: int, faults: tuple[Fault, ...], minutes: float
-) -> dict[str, Any]:
-    """Both runs of one staleness: without faults, and with them."""
-    steps, chance, rows = JOINED + 2 * len(faults), random.Random(seed), []
+def measure(world: World, folder: Path, staleness: int) -> str:
+    """Both runs of one staleness, without faults and with them, as a part of the page."""
+    steps, chance, rows = JOINED + 2 * len(FAULTS), random.Random(7 + staleness), []
     whole, run = folder / f"whole-{staleness}", folder / f"run-{staleness}"
     (folder / "events.jsonl").unlink(missing_ok=True)
     world.allow(1 << 30)
@@ -260,75 +342,39 @@ def measure(
     world.proxies[1].accept()
     world.allow(JOINED)
     world.wait_step(JOINED, 0, "the server that joins")
-    begun = time.monotonic()
-    for number, fault in enumerate(faults):
-        if time.monotonic() - begun < 60 * minutes:
-            rows.append(suffer(world, fault, JOINED + 2 * number + 1, chance))
-            print(json.dumps(rows[-1]), flush=True)
+    for number, fault in enumerate(FAULTS):
+        rows.append(suffer(world, fault, JOINED + 2 * number + 1, chance))
+        print(json.dumps(rows[-1]), flush=True)
     world.end()
     taken = step_times(run)
     for number, row in enumerate(rows):
         row["step"] = taken[JOINED + 2 * number + 1]
+    if wrong := differences(run, whole):
+        raise SystemExit(f"max_staleness {staleness}: the run with faults is not the run without: {wrong}")
     usual = sorted(step_times(whole).values())[steps // 2]
-    return {"rows": rows, "usual": usual, "wrong": differences(run, whole), "steps": steps}
+    return (
+        f"## `max_staleness: {staleness}`\n\n{len(rows)} faults in {steps} steps, of {usual:.1f} s in the median "
+        f"without one; equal byte for byte to the run without.\n\n{table(rows)}\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--faults", type=int, default=len(FAULTS), help="the first so many")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which no fault is begun")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     args = parser.parse_args()
-    faults = FAULTS[: args.faults]
     with tempfile.TemporaryDirectory() as name:
-        folder = args.keep or Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(name)
         file = folder / "config.yaml"
-        config = config_of(folder, JOINED + 2 * len(faults))
+        config = config_of(folder, JOINED + 2 * len(FAULTS))
         config.save(file)
         said: list[str] = []
         with serve(server_settings(config, 2), log_folder=folder / "logs", report=said.append) as servers:
             world = World(servers, folder, file)
             try:
-                for staleness in args.staleness:
-                    result = measure(world, folder, staleness, args.seed + staleness, faults, args.minutes)
-                    (folder / f"results-{staleness}.json").write_text(json.dumps(result))
-                    print(json.dumps({k: v for k, v in result.items() if k != "rows"}), flush=True)
+                parts = [measure(world, folder, staleness) for staleness in args.staleness]
             finally:
                 world.close()
-        found = {
-            number: json.loads(path.read_text())
-            for number in (0, 1)
-            if (path := folder / f"results-{number}.json").exists()
-        }
-    text = page(found)
-    if args.faults == len(FAULTS):
-        PAGE.write_text(text, encoding="utf-8")
-    print(text)
-    if any(one["wrong"] for one in found.values()):
-        raise SystemExit("runs with faults are not the run without")
-
-
-def page(results: dict[int, dict[str, Any]]) -> str:
-    """The page, from what was measured of each staleness."""
-    text = HEAD.format(
-        health=HEALTH_TIMEOUT,
-        timeout=TIMEOUT,
-        usual=" and ".join(f"{found['usual']:.1f}" for found in results.values()),
-    )
-    for staleness, found in results.items():
-        rows, wrong, count = found["rows"], found["wrong"], found["steps"]
-        same = f"NOT EQUAL: {wrong}" if wrong else "equal byte for byte to the run without a fault"
-        text += (
-            f"\n## `max_staleness: {staleness}`\n\n{len(rows)} faults in {count} steps. Completions with their\n"
-            "seeds, metrics but for times (differences of log-probs are among them), and the weights at the end are\n"
-            f"{same}.\n\n{table(rows)}\n"
-        )
-    return text
+    print("\n".join(parts))
 
 
 if __name__ == "__main__":

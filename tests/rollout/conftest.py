@@ -18,8 +18,8 @@ def held() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def make(held: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`helpers.served.engine_over`, closed after the test; lost servers are tried again at once."""
-    from helpers.served import engine_over
+    """`helpers.fake_vllm.engine_over`, closed after the test; lost servers are tried again at once."""
+    from helpers.fake_vllm import engine_over
 
     from mm_grpo.rollout.served import pool
 

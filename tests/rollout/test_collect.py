@@ -12,7 +12,8 @@ from mm_grpo.config import AlgorithmConfig
 from mm_grpo.rewards.resolve import resolve_entries
 from mm_grpo.rewards.scorer import Scores
 from mm_grpo.rewards.spec import RewardSpec
-from mm_grpo.rollout.collect import compute_advantages, group_metrics, has_zero_std, with_scores
+from mm_grpo.rollout.collect import compute_advantages, has_zero_std, with_scores
+from mm_grpo.rollout.group_metrics import group_metrics
 from mm_grpo.types import Completion, Group
 
 GDPO = AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")

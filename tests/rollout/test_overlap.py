@@ -18,8 +18,8 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import GuardStop
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards import Scorer
-from mm_grpo.rollout.engine import Request, Sampling, answered, requests_for
-from mm_grpo.rollout.overlap import Scoring, begin_scoring, sample
+from mm_grpo.rollout.collect import Scoring, begin_scoring, sample
+from mm_grpo.rollout.engine import Request, RequestStream, Sampling, answered, requests_for
 from mm_grpo.rollout.prompts import StepPrompts
 from mm_grpo.rollout.transformers_stream import TransformersStream
 from mm_grpo.types import Completion
@@ -75,7 +75,7 @@ def test_a_run_with_rewards_that_begin_early_is_the_run_without(
     assert len(ended) == len(called) and before[0] == 0 and before[-1] >= len(ended) - 3
 
 
-class FakeStream:
+class FakeStream(RequestStream):
     """Answers the last request first; `wrong` is the place of one with another seed."""
 
     def __init__(self, wrong: int | None) -> None:
@@ -97,10 +97,7 @@ class FakeStream:
     def release(self, number: int) -> None:
         self.released.append(number)
 
-    def __enter__(self) -> FakeStream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self.waiting.clear()
 
 
@@ -109,7 +106,7 @@ class FakeEngine:
         self.made = FakeStream(wrong)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return answered(self.made, requests)  # type: ignore[arg-type]
+        return answered(self.made, requests)
 
     def stream(self) -> FakeStream:
         return self.made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -69,10 +68,12 @@ def test_a_server_at_a_socket_needs_no_key_and_has_no_port(
     words = server_command(settings, 0)
     assert words[words.index("--uds") + 1] == str(tmp_path / "s")
     assert "--middleware" in words and not {"--host", "--port"} & set(words)
-    assert server_environment(settings)["MM_GRPO_SERVER_KEY_ENV"] == ""
-    at_a_port = ServerSettings(ENGINE, key_env="MINE", key="secret-of-the-test")
-    assert server_environment(at_a_port)["MINE"] == "secret-of-the-test" and "secret" not in repr(at_a_port)
-    assert server_environment(replace(at_a_port, key=None))["MM_GRPO_SERVER_KEY_ENV"] == "MINE"
+    found = server_environment(settings)
+    assert found["MM_GRPO_SERVER_OPEN"] == "1" and "MM_GRPO_SERVER_KEY" not in found
+    at_a_port = ServerSettings(ENGINE, key="secret-of-the-test")
+    found = server_environment(at_a_port)
+    assert found["MM_GRPO_SERVER_KEY"] == "secret-of-the-test" and "secret" not in repr(at_a_port)
+    assert "MM_GRPO_SERVER_OPEN" not in found
 
 
 def test_an_older_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPa
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    found = server_environment(ServerSettings(ENGINE, gpus=("2", "3"), key_env="MY_KEY"))
+    found = server_environment(ServerSettings(ENGINE, gpus=("2", "3")))
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & found.keys()
     assert found["CUDA_VISIBLE_DEVICES"] == "2,3" and found["VLLM_SERVER_DEV_MODE"] == "1"
-    assert found["PYTHONPATH"] == f"{ROOT}:/somewhere" and found["MM_GRPO_SERVER_KEY_ENV"] == "MY_KEY"
+    assert found["PYTHONPATH"] == f"{ROOT}:/somewhere"

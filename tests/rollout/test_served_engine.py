@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,18 +11,26 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.configs import small_config
-from helpers.fake_vllm import IMAGE, FakeVLLM, Processor, prompt_of
+from helpers.fake_vllm import (
+    FIVE,
+    IMAGE,
+    WEIGHTS,
+    FakeVLLM,
+    Made,
+    Processor,
+    back,
+    engine_of,
+    prompt_of,
+    requests,
+    restart,
+)
 from helpers.patience import PATIENCE, until
-from helpers.served import FIVE, WEIGHTS, Made, back, requests
 
 from mm_grpo.build import build_engine, own_address
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, Sampling
-from mm_grpo.rollout.served.client import ServerClient
-from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.protocol import NEEDED
-from mm_grpo.rollout.served.server import Limits
-from mm_grpo.rollout.served.transfer import FileTransfer, transfer_of
+from mm_grpo.rollout.served.transfer import transfer_of
 from mm_grpo.types import Completion
 
 
@@ -66,18 +73,16 @@ def test_images_tell_completions_apart_and_order_does_not(make: Made) -> None:
 def test_rows_that_do_not_fit_or_are_refused(make: Made) -> None:
     engine, fakes = make()
     engine.generate([Request(prompt_of("fits", "x" * 95), 0, FIVE)])
-    with pytest.raises(
-        DataError, match=r"long: the prompt has 96 tokens and 5 more .*max_model_len = 100 allows 100"
-    ):
-        engine.generate([Request(prompt_of("long", "x" * 96), 0, FIVE)])
     three = prompt_of("three", "x", *[tiny.picture(1, 8, 8)] * 3)
-    with pytest.raises(DataError, match=r"three: the row has 3 images, .* rollout\.vllm\.max_images"):
+    with pytest.raises(DataError, match=r"long: .*rollout\.vllm\.max_model_len = 100"):
+        engine.generate([Request(prompt_of("long", "x" * 96), 0, FIVE)])
+    with pytest.raises(DataError, match=r"three: .*rollout\.vllm\.max_images"):
         engine.generate([Request(three, 0, FIVE)])
     with pytest.raises(ConfigError, match=r"temperature = 0\.001"):
         engine.generate([Request(prompt_of("a", "x"), 0, Sampling(2, temperature=0.001))])
     for fake in fakes:
         fake.refuse = "At most 1 image(s) may be provided"
-    with pytest.raises(DataError, match=r"a: vLLM refuses the prompt: http://.*HTTP 400: At most 1 image"):
+    with pytest.raises(DataError, match=r"a: vLLM refuses the prompt: http://.*At most 1 image"):
         engine.generate([Request(prompt_of("a", "x"), 0, FIVE)])
     assert engine.pool.recoveries == []  # nothing was the servers' fault
 
@@ -151,58 +156,36 @@ def test_a_stream_answers_each_as_it_ends_and_goes_on_where_it_was(make: Made) -
 # weights -------------------------------------------------------------------------------------
 
 
-class Unkept(FileTransfer):
-    """A transfer that keeps nothing for those that join late, as broadcasts do."""
-
-    keeps_weights = False
-
-    def catch_up(self, clients: Any) -> None:
-        return None
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [FileTransfer, Unkept])
-def test_a_server_that_missed_an_update_is_brought_up_to_all_of_it(make: Made, kind: Any) -> None:
-    engine, fakes = make(transfer=kind(None, 5.0))
+@pytest.mark.parametrize("kind", ["file", "gloo"])
+def test_a_server_that_missed_an_update_is_brought_up_to_all_of_it(make: Made, kind: str) -> None:
+    engine, fakes = make(transfer=transfer_of(kind, timeout=5.0), servers=[FakeVLLM(kind) for _ in range(2)])
     new = torch.full((4,), 2.0)
-    fakes[0].control.faults["/update_weights"] = lambda body: time.sleep(0) or 1 / 0
+    fakes[0].faults["/update_weights"] = lambda body: 1 / 0
     learners = new.clone()
     received = engine.update_weights({"b.weight": learners}.items(), 1)  # a part, as the ledger sends it
     assert received.keys() == {"b.weight"}
     learners.zero_()  # it goes on
     assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
     assert [c.weight_versions for c in engine.generate(requests(2))] == [((0, 1),)] * 8
-    fakes[0].control.faults.clear()
+    fakes[0].faults.clear()
     back(engine)
     for fake in fakes:
-        assert torch.equal(fake.control.weights["b.weight"], new)
-        assert torch.equal(fake.control.weights["a.q.weight"], WEIGHTS["a.q.weight"])
-
-
-@pytest.mark.slow
-def test_a_restart_is_seen_when_a_part_is_sent(make: Made) -> None:
-    """The new process would have that part, the name of the new weights, and all else from the disk."""
-    engine, fakes = make()
-    fakes[0].control.restart()
-    fakes[0].control.versions.clear()
-    engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
-    assert [server.url for server in engine.pool.ready()][-1:] == [fakes[1].url]
-    back(engine)
-    assert torch.equal(fakes[0].control.weights["a.q.weight"], WEIGHTS["a.q.weight"])
-    assert "it does not hold the weights that it was sent last" not in engine.pool.describe()
+        assert torch.equal(fake.weights["b.weight"], new)
+        assert torch.equal(fake.weights["a.q.weight"], WEIGHTS["a.q.weight"])
 
 
 @pytest.mark.slow
 def test_a_server_that_failed_at_the_end_of_an_update_is_sent_it_again(make: Made) -> None:
     """Then it has the name of the new weights, and caches of the old ones."""
     engine, fakes = make()
-    fakes[0].control.faults["/reset_encoder_cache"] = lambda body: 1 / 0
+    fakes[0].faults["/reset_encoder_cache"] = lambda body: 1 / 0
     engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
-    assert fakes[0].name == fakes[1].name and fakes[0].control.paused
-    fakes[0].control.faults.clear()
-    fakes[0].control.caches.clear()
+    assert fakes[0].name == fakes[1].name and fakes[0].paused
+    fakes[0].faults.clear()
+    fakes[0].caches.clear()
     back(engine)
-    assert fakes[0].control.caches == ["prefix", "encoder"] and not fakes[0].control.paused
+    assert fakes[0].caches == ["prefix", "encoder"] and not fakes[0].paused
 
 
 @pytest.mark.slow
@@ -240,7 +223,7 @@ def test_weights_of_another_version_of_this_run_are_not_sampled_from(make: Made)
     engine.update_weights(WEIGHTS.items(), 1)
     engine.pool.updating = True  # nothing is taken in for now
     older = fakes[0].name.replace(":1", ":0")
-    fakes[0].control.versions.append(older)
+    fakes[0].versions.append(older)
     done = engine.generate(requests(2))
     assert {c.weight_versions for c in done} == {((0, 1),)} and fakes[0].asked == []
     assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
@@ -253,29 +236,24 @@ def test_all_servers_lost_in_an_update_are_waited_for(make: Made) -> None:
         fake.kill()
     threading.Timer(0.3, fakes[1].restart).start()
     engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
-    assert torch.equal(fakes[1].control.weights["b.weight"], torch.ones(4))
-    assert torch.equal(fakes[1].control.weights["a.k.weight"], torch.ones(2))
+    assert torch.equal(fakes[1].weights["b.weight"], torch.ones(4))
+    assert torch.equal(fakes[1].weights["a.k.weight"], torch.ones(2))
     assert {c.weight_versions for c in engine.generate(requests(2))} == {((0, 1),)}
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_server_that_loads_something_else_or_nothing_stops_the_run(lost: bool, make: Made) -> None:
+def test_a_server_that_loads_something_else_stops_the_run(make: Made) -> None:
     engine, fakes = make()
-    worker = fakes[1].control.workers[0]
-    load = worker.model.load_weights
-    worker.model.load_weights = lambda tensors: load(
-        [(name, tensor + 1) for name, tensor in tensors][: None if not lost else 0]
-    )
-    with pytest.raises(
-        GuardStop, match=rf"weight sync with {fakes[1].url}: of 1 tensors 1 arrived changed: 'b"
-    ):
+    model = fakes[1].workers[0].model
+    load = model.load_weights
+    model.load_weights = lambda tensors: load([(name, tensor + 1) for name, tensor in tensors])
+    with pytest.raises(GuardStop, match=rf"{fakes[1].url}: of 1 tensors 1 arrived changed: 'b"):
         engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
 
 
 @pytest.mark.slow
 def test_a_server_that_is_brought_up_to_something_else_is_not_taken_in(make: Made) -> None:
     engine, fakes = make()
-    (server, _), control = engine.pool.servers, fakes[0].control
+    (server, _), control = engine.pool.servers, fakes[0]
     control.faults["/update_weights"] = lambda body: 1 / 0
     engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
     worker = control.workers[0]
@@ -302,17 +280,9 @@ def test_nothing_is_sampled_before_weights_were_sent(make: Made) -> None:
 def test_another_runs_weights_are_not_sampled_from(make: Made) -> None:
     engine, fakes = make(1, wait_timeout=0.3)
     engine.pool.bring_up = None
-    other = ServedEngine(
-        [ServerClient(fakes[0].url, timeout=5)],
-        transfer_of("file"),
-        Processor(),
-        limits=Limits(),
-        max_images=1,  # type: ignore[arg-type]
-    )
+    other = engine_of(fakes, transfer_of("file"))
     other.update_weights(WEIGHTS.items(), 0)
-    with pytest.raises(
-        EngineError, match=r"it holds weights '\w+:0', (not|and another process sends it) '\w+:0'"
-    ):
+    with pytest.raises(EngineError, match=r"it holds weights '\w+:0', (not|and another process) "):
         engine.generate(requests(1))
     other.close()
 
@@ -355,13 +325,11 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
     expected = alone.generate(requests())
     barrier, shared = threading.Barrier(2), dict[str, Any]()
     engines = [
-        ServedEngine(
-            [ServerClient(fake.url, timeout=5, connect_timeout=5) for fake in fakes],
+        engine_of(
+            fakes,
             transfer_of("file", timeout=5.0) if rank == 0 else None,
-            Processor(),  # type: ignore[arg-type]
-            limits=Limits(health_timeout=1.0, wait_timeout=5.0, max_model_len=100),
-            max_images=2,
-            ranks=ThreadRanks(rank, barrier, shared),  # type: ignore[arg-type]
+            ranks=ThreadRanks(rank, barrier, shared),
+            wait_timeout=5.0,
         )
         for rank in (0, 1)
     ]
@@ -385,8 +353,7 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
     both()
     assert received[0] == received[1] and received[0].keys() == WEIGHTS.keys()
     assert done[0] + done[1] == expected
-    fakes[0].kill()
-    fakes[0].restart()  # the first process alone may bring it up; the other waits for that
+    restart(fakes[0])  # the first process alone may bring it up; the other waits for that
     both()
     for engine in engines:
         back(engine)
@@ -397,34 +364,50 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
 # what a server is started with ---------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_servers_that_lack_something_are_refused_with_how_to_start_them(make: Made) -> None:
-    for missing in (*NEEDED, "content_parts"):
-        fake = FakeVLLM()
-        fake.missing = (missing,)
-        with pytest.raises(ConfigError, match=rf"{fake.url} .*{missing}.*`mm-grpo serve`"):
-            make(servers=[fake])
+def _without(*missing: str) -> FakeVLLM:
     fake = FakeVLLM()
-    fake.max_model_len = 50
-    with pytest.raises(ConfigError, match=r"sequences of 50 tokens, and this run needs 100"):
-        make(servers=[fake])
+    fake.missing = missing
+    return fake
+
+
+def _with(**values: Any) -> FakeVLLM:
     fake = FakeVLLM()
-    fake.control.workers[0].account.model = {"model_type": "other", "text_config.hidden_size": 64}
-    for key, value in fake.control.workers[0].account.model.items():
-        with pytest.raises(ConfigError, match=rf"{fake.url} serves another model: its {key} is {value!r}"):
-            make(servers=[fake], sizes={key: 32})
-    assert set(fake.control.calls) == {"/collective_rpc"} and not fake.control.weights
-    make(servers=[fake], sizes={"model_type": "other", "vision_config.depth": 2})
+    for name, value in values.items():
+        setattr(fake, name, value)
+    return fake
+
+
+def _of_another_model() -> FakeVLLM:
     fake = FakeVLLM()
-    fake.raw = True
-    with pytest.raises(ConfigError, match=r"start it with --logprobs-mode processed_logprobs"):
-        make(servers=[fake])
-    fake = FakeVLLM()
+    fake.workers[0].account.model = {"model_type": "other", "text_config.hidden_size": 64}
+    return fake
+
+
+SIZES = {"model_type": "other", "text_config.hidden_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        (lambda: _without(NEEDED[0]), NEEDED[0]),
+        (lambda: _without("content_parts"), "content_parts"),
+        (lambda: _with(max_model_len=50), r"rollout\.vllm\.max_model_len"),
+        (_of_another_model, r"another model: its text_config\.hidden_size is 64"),
+        (lambda: _with(raw=True), "--logprobs-mode processed_logprobs"),
+        (lambda: _with(key="right"), "MM_GRPO_SERVER_KEY"),
+    ],
+)
+def test_a_server_that_lacks_something_is_refused(make: Made, server: Any, words: str) -> None:
+    fake = server()
+    with pytest.raises(ConfigError, match=rf"rollout\.server\.urls: {fake.url} .*{words}") as caught:
+        make(servers=[fake], key="wrong", sizes=SIZES)
+    assert "wrong" not in str(caught.value) and (fake.raw or "/pause" not in fake.calls)
+
+
+def test_a_server_with_the_key_and_the_model_is_taken(make: Made) -> None:
+    fake = _of_another_model()
     fake.key = "right"
-    with pytest.raises(ConfigError, match=r"refuses the key .*MM_GRPO_SERVER_KEY") as caught:
-        make(servers=[fake], key="wrong")
-    assert "wrong" not in str(caught.value) and "right" not in str(caught.value).replace("rights", "")
-    make(servers=[fake], key="right")
+    make(servers=[fake], key="right", sizes={"model_type": "other", "vision_config.depth": 2})
 
 
 @pytest.mark.slow
@@ -443,18 +426,14 @@ def test_servers_that_come_late_are_waited_for(make: Made, held: ExitStack) -> N
 
 def test_no_urls_is_the_configs_fault() -> None:
     config = small_config("unused", rollout={"engine": "vllm_server"})
-    with pytest.raises(
-        ConfigError, match=r"rollout\.server\.urls = \[\]: .* `mm-grpo train --serve 1` start one"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout\.server\.urls = \[\]"):
         build_engine(config, None, Processor())  # type: ignore[arg-type]
 
 
 def test_no_server_at_all_is_the_configs_fault(make: Made) -> None:
     fake = FakeVLLM()
     fake.kill()
-    with pytest.raises(
-        ConfigError, match=r"no server answers within 0\.3 s .*Connection refused.*`mm-grpo serve`"
-    ):
+    with pytest.raises(ConfigError, match=r"no server answers within 0\.3 s .*Connection refused"):
         make(servers=[fake], wait_timeout=0.3)
 
 

@@ -9,9 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.fake_vllm import FakeVLLM, prompt_of
+from helpers.fake_vllm import (
+    WEIGHTS,
+    FakeVLLM,
+    Made,
+    back,
+    cut,
+    fail,
+    in_midst,
+    prompt_of,
+    requests,
+    restart,
+    stop_and_go,
+)
 from helpers.patience import PATIENCE, until
-from helpers.served import WEIGHTS, Made, back, cut, fail, in_midst, requests, restart, stop_and_go
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.served import pool
@@ -60,22 +71,16 @@ def test_requests_that_a_server_that_is_gone_left_unanswered_go_to_others(make: 
 
 
 @pytest.mark.slow
-def test_a_server_killed_for_good_is_done_without(make: Made) -> None:
+def test_a_server_killed_for_good_is_done_without_and_counted(make: Made) -> None:
     engine, fakes = make()
     expected = engine.generate(requests())
+    engine.metrics()  # the start
+    assert engine.metrics() == {"served/ready": 2, "served/losses": 0, "served/recoveries": 0}
     assert in_midst(engine, fakes, fakes[0].kill) == expected
+    assert engine.metrics() == {"served/ready": 1, "served/losses": 1, "served/recoveries": 0}
     begun = len(fakes[1].asked)
     assert engine.generate(requests()) == expected
     assert len(fakes[1].asked) == begun + 12
-
-
-@pytest.mark.slow
-def test_metrics_count_servers_that_were_lost_and_came_back_since_the_last_row(make: Made) -> None:
-    engine, fakes = make()
-    engine.metrics()  # the start
-    assert engine.metrics() == {"served/ready": 2, "served/losses": 0, "served/recoveries": 0}
-    in_midst(engine, fakes, fakes[0].kill)
-    assert engine.metrics() == {"served/ready": 1, "served/losses": 1, "served/recoveries": 0}
     fakes[0].restart()
     back(engine)
     assert engine.metrics() == {"served/ready": 2, "served/losses": 0, "served/recoveries": 1}
@@ -95,8 +100,7 @@ def test_a_server_that_answers_health_alone_is_left(make: Made) -> None:
 def test_a_restart_between_steps_is_seen_before_a_request(make: Made) -> None:
     engine, fakes = make()
     expected = engine.generate(requests())
-    fakes[0].kill()
-    fakes[0].restart()
+    restart(fakes[0])
     begun = len(fakes[0].asked)
     engine.pool.updating = True  # nothing is taken in for now
     assert engine.generate(requests()) == expected
@@ -112,11 +116,9 @@ def test_none_left_names_each_server_and_what_happened(make: Made) -> None:
     fakes[1].kill()
     with pytest.raises(EngineError) as caught:
         in_midst(engine, fakes, fakes[0].kill)
-    message = str(caught.value)
-    assert message.startswith("no server has been left to sample for 0.5 s (rollout.server.wait_timeout): ")
+    assert "rollout.server.wait_timeout" in str(caught.value) and "--resume" in str(caught.value)
     for fake in fakes:
-        assert f"{fake.url}: no connection (Connection refused); tried " in message
-    assert message.endswith("go on from the newest checkpoint with --resume")
+        assert f"{fake.url}: no connection (Connection refused); tried " in str(caught.value)
 
 
 @pytest.mark.slow
@@ -139,11 +141,8 @@ def test_what_is_waited_for_is_said(
     for fake in fakes:
         fake.stuck.set()
 
-    def said() -> list[str]:
-        return [r.getMessage() for r in caplog.records if "without an answer" in r.getMessage()]
-
     def answer_later() -> None:
-        until(lambda: len(said()) == 2)
+        until(lambda: caplog.text.count("without an answer") >= 2)
         for fake in fakes:
             fake.stuck.clear()
 
@@ -151,29 +150,8 @@ def test_what_is_waited_for_is_said(
     thread.start()
     engine.generate(requests(2))
     thread.join()
-    said = said()
-    assert said[0].startswith("rollout: 2 request(s) without an answer for 0 s: http://127.0.0.1:")
-    assert said[0].count(": 1 request(s) on their way") == 2
-
-
-@pytest.mark.long
-def test_twenty_faults(make: Made) -> None:
-    """Kills, restarts, cuts, 500s and stops in twenty steps: seeds and groups as if nothing had happened."""
-    plain, _ = make(1)
-    engine, fakes = make()
-    for step in range(20):
-        engine.update_weights(WEIGHTS.items(), step + 1)
-        fault = stop_and_go if step == 7 else [cut, fail, restart][step % 3]
-        expected = [c.token_ids for c in plain.generate(requests(4, first=step))]
-        for fake in fakes:
-            fake.delay = 0.02
-        fault(fakes[step % 2])
-        done = engine.generate(requests(4, first=step))
-        assert [c.token_ids for c in done] == expected
-        assert {c.weight_versions for c in done} == {((0, step + 1),)}
-        back(engine)
-    assert len(engine.pool.recoveries) >= 13  # one that fails while it has nothing to do is not lost
-    assert max(seconds for _, seconds in engine.pool.recoveries) < 5
+    assert "2 request(s) without an answer for 0 s" in caplog.text
+    assert all(f"{fake.url}: 1 request(s) on their way" in caplog.text for fake in fakes)
 
 
 # odd answers -----------------------------------------------------------------------------------
@@ -193,29 +171,19 @@ def worker(**changes: Any) -> Callable[[Any], Any]:
 
 
 ODD: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    *(("start", path, lambda _, odd=odd: odd)
-      for path in ("/version", "/openapi.json", "/v1/models", RPC) for odd in ([1], None, "x", {})),
-    ("start", "/openapi.json", lambda answer: {**answer, "components": []}),
-    ("start", "/openapi.json", lambda answer: {**answer, "paths": None}),
-    ("start", "/v1/models", lambda _: {"data": []}),
+    *(("start", path, lambda _, odd=odd: odd) for path in ("/version", "/openapi.json", "/v1/models", RPC)
+      for odd in ([1], "x", {})),
     ("start", "/v1/models", lambda _: {"data": [{"id": "tiny", "max_model_len": "100"}]}),
     ("start", RPC, lambda _: {"results": []}),
-    ("start", RPC, lambda _: {"results": ["None"]}),
-    ("start", RPC, worker(model=[1])),
     ("start", RPC, worker(finished="no")),
-    *(("update", RPC, worker(**change)) for change in ({"digests": [1]}, {"digests": {"a": 1}}, {"version": "0"})),
-    *(("generate", path, lambda _, odd=odd: odd) for path in (GENERATE, INFO) for odd in ([1], None, "x", {})),
+    ("update", RPC, worker(digests={"a": 1})),
+    *(("generate", path, lambda _, odd=odd: odd) for path in (GENERATE, INFO) for odd in ([1], None, {})),
     *(("generate", GENERATE, first(**change)) for change in (
-        {"index": 7}, {"index": None}, {"index": [0]}, {"token_ids": None}, {"token_ids": ["1"]}, {"token_ids": [1.5]},
-        {"token_ids": [-1]}, {"token_ids": [2**40]}, {"logprobs": [1]}, {"logprobs": {"content": [None]}},
-        {"logprobs": {"content": 3}}, {"weight_versions": 3}, {"weight_versions": [{"start": "0"}]},
+        {"index": 7}, {"token_ids": [1.5]}, {"token_ids": [2**40]}, {"logprobs": [1]},
         {"weight_versions": [{"start": 4, "version": "a:0"}]})),
-    *(("generate", GENERATE, logprob(value)) for value in (None, "-0.5", float("nan"), float("-inf"), [], {})),
-    ("generate", GENERATE, lambda answer: {**answer, "choices": None}),
+    *(("generate", GENERATE, logprob(value)) for value in (None, float("nan"))),
     ("generate", GENERATE, lambda answer: {**answer, "choices": answer["choices"][:1] * 4}),
-    ("generate", GENERATE, lambda answer: {**answer, "prompt_token_ids": "1"}),
-    *(("score", GENERATE, lambda answer, odd=odd: {**answer, "prompt_logprobs": odd})
-      for odd in (None, [], [None], {}, [None] * 5, [None, *({str(t): {"logprob": "x"}} for t in (121, 122, 50, 60))])),
+    *(("score", GENERATE, lambda answer, odd=odd: {**answer, "prompt_logprobs": odd}) for odd in (None, [None])),
 )  # fmt: skip
 
 

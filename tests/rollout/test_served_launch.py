@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.patience import PATIENCE, until
 from helpers.processes import alone, free_port
@@ -30,17 +32,14 @@ ENGINE = EngineSettings(str(BASE), "float32", 512)
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
-def gone(pids: Sequence[int], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
+def gone(pids: Sequence[int]) -> bool:
+    until(lambda: not any(map(alive, pids)))
+    return True
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, pids: Path, *how: str) -> None:
@@ -56,33 +55,31 @@ def started(pids: Path) -> list[int]:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::", "gpu-7"])
 def test_other_machines_are_let_in_with_a_key_alone(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ConfigError, match=f"--host {host}: other machines reach .* set a key .* variable MY_KEY"
-    ):
-        launch.check_exposure(host, "MY_KEY", {})
-    launch.check_exposure(host, "MY_KEY", {"MY_KEY": "k"})
     monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
-    with pytest.raises(ConfigError, match="other machines reach"):
+    with pytest.raises(ConfigError, match=rf"--host {host}: .* MM_GRPO_SERVER_KEY"):
         ServerProcess(ServerSettings(ENGINE, host=host), Path("/dev/null")).start()
+    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
+    launch.check_exposure(host)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
 def test_at_this_machine_a_key_is_made_where_none_is_set(
     host: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    launch.check_exposure(host, "MY_KEY", {})
+    monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
+    launch.check_exposure(host)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.delenv("MY_KEY", raising=False)
     monkeypatch.setattr(ServerProcess, "start", lambda self: None)
     monkeypatch.setattr(ServerProcess, "wait_ready", lambda self, timeout: 0.0)
-    settings = ServerSettings(ENGINE, host=host, port=free_port(), key_env="MY_KEY")
+    settings = ServerSettings(ENGINE, host=host, port=free_port())
+    url = f"http://{host}:{settings.port}"
     with serve([settings]) as (server,):
-        assert server.settings.key == key_for("MY_KEY", f"http://{host}:{settings.port}") is not None
-        taken = pytest.raises(ConfigError, match=rf"--port {settings.port}: .* take another")
+        assert server.settings.key == key_for(url) is not None
+        taken = pytest.raises(ConfigError, match=rf"--port {settings.port}: ")
         with socket.create_server((host, settings.port)), taken, serve([settings]):
             pass
-        assert key_for("MY_KEY", f"http://{host}:{settings.port}") == server.settings.key
-    monkeypatch.setenv("MY_KEY", "k")
+        assert key_for(url) == server.settings.key
+    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
     with serve([settings]) as (server,):
         assert server.settings == settings
 
@@ -118,28 +115,12 @@ def test_a_server_that_ignores_sigterm_or_is_stopped_is_killed(
     assert gone(pids) and server.poll() is None
 
 
-def test_a_killed_server_starts_anew_at_its_url_and_leaves_no_worker(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fake(monkeypatch, tmp_path / "pids")
-    with serve([ServerSettings(ENGINE)]) as (server,):
-        first, url = started(tmp_path / "pids"), server.url
-        os.kill(first[0], signal.SIGKILL)
-        assert gone(first[:1]) and alive(first[1])
-        assert server.poll() == -signal.SIGKILL
-        server.start()
-        server.wait_ready(PATIENCE)
-        assert server.url == url and gone(first)
-
-
 def test_a_server_that_ends_before_it_is_ready_shows_the_end_of_its_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake(monkeypatch, tmp_path / "pids", "broken")
     with (
-        pytest.raises(
-            EngineError, match=r"exited with code 1 before it was ready; (?s:.*) there is no such model"
-        ),
+        pytest.raises(EngineError, match=r"exited with code 1 (?s:.*) there is no such model"),
         serve([ServerSettings(ENGINE)]),
     ):
         raise AssertionError("it never was ready")
@@ -161,19 +142,15 @@ def test_a_server_that_ends_is_started_anew_and_given_up_when_it_never_answers(
     fake(monkeypatch, tmp_path / "pids")
     said: list[str] = []
     with serve([ServerSettings(ENGINE)], report=said.append) as (server,):
-        (first, _) = started(tmp_path / "pids")
-        os.kill(first, signal.SIGKILL)
-        end = time.monotonic() + PATIENCE
-        while not (server.ready and len(started(tmp_path / "pids")) == 4) and time.monotonic() < end:
-            time.sleep(0.02)
-        assert server.ready and len(said) == 1
-        assert f"{server.url} was ended by SIGKILL (out of memory?); it is started anew" in said[0]
+        first, url = started(tmp_path / "pids"), server.url
+        os.kill(first[0], signal.SIGKILL)
+        until(lambda: len(started(tmp_path / "pids")) == 4 and server.ready)
+        assert server.url == url and gone(first)  # its worker too
+        assert len(said) == 1 and f"{url} was ended by SIGKILL" in said[0] and "started anew" in said[0]
         fake(monkeypatch, tmp_path / "pids", "broken")
         os.kill(started(tmp_path / "pids")[2], signal.SIGKILL)
-        while len(said) < 5 and time.monotonic() < end:
-            time.sleep(0.02)
-    assert len(said) == 1 + 4 and "exited with code 1, 4 times in a row, and is not started again" in said[-1]
-    assert "there is no such model" in said[-1]
+        until(lambda: len(said) == 1 + 1 + launch.RESTARTS)
+    assert "is not started again" in said[-1] and "there is no such model" in said[-1]
     assert gone(started(tmp_path / "pids"))
 
 
@@ -194,10 +171,7 @@ def test_a_server_that_stopped_listening_and_does_not_end_is_started_anew(
         assert said == [] and server.ready
         ServerClient(server.url, timeout=PATIENCE).call("/close", method="GET")
         until(lambda: said and server.ready)
-        assert said == [
-            f"the vLLM server at {server.url} has stopped listening and not ended for 0.5 s: has its engine died?; it "
-            "is started anew"
-        ]
+        assert len(said) == 1 and f"{server.url} has stopped listening" in said[0]
         assert gone(first) and len(started(tmp_path / "pids")) == 4
 
 
@@ -224,9 +198,7 @@ def test_servers_end_with_a_process_that_is_killed(tmp_path: Path, how: str) -> 
     command = [sys.executable, script, FAKE, pids, *["stubborn"] * (how == "SIGKILL")]
     parent = subprocess.Popen(command, env=alone(), stderr=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 60
-        while not Path(f"{pids}.ready").exists() and parent.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
+        until(lambda: Path(f"{pids}.ready").exists() or parent.poll() is not None)
         servers = started(pids)
         assert all(map(alive, servers))
         parent.send_signal(signal.Signals[how])

@@ -149,10 +149,3 @@ def test_weights_are_copied_hashed_and_versioned(models: dict[str, Any]) -> None
     assert (a.weight_versions, b.weight_versions) == (((0, 7),), ((0, 0),))
     with pytest.raises(KeyError, match=r"no\.such\.weight"):
         setup.engine.update_weights([("no.such.weight", torch.zeros(1))], 8)
-
-
-def test_the_engine_gives_the_model_back_as_it_was(setup: Setup) -> None:
-    setup.model.train()
-    setup.engine.generate([Request(setup.prompts()[1], 0, TWELVE)])
-    assert setup.model.training
-    setup.model.eval()

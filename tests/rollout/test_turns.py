@@ -23,7 +23,7 @@ from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ConfigError, GuardStop, ToolError
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.conversation import Conversation
-from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.seeds import TRAIN_SEEDS, SeedPlan, eval_seeds
 from mm_grpo.rollout.turns import TurnLoop
 from mm_grpo.types import Completion, Prompt
@@ -147,25 +147,18 @@ def test_what_a_tool_says_cannot_write_special_tokens(models: dict[str, Path]) -
     assert counts[0] == counts[1] == 3  # the ends and beginnings of turns that the template writes
 
 
-def test_limits_end_a_conversation_as_cut_off(models: dict[str, Path]) -> None:
-    one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56))
-    answers = one.run()
-    assert {a.finish_reason for a in answers} == {"length"} and len(one.engine.seen) == 4
-    short = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56))
-    (answer, *_) = short.run(tokens=40)  # the answer of the tool alone has more
-    assert answer.finish_reason == "length" and answer.tail is None and len(answer.turns) == 1
-    assert len(short.engine.seen) == 1
-
-
-def test_the_tokens_after_the_prompt_are_bounded(models: dict[str, Path]) -> None:
-    for tokens in (60, 80, 120, 200):
+def test_turns_and_tokens_after_the_prompt_are_bounded(models: dict[str, Path]) -> None:
+    for tokens in (60, 120, 300):
         one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56))
-        for answer in one.run(tokens=tokens):
-            assert answer.run_length <= tokens
+        answers = one.run(tokens=tokens)
+        assert {a.finish_reason for a in answers} == {"length"} and max(
+            a.run_length for a in answers
+        ) <= tokens
         first = one.engine.seen[0][0].prompt.token_ids
         for request in (r for requests in one.engine.seen for r in requests):
             left = tokens - (len(request.prompt.token_ids) - len(first))
             assert request.sampling.max_tokens == left >= 1
+    assert len(one.engine.seen) == 4  # rollout.max_turns
 
 
 def test_an_observation_that_leaves_no_token_to_sample_ends_the_conversation(models: dict[str, Path]) -> None:
@@ -176,6 +169,7 @@ def test_an_observation_that_leaves_no_token_to_sample_ends_the_conversation(mod
         one.engine.seen.clear()
         answers = one.run(tokens=len(second) - len(first) + left)
         assert len(one.engine.seen) == turns and {c.finish_reason for c in answers} == {end}
+        assert (answers[0].tail is None) == (left == 0)
 
 
 def test_a_turn_under_older_weights_stops_the_run(
@@ -212,7 +206,6 @@ def test_images_are_limited(models: dict[str, Path]) -> None:
     told = [t for t in one.run()[0].turns if t.role == "tool"]
     assert [t.fault for t in told] == [None, "too_many_images", "too_many_images"]
     assert [len(t.images) for t in told] == [1, 0, 0]
-    assert told[1].text == "error: no more than 1 images are shown in a conversation"
 
 
 def test_several_calls_of_a_turn_are_answered_in_order(models: dict[str, Path]) -> None:
@@ -328,10 +321,6 @@ def test_a_tool_that_takes_long_holds_up_its_own_conversation_alone(
         "noted",
         "made",
     ]
-    # what was sampled does not depend on who answered first
-    patient = Loop(models["qwen2_5_vl"], lambda seed, turn: "done", tools=(wait_for, make, note))
-    again = [patient.engine.engine.generate([r]) for r in requests_of(one, found)]
-    assert [c.token_ids for (c,) in again] == [turn for c in found for turn in sampled_turns(c)]
 
 
 def test_synchronous_turns_begin_together(models: dict[str, Path]) -> None:
@@ -350,28 +339,6 @@ def test_synchronous_turns_begin_together(models: dict[str, Path]) -> None:
         assert [sum(turn.role == "assistant" for turn in c.turns) for c in found] == [3, 3, 3]
     assert begun[True] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert sorted(begun[False]) == begun[True] != begun[False]
-
-
-def requests_of(one: Loop, found: Sequence[Completion]) -> list[Request]:
-    """The request of each turn, made anew from the conversations."""
-    start = one.processor.prompt(one.toolbox.prepare(sample("train:0", images=(picture(1, 56, 56),))))
-    requests = []
-    for done in found:
-        assert done.tail is not None
-        ids, kept = (*start.token_ids, *done.tail.token_ids), done.tail.sampled
-        begins = [i for i, was in enumerate(kept) if was and (i == 0 or not kept[i - 1])]
-        for turn, at in enumerate(begins):
-            at += len(start.token_ids)
-            prompt = one.processor.extended(start, ids[len(start.token_ids) : at], ())
-            requests.append(Request(prompt, PLAN.of_turn(done.seed, turn), Sampling(6)))
-    return requests
-
-
-def sampled_turns(done: Completion) -> list[tuple[int, ...]]:
-    """The tokens of each turn of the model."""
-    sizes = [turn.tokens for turn in done.turns if turn.role == "assistant"]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [done.token_ids[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def test_a_failure_in_the_middle_gives_calls_up(models: dict[str, Path], tmp_path: Path) -> None:
@@ -410,45 +377,35 @@ def test_tokens_that_are_tokenized_again_are_caught(begun: Any, monkeypatch: pyt
     processor, conversation = begun
     real, tokenizer = processor.extended, processor.tokenizer
 
-    def again(prompt: Prompt, token_ids: Sequence[int], pictures: Any) -> Prompt:
-        return real(prompt, tokenizer(tokenizer.decode(list(token_ids)))["input_ids"], pictures)
+    def again(token_ids: Sequence[int]) -> list[int]:
+        return list(tokenizer(tokenizer.decode(list(token_ids)))["input_ids"])
 
-    merged = next(
-        (a, b)
-        for a in range(40, 250)
-        for b in range(40, 250)
-        if tokenizer(tokenizer.decode([a, b]))["input_ids"] != [a, b]
+    merged = next((a, b) for a in range(40, 250) for b in range(40, 250) if again([a, b]) != [a, b])
+    monkeypatch.setattr(
+        processor, "extended", lambda prompt, ids, pictures: real(prompt, again(ids), pictures)
     )
-    monkeypatch.setattr(processor, "extended", again)
     with pytest.raises(GuardStop, match="train:0: turn 1 changed tokens that were there before it"):
         conversation.answered(answer_of(merged))
 
 
-def test_a_prompt_that_changes_is_caught(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def other_tokens(made: Prompt) -> Prompt:
+    return replace(made, token_ids=(made.token_ids[0] + 1, *made.token_ids[1:]))
+
+
+def other_positions(made: Prompt) -> Prompt:
+    return replace(made, position_ids=made.position_ids + 1)
+
+
+@pytest.mark.parametrize(("change", "what"), [(other_tokens, "tokens"), (other_positions, "positions")])
+def test_a_prompt_that_changes_is_caught(
+    begun: Any, change: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     processor, conversation = begun
     conversation.answered(answer_of([50, 60]))
     real = processor.extended
-
-    def other(prompt: Prompt, token_ids: Sequence[int], pictures: Any) -> Prompt:
-        made = real(prompt, token_ids, pictures)
-        return replace(made, token_ids=(made.token_ids[0] + 1, *made.token_ids[1:]))
-
-    monkeypatch.setattr(processor, "extended", other)
-    with pytest.raises(GuardStop, match="changed tokens that were there before it"):
+    monkeypatch.setattr(processor, "extended", lambda *given: change(real(*given)))
+    with pytest.raises(GuardStop, match=f"changed {what} (of tokens )?that were there before it"):
         conversation.observed([50], ())
-
-
-def test_positions_that_change_are_caught(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor, conversation = begun
-    real = processor.extended
-
-    def moved(prompt: Prompt, token_ids: Sequence[int], pictures: Any) -> Prompt:
-        made = real(prompt, token_ids, pictures)
-        return replace(made, position_ids=made.position_ids + 1)
-
-    monkeypatch.setattr(processor, "extended", moved)
-    with pytest.raises(GuardStop, match="changed positions of tokens that were there before it"):
-        conversation.answered(answer_of([50]))
 
 
 def test_an_image_that_cannot_be_resized_is_told_to_the_model(models: dict[str, Path]) -> None:
@@ -519,7 +476,7 @@ SMALL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
 def test_a_run_learns_from_what_was_sampled(family: str, models: dict[str, Path], tmp_path: Path) -> None:
     trainer: Any = run(models[family], tmp_path / "run", **SMALL, algorithm={"beta": 0.1})
     for row in rows_of(tmp_path / "run")[1:]:

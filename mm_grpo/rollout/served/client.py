@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 from mm_grpo.files import LARGEST_JSON, parse_json
@@ -213,28 +214,22 @@ class ServerClient:
 # the thread of all clients -------------------------------------------------------------------
 
 
-class _Loop:
-    """An event loop in a thread of its own, made at its first use in a process."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.pid = 0
-        self.loop: asyncio.AbstractEventLoop | None = None
-
-    def running(self) -> asyncio.AbstractEventLoop:
-        with self.lock:
-            if self.loop is None or self.pid != os.getpid():
-                self.loop, self.pid = asyncio.new_event_loop(), os.getpid()
-                threading.Thread(target=self.loop.run_forever, name="mm_grpo-http", daemon=True).start()
-            return self.loop
+_starting = threading.Lock()
 
 
-_loop = _Loop()
+@cache
+def _loop(pid: int) -> asyncio.AbstractEventLoop:
+    """The event loop of a process, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="mm_grpo-http", daemon=True).start()
+    return loop
 
 
 def in_background(work: Coroutine[Any, Any, T]) -> Future[T]:
     """Run a coroutine in the thread of all clients; cancelling the future cancels it."""
-    return asyncio.run_coroutine_threadsafe(work, _loop.running())
+    with _starting:
+        loop = _loop(os.getpid())
+    return asyncio.run_coroutine_threadsafe(work, loop)
 
 
 def wait(future: Future[T]) -> T:

@@ -18,7 +18,7 @@ import torch
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.rollout.served import server_key
-from mm_grpo.rollout.served.plugin import BACKENDS, EXTENSION, MODEL_VARIABLE
+from mm_grpo.rollout.served.plugin import BACKENDS, EXTENSION
 from mm_grpo.rollout.vllm.launch import EngineSettings, engine_arguments
 
 ONLY_ON = ("disable_log_stats", "data_parallel_hybrid_lb", "data_parallel_external_lb")
@@ -46,8 +46,7 @@ class ServerSettings:
     """One server. `engine` is what an in-process engine would be started with, `transfer` file, gloo or nccl.
 
     `gpus` are its GPUs as CUDA_VISIBLE_DEVICES names them, as many as `tensor_parallel`, None where it has all. It
-    listens on `socket`, or at `host` and `port`; `key_env` names the variable that holds its key, `key` is one that was
-    made for it.
+    listens on `socket`, or at `host` and `port`; `key` is one that was made for it, where nobody set one.
     """
 
     engine: EngineSettings
@@ -57,7 +56,6 @@ class ServerSettings:
     socket: Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
-    key_env: str = server_key.VARIABLE
     key: str | None = field(default=None, repr=False)
 
 
@@ -135,13 +133,11 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
         ),
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",  # the endpoints of weights, pauses and caches
-        MODEL_VARIABLE: settings.engine.model,
-        server_key.NAME_VARIABLE: settings.key_env,
     }
     if settings.key is not None:
-        environment[settings.key_env] = settings.key
-    elif settings.socket is not None and not environment.get(settings.key_env):
-        environment[server_key.NAME_VARIABLE] = ""
+        environment[server_key.VARIABLE] = settings.key
+    elif settings.socket is not None:
+        environment[server_key.OPEN_VARIABLE] = "1"
     if settings.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
     for name in OF_THE_TRAINER:

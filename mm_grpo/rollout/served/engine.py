@@ -20,14 +20,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.errors import ConfigError, EngineError, GuardStop
-from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, RequestStream
-from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable, reading
-from mm_grpo.rollout.served.pool import ServerPool
-from mm_grpo.rollout.served.protocol import GENERATE, Answer, ServerInfo, Work
-from mm_grpo.rollout.served.requests import RequestFormat, raise_as_ours
-from mm_grpo.rollout.served.server import Limits, Server
-from mm_grpo.rollout.vllm.requests import request_groups
+from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
+from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, RequestStream, RolloutEngine
+from mm_grpo.rollout.served.client import (
+    ServerClient,
+    ServerError,
+    ServerRefused,
+    ServerUnreachable,
+    reading,
+)
+from mm_grpo.rollout.served.pool import Server, ServerPool
+from mm_grpo.rollout.served.protocol import GENERATE, MASKED, Limits, ServerInfo, key_refused
+from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, RequestFormat, Sampled, request_groups
 from mm_grpo.rollout.weights import digest, missing_tensors
 from mm_grpo.types import Completion, Prompt
 
@@ -42,8 +46,8 @@ FIRST = -1
 """Priority of a check: the learner waits for it, and samples of the next steps may have a whole step before it."""
 
 
-class ServedEngine:
-    """A `RolloutEngine` over vLLM servers. `transfer` is None in processes other than the first.
+class ServedEngine(RolloutEngine):
+    """vLLM servers as an engine. `transfer` is None in processes other than the first.
 
     Before the first `update_weights` it does not sample. Several threads may use it at once. Raises ConfigError where
     no server answers, or one lacks what a run needs.
@@ -66,13 +70,19 @@ class ServedEngine:
         self.version = 0
         self._run: str | None = None
         self._current = False  # once the servers have this run's weights
-        self._whole = False  # while what is sent, or kept, is no mixture of two versions
+        self._whole = False  # while what the transfer keeps is no mixture of two versions
         self._lock = threading.RLock()  # of the transfer, and of what it is to send
-        self._kept: dict[str, Tensor] = {}
         self._sent: dict[str, str] = {}
         self._checked: dict[str, ServerInfo] = {}
         self._counted = (0, 0)
-        self.requests = RequestFormat(processor, limits.max_model_len, max_images)
+        self.requests = RequestFormat(
+            processor,
+            limits.max_model_len,
+            max_images,
+            mask={str(token): MASKED for token in sorted(processor.media_token_ids)},
+            params={"detokenize": False},
+            versions=_spans,
+        )
         self.pool = ServerPool(
             clients, limits, ours=self._is_ours, bring_up=None if transfer is None else self._bring_up
         )
@@ -92,12 +102,8 @@ class ServedEngine:
         groups = request_groups(requests)
         work = [self.requests.sampled(group) for group in groups]
         self.pool.check()
-        answers = self.all([self.pool.submit(one) for one in work], work)
-        return [
-            c
-            for group, one in zip(groups, answers, strict=True)
-            for c in self.requests.completions(group, one)
-        ]
+        pairs = zip(groups, self.all([self.pool.submit(one) for one in work], work), strict=True)
+        return [c for group, answer in pairs for c in self.requests.completions(group, answer)]
 
     def stream(self) -> RequestStream:
         """Requests that are answered one by one, as they end."""
@@ -111,9 +117,9 @@ class ServedEngine:
         return self._current
 
     @property
-    def replicas(self) -> tuple[Replica, ...]:
+    def replicas(self) -> tuple[ServedReplica, ...]:
         """The servers that are ready, each as an engine of its own, for checks that every one of them has to pass."""
-        return tuple(Replica(self, server) for server in self.pool.ready())
+        return tuple(ServedReplica(self, server) for server in self.pool.ready())
 
     def metrics(self) -> dict[str, float]:
         """Servers that are ready, and how many were lost and came back since the last call."""
@@ -168,12 +174,6 @@ class ServedEngine:
         work = self.requests.scored(prompt, token_ids)
         return self.requests.scores(prompt, token_ids, self.all([self.pool.submit(work)], [work])[0])
 
-    def sleep(self) -> None:
-        """Does nothing: servers have devices of their own."""
-
-    def wake(self) -> None:
-        """Does nothing."""
-
     def close(self) -> None:
         """Disconnect from the servers, which go on."""
         self.pool.close()
@@ -198,8 +198,6 @@ class ServedEngine:
             noted = self._noted(tensors, digests)
             try:
                 outcome = transfer.send([server.client for server in targets], noted, version)
-                for _ in noted:  # what no server was left to take is due all the same
-                    pass
             except BaseException:
                 self._current = False
                 raise
@@ -224,17 +222,10 @@ class ServedEngine:
     def _noted(
         self, tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Passes tensors on, noting their digests, and keeping copies where the transfer keeps none."""
+        """Pass tensors on, noting their digests."""
         known = getattr(tensors, "digests", None)  # a ledger's transfer has made them already
-        keep = self.transfer is not None and not self.transfer.keeps_weights
-        shared: dict[str, str] = {}
         for name, tensor in tensors:
             digests[name] = digest(tensor) if known is None else known[name]
-            if keep:
-                first = shared.setdefault(digests[name], name)  # tied tensors are kept once
-                self._kept[name] = (
-                    self._kept[first] if first != name else tensor.detach().to("cpu", copy=True)
-                )
             yield name, tensor
 
     def _bring_up(self, server: Server) -> None:
@@ -244,17 +235,9 @@ class ServedEngine:
         with self._lock:
             if not self._whole:
                 raise EngineError("the last update was not sent whole")
-            transfer.forget(server.client)
-            outcome = transfer.catch_up([server.client])
-            if outcome is None:
-                outcome = transfer.send([server.client], self._kept.items(), self.version)
-            received = outcome[server.url]
+            received = transfer.catch_up([server.client])[server.url]
             if isinstance(received, Exception):
-                raise (
-                    received
-                    if isinstance(received, (ServerError, EngineError))
-                    else EngineError(str(received))
-                )
+                raise received
             self._require_received(server, self._sent, received)
             if self._admitted(server):
                 self.pool.took(server, transfer.weights_name(self.version))
@@ -311,7 +294,9 @@ class ServedEngine:
 
     # waiting ---------------------------------------------------------------------------------
 
-    def all(self, futures: Sequence[Future[Answer]], work: Sequence[Work]) -> list[Answer]:
+    def all(
+        self, futures: Sequence[Future[EngineAnswer]], work: Sequence[EngineRequest]
+    ) -> list[EngineAnswer]:
         """All answers; where one fails, or the wait is interrupted, the others are given up."""
         try:
             wait_for(futures, return_when=FIRST_EXCEPTION)
@@ -326,7 +311,7 @@ class ServedEngine:
 
 
 @dataclass(frozen=True)
-class Replica:
+class ServedReplica:
     """One server as an engine, for checks: `score` and `generate` raise ReplicaLost where it fails."""
 
     engine: ServedEngine
@@ -337,20 +322,15 @@ class Replica:
         return self.server.url
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        engine, groups = self.engine, request_groups(requests)
-        answers = [self._ask(engine.requests.sampled(group)) for group in groups]
-        return [
-            c
-            for group, one in zip(groups, answers, strict=True)
-            for c in engine.requests.completions(group, one)
-        ]
+        form, groups = self.engine.requests, request_groups(requests)
+        pairs = [(group, self._ask(form.sampled(group))) for group in groups]
+        return [c for group, answer in pairs for c in form.completions(group, answer)]
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
-        return self.engine.requests.scores(
-            prompt, token_ids, self._ask(self.engine.requests.scored(prompt, token_ids))
-        )
+        form = self.engine.requests
+        return form.scores(prompt, token_ids, self._ask(form.scored(prompt, token_ids)))
 
-    def _ask(self, work: Work) -> Answer:
+    def _ask(self, work: EngineRequest) -> EngineAnswer:
         work = replace(work, priority=FIRST)
         try:
             return self.engine.all([self.engine.pool.submit_to(self.server, work)], [work])[0]
@@ -358,15 +338,15 @@ class Replica:
             raise ReplicaLost(str(error)) from error
 
 
-class ServedStream:
-    """A `RequestStream` over a `ServedEngine`. Raises what its `generate` raises, and gives the rest up then.
+class ServedStream(RequestStream):
+    """The stream of a `ServedEngine`. Raises what its `generate` raises, and gives the rest up then.
 
     A request that follows another one goes to the server that answered that: its prefix cache has the beginning.
     """
 
     def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
-        self.running: dict[int, tuple[Request, Future[Answer]]] = {}
+        self.running: dict[int, tuple[Request, Future[EngineAnswer]]] = {}
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._urls: dict[int, str] = {}
         self._count = 0
@@ -402,7 +382,6 @@ class ServedStream:
         return done
 
     def release(self, number: int) -> None:
-        """Servers drop what they need room for."""
         self._urls.pop(number, None)
 
     def close(self) -> None:
@@ -410,8 +389,15 @@ class ServedStream:
         for _, future in running.values():
             future.cancel()
 
-    def __enter__(self) -> ServedStream:
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+def _spans(sampled: Sampled) -> tuple[tuple[int, int], ...]:
+    return tuple((start, int(name.rpartition(":")[2])) for start, name in sampled.versions)
+
+
+def raise_as_ours(error: BaseException, uid: str) -> None:
+    """Raise what a request of a row ended with, in this house's errors."""
+    if isinstance(error, ServerRefused):
+        if error.status in (401, 403):
+            raise ConfigError(key_refused(error.url, error.reason)) from error
+        raise DataError(f"{uid}: vLLM refuses the prompt: {error}") from error
+    raise error

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.command import ServerSettings, server_command, server_environment
-from mm_grpo.rollout.served.server_key import is_loopback, kept_key
+from mm_grpo.rollout.served.server_key import VARIABLE, is_loopback, kept_key
 from mm_grpo.worker_processes import Guard, ended
 
 START_TIMEOUT = 900.0
@@ -45,12 +45,12 @@ SOCKET_LENGTH = 100
 """Longest path of a Unix socket that every system takes."""
 
 
-def check_exposure(host: str, key_env: str, environment: Mapping[str, str] = os.environ) -> None:
-    """ConfigError for an address that other machines would reach without the key in the variable `key_env`."""
-    if not is_loopback(host) and not environment.get(key_env):
+def check_exposure(host: str) -> None:
+    """ConfigError for an address that other machines would reach without a key."""
+    if not is_loopback(host) and not os.environ.get(VARIABLE):
         raise ConfigError(
             f"--host {host}: other machines reach this address, and a vLLM server lets whoever reaches it replace its "
-            f"weights; set a key in the environment variable {key_env}, here and where the trainer runs, or leave "
+            f"weights; set a key in the environment variable {VARIABLE}, here and where the trainer runs, or leave "
             "--host out for 127.0.0.1"
         )
 
@@ -90,7 +90,7 @@ class ServerProcess:
             settings.socket.unlink(missing_ok=True)
             self.url = f"unix://{settings.socket}"
         else:
-            check_exposure(settings.host, settings.key_env)
+            check_exposure(settings.host)
             if not port:
                 port = int(self.url.rpartition(":")[2]) if self.url else free_port(settings.host)
             shown = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -129,7 +129,7 @@ class ServerProcess:
     @property
     def ready(self) -> bool:
         """True when it answers /health just now."""
-        key = self.settings.key or os.environ.get(self.settings.key_env)
+        key = self.settings.key or os.environ.get(VARIABLE)
         client = ServerClient(self.url, key=key, timeout=5.0)
         try:
             client.call("/health", method="GET")
@@ -263,7 +263,7 @@ def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None
 
 def _placed(settings: ServerSettings, folder: Path, number: int, held: ExitStack) -> ServerSettings:
     host, port = settings.host, settings.port
-    if settings.socket is not None or not is_loopback(host) or (port and os.environ.get(settings.key_env)):
+    if settings.socket is not None or not is_loopback(host) or (port and os.environ.get(VARIABLE)):
         return settings
     if not port:
         return replace(settings, socket=folder / f"{number}.sock")

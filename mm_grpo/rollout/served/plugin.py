@@ -1,44 +1,290 @@
-"""mm_grpo's plugin in vLLM's workers: backends of its weight-transfer API, and an account of what was received.
+"""mm_grpo's plugin in vLLM's workers: the receiving end of a weight transfer, and an account of what was received.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "mm_grpo_file"}' \\
         --worker-extension-cls mm_grpo.rollout.served.plugin.WorkerExtension
 
 Each worker imports the module of its extension before it makes its transfer engine, so that import is all that the
 backends need to be known: no entry point, which would run in every vLLM of the machine. mm_grpo has to be importable
-where the server runs. The backends themselves are in `plugin_engines.py`; `transfer.py` is their other end.
+where the server runs. `transfer.py` is the other end.
+
+`Receiver` is what vLLM calls a weight-transfer engine, without its base class, which `register` adds (so this file
+needs no vLLM, and versions that ask more of the class do not matter). Its calls come in this order:
+
+    init_transfer_engine   once, and again for every new group
+    start_weight_update    layers begin to wait for their tensors
+    update_weights         a chunk; any number of times. Every kind takes files, for servers that joined late
+    finish_weight_update   layers are made of what came
+
+`Account` is what the learner asks for afterwards: a digest of each tensor as vLLM's layers hold it, where they can be
+read (`vllm/read_back.py`), else as it arrived here. What vLLM itself reports hashes its fused parameters, and on a CPU
+empty ones.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from mm_grpo.rollout.served.plugin_engines import RECEIVERS, Account
-from mm_grpo.rollout.served.protocol import model_sizes
+import torch
+from torch import Tensor
 
-BACKENDS = {kind: f"mm_grpo_{kind}" for kind in RECEIVERS}
-"""vLLM's name of each kind of transfer, for `--weight-transfer-config`."""
+from mm_grpo.rollout.served.broadcast import BroadcastGroup, Tensors, buffer_size, unpack
+from mm_grpo.rollout.served.protocol import model_sizes
+from mm_grpo.rollout.vllm.read_back import ReadBack
+
 EXTENSION = "mm_grpo.rollout.served.plugin.WorkerExtension"
-MODEL_VARIABLE = "MM_GRPO_SERVER_MODEL"
 
 
 @dataclass
-class _Worker:
-    """The account of this process's worker."""
+class Account:
+    """Received weights. `version` and `digests` are those of the last update; of one under way `digests` has
+    the names alone.
 
-    account: Account = field(default_factory=Account)
+    `finished` is false while an update is under way, and after one that was given up. `damaged`: one was given up, so
+    layers hold a mixture until one brings every tensor that its run has sent (`known`, by run: those of another model
+    are not waited for). `group` names the group that the worker is in, `weights_name` the weights of `version`, `model`
+    is what `model_sizes` says of the server's.
+    """
+
+    version: int | None = None
+    digests: dict[str, str] = field(default_factory=dict)
+    finished: bool = True
+    damaged: bool = False
+    group: str = ""
+    weights_name: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, set[str]] = field(default_factory=dict)
+    read_back: ReadBack = field(default_factory=ReadBack)
+
+    def begin(self) -> None:
+        self.damaged = self.damaged or not self.finished
+        self.version, self.digests, self.finished = None, {}, False
+        self.read_back.begin()
+
+    def note(self, version: int, name: str, tensor: Tensor) -> None:
+        if self.version not in (None, version):
+            raise ValueError(f"version {version} came in the midst of version {self.version}")
+        self.version = version
+        self.digests[name] = ""
+        self.read_back.note(name, tensor)
+        self.known.setdefault(self.run, set()).add(name)
+
+    def end(self, model: torch.nn.Module) -> None:
+        self.digests = self.read_back.digests(model)
+        self.finished = True
+        if self.digests and self.known[self.run] <= self.digests.keys():
+            self.damaged = False
+
+    @property
+    def run(self) -> str:
+        return self.weights_name.partition(":")[0]
+
+    def as_json(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("known", "read_back")}
 
 
-_worker = _Worker()
+@dataclass
+class InitInfo:
+    """Arguments of `/init_weight_transfer_engine`. Files: `folder` holds a file `token` with that text.
+
+    Broadcasts: the rendezvous, this server's place in the group (its first worker is `rank_offset`), and a name for it.
+    """
+
+    folder: str | None = None
+    token: str | None = None
+    host: str | None = None
+    port: int | None = None
+    rank_offset: int = 1
+    world_size: int = 0
+    timeout: float = 60.0
+    group: str = ""
+
+
+@dataclass
+class UpdateInfo:
+    """One chunk. A file (`path`, of its tensors `names`), or what a broadcast holds (`tensors`)."""
+
+    version: int
+    weights_name: str = ""
+    path: str | None = None
+    names: Sequence[str] | None = None
+    tensors: Tensors | None = None
+
+
+class Receiver:
+    """A weight-transfer engine of vLLM's, which takes chunks out of files."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    kind = "file"
+
+    # set by vLLM's base class
+    model: Any
+    model_config: Any
+    vllm_config: Any
+    parallel_config: Any
+    device: torch.device
+    account: Account
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        if init_info.folder is not None:
+            found = Path(init_info.folder, "token")
+            if not found.is_file() or found.read_text() != init_info.token:
+                raise ValueError(
+                    f"the learner's folder '{init_info.folder}' is not the one of that name on this host; "
+                    "rollout.server.folder has to be shared by both"
+                )
+
+    def start_weight_update(self) -> None:
+        if not self.account.finished:  # given up half-way: layers that wait would count their tensors twice
+            with self._config():
+                self._discard()
+                self._finalize()
+        self.account.begin()
+        with self._config():
+            self._initialize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if (update_info.path is None) == (update_info.tensors is None):
+            raise ValueError("an update has either a path or tensors")
+        self.account.weights_name = update_info.weights_name
+        if update_info.tensors == []:  # a new name for weights that have not changed
+            self.account.version = update_info.version
+            return
+        tensors = self._from_file(update_info) if update_info.path else self._from_group(update_info)
+        with self._config():
+            self.model.load_weights(self._noted(update_info.version, tensors))
+
+    def finish_weight_update(self) -> None:
+        with self._config():
+            self._finalize()
+        self.account.end(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    # parts -----------------------------------------------------------------------------------
+
+    def _noted(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self.account.note(version, name, tensor)
+            yield name, tensor
+
+    def _from_file(self, info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        from safetensors import safe_open
+
+        assert info.path is not None
+        with safe_open(info.path, "pt", device=str(self.device)) as file:
+            held = set(file.keys())
+            names = list(file.keys()) if info.names is None else info.names
+            if lacking := [name for name in names if name not in held]:
+                raise ValueError(f"'{info.path}' lacks '{lacking[0]}' and {len(lacking) - 1} more")
+            for name in names:
+                # a layer may wait for its other tensors after the file is gone
+                yield (
+                    name,
+                    file.get_tensor(name).clone() if self.device.type == "cpu" else file.get_tensor(name),
+                )
+
+    def _from_group(self, info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        raise ValueError(f"backend 'mm_grpo_{self.kind}' takes files alone")
+
+    def _config(self) -> AbstractContextManager[Any]:
+        """vLLM's current config, which its layers ask for; newer versions have set it themselves."""
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.vllm_config) if self.vllm_config is not None else nullcontext()
+
+    def _initialize(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def _discard(self) -> None:
+        """Drop what layers have kept: of another model's it does not fit, and would fail at every start."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+
+    def _finalize(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+
+
+class GlooReceiver(Receiver):
+    """Chunks broadcast over gloo, through the host's memory; files too."""
+
+    kind = "gloo"
+    _group: BroadcastGroup | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        super().init_transfer_engine(init_info)
+        if init_info.host is None or init_info.port is None:
+            return
+        self.shutdown()
+        parallel = self.parallel_config
+        index = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        self._group = BroadcastGroup(
+            self.kind,
+            init_info.host,
+            init_info.port,
+            rank=init_info.rank_offset + index * parallel.world_size + parallel.rank,
+            size=init_info.world_size,
+            timeout=init_info.timeout,
+        )
+        self.account.group = init_info.group
+
+    def shutdown(self) -> None:
+        group, self._group = self._group, None
+        self.account.group = ""
+        if group is not None:
+            group.abort()
+
+    def _from_group(self, info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        if self._group is None:
+            raise ValueError("this worker is in no group; init_weight_transfer_engine comes first")
+        held = info.tensors or []
+        buffer = torch.empty(buffer_size(held), dtype=torch.uint8, device=self._group.device)
+        try:
+            self._group.broadcast(buffer)
+        except BaseException:
+            self.shutdown()
+            raise
+        for name, tensor in unpack(buffer, held):
+            yield name, tensor.to(self.device)
+
+
+class NcclReceiver(GlooReceiver):
+    """Chunks broadcast over NCCL, from the learner's GPU to the worker's."""
+
+    kind = "nccl"
+
+
+RECEIVERS: dict[str, type[Receiver]] = {c.kind: c for c in (Receiver, GlooReceiver, NcclReceiver)}
+BACKENDS = {kind: f"mm_grpo_{kind}" for kind in RECEIVERS}
+"""vLLM's name of each kind of transfer, for `--weight-transfer-config`."""
+
+
+# in a worker of vLLM's -----------------------------------------------------------------------
 
 
 class WorkerExtension:
     """Methods of vLLM's workers, called by name through /collective_rpc."""
 
+    account = Account()  # of this process's worker
+
     def mm_grpo_received(self) -> dict[str, Any]:
         """See `Account.as_json`."""
-        return _worker.account.as_json()
+        return WorkerExtension.account.as_json()
 
 
 def register() -> None:
@@ -61,7 +307,7 @@ class _Accounted:
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
         hf_config = vllm_config.model_config.hf_config
         teach_names(hf_config)
-        self.account = _worker.account = Account(model=model_sizes(hf_config))
+        self.account = WorkerExtension.account = Account(model=model_sizes(hf_config))
 
 
 if "vllm.v1.worker.worker_base" in sys.modules:  # a worker of vLLM's imports its extension

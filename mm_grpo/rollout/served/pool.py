@@ -22,7 +22,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from mm_grpo.errors import ConfigError, EngineError, GuardStop
 from mm_grpo.rollout.served.client import (
@@ -33,8 +34,8 @@ from mm_grpo.rollout.served.client import (
     in_background,
     wait,
 )
-from mm_grpo.rollout.served.protocol import Answer, ServerInfo, Work, ask, is_paused, probe, weights_name
-from mm_grpo.rollout.served.server import Limits, Server, Waiting
+from mm_grpo.rollout.served.protocol import Limits, ServerInfo, ask, is_paused, probe, weights_name
+from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,52 @@ LOG_EVERY = 30.0
 """Seconds without an answer after which, and then again, a line says what is waited for."""
 NEVER = 7 * 86400.0
 """Deadline of a single request, in seconds: whether a server hangs is told by all of its requests together."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One server. `weights` is the name of the weights that it was last seen to hold, `why` says what happened to it
+    last, `load` is the completions that it works on.
+
+    It is `ready` with the run's weights, `behind` when it answers and holds others, else `lost`.
+    """
+
+    client: ServerClient
+    info: ServerInfo | None = None
+    state: Literal["ready", "behind", "lost"] = "lost"
+    why: str = "not asked yet"
+    weights: str | None = None
+    load: int = 0
+    tries: int = 0
+    next_try: float = 0.0
+    lost_at: float = 0.0
+    asked: float = 0.0
+    answered: float = 0.0
+    checked: float = 0.0
+    check: asyncio.Task[None] | None = None
+    running: dict[asyncio.Future[EngineAnswer], EngineRequest] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    def describe(self) -> str:
+        """Its url and what it does, or what happened to it."""
+        if self.state == "ready":
+            last = f", last answer {time.monotonic() - self.answered:.0f} s ago" if self.answered else ""
+            return f"{self.url}: {len(self.running)} request(s) on their way{last}"
+        tried = f"; tried {self.tries} time(s) since" if self.tries else ""
+        return f"{self.url}: {self.why}{tried}"
+
+
+@dataclass(eq=False)
+class Waiting:
+    """Work that has no server yet: `prefer` is the url that it would go to first, `avoid` those where it failed."""
+
+    work: EngineRequest
+    prefer: str | None
+    avoid: set[str]
+    place: asyncio.Future[Server]
 
 
 class ServerPool:
@@ -75,7 +122,6 @@ class ServerPool:
         self._answered = self._said = time.monotonic()
         self._none_since: float | None = None
         self._keeper: Future[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(len(self.servers) + 1, "mm_grpo-servers")
 
     # from any thread -------------------------------------------------------------------------
@@ -110,14 +156,14 @@ class ServerPool:
                 )
         self._keeper = in_background(self._keep())
 
-    def submit(self, work: Work, prefer: str | None = None) -> Future[Answer]:
+    def submit(self, work: EngineRequest, prefer: str | None = None) -> Future[EngineAnswer]:
         """The answer to `work`, of the server `prefer` where that one has room. Cancelling it aborts the request."""
         return in_background(self._answer(work, prefer))
 
-    def submit_to(self, server: Server, work: Work) -> Future[Answer]:
+    def submit_to(self, server: Server, work: EngineRequest) -> Future[EngineAnswer]:
         """The answer of this server and no other. Raises ServerUnreachable, after which it is lost."""
 
-        async def asked() -> Answer:
+        async def asked() -> EngineAnswer:
             try:
                 return await self._run(server, work)
             except ServerUnreachable as error:
@@ -193,7 +239,7 @@ class ServerPool:
 
     # one request -----------------------------------------------------------------------------
 
-    async def _answer(self, work: Work, prefer: str | None) -> Answer:
+    async def _answer(self, work: EngineRequest, prefer: str | None) -> EngineAnswer:
         failures: list[str] = []
         avoid: set[str] = set()
         if not self.unanswered:
@@ -222,7 +268,7 @@ class ServerPool:
         finally:
             self.unanswered -= 1
 
-    async def _run(self, server: Server, work: Work) -> Answer:
+    async def _run(self, server: Server, work: EngineRequest) -> EngineAnswer:
         """The answer of one server under this run's weights. It is given up when the server is found to hang."""
         assert server.info is not None
         now = time.monotonic()
@@ -259,7 +305,7 @@ class ServerPool:
         except ServerRefused as error:
             raise ServerUnreachable(server.url, error.reason) from error
 
-    async def _place(self, work: Work, prefer: str | None, avoid: set[str]) -> Server:
+    async def _place(self, work: EngineRequest, prefer: str | None, avoid: set[str]) -> Server:
         """A server with room for `work`, which then counts in its load."""
         waiting = Waiting(work, prefer, avoid, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
@@ -321,26 +367,10 @@ class ServerPool:
         """Find out what a server has. Raises ConfigError where that is not enough."""
         server.tries += 1
         try:
-            server.info = self._info(server.client)
+            server.info = probe(server.client, self.limits)
             server.state, server.why = "behind", "it has no weights of this run yet"
         except ServerUnreachable as error:
             server.why = error.reason
-
-    def _info(self, client: ServerClient) -> ServerInfo:
-        found, need = probe(client, self.limits.health_timeout), self.limits.max_model_len
-        if found.max_model_len < need:
-            raise ConfigError(
-                f"rollout.server.urls: {client.url} was started for sequences of {found.max_model_len} tokens, and "
-                f"this run needs {need} (rollout.vllm.max_model_len); start it with --max-model-len {need}, or lower "
-                "rollout.max_completion_length or data.max_pixels"
-            )
-        for name, own in self.limits.sizes.items():
-            if (other := found.sizes.get(name, own)) != own:
-                raise ConfigError(
-                    f"rollout.server.urls: {client.url} serves another model: its {name} is {other!r}, and that of "
-                    f"model.path is {own!r}; name a server that was started for this model"
-                )
-        return found
 
     async def _keep(self) -> None:
         """Look after all servers, until cancelled."""
@@ -374,18 +404,10 @@ class ServerPool:
 
     def _start(self, server: Server, work: Coroutine[Any, Any, None]) -> None:
         """Run one check of a server, unless one is running."""
-        if server.checking:
+        if server.check is not None and not server.check.done():
             work.close()
-            return
-        server.checking = True
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)  # asyncio holds tasks weakly
-
-        def ended(done: asyncio.Task[None]) -> None:
-            self._tasks.discard(done)
-            server.checking = False
-
-        task.add_done_callback(ended)
+        else:
+            server.check = asyncio.ensure_future(work)
 
     async def _health(self, server: Server) -> None:
         try:
@@ -401,7 +423,7 @@ class ServerPool:
         server.tries += 1
         try:
             if server.info is None or server.state == "lost":  # it may have come back as another version
-                server.info = await loop.run_in_executor(self._threads, self._info, server.client)
+                server.info = await loop.run_in_executor(self._threads, probe, server.client, self.limits)
             found = await self._weights_of(server)
             if not self.ours(found):  # a new process
                 self._give_up(server)

@@ -14,7 +14,7 @@ import base64
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.rollout.served.client import ServerRefused, ServerUnreadable, reading
+from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 GENERATE = "/inference/v1/generate"
 RPC = "/collective_rpc"
 RECEIVED = "mm_grpo_received"
-"""Method of the worker extension: what each worker received, see plugin_engines.py."""
+"""Method of the worker extension: what each worker received, see plugin.py."""
 INFO = "/weight_info"
 NEEDED = (
     GENERATE,
@@ -67,8 +68,23 @@ class ServerInfo:
     sizes: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Limits of `rollout.server`: seconds, and completions that a server works on at once.
+
+    `max_model_len` is the longest sequence that a server has to take, in tokens; `sizes` are the learner's model's.
+    """
+
+    timeout: float = 600.0
+    health_timeout: float = 30.0
+    wait_timeout: float = 300.0
+    max_sequences: int = 256
+    max_model_len: int = 0
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
 class WorkerAccount(BaseModel):
-    """What a worker of a server received (`Account` of plugin_engines.py)."""
+    """What a worker of a server received (`Account` of plugin.py)."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -79,45 +95,6 @@ class WorkerAccount(BaseModel):
     group: str
     weights_name: str
     model: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Work:
-    """One request: collapsed `token_ids` and images, and vLLM's sampling parameters for its `n` generations. `uid` is
-    the row's name in messages; `media` are the tokens that are never sampled. Of requests that wait, one of lower
-    `priority` goes first."""
-
-    uid: str
-    token_ids: Sequence[int]
-    images: Sequence[Image]
-    params: Mapping[str, Any]
-    media: Sequence[int] = ()
-    priority: int = 0
-
-    @property
-    def sequences(self) -> int:
-        return int(self.params.get("n", 1))
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One sampled sequence. `versions` are (first token, name of the weights) spans."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str | None
-    versions: tuple[tuple[int, str], ...]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the server at `url` made of one `Work`: the ids it ran, its sequences by generation, log-probs of the
-    prompt."""
-
-    url: str
-    prompt_token_ids: tuple[int, ...]
-    sequences: tuple[Sampled, ...]
-    prompt_logprobs: tuple[float | None, ...] = ()
 
 
 # what a server is ----------------------------------------------------------------------------
@@ -131,10 +108,10 @@ def model_sizes(config: Any) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if k.endswith(SIZES) and isinstance(v, (int, str))}
 
 
-def probe(client: ServerClient, timeout: float = 10.0) -> ServerInfo:
+def probe(client: ServerClient, limits: Limits) -> ServerInfo:
     """Ask a server what it is. Raises ConfigError for one that lacks what a run needs, with how to start it, and
     ServerUnreachable."""
-    where = f"rollout.server.urls: {client.url}"
+    where, timeout = f"rollout.server.urls: {client.url}", limits.health_timeout
     try:
         version = client.call("/version", method="GET", timeout=timeout)
         listed = client.call("/openapi.json", method="GET", timeout=timeout)
@@ -156,7 +133,7 @@ def probe(client: ServerClient, timeout: float = 10.0) -> ServerInfo:
         workers = accounts(client, timeout)
         with reading(client.url, "/v1/models"):
             served = models["data"][0]
-            return ServerInfo(name, str(served["id"]), index(served["max_model_len"]), workers[0].model)
+            found = ServerInfo(name, str(served["id"]), index(served["max_model_len"]), workers[0].model)
     except ServerUnreadable as error:
         raise ConfigError(f"rollout.server.urls: {error}; start it with `mm-grpo serve`") from None
     except ServerRefused as error:
@@ -166,6 +143,19 @@ def probe(client: ServerClient, timeout: float = 10.0) -> ServerInfo:
             f"{where} is no vLLM server that lists its endpoints ({error.reason}); start it with `mm-grpo serve`, or "
             "`vllm serve` without --disable-fastapi-docs"
         ) from None
+    if found.max_model_len < limits.max_model_len:
+        raise ConfigError(
+            f"{where} was started for sequences of {found.max_model_len} tokens, and this run needs "
+            f"{limits.max_model_len} (rollout.vllm.max_model_len); start it with --max-model-len "
+            f"{limits.max_model_len}, or lower rollout.max_completion_length or data.max_pixels"
+        )
+    for name, own in limits.sizes.items():
+        if (other := found.sizes.get(name, own)) != own:
+            raise ConfigError(
+                f"{where} serves another model: its {name} is {other!r}, and that of model.path is {own!r}; name a "
+                "server that was started for this model"
+            )
+    return found
 
 
 def key_refused(url: str, reason: str) -> str:
@@ -201,7 +191,7 @@ async def is_paused(client: ServerClient, timeout: float) -> bool:
 # one request ---------------------------------------------------------------------------------
 
 
-async def ask(client: ServerClient, model: str, work: Work, timeout: float) -> Answer:
+async def ask(client: ServerClient, model: str, work: EngineRequest, timeout: float) -> EngineAnswer:
     """Send `work` to one server, which serves `model`. Raises ServerUnreachable and ServerRefused."""
     answer = await client.request(GENERATE, lambda: _body(work, model), timeout=timeout)
     with reading(client.url, GENERATE):
@@ -215,11 +205,10 @@ def data_url(image: Image) -> str:
     return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode("ascii")
 
 
-def _body(work: Work, model: str) -> dict[str, Any]:
-    bias = {str(token): MASKED for token in sorted(work.media)}
+def _body(work: EngineRequest, model: str) -> dict[str, Any]:
     body: dict[str, Any] = {
         "token_ids": list(work.token_ids),
-        "sampling_params": {**work.params, **({"logit_bias": bias} if bias else {})},
+        "sampling_params": dict(work.params),
         "model": model,
         "return_token_ids": True,
     }
@@ -230,12 +219,12 @@ def _body(work: Work, model: str) -> dict[str, Any]:
     return body
 
 
-def _answer(url: str, body: Any, *, scored: bool) -> Answer:
+def _answer(url: str, body: Any, *, scored: bool) -> EngineAnswer:
     """An answer of GENERATE; what fails here is made an error of the server's by `reading`."""
     ids = tuple(map(_token, body["prompt_token_ids"]))
     by_index = {choice["index"]: choice for choice in body["choices"]}
     sequences = tuple(_sampled(by_index[generation]) for generation in range(len(body["choices"])))
-    return Answer(url, ids, sequences, _chosen(body["prompt_logprobs"], ids) if scored else ())
+    return EngineAnswer(ids, sequences, _chosen(body["prompt_logprobs"], ids) if scored else (), url)
 
 
 def _sampled(choice: Mapping[str, Any]) -> Sampled:

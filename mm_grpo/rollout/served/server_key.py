@@ -29,8 +29,8 @@ from mm_grpo.files import expand_home, read_regular_file
 from mm_grpo.rollout.served.protocol import ENDPOINTS
 
 VARIABLE = "MM_GRPO_SERVER_KEY"
-NAME_VARIABLE = "MM_GRPO_SERVER_KEY_ENV"
-"""Holds the name of the variable that holds the key; empty for a Unix socket, which its user alone reaches."""
+OPEN_VARIABLE = "MM_GRPO_SERVER_OPEN"
+"""Set for a Unix socket, which its user alone reaches: no key is wanted where none is set."""
 MIDDLEWARE = "mm_grpo.rollout.served.server_key.RequireKey"
 REFUSALS = {
     401: b'{"error": "this server wants a key: Authorization: Bearer KEY"}',
@@ -48,10 +48,9 @@ class RequireKey:
     closed."""
 
     def __init__(self, app: App, environment: Mapping[str, str] = os.environ) -> None:
-        name = environment.get(NAME_VARIABLE, VARIABLE)
-        key = environment.get(name)
-        if name and not key:
-            raise ConfigError(f"{MIDDLEWARE}: the environment variable {name} holds no key; set it")
+        key = environment.get(VARIABLE)
+        if not key and not environment.get(OPEN_VARIABLE):
+            raise ConfigError(f"{MIDDLEWARE}: the environment variable {VARIABLE} holds no key; set it")
         self.app = app
         self._expected = key.encode() if key else None
 
@@ -120,9 +119,9 @@ def kept_key(port: int) -> Iterator[str]:
         path.unlink(missing_ok=True)
 
 
-def key_for(key_env: str, url: str) -> str | None:
-    """The key for the server at `url`: that of the variable `key_env`, else that kept for a port of this machine."""
-    if key := os.environ.get(key_env):
+def key_for(url: str) -> str | None:
+    """The key for the server at `url`: that of VARIABLE, else that kept for a port of this machine."""
+    if key := os.environ.get(VARIABLE):
         return key
     with suppress(OSError, ValueError):
         place = urlsplit(url)

@@ -8,25 +8,24 @@ left out from there on and stays paused, for it holds a mixture; the others take
 back as digests, by name, for `rollout/weights.py` to compare; that the servers' workers agree among themselves, that
 the version is the one sent and that no earlier update was left half done is looked at here.
 
-A new kind is a subclass of `ServedTransfer` with `handed_over` and `transmit`, and its receiver in
-`plugin_engines.py`.
+A new kind is a subclass of `ServedTransfer` with `handed_over` and `transmit`, a line in `transfer_of`, and its
+receiver in `plugin.py`.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
-from mm_grpo.rollout.served.chunks import CHUNK_BYTES, Meta, chunks, pack
+from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, Listener, chunks, described, pack
 from mm_grpo.rollout.served.client import ServerClient, ServerError, reading
-from mm_grpo.rollout.served.groups import Group, Listener, init_info
 from mm_grpo.rollout.served.protocol import WorkerAccount, accounts
 
 if TYPE_CHECKING:
@@ -39,26 +38,22 @@ Outcome = Mapping[str, "Digest | Exception"]
 """By a server's url: the digests of what it received, or why it was left out."""
 JOIN_TIMEOUT = 60.0
 """Most seconds that a server may take to join a group."""
-KINDS = ("auto", "file", "gloo", "nccl")
 
 
 class ServedTransfer:
     """Base of every kind: the calls in their order, on all servers at once, each within `timeout` seconds.
 
-    `backend` is what servers are started with (`--weight-transfer-config`); `keeps_weights` says whether `catch_up` can
-    bring the weights sent last, once a `send` has gone through all tensors. Calls are not to overlap.
+    Each keeps the newest tensors, for servers that join late. Calls are not to overlap.
     """
 
     kind = ""
-    keeps_weights = False
 
     def __init__(self, timeout: float = 300.0, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.run = secrets.token_hex(4)
         self._held_by: dict[str, str] = {}  # name of the weights, by url, of what was sent whole
-        self.timeout, self.chunk_bytes = timeout, chunk_bytes
-        self.backend = f"mm_grpo_{self.kind}"
-        self._pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mm_grpo-transfer")
-        self._calls = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mm_grpo-transfer-call")
+        self.timeout, self.chunk_bytes, self.version = timeout, chunk_bytes, 0
+        # a server has three calls at once at most, of which one waits for the others
+        self._threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="mm_grpo-transfer")
 
     # what the engine asks --------------------------------------------------------------------
 
@@ -66,60 +61,47 @@ class ServedTransfer:
         """What servers call the weights of this run and number: RUN:VERSION, RUN different for every transfer."""
         return f"{self.run}:{version}"
 
-    def connect(self, clients: Sequence[ServerClient]) -> None:
-        """Join these servers, each for itself, anew where one is joined. Raises ServerError for the first that cannot
-        be."""
-        for error in self._on_all(list(clients), self._join).values():
-            if isinstance(error, Exception):
-                raise error
-
     def send(
         self, clients: Sequence[ServerClient], tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> Outcome:
-        """Bring `tensors`, whole layers, to the servers as weights number `version`."""
-        return self._update(
-            clients,
-            version,
-            (self.handed_over(chunk, version) for chunk in chunks(tensors, self.chunk_bytes)),
-        )
+        """Bring `tensors`, whole layers, to the servers as weights number `version`. Takes all where none is left."""
+        self.version = version
+        return self._update(clients, map(self.handed_over, chunks(tensors, self.chunk_bytes)))
 
-    def forget(self, client: ServerClient) -> None:
-        """What is sent to this server next will be all of the weights, whatever it holds."""
-        self._held_by.pop(client.url, None)
-
-    def catch_up(self, clients: Sequence[ServerClient]) -> Outcome | None:
-        """Bring servers that joined late to the weights sent last, all of them; None where nothing is kept."""
-        return None
+    def catch_up(self, clients: Sequence[ServerClient]) -> Outcome:
+        """Bring servers to the weights sent last, all of them, whatever they hold. Only after a `send` that ended."""
+        for client in clients:
+            self._held_by.pop(client.url, None)
+        return self._update(clients, self.kept())
 
     def close(self) -> None:
-        for pool in (self._pool, self._calls):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # a kind's own ----------------------------------------------------------------------------
 
     def join(self, client: ServerClient) -> None:
         """Make a server ready for `transmit`."""
+        raise NotImplementedError
 
     def joined(self, client: ServerClient, account: WorkerAccount) -> bool:
         """Whether a server with this account of its worker is still ready."""
-        return True
-
-    def handed_over(self, chunk: Chunk, version: int) -> AbstractContextManager[Any]:
-        """A block in which servers can take a chunk; its value is for `transmit`."""
         raise NotImplementedError
 
-    def transmit(self, client: ServerClient, handed: Any) -> None:
-        """Send the chunk to one server."""
+    def handed_over(self, chunk: Chunk) -> Any:
+        """Keep a chunk, and make what `transmit` sends of it."""
+        raise NotImplementedError
+
+    def kept(self) -> Iterable[Any]:
+        """All that is kept, in parts for `transmit`."""
+        raise NotImplementedError
+
+    def transmit(self, client: ServerClient, part: Any) -> None:
+        """Send a part to one server."""
         raise NotImplementedError
 
     # the calls -------------------------------------------------------------------------------
 
-    def _update(
-        self,
-        clients: Sequence[ServerClient],
-        version: int,
-        parts: Iterable[AbstractContextManager[Any]],
-    ) -> Outcome:
+    def _update(self, clients: Sequence[ServerClient], parts: Iterable[Any]) -> Outcome:
         outcome: dict[str, Digest | Exception] = {}
         live = list(clients)
 
@@ -134,21 +116,18 @@ class ServedTransfer:
                     outcome[client.url] = answer
 
         on_live(self._begin)
-        part: AbstractContextManager[Any] | None = None
+        unchanged = True
         for part in parts:
-            if not live and not self.keeps_weights:
-                break
-            with part as handed:
-                on_live(lambda client: self.transmit(client, handed))
-        if (
-            part is None
-        ):  # nothing has changed, as at a learning rate of 0; the weights have a new name all the same
-            info = {"version": version, "weights_name": self.weights_name(version), "metas": []}
-            on_live(
-                lambda client: client.call("/update_weights", {"update_info": info}, timeout=self.timeout)
-            )
-        on_live(lambda client: self._finish(client, version))
+            unchanged = False
+            on_live(lambda client, part=part: self.transmit(client, part))  # type: ignore[misc]
+        if unchanged:  # as at a learning rate of 0; the weights have a new name all the same
+            on_live(lambda client: self._send_part(client, tensors=[]))
+        on_live(self._finish)
         return outcome
+
+    def _send_part(self, client: ServerClient, **part: Any) -> None:
+        info = {"version": self.version, "weights_name": self.weights_name(self.version), **part}
+        client.call("/update_weights", {"update_info": info}, timeout=self.timeout)
 
     def _begin(self, client: ServerClient) -> None:
         client.call("/pause", params={"mode": "keep"}, timeout=self.timeout)
@@ -161,18 +140,18 @@ class ServedTransfer:
                 "and needs all of them",
             )
         if not all(self.joined(client, account) for account in workers):
-            self._join(client)
+            self.join(client)
         if not all(account.finished for account in workers):
             # One was begun and never finished, and vLLM begins no other: an update that fails ends it.
             with suppress(ServerError):
                 client.call("/update_weights", {"update_info": {"version": -1}}, timeout=self.timeout)
         client.call("/start_weight_update", timeout=self.timeout)
 
-    def _finish(self, client: ServerClient, version: int) -> Digest:
+    def _finish(self, client: ServerClient) -> Digest:
         client.call(
-            "/finish_weight_update", {"weight_version": self.weights_name(version)}, timeout=self.timeout
+            "/finish_weight_update", {"weight_version": self.weights_name(self.version)}, timeout=self.timeout
         )
-        digests = self._received(client, version)
+        digests = self._received(client)
         # Requests that were paused in their midst begin anew under the new weights; else vLLM keeps what they hold.
         answer = client.call(
             "/reset_prefix_cache", params={"reset_running_requests": "true"}, timeout=self.timeout
@@ -183,14 +162,14 @@ class ServedTransfer:
         client.call("/resume", timeout=self.timeout)
         return digests
 
-    def _received(self, client: ServerClient, version: int) -> Digest:
+    def _received(self, client: ServerClient) -> Digest:
         """The digests of one server's workers, which have to agree: tensor-parallel ones receive the same."""
         first, *others = received = accounts(client, self.timeout)
         for place, account in enumerate(received):
-            if account.version is not None and account.version != version:
+            if account.version is not None and account.version != self.version:
                 raise ServerError(
                     client.url,
-                    f"worker {place} received version {account.version} where {version} was sent",
+                    f"worker {place} received version {account.version} where {self.version} was sent",
                 )
             if account.damaged or not account.finished:
                 raise ServerError(
@@ -203,10 +182,6 @@ class ServedTransfer:
         self._held_by[client.url] = first.weights_name
         return dict(first.digests)
 
-    def _join(self, client: ServerClient) -> None:
-        accounts(client, self.timeout)
-        self.join(client)
-
     def _on_all(self, clients: Sequence[ServerClient], work: Callable[[ServerClient], Any]) -> dict[str, Any]:
         """`work` of every client at once: its value or its exception, by url."""
 
@@ -216,7 +191,7 @@ class ServedTransfer:
             except (ServerError, EngineError) as error:
                 return error
 
-        return dict(zip([c.url for c in clients], self._pool.map(one, clients), strict=True))
+        return dict(zip([c.url for c in clients], self._threads.map(one, clients), strict=True))
 
 
 class FileTransfer(ServedTransfer):
@@ -227,7 +202,6 @@ class FileTransfer(ServedTransfer):
     """
 
     kind = "file"
-    keeps_weights = True
 
     def __init__(
         self, folder: str | None = None, timeout: float = 300.0, chunk_bytes: int = CHUNK_BYTES
@@ -247,32 +221,21 @@ class FileTransfer(ServedTransfer):
                 "process can write to and the servers can read"
             ) from None
         self._current: dict[Path, set[str]] = {}
-        self._version: int | None = None
         self._count = 0
+        self._seen_by: set[str] = set()  # urls of servers that have found the token
 
     def join(self, client: ServerClient) -> None:
         info = {"folder": str(self.folder), "token": self._token}
         client.call("/init_weight_transfer_engine", {"init_info": info}, timeout=self.timeout)
+        self._seen_by.add(client.url)
 
-    def send(
-        self, clients: Sequence[ServerClient], tensors: Iterable[tuple[str, Tensor]], version: int
-    ) -> Outcome:
-        self._version = None  # until all is written, the files are a mixture
-        outcome = super().send(clients, tensors, version)
-        self._version = version
-        return outcome
+    def joined(self, client: ServerClient, account: WorkerAccount) -> bool:
+        return client.url in self._seen_by
 
-    def catch_up(self, clients: Sequence[ServerClient]) -> Outcome | None:
-        version = self._version
-        if version is None:
-            return None
-        files = sorted(self._current.items())
-        return self._update(
-            clients, version, (nullcontext((path, sorted(names), version)) for path, names in files)
-        )
+    def kept(self) -> list[tuple[Path, list[str]]]:
+        return [(path, sorted(names)) for path, names in sorted(self._current.items())]
 
-    @contextmanager
-    def handed_over(self, chunk: Chunk, version: int) -> Iterator[tuple[Path, list[str], int]]:
+    def handed_over(self, chunk: Chunk) -> tuple[Path, list[str]]:
         from safetensors.torch import save_file
 
         self._count += 1
@@ -294,55 +257,59 @@ class FileTransfer(ServedTransfer):
                 del self._current[older]
                 older.unlink(missing_ok=True)
         self._current[path] = set(names)
-        yield path, names, version
+        return path, names
 
-    def transmit(self, client: ServerClient, handed: tuple[Path, list[str], int]) -> None:
-        path, names, version = handed
-        name = self.weights_name(version)
-        info = {"path": str(path), "names": names, "version": version, "weights_name": name}
-        client.call("/update_weights", {"update_info": info}, timeout=self.timeout)
+    def transmit(self, client: ServerClient, part: tuple[Path, list[str]]) -> None:
+        path, names = part
+        self._send_part(client, path=str(path), names=names)
 
     def close(self) -> None:
         super().close()
         self._held.close()
 
 
-class GroupTransfer(ServedTransfer):
-    """Broadcasts over gloo (through the hosts' memory) or NCCL (from GPU to GPU), a group for each server.
+class GlooTransfer(ServedTransfer):
+    """Broadcasts over gloo, through the hosts' memory, a group for each server.
 
-    `host` is the address of this machine that servers reach; the rendezvous and gloo listen there alone.
+    `host` is the address of this machine that servers reach; the rendezvous and gloo listen there alone. The host's
+    memory keeps a copy of the weights.
     """
 
+    kind = "gloo"
+
     def __init__(
-        self,
-        kind: str,
-        host: str = "127.0.0.1",
-        timeout: float = 300.0,
-        chunk_bytes: int = CHUNK_BYTES,
+        self, host: str = "127.0.0.1", timeout: float = 300.0, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        self.kind = kind
         super().__init__(timeout, chunk_bytes)
         self.host = host
-        self._groups: dict[str, tuple[str, Group]] = {}
+        self._groups: dict[str, tuple[str, BroadcastGroup]] = {}
+        self._kept: dict[str, Tensor] = {}
 
     def join(self, client: ServerClient) -> None:
         self._leave(client)
         answer = client.call("/get_world_size", method="GET", timeout=self.timeout)
         with reading(client.url, "/get_world_size"):
-            size = index(answer["world_size"])
+            size = 1 + index(answer["world_size"])  # the learner is rank 0
         seconds = min(self.timeout, JOIN_TIMEOUT)
         listener, name = Listener(self.host), secrets.token_hex(8)
-        info = init_info(self.host, listener.port, workers=size, timeout=self.timeout, group=name)
-        asked = self._calls.submit(
+        info = {
+            "host": self.host,
+            "port": listener.port,
+            "rank_offset": 1,
+            "world_size": size,
+            "timeout": self.timeout,
+            "group": name,
+        }
+        asked = self._threads.submit(
             client.call, "/init_weight_transfer_engine", {"init_info": info}, timeout=seconds
         )
-        made = self._calls.submit(
-            Group,
+        made = self._threads.submit(
+            BroadcastGroup,
             self.kind,
             self.host,
             listener.port,
             rank=0,
-            size=info["world_size"],
+            size=size,
             timeout=seconds,
             listener=listener,
         )
@@ -360,19 +327,21 @@ class GroupTransfer(ServedTransfer):
     def joined(self, client: ServerClient, account: WorkerAccount) -> bool:
         return client.url in self._groups and account.group == self._groups[client.url][0]
 
-    @contextmanager
-    def handed_over(self, chunk: Chunk, version: int) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        device = next((group.device for _, group in self._groups.values()), "cpu")
-        metas = [Meta.of(name, tensor).as_json() for name, tensor in chunk]
-        info = {"metas": metas, "version": version, "weights_name": self.weights_name(version)}
-        yield pack(chunk, device), info
+    def handed_over(self, chunk: Chunk) -> tuple[Chunk, Tensor]:
+        self._kept |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in chunk}
+        return self._packed(chunk)
 
-    def transmit(self, client: ServerClient, handed: tuple[Tensor, dict[str, Any]]) -> None:
-        buffer, info = handed
+    def kept(self) -> Iterable[tuple[Chunk, Tensor]]:
+        return map(self._packed, chunks(self._kept.items(), self.chunk_bytes))
+
+    def _packed(self, chunk: Chunk) -> tuple[Chunk, Tensor]:
+        device = next((group.device for _, group in self._groups.values()), "cpu")
+        return chunk, pack(chunk, device)
+
+    def transmit(self, client: ServerClient, part: tuple[Chunk, Tensor]) -> None:
+        chunk, buffer = part
         group = self._groups[client.url][1]
-        asked = self._calls.submit(
-            client.call, "/update_weights", {"update_info": info}, timeout=self.timeout
-        )
+        asked = self._threads.submit(self._send_part, client, tensors=described(chunk))
         asked.add_done_callback(lambda future: group.abort() if future.exception() else None)
         try:
             group.broadcast(buffer)
@@ -398,10 +367,14 @@ class GroupTransfer(ServedTransfer):
             group.abort()
 
 
+class NcclTransfer(GlooTransfer):
+    """Broadcasts over NCCL, from the learner's GPU to the servers'."""
+
+    kind = "nccl"
+
+
 def kind_of(kind: str, device: str, folder: str | None) -> str:
-    """The kind that `auto` stands for, for a learner on `device`, else `kind`."""
-    if kind not in KINDS:
-        raise ConfigError(f"rollout.server.transfer = '{kind}': must be one of {', '.join(KINDS)}")
+    """The kind; of `auto` nccl for a learner on a GPU without a folder, else file."""
     if kind == "auto":
         return "file" if device == "cpu" or folder is not None else "nccl"
     return kind
@@ -415,7 +388,7 @@ def transfer_of(
     host: str = "127.0.0.1",
     timeout: float = 300.0,
 ) -> ServedTransfer:
-    """The transfer of `rollout.server.transfer`: file, gloo, nccl; auto is nccl for a learner on a GPU, else file.
+    """The transfer of `rollout.server.transfer`.
 
     `device` is the learner's, `host` its address as servers reach it, `timeout` the deadline of every call in seconds.
     """
@@ -430,4 +403,4 @@ def transfer_of(
         raise ConfigError(
             "rollout.server.transfer = 'nccl': it needs a learner on a GPU; write file, or gloo"
         )
-    return GroupTransfer(kind, host, timeout)
+    return NcclTransfer(host, timeout) if kind == "nccl" else GlooTransfer(host, timeout)

@@ -10,22 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from mm_grpo.errors import ConfigError, EngineError
-from mm_grpo.rollout.engine import BatchStream, Follows, Request, RequestStream
-from mm_grpo.rollout.vllm import internals as internals
-from mm_grpo.rollout.vllm.internals import Answer, EngineRequest, Sampled
+from mm_grpo.rollout.engine import Follows, Request, RequestStream, RolloutEngine
+from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, launch
-from mm_grpo.rollout.vllm.requests import (
-    check_ids,
-    check_size,
-    completion_of,
-    request_groups,
-    sampling_params,
-)
+from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
 from mm_grpo.timing import span
 from mm_grpo.types import Completion, Prompt
 
@@ -36,8 +29,8 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.engine import Digest
 
 
-class VLLMEngine:
-    """A `RolloutEngine` over vLLM, one per process (or per tensor-parallel group of processes).
+class VLLMEngine(RolloutEngine):
+    """vLLM as an engine, one per process (or per tensor-parallel group of processes).
 
     The vLLM engine outlives this object; a second one with equal settings takes it over and must then
     `update_weights` before it samples. Where vLLM makes no step for `timeout` seconds, the process is ended.
@@ -58,9 +51,15 @@ class VLLMEngine:
         self._current = self._handle.owner is None
         self._handle.owner = self
         self.version = 0
-        # -inf, not vLLM's documented floor of -100: a hard mask that leaves the others' sum exact
-        self._mask = {token: -math.inf for token in sorted(processor.media_token_ids)}
-        self._stops = sorted(processor.stop_token_ids)
+        self.requests = RequestFormat(
+            processor,
+            settings.max_model_len,
+            settings.max_images,
+            # -inf, not vLLM's documented floor of -100: a hard mask that leaves the others' sum exact
+            mask={token: -math.inf for token in sorted(processor.media_token_ids)},
+            params={"flat_logprobs": True},
+            versions=lambda sampled: ((0, self.version),),
+        )
 
     # the protocol ----------------------------------------------------------------------------
 
@@ -73,18 +72,13 @@ class VLLMEngine:
         if not requests:
             return []
         groups = request_groups(requests)
-        work = [self._engine_request(group) for group in groups]
-        answers = self._run(work)
-        completions: list[Completion] = []
-        for group, answer in zip(groups, answers, strict=True):
-            check_ids(group[0].prompt, group[0].prompt.token_ids, answer.prompt_token_ids)
-            completions += [self._completion(r, s) for r, s in zip(group, answer.sequences, strict=True)]
-        return completions
+        answers = internals.run(self._ready(), [self.requests.sampled(group) for group in groups])
+        pairs = zip(groups, answers, strict=True)
+        return [c for group, answer in pairs for c in self.requests.completions(group, answer)]
 
     def stream(self) -> RequestStream:
         """Requests that are answered one by one, as they end; vLLM's prefix cache knows what they share."""
-        if not internals.can_stream(self._ready()):
-            return BatchStream(self.generate)
+        self._ready()
         return VLLMStream(self)
 
     @property
@@ -117,12 +111,9 @@ class VLLMEngine:
         """Log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
         if not token_ids:
             return []
-        self._check_size(prompt, len(token_ids) + 1)
-        sent = prompt.engine_prompt
-        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "flat_logprobs": True}
-        answer = self._run([EngineRequest(prompt.uid, (*sent.token_ids, *token_ids), sent.images, params)])[0]
-        check_ids(prompt, (*prompt.token_ids, *token_ids), answer.prompt_token_ids)
-        return [cast(float, x) for x in answer.prompt_logprobs[-len(token_ids) :]]
+        work = self.requests.scored(prompt, token_ids)
+        (answer,) = internals.run(self._ready(), [work])
+        return self.requests.scores(prompt, token_ids, answer)
 
     def close(self) -> None:
         """Free what can be freed: vLLM itself stays to the end of the process, asleep where it can sleep."""
@@ -166,9 +157,6 @@ class VLLMEngine:
             )
         return self._handle
 
-    def _run(self, work: Sequence[EngineRequest]) -> list[Answer]:
-        return internals.run(self._ready(), work)
-
     def _ready(self) -> Handle:
         """The engine, awake, with this trainer's weights."""
         handle = self._held()
@@ -180,31 +168,6 @@ class VLLMEngine:
         self.wake()
         return handle
 
-    def _engine_request(self, group: Sequence[Request]) -> EngineRequest:
-        prompt, sampling, seed = group[0].prompt, group[0].sampling, group[0].seed
-        params = sampling_params(prompt, sampling, seed, len(group), self._stops)
-        self._check_size(prompt, sampling.max_tokens)
-        sent = prompt.engine_prompt
-        return EngineRequest(
-            prompt.uid,
-            sent.token_ids,
-            sent.images,
-            params | {"logit_bias": self._mask, "flat_logprobs": True},
-        )
-
-    def _check_size(self, prompt: Prompt, room: int) -> None:
-        check_size(prompt, room, self.settings.max_model_len, self.settings.max_images)
-
-    def _completion(self, request: Request, sampled: Sampled) -> Completion:
-        return completion_of(
-            request,
-            self.processor,
-            sampled.token_ids,
-            sampled.logprobs,
-            sampled.finish_reason,
-            ((0, self.version),),
-        )
-
     # both caches hold what older weights made of images and prompts
     def _reset_prefix_cache(self) -> None:
         internals.reset_prefix_cache(self._handle)
@@ -213,8 +176,8 @@ class VLLMEngine:
         internals.reset_encoder_cache(self._handle)
 
 
-class VLLMStream:
-    """A `RequestStream` over a `VLLMEngine`. Raises what its `generate` raises, and gives the rest up then."""
+class VLLMStream(RequestStream):
+    """The stream of a `VLLMEngine`. Raises what its `generate` raises, and gives the rest up then."""
 
     def __init__(self, engine: VLLMEngine) -> None:
         self.engine = engine
@@ -237,33 +200,23 @@ class VLLMStream:
         engine = self.engine
         numbers = list(range(self._count, self._count + len(group)))
         self._count += len(group)
-        name = internals.add(engine._ready(), engine._engine_request(group))
+        name = internals.add(engine._ready(), engine.requests.sampled(group))
         self.running[name] = list(zip(numbers, group, strict=True))
         return numbers
 
     def step(self) -> list[tuple[int, Completion]]:
         if not self.running:
             return []
-        engine, done = self.engine, []
+        engine = self.engine
+        done: list[tuple[int, Completion]] = []
         uids = [request.prompt.uid for group in self.running.values() for _, request in group]
         for name, answer in internals.step(engine._ready(), uids):
             group = self.running.pop(name)
-            prompt = group[0][1].prompt
-            check_ids(prompt, prompt.token_ids, answer.prompt_token_ids)
-            for (number, request), sequence in zip(group, answer.sequences, strict=True):
-                done.append((number, engine._completion(request, sequence)))
+            completions = engine.requests.completions([request for _, request in group], answer)
+            done += zip([number for number, _ in group], completions, strict=True)
         return done
-
-    def release(self, number: int) -> None:
-        """vLLM drops what it needs room for."""
 
     def close(self) -> None:
         if self.running:
             self.running = {}
             internals.give_up(self.engine._handle)
-
-    def __enter__(self) -> VLLMStream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

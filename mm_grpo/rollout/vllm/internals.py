@@ -7,9 +7,8 @@ version must pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,69 +16,23 @@ from torch import Tensor
 
 from mm_grpo.errors import DataError, EngineError
 from mm_grpo.rollout.vllm.launch import Handle, first_line
+from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 from mm_grpo.watchdog import Watchdog
 
 # running -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class EngineRequest:
-    """One request: collapsed ids and images, and sampling parameters for its `n` generations.
-
-    `uid` names the row in messages.
-    """
-
-    uid: str
-    token_ids: Sequence[int]
-    images: Sequence[Any]
-    params: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One sampled sequence as vLLM reports it."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str | None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """vLLM's answer to one `EngineRequest`: the ids it ran, and its sequences by generation."""
-
-    prompt_token_ids: tuple[int, ...]
-    sequences: tuple[Sampled, ...]
-    prompt_logprobs: Sequence[float | None]
-
-
-def run(handle: Handle, work: Sequence[EngineRequest]) -> list[Answer]:
+def run(handle: Handle, work: Sequence[EngineRequest]) -> list[EngineAnswer]:
     """Run the requests together. DataError names the row that vLLM refuses; EngineError carries a failure."""
-    from vllm import SamplingParams
-
-    llm = handle.llm
-    with (
-        _given_up_on_failure(handle, [w.uid for w in work]),
-        _eager(),
-        _watched(handle, f"sampled or scored {len(work)} request(s)"),
-    ):
-        params = [SamplingParams(**w.params) for w in work]
-        if hasattr(llm, "enqueue"):
-            for item, param in zip(work, params, strict=True):  # one by one: a refusal has a row to name
-                with _refusal(item.uid):
-                    llm.enqueue([_prompt(item)], [param], use_tqdm=False)
-            outputs = llm.wait_for_completion(use_tqdm=False)
-        else:
-            with _refusal("one of " + ", ".join(sorted({w.uid for w in work}))):
-                outputs = llm.generate([_prompt(item) for item in work], params, use_tqdm=False)
-    if len(outputs) != len(work):
-        raise EngineError(f"vLLM answered {len(outputs)} of {len(work)} requests")
-    return [_answer(output) for output in outputs]
-
-
-def can_stream(handle: Handle) -> bool:
-    """True when requests can be added one by one, and looked at after each step."""
-    return hasattr(handle.llm, "enqueue")
+    with _given_up_on_failure(handle, [item.uid for item in work]):
+        names = [add(handle, item) for item in work]
+        left = {name: item.uid for name, item in zip(names, work, strict=True)}
+        done: dict[str, EngineAnswer] = {}
+        while left:
+            for name, answer in step(handle, list(left.values())):
+                del left[name]
+                done[name] = answer
+        return [done[name] for name in names]
 
 
 def add(handle: Handle, item: EngineRequest) -> str:
@@ -97,7 +50,7 @@ def add(handle: Handle, item: EngineRequest) -> str:
         return str(getattr(state, "external_req_id", None) or name)
 
 
-def step(handle: Handle, uids: Sequence[str]) -> list[tuple[str, Answer]]:
+def step(handle: Handle, uids: Sequence[str]) -> list[tuple[str, EngineAnswer]]:
     """One step of the requests that were added, of the rows `uids`; the names and answers of those that are done."""
     with _given_up_on_failure(handle, uids), _eager(), _watched(handle, f"sampled {len(uids)} request(s)"):
         outputs = handle.llm.llm_engine.step()
@@ -116,7 +69,7 @@ def _given_up_on_failure(handle: Handle, uids: Sequence[str]) -> Iterator[None]:
         yield
     except BaseException as error:
         _abort(handle)
-        if isinstance(error, DataError) or not isinstance(error, Exception):
+        if isinstance(error, (DataError, EngineError)) or not isinstance(error, Exception):
             raise
         known = list(dict.fromkeys(uids))
         rows = ", ".join(known[:3]) + (", ..." if known[3:] else "")
@@ -163,12 +116,12 @@ def _abort(handle: Handle) -> None:
         handle.fault = "its requests could not be given up after a failure"
 
 
-def _answer(output: Any) -> Answer:
+def _answer(output: Any) -> EngineAnswer:
     sequences = sorted(output.outputs, key=lambda o: o.index)
     prompt = output.prompt_logprobs
     if isinstance(prompt, list):  # the first token has no log-probability, and no entry in a flat record
         prompt = prompt[1:]
-    return Answer(
+    return EngineAnswer(
         tuple(output.prompt_token_ids),
         tuple(
             Sampled(tuple(s.token_ids), tuple(_chosen(s.logprobs, s.token_ids)), s.finish_reason)

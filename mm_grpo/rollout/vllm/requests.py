@@ -1,18 +1,21 @@
 """Requests to vLLM and checks of its answers, the same for the engine in this process and for servers.
 
-Groups of requests that one vLLM request stands for, its sampling parameters, the limits that a row has to fit, the ids
-that were run, and completions made of what came back.
+`RequestFormat` makes an `EngineRequest` of a prompt and seeds, and completions and scores of its `EngineAnswer`:
+sampling parameters, the limits that a row has to fit, the ids that were run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.types import Completion, FinishReason
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Request, Sampling
     from mm_grpo.types import Prompt
@@ -20,6 +23,107 @@ if TYPE_CHECKING:
 SEEDS = 1 << 32
 """vLLM's worker fails on seeds past 64 bits and CPU generators ignore those past 32; ours end there."""
 TEMPERATURES = (0.01, 2.0)
+Spans = tuple[tuple[int, int], ...]
+"""(first token, weight version) of each span of a completion."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One request: collapsed ids and images, and vLLM's sampling parameters for its `n` generations.
+
+    `uid` names the row in messages. Of requests that wait at a server, one of lower `priority` goes first.
+    """
+
+    uid: str
+    token_ids: Sequence[int]
+    images: Sequence[Image]
+    params: Mapping[str, Any]
+    priority: int = 0
+
+    @property
+    def sequences(self) -> int:
+        return int(self.params.get("n", 1))
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampled sequence as vLLM reports it. `versions` are a server's (first token, name of the weights) spans."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str | None
+    versions: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """vLLM's answer to one `EngineRequest`: the ids it ran, its sequences by generation, log-probs of the prompt.
+
+    `url` is that of the server that answered.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    sequences: tuple[Sampled, ...]
+    prompt_logprobs: Sequence[float | None] = ()
+    url: str = ""
+
+
+class RequestFormat:
+    """Requests of a run's processor, within the limits that vLLM was started with (`rollout.vllm`).
+
+    `mask` is a logit bias that keeps media tokens from being sampled, and `params` are added to those of each request.
+    `versions` gives the weight versions of a sequence.
+    """
+
+    def __init__(
+        self,
+        processor: Processor,
+        max_model_len: int,
+        max_images: int,
+        *,
+        mask: Mapping[Any, float],
+        params: Mapping[str, Any],
+        versions: Callable[[Sampled], Spans],
+    ) -> None:
+        self.processor, self.max_model_len, self.max_images = processor, max_model_len, max_images
+        self.mask, self.params, self.versions = mask, params, versions
+        self.stops = sorted(processor.stop_token_ids)
+
+    def sampled(self, group: Sequence[Request]) -> EngineRequest:
+        """A group of requests (`request_groups`)."""
+        prompt, sampling, seed = group[0].prompt, group[0].sampling, group[0].seed
+        params = sampling_params(prompt, sampling, seed, len(group), self.stops)
+        check_size(prompt, sampling.max_tokens, self.max_model_len, self.max_images)
+        sent = prompt.engine_prompt
+        added = {"logit_bias": self.mask, **self.params}
+        return EngineRequest(prompt.uid, sent.token_ids, sent.images, params | added)
+
+    def scored(self, prompt: Prompt, token_ids: Sequence[int]) -> EngineRequest:
+        """A completion to be scored after its prompt: no mask, temperature 1."""
+        check_size(prompt, len(token_ids) + 1, self.max_model_len, self.max_images)
+        sent = prompt.engine_prompt
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, **self.params}
+        return EngineRequest(prompt.uid, (*sent.token_ids, *token_ids), sent.images, params)
+
+    def completions(self, group: Sequence[Request], answer: EngineAnswer) -> list[Completion]:
+        """One completion per request of the group. GuardStop where vLLM ran other ids than the learner's."""
+        prompt = group[0].prompt
+        check_ids(prompt, prompt.token_ids, answer.prompt_token_ids)
+        if len(answer.sequences) != len(group):
+            raise EngineError(
+                f"{prompt.uid}: {answer.url or 'vLLM'} answered {len(group)} generations with "
+                f"{len(answer.sequences)}"
+            )
+        pairs = zip(group, answer.sequences, strict=True)
+        return [
+            completion_of(request, self.processor, sampled, self.versions(sampled))
+            for request, sampled in pairs
+        ]
+
+    def scores(self, prompt: Prompt, token_ids: Sequence[int], answer: EngineAnswer) -> list[float]:
+        """The log-probs [T] of the completion that was scored."""
+        check_ids(prompt, (*prompt.token_ids, *token_ids), answer.prompt_token_ids)
+        return [cast(float, x) for x in answer.prompt_logprobs[-len(token_ids) :]]
 
 
 def request_groups(requests: Sequence[Request]) -> list[list[Request]]:
@@ -98,28 +202,21 @@ def check_ids(prompt: Prompt, expected: Sequence[int], got: Sequence[int]) -> No
         )
 
 
-def completion_of(
-    request: Request,
-    processor: Processor,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[float, ...],
-    finish_reason: str | None,
-    weight_versions: tuple[tuple[int, int], ...],
-) -> Completion:
+def completion_of(request: Request, processor: Processor, sampled: Sampled, versions: Spans) -> Completion:
     """The completion of a request. EngineError where it did not end, GuardStop where log-probs are none."""
-    uid = request.prompt.uid
-    if finish_reason not in ("stop", "length"):
-        raise EngineError(f"{uid}: vLLM ended seed {request.seed} with '{finish_reason}'")
-    if len(logprobs) != len(token_ids) or not all(x <= 1e-4 for x in logprobs):
+    uid, logprobs = request.prompt.uid, sampled.logprobs
+    if sampled.finish_reason not in ("stop", "length"):
+        raise EngineError(f"{uid}: vLLM ended seed {request.seed} with '{sampled.finish_reason}'")
+    if len(logprobs) != len(sampled.token_ids) or not all(x <= 1e-4 for x in logprobs):
         raise GuardStop(
-            f"{uid}: vLLM returned {len(logprobs)} log-probs for {len(token_ids)} tokens, or some that are not "
-            "numbers below 0; its weights are damaged, or its version reports them otherwise"
+            f"{uid}: vLLM returned {len(logprobs)} log-probs for {len(sampled.token_ids)} tokens, or some that are "
+            "not numbers below 0; its weights are damaged, or its version reports them otherwise"
         )
     return Completion(
-        token_ids=token_ids,
+        token_ids=sampled.token_ids,
         logprobs=logprobs,
-        text=processor.decode(token_ids),
-        finish_reason=cast(FinishReason, finish_reason),
+        text=processor.decode(sampled.token_ids),
+        finish_reason=cast(FinishReason, sampled.finish_reason),
         seed=request.seed,
-        weight_versions=weight_versions,
+        weight_versions=versions,
     )

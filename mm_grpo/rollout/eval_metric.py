@@ -1,4 +1,4 @@
-"""The headline of evaluations, and 95 % intervals of shares and means.
+"""What evaluations are judged by (`run.headline`), and 95 % intervals of shares and means.
 
 `run.headline` names one reward: the share of completions to which it gives at least a mark (accuracy), or its mean
 score; without it the mean total reward counts.
@@ -28,7 +28,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Headline:
+class EvalMetric:
     """The share of completions whose reward `name` is >= `mark`, its mean without a mark, the mean total without a
     name."""
 
@@ -36,7 +36,7 @@ class Headline:
     mark: float | None = None
 
     @classmethod
-    def of(cls, config: GRPOConfig, rewards: Sequence[str]) -> Headline:
+    def of(cls, config: GRPOConfig, rewards: Sequence[str]) -> EvalMetric:
         """Parse `run.headline`. ConfigError when it names none of the run's `rewards`."""
         text = config.run.headline
         if text is None:

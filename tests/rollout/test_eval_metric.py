@@ -7,7 +7,7 @@ from math import sqrt
 
 import pytest
 
-from mm_grpo.rollout.headline import Headline, mean, normal, pass_at, wilson
+from mm_grpo.rollout.eval_metric import EvalMetric, mean, normal, pass_at, wilson
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,6 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one(k: int) -> None:
 
 
 def test_words() -> None:
-    assert [str(h) for h in (Headline(), Headline("iou"), Headline("iou", 0.5))] == [
+    assert [str(h) for h in (EvalMetric(), EvalMetric("iou"), EvalMetric("iou", 0.5))] == [
         "mean reward", "mean iou", "accuracy (iou >= 0.5)"
     ]  # fmt: skip

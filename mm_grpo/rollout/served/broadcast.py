@@ -1,4 +1,7 @@
-"""A process group of the learner and the workers of one server, for broadcasts with a deadline.
+"""Broadcasts of weights from the learner to the workers of one server, with a deadline: what both ends know.
+
+Tensors travel in chunks of a bounded size (`pack`, `unpack`): one buffer of bytes and one broadcast a chunk, and never
+more than a chunk in memory twice. What a chunk holds (`Tensors`) is told beside it, in JSON.
 
 The learner is rank 0; a server's workers follow. Each server has a group of its own with the learner, so one that dies
 or hangs costs its own deadline, and the others take no notice; one that comes back, or joins late, gets a new group.
@@ -10,8 +13,10 @@ port while a group is made could join it, so across hosts it belongs into a netw
 
 from __future__ import annotations
 
+import math
 import socket
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,8 +27,65 @@ from torch import Tensor
 from mm_grpo.errors import EngineError
 
 BACKENDS = ("gloo", "nccl")
+CHUNK_BYTES = 512 << 20
+ALIGNED = 16
+"""Bytes that the place of a tensor in a chunk is a multiple of, as any dtype allows."""
+Tensors = list[tuple[str, str, list[int]]]
+"""Name, dtype (`bfloat16`) and shape of each tensor of a chunk, in order."""
 POLL = 0.0005
 """Seconds between two looks at a broadcast."""
+
+
+def chunks(
+    tensors: Iterable[tuple[str, Tensor]], limit: int = CHUNK_BYTES
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """`tensors` in order, in lists of at most `limit` bytes each; a larger tensor is a list of its own.
+
+    A tensor is detached, and not copied.
+    """
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > limit:
+            yield held
+            held, size = [], 0
+        held.append((name, tensor.detach()))
+        size += tensor.nbytes
+    if held:
+        yield held
+
+
+def described(chunk: Sequence[tuple[str, Tensor]]) -> Tensors:
+    """What a chunk holds."""
+    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in chunk]
+
+
+def pack(chunk: Sequence[tuple[str, Tensor]], device: torch.device | str) -> Tensor:
+    """The buffer of a chunk, uint8 [bytes], on `device`; the gaps between tensors are 0."""
+    buffer = torch.zeros(buffer_size(described(chunk)), dtype=torch.uint8, device=device)
+    for (_, tensor), (_, view) in zip(chunk, unpack(buffer, described(chunk)), strict=True):
+        view.copy_(tensor)
+    return buffer
+
+
+def unpack(buffer: Tensor, held: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a buffer, as views of it."""
+    if buffer.numel() != (size := buffer_size(held)):
+        raise ValueError(f"a chunk of {size} bytes was announced, and {buffer.numel()} came")
+    start = 0
+    for name, dtype, shape in held:
+        count = getattr(torch, dtype).itemsize * math.prod(shape)
+        yield name, buffer[start : start + count].view(getattr(torch, dtype)).view(shape)
+        start += _padded(count)
+
+
+def buffer_size(held: Tensors) -> int:
+    """The bytes of a chunk's buffer."""
+    return sum(_padded(getattr(torch, dtype).itemsize * math.prod(shape)) for _, dtype, shape in held)
+
+
+def _padded(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED
 
 
 class Listener:
@@ -41,11 +103,8 @@ class Listener:
         """The descriptor, which is the caller's from now on."""
         return self._socket.detach()
 
-    def close(self) -> None:
-        self._socket.close()
 
-
-class Group:
+class BroadcastGroup:
     """Rank `rank` of a group of `size`, which broadcasts from rank 0. Each call ends within `timeout` seconds.
 
     Blocks until all have joined; the learner passes the `listener` it announced, the others its host and port. Raises
@@ -143,18 +202,6 @@ class Group:
 
 _left: list[tuple[Any, Any]] = []
 """Groups that were left, with the broadcast that may still wait in them: to free one would wait for it."""
-
-
-def init_info(host: str, port: int, *, workers: int, timeout: float, group: str) -> dict[str, Any]:
-    """Describe the group to a server of so many workers: the learner is rank 0, they are the ranks after it."""
-    return {
-        "host": host,
-        "port": port,
-        "rank_offset": 1,
-        "world_size": 1 + workers,
-        "timeout": timeout,
-        "group": group,
-    }
 
 
 def address_towards(host: str, port: int) -> str:
