@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.data.prepared import exits, prepare, published
+from mm_grpo.data.recipe_prepare import exits, prepare, published
 
 HUB = "leonardPKU/clevr_cogen_a_train"
 HELD_OUT = 500

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.data.prepared import exits, prepare, published
+from mm_grpo.data.recipe_prepare import exits, prepare, published
 
 HUB = "HuggingFaceM4/DocumentVQA"
 LIMITS = {"train": "rows", "validation": "eval_rows"}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.data.prepared import exits, prepare, published
+from mm_grpo.data.recipe_prepare import exits, prepare, published
 
 HUB = "hiyouga/geometry3k"
 SPLITS = ("train", "validation", "test")

@@ -13,7 +13,7 @@ import runpy
 from collections.abc import Sequence
 from pathlib import Path
 
-from mm_grpo.data.prepared import exits
+from mm_grpo.data.recipe_prepare import exits
 from mm_grpo.errors import DataError
 
 PARTS = ("clevr_count", "geometry3k", "chartqa", "clicking")

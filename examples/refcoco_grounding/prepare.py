@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.data.prepared import exits, prepare, published
+from mm_grpo.data.recipe_prepare import exits, prepare, published
 
 HUB = "jxu124/refcoco"
 FILES = {"train": "train.jsonl", "validation": "eval.jsonl"}

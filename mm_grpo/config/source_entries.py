@@ -7,9 +7,8 @@ be rows (data/mixture.py). To let sources differ in one more field of `data`: a 
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
@@ -55,37 +54,12 @@ def read_entry(entry: Mapping[str, Any], path: Callable[[Any], Any]) -> dict[str
     return {**found, "path": path(found["path"])}
 
 
-def check_entries(entries: Sequence[Any]) -> None:
-    """FieldError for a source that stands twice with the same settings: its rows would fill a step twice."""
-    seen: list[Any] = []
-    for entry in entries:
-        mapping = entry if isinstance(entry, Mapping) and "path" in entry else {"path": entry}
-        bare = {key: value for key, value in mapping.items() if key != "weight"}
-        if any(_same(bare, other) for other in seen):
-            raise FieldError(
-                f"{shown(bare['path'])} stands twice in the mixture, read in the same way; write it once, "
-                "with the sum of the weights"
-            )
-        seen.append(bare)
-
-
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two entries are the same; rows and datasets are compared by what they are, not by their contents."""
-    paths = one["path"], other["path"]
-    plain = all(isinstance(path, str | os.PathLike | list | tuple | Mapping) for path in paths)
-    rows = any(isinstance(p, list | tuple) and p and isinstance(p[0], Mapping) for p in paths)
-    equal = paths[0] == paths[1] if plain and not rows else paths[0] is paths[1]
-    return equal and {**one, "path": None} == {**other, "path": None}
-
-
 def _source(value: Any) -> str | list[Any] | dict[str, Any]:
     """One source, a list of paths, whose rows come one after the other, or a mixture: entries, of which one is a
     mapping at least."""
     if not isinstance(value, list | tuple) or not any(isinstance(each, Mapping) for each in value):
         return _entry(value)
-    entries = [_named(f"entry {number}", each, _entry) for number, each in enumerate(value, start=1)]
-    check_entries(entries)
-    return entries
+    return [_named(f"entry {number}", each, _entry) for number, each in enumerate(value, start=1)]
 
 
 def _entry(value: Any) -> str | list[Any] | dict[str, Any]:

@@ -3,8 +3,8 @@
     sources   paths, a list, a datasets.Dataset or a mapping → a dataset (`load`); those of a config
     paths     what a string names: files, folders of shards, globs, a hub's dataset
     readers   the rows of what was found, one source after the other; CSV
-    library   rows that the datasets library reads: Parquet, Arrow, saved datasets, the hub
     jsonl     rows in JSON files: read, and written with their images in a folder
+    hf_datasets   rows that the datasets library reads: Parquet, Arrow, saved datasets, the hub
     dataset   rows by index, each read as a `Sample` when it is asked for; a dataset's fingerprint
     blind     rows with the images of other rows, or without any: what a model scores that cannot see
     columns   names of columns: ours and the dataset's, nested ones; names and values in messages
@@ -16,11 +16,11 @@
     mixture   several sources as one dataset, each with its weight and settings
     mixture_order   which rows of which source fill the slots of a step
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
-    drawn     a picture that is drawn when its pixels are first asked for
+    lazy_image   a picture that is drawn when its pixels are first asked for
     shapes    a task whose images are drawn, without any download
     patterns  another, whose patterns are too fine to be seen without a tool
     digits    sums of handwritten digits, whose pictures come with scikit-learn
-    prepared  a dataset of the hub on disk, for a recipe's prepare.py
+    recipe_prepare   a dataset of the hub on disk, for a recipe's prepare.py
 
 Not here: what a sample becomes for a model (processors/). Importing this loads neither torch nor the
 datasets library.

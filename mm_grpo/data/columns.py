@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from mm_grpo.errors import DataError
+from mm_grpo.errors import DataError, did_you_mean
 
 PROMPT_FIELDS = ("prompt", "image", "images", "video", "videos")
 """The names that a prompt is made of, in every layout."""
@@ -39,13 +39,13 @@ def check_columns(columns: Mapping[str, str], available: Collection[str], datase
         near = difflib.get_close_matches(ours.strip().casefold(), PROMPT_FIELDS, n=1, cutoff=0.8)
         if near and ours not in PROMPT_FIELDS and not ours.startswith(f"{near[0]}_"):
             raise DataError(
-                f"data.columns.{ours} = {theirs!r}: nothing reads {ours!r} (did you mean {near[0]!r}?). Legal keys are "
+                f"data.columns.{ours} = {theirs!r}: nothing reads {ours!r}; did you mean {near[0]!r}? Legal keys are "
                 f"{quoted(PROMPT_FIELDS)} and the columns that rewards ask for"
             )
         if theirs not in available:
             raise DataError(
-                f"data.columns.{ours} is {theirs!r}, and {dataset} has no such column"
-                f"{did_you_mean(theirs, available)}. It has: {quoted(available)}"
+                f"data.columns.{ours} is {theirs!r}, and {dataset} has no such column; "
+                f"{did_you_mean(theirs, available)}it has: {quoted(available)}"
             )
 
 
@@ -127,17 +127,6 @@ def nested_names(column: str, value: Any, depth: int = 3) -> list[str]:
 def quoted(names: Iterable[Any]) -> str:
     """Names as a message lists them."""
     return ", ".join(repr(name) for name in names) or "nothing"
-
-
-def did_you_mean(name: str, legal: Iterable[str]) -> str:
-    """The nearest of the legal names as the end of a clause; nothing when none is near."""
-    near = difflib.get_close_matches(name, list(legal), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def is_text(value: object, *texts: str) -> bool:
-    """True when a value is one of the texts. A row may hold arrays, whose comparison with a text is no truth value."""
-    return isinstance(value, str) and value in texts
 
 
 def brief(value: object) -> str:

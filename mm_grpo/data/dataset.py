@@ -277,18 +277,13 @@ class Dataset:
         rng = random.Random(f"shuffled images/{seed}")
         for count, members in sorted(by_count.items()):
             indices = list(members)
-            if len(indices) == 1:
-                raise DataError(
-                    f"{self.row_name(indices[0])}: no other row has as many images ({count}), so its images cannot be "
-                    "exchanged (shuffle_images, or run.eval_blind: shuffled); leave the row out, or write "
-                    "run.eval_blind: removed"
-                )
             try:
                 lenders = exchange(list(members.values()), rng)
             except ValueError as error:
                 raise DataError(
-                    f"{self.name}: images cannot be exchanged among the rows with {count} (shuffle_images, or "
-                    f"run.eval_blind: shuffled): {error}; take rows of more images, or write run.eval_blind: removed"
+                    f"{self.row_name(indices[0])}: images cannot be exchanged among the rows with {count} "
+                    f"(shuffle_images, or run.eval_blind: shuffled): {error}; leave rows out, or write "
+                    "run.eval_blind: removed"
                 ) from None
             for place, lender in enumerate(lenders):
                 image_rows[indices[place]] = indices[lender]
@@ -316,7 +311,7 @@ class Dataset:
         for place, source in enumerate(images):
             with suppress(DataError):
                 images[place] = read_encoded(source, name, MAX_BYTES, folder)[0]
-        return json.dumps([fields.messages, images, fields.columns], sort_keys=True, default=_plain)
+        return json.dumps([fields.messages, images, fields.columns], sort_keys=True, default=_stable_text)
 
     def fields(self, index: int) -> Fields:
         """Row `index` (from 0) with its images closed. DataError when it is wrong."""
@@ -405,7 +400,7 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
     return {"rows": len(dataset), "sha256": state.hexdigest()}
 
 
-def _plain(value: Any) -> str:
+def _stable_text(value: Any) -> str:
     """Anything that JSON does not hold, without what differs between two readings of the same row."""
     if isinstance(value, bytes):
         return xxhash.xxh3_128_hexdigest(value)

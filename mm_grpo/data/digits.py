@@ -90,7 +90,7 @@ def pair(*, split: Split, index: int, seed: int = 0, largest: int = 9) -> tuple[
     return rng.choice(by_value[first]), rng.choice(by_value[total - first])
 
 
-def digit_rows(
+def digits_rows(
     *, split: Split, size: int, seed: int = 0, largest: int = 9, image_size: int = 56
 ) -> list[dict[str, Any]]:
     """`size` rows of the task, with digits from 0 to `largest`, in TRL's layout.
@@ -109,7 +109,7 @@ def digit_rows(
         raise DataError(f"largest is {largest}; it is the largest digit that is shown and must lie in 1..9")
     if size < 1:
         raise DataError(f"size is {size}; it counts rows and must be at least 1")
-    from mm_grpo.data.drawn import DrawnImage
+    from mm_grpo.data.lazy_image import LazyImage
 
     rows, square = [], (image_size, image_size)
     for index in range(size):
@@ -119,7 +119,7 @@ def digit_rows(
             {
                 "prompt": [{"role": "user", "content": content}],
                 "images": [
-                    DrawnImage(square, functools.partial(render, one.levels, image_size)) for one in shown
+                    LazyImage(square, functools.partial(render, one.levels, image_size)) for one in shown
                 ],
                 "answer": str(sum(one.value for one in shown)),
                 "digits": " ".join(str(one.value) for one in shown),

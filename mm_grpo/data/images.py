@@ -33,7 +33,7 @@ from PIL import Image, ImageOps
 
 from mm_grpo.data.columns import brief
 from mm_grpo.errors import DataError
-from mm_grpo.files import expand_home, read_regular_file, short_path
+from mm_grpo.files import expand_home, read_regular_file
 
 MAX_BYTES = 50 * 1024 * 1024
 """Bytes of the largest encoded image that is opened."""
@@ -193,40 +193,16 @@ def _read_file(
         name = unquote(name[len("file://") :])
     elif scheme:
         raise where.error("is a URL, and nothing is fetched; download it and give the file's path")
-    if not name or "\0" in name or len(name) > _LONGEST_PATH:
+    if not name or len(name) > _LONGEST_PATH:
         raise where.error(f"is not a path; legal is {LEGAL_SOURCES}")
+    folder = str(image_dir or ".")
     try:
-        path = Path(expand_home(str(image_dir or ".")), expand_home(name))
-    except ValueError as error:
-        raise where.error(f"is not a path: {error}") from None
-    try:
-        size = path.stat().st_size
-        if not path.is_file():
-            raise _not_a_file(path, where)
-        if size > max_bytes:
-            raise _too_many_bytes(size, where, max_bytes)
-        return read_regular_file(path, max_bytes + 1), where
-    except (FileNotFoundError, NotADirectoryError):
-        raise _not_a_file(path, where) from None
-    except OSError as error:
-        raise where.error(f"cannot be read from {short_path(path)}: {error.strerror or error}") from None
-    except ValueError as error:  # half a character
-        raise where.error(f"is not a path: {error}") from None
-
-
-def _not_a_file(path: Path, where: _Where) -> DataError:
-    if path.is_dir():
-        return where.error(f"is a folder ({path.resolve()}); give the path of one image file")
-    if path.exists():
-        return where.error(f"is not a regular file ({path.resolve()}); give the path of one image file")
-    folder = path.resolve().parent
-    if path.is_symlink():
-        return where.error(f"is a link to {os.readlink(path)}, which does not exist; mend the link ({path})")
-    state = "the folder exists" if folder.is_dir() else "nor does its folder"
-    return where.error(
-        f"does not exist at {path.resolve()} ({state}); relative paths start at data.image_dir, "
-        "or at the dataset file's folder where that is not set"
-    )
+        return read_regular_file(Path(expand_home(folder), expand_home(name)), max_bytes + 1), where
+    except (OSError, ValueError) as error:  # ValueError: a NUL, half a character, an unknown user
+        raise where.error(
+            f"cannot be read ({getattr(error, 'strerror', None) or error}); relative paths start at "
+            f"{os.path.abspath(folder)}, which is data.image_dir, or the dataset file's folder where that is not set"
+        ) from None
 
 
 def base64_image(text: str) -> bool:
@@ -244,7 +220,7 @@ def _identify(data: bytes, where: _Where, max_pixels: int) -> Image.Image:
         return Image.open(BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise where.error(
-            f"has too many pixels to open ({error}); {max_pixels} are allowed: shrink the image"
+            f"has too many pixels ({error}); legal are 1 to {max_pixels}: shrink the image"
         ) from None
     except MemoryError:
         raise
@@ -259,11 +235,9 @@ def _identify(data: bytes, where: _Where, max_pixels: int) -> Image.Image:
 def _limit(image: Image.Image, where: _Where, max_pixels: int) -> None:
     """Refuse by the header alone: no pixels, or too many."""
     width, height = image.size
-    if width * height == 0:
-        raise where.error(f"is {width} × {height} pixels; an image needs at least 1 × 1")
-    if width * height > max_pixels:
+    if not 0 < width * height <= max_pixels:
         raise where.error(
-            f"is {width} × {height} = {width * height} pixels; {max_pixels} are allowed: shrink the image"
+            f"is {width} × {height} = {width * height} pixels; legal are 1 to {max_pixels}: shrink the image"
         )
 
 

@@ -1,7 +1,8 @@
 """Rows as JSON files: a JSONL file with its images in a folder beside it, written and read; other JSON, read.
 
 Recipes use `write_jsonl` to bring a dataset of a hub onto the disk. Encoded images keep their bytes, so nothing
-is compressed twice; equal images share one file.
+is compressed twice; equal images share one file. Reading is our own: it is the common case, names lines, keeps apart
+what a row lacks and what is null in it, and need not wait for the import of the datasets library.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import os
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,13 +44,13 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str])
     count = 0
     with unfinished.open("w", encoding="utf-8") as file:
         for count, row in enumerate(rows, start=1):
-            stored = {name: _stored(name, value, path, count) for name, value in row.items()}
             try:
+                stored = {name: _stored(name, value, path.parent) for name, value in row.items()}
                 file.write(json.dumps(stored, ensure_ascii=False, allow_nan=False) + "\n")
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OSError) as error:
                 raise DataError(
-                    f"{path}: row {count} cannot be written ({error}); columns hold text, numbers, true, false, "
-                    "null, and lists and mappings of those"
+                    f"{path}: row {count} cannot be written ({error}); columns hold text, numbers, true, false, null, "
+                    f"and lists and mappings of those, and an image is {LEGAL_SOURCES}"
                 ) from None
     if not count:
         unfinished.unlink()
@@ -86,7 +87,8 @@ class JsonLines:
                 self._sums.append(zlib.crc32(line))
                 names.update(dict.fromkeys(row) if isinstance(row, dict) else {})
             start += len(line)
-        _refuse_empty(self._starts, path)
+        if not self._starts:
+            raise DataError(f"{path}: is empty; it needs at least 1 row")
         self.column_names = list(names)
 
     def __len__(self) -> int:
@@ -96,80 +98,32 @@ class JsonLines:
         # Not seek and read: processes that were forked share the place in the file.
         line = os.pread(self._file.fileno(), self._sizes[index], self._starts[index])
         if zlib.crc32(line) != self._sums[index]:
-            raise DataError(
-                f"{self._path}:{self._lines[index]}: the file changed after the start; leave it as it is during a run"
-            )
-        return parse_json(line, f"{self._path}:{self._lines[index]}")
+            raise DataError(f"{self.row_name(index)}: the file changed after the start; leave it as it is")
+        return parse_json(line, self.row_name(index))
 
-    def line(self, index: int) -> int:
-        """The number of a row's line, from 1."""
-        return self._lines[index]
+    def row_name(self, index: int) -> str:
+        """The file and the row's line, from 1, as an editor counts."""
+        return f"{self._path}:{self._lines[index]}"
 
 
 def read_json(path: Path) -> list[Any]:
     """The rows of a JSON file: of a list, or of the only list of rows in one object."""
-    rows = parse_json(path.read_bytes(), str(path))
-    rows = [] if rows is _BLANK else rows
-    if isinstance(rows, dict) and not _OF_A_ROW & set(rows):
+    found = parse_json(path.read_bytes(), str(path), "mend it; a file of one row a line is called .jsonl")
+    lists = [found]
+    if isinstance(found, dict) and not _OF_A_ROW & set(found):
         lists = [
-            key
-            for key, value in rows.items()
+            value
+            for value in found.values()
             if isinstance(value, list) and any(isinstance(one, dict) for one in value)
         ]
-        if len(lists) > 1:
-            raise DataError(
-                f"{path}: holds one object with several lists of rows ({', '.join(map(repr, lists))}); write each into "
-                "a file of its own"
-            )
-        rows = rows[lists[0]] if lists else rows
-    if not isinstance(rows, list):
+    if len(lists) != 1 or not isinstance(lists[0], list) or not lists[0]:
         raise DataError(
-            f"{path}: holds one {type(rows).__name__}; legal is a list of rows, or an object with one such list, or a "
-            ".jsonl file of rows"
+            f"{path}: is no list of rows, nor an object with one such list; a file of one row a line is called .jsonl"
         )
-    _refuse_empty(rows, path)
-    return rows
+    return lists[0]
 
 
-def _stored(name: str, value: Any, path: Path, row: int) -> Any:
-    if name not in IMAGE_COLUMNS or value is None:
-        return value
-    if isinstance(value, list | tuple):
-        return [_image(one, path, row) for one in value]
-    return _image(value, path, row)
-
-
-def _image(source: Any, path: Path, row: int) -> str:
-    """The path of an image relative to the file's folder, after writing its bytes there."""
-    if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path")
-    if isinstance(source, str | os.PathLike):
-        return os.fspath(source)
-    from PIL import Image, UnidentifiedImageError
-
-    if not isinstance(source, bytes | Image.Image):
-        raise DataError(
-            f"{path}: row {row} has an image that is a {type(source).__name__}; legal is {LEGAL_SOURCES}"
-        )
-    try:
-        if isinstance(source, Image.Image):
-            buffer = BytesIO()
-            source.save(buffer, format="PNG")
-            source = buffer.getvalue()
-        with Image.open(BytesIO(source)) as opened:
-            suffix = _SUFFIXES.get(opened.format or "", ".img")
-    except (UnidentifiedImageError, OSError) as error:
-        raise DataError(
-            f"{path}: row {row} has an image that cannot be read or written as PNG ({error})"
-        ) from None
-    file = path.parent / "images" / f"{hashlib.sha256(source).hexdigest()[:24]}{suffix}"
-    if not file.exists():
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(source)
-    return f"images/{file.name}"
-
-
-def parse_json(data: bytes, where: str) -> Any:
+def parse_json(data: bytes, where: str, remedy: str = "mend or remove it") -> Any:
     """The value in a text of JSON. DataError, which begins with `where`, for all that no reward could use.
 
     Blank text has a value of its own, which is no row.
@@ -179,19 +133,8 @@ def parse_json(data: bytes, where: str) -> Any:
         if not text.strip():
             return _BLANK
         return json.loads(text, parse_constant=_not_finite, parse_float=_finite, object_pairs_hook=_unique)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: is not UTF-8 (at byte {error.start}); save it as UTF-8") from None
-    except json.JSONDecodeError as error:
-        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
-        remedy = "mend or remove it"
-        if error.msg == "Extra data" and where.endswith(".json"):
-            remedy = "if it holds one row a line, call it .jsonl"
-        raise DataError(f"{where}: is not valid JSON ({error.msg} at {place}); {remedy}") from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # thousands of digits, or of lists in lists; what the hooks raise
-        raise DataError(f"{where}: cannot be read ({error}); mend or remove it") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: is not valid JSON in UTF-8 ({error}); {remedy}") from None
 
 
 def _not_finite(name: str) -> NoReturn:
@@ -212,6 +155,32 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_empty(rows: Sized, path: Path) -> None:
-    if not rows:
-        raise DataError(f"{path}: is empty; it needs at least 1 row")
+def _stored(name: str, value: Any, folder: Path) -> Any:
+    if name not in IMAGE_COLUMNS or value is None:
+        return value
+    return (
+        [_image_path(one, folder) for one in value]
+        if isinstance(value, list | tuple)
+        else _image_path(value, folder)
+    )
+
+
+def _image_path(source: Any, folder: Path) -> str:
+    """The path of an image relative to the file's folder, after writing its bytes there."""
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, str | os.PathLike):
+        return os.fspath(source)
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
+        buffer = BytesIO()
+        source.save(buffer, format="PNG")
+        source = buffer.getvalue()
+    with Image.open(BytesIO(source)) as opened:
+        suffix = _SUFFIXES.get(opened.format or "", ".img")
+    file = folder / "images" / f"{hashlib.sha256(source).hexdigest()[:24]}{suffix}"
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(source)
+    return f"images/{file.name}"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mm_grpo.data.columns import brief, is_text, quoted
+from mm_grpo.data.columns import brief, quoted
 from mm_grpo.data.object_tags import BOX, REF, fill_tags, has_tags, is_objects
 from mm_grpo.errors import DataError
 
@@ -114,11 +114,17 @@ def read_conversation(
     for other, other_name in named[1:]:
         try:
             second = _read(other, other_name, values, row_name, answer_from)
-            same = bool(_as_messages(second.prompt) == _as_messages(found.prompt))
-        except (DataError, ValueError):  # it is wrong, or holds arrays
+            same = _as_messages(second.prompt) == _as_messages(found.prompt)
+        except DataError:
             same = False
         if not same:
-            raise _two_prompts(column, name, other, other_name, row_name)
+            fields = f"data.columns.prompt={column} or data.columns.prompt={other}"
+            if name != other_name:
+                fields = f"data.layout={name} or data.layout={other_name} (or {fields})"
+            raise DataError(
+                f"{row_name}: the columns {column!r} (layout {name}) and {other!r} (layout {other_name}) give "
+                f"different prompts. Set {fields}"
+            )
     return found
 
 
@@ -130,10 +136,9 @@ def _read(
     reply = _reply(prompt) if layout.ends_with_answer or answer_from is not None else None
     answers: dict[str, Any] = {}
     if answer_from == "last_turn" and reply is None:
-        last = "the prompt is a string" if isinstance(prompt, str) else "the last message is no such turn"
         raise DataError(
-            f"{row_name}: data.answer_from is last_turn, and {column!r} does not end with a turn of the assistant "
-            f"({last}); write the answer there, or leave data.answer_from out"
+            f"{row_name}: data.answer_from is last_turn, and {column!r} does not end with a turn of the assistant; "
+            "write the answer there, or leave data.answer_from out"
         )
     if reply is not None:
         prompt = list(prompt)[:-1]
@@ -166,7 +171,7 @@ def _detect(column: str, mapped: str | None, values: Mapping[str, Any]) -> str:
         return "r1v" if isinstance(solution, str) and _ANSWER.search(solution) else "verl"
     contents = [turn.get("content") for turn in turns]
     if any(
-        isinstance(part, Mapping) and is_text(part.get("type"), "image_url")
+        isinstance(part, Mapping) and part.get("type") == "image_url"
         for content in contents
         if isinstance(content, list | tuple)
         for part in content
@@ -174,7 +179,7 @@ def _detect(column: str, mapped: str | None, values: Mapping[str, Any]) -> str:
         return "openai" if known_as == "messages" else "trl"
     if known_as == "messages" and turns and all(isinstance(content, str) for content in contents):
         tags = has_tags(contents, REF) or (is_objects(values.get("objects")) and has_tags(contents))
-        if tags or is_text(turns[-1].get("role"), "assistant") or any("<image>" in text for text in contents):
+        if tags or turns[-1].get("role") == "assistant" or any("<image>" in text for text in contents):
             return "ms_swift"
     if known_as == "prompt" and (
         isinstance(values.get("reward_model"), Mapping)
@@ -187,43 +192,23 @@ def _detect(column: str, mapped: str | None, values: Mapping[str, Any]) -> str:
 def _missing(
     values: Mapping[str, Any], names: Iterable[Any], row_name: str, mapped: str | None, layout: str | None
 ) -> DataError:
-    is_null = next((name for name in PROMPT_COLUMNS if name in values and values[name] is None), None)
-    if mapped is not None and "prompt" not in values:
-        return MissingPrompt(
-            f"{row_name}: no column {mapped!r}, which data.columns.prompt names. The row has: {quoted(names)}"
-        )
-    if is_null is not None and (layout is None or is_null in LAYOUTS[layout].columns):
-        name = mapped if mapped is not None and is_null == "prompt" else is_null
-        return DataError(f"{row_name}: {name!r} is null; write a prompt or leave the row out")
-    if layout is not None:
-        return MissingPrompt(
-            f"{row_name}: data.layout is {layout}, and the row has no column {_or(LAYOUTS[layout].columns)}. The row "
-            f"has: {quoted(names)}. Name another layout, or the column, as in data.columns.prompt={_likely(values)}"
-        )
-    return MissingPrompt(
-        f"{row_name}: no column {_or(PROMPT_COLUMNS)}. The row has: {quoted(names)}. "
-        f"Name the one that holds the prompt, as in data.columns.prompt={_likely(values)}"
+    columns = PROMPT_COLUMNS if layout is None else LAYOUTS[layout].columns
+    if mapped is not None:
+        columns = ("prompt",)
+    for column in columns:
+        if column in values:
+            return DataError(
+                f"{row_name}: {(mapped or column)!r} is null; write a prompt or leave the row out"
+            )
+    wanted = (
+        " or ".join(map(repr, columns)) if mapped is None else f"{mapped!r}, which data.columns.prompt names"
     )
-
-
-def _or(names: tuple[str, ...]) -> str:
-    *most, last = map(repr, names)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def _likely(values: Mapping[str, Any]) -> str:
+    of_layout = "" if layout is None else f", which data.layout={layout} reads"
     often = ("question", "query", "instruction", "conversation", *PROMPT_COLUMNS, "text")
-    return next((name for name in often if name in values), "COLUMN")
-
-
-def _two_prompts(column: str, name: str, other: str, other_name: str, row_name: str) -> DataError:
-    columns = f"data.columns.prompt={column} or data.columns.prompt={other}"
-    fields = (
-        columns if name == other_name else f"data.layout={name} or data.layout={other_name} (or {columns})"
-    )
-    return DataError(
-        f"{row_name}: the columns {column!r} (layout {name}) and {other!r} (layout {other_name}) give different "
-        f"prompts. Set {fields}"
+    likely = next((name for name in often if name in values), "COLUMN")
+    return MissingPrompt(
+        f"{row_name}: no column {wanted}{of_layout}. The row has: {quoted(names)}. Name the one that holds the prompt, "
+        f"as in data.columns.prompt={likely}"
     )
 
 
@@ -236,7 +221,7 @@ def _as_messages(prompt: Any) -> Any:
 def _reply(prompt: Any) -> Mapping[str, Any] | None:
     """The turn of the assistant that a conversation ends with."""
     last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
-    return last if isinstance(last, Mapping) and is_text(last.get("role"), "assistant") else None
+    return last if isinstance(last, Mapping) and last.get("role") == "assistant" else None
 
 
 def _text(reply: Mapping[str, Any], where: str) -> str:
@@ -259,33 +244,27 @@ def _text(reply: Mapping[str, Any], where: str) -> str:
 def _with_system(messages: list[Any], values: Mapping[str, Any], row_name: str) -> list[Any]:
     """The messages behind the text of the column `system`, where there is one and they begin without."""
     system = values.get("system")
-    if system is None or is_text(system, ""):
+    if not system:
         return messages
-    if not isinstance(system, str):
-        raise DataError(f"{row_name}: 'system' is {brief(system)}; legal is text, or null")
-    if any(isinstance(message, Mapping) and is_text(message.get("role"), "system") for message in messages):
+    if not isinstance(system, str) or any(message.get("role") == "system" for message in messages):
         raise DataError(
-            f"{row_name}: the row has the column 'system', and a message of role 'system'; keep one of them"
+            f"{row_name}: 'system' is {brief(system)}; legal is text, or null where a message has the role 'system'"
         )
     return [{"role": "system", "content": system}, *messages]
 
 
 def _sharegpt(turns: Any, column: str, values: Mapping[str, Any], row_name: str) -> list[Any]:
     """Turns of `from` and `value` as messages of role and content."""
-    if not isinstance(turns, list | tuple) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise DataError(
-            f"{row_name}: {column!r} is {brief(turns)}; legal in the layout sharegpt is a list of turns such as "
-            '{"from": "human", "value": "..."}'
-        )
     messages: list[Any] = []
-    for at, turn in enumerate(turns):
-        keys = ("from", "value") if turn.get("from") is not None else ("role", "content")
-        speaker, text = (turn.get(key) for key in keys)
-        where = f"{row_name}: {column}[{at}]"
-        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
-            raise DataError(f"{where}: 'from' is {brief(speaker)}; legal is one of {', '.join(_SPEAKERS)}")
-        if not isinstance(text, str):
-            raise DataError(f"{where}: {keys[1]!r} is {brief(text)}; legal is text")
+    for at, turn in enumerate(turns if isinstance(turns, list | tuple) else [turns]):
+        given = turn if isinstance(turn, Mapping) else {}
+        keys = ("from", "value") if given.get("from") is not None else ("role", "content")
+        speaker, text = (given.get(key) for key in keys)
+        if not isinstance(speaker, str) or speaker not in _SPEAKERS or not isinstance(text, str):
+            raise DataError(
+                f"{row_name}: {column}[{at}] is {brief(turn)}; legal is a turn such as "
+                f'{{"from": "human", "value": "..."}}, whose speaker is one of {", ".join(_SPEAKERS)}'
+            )
         messages.append({"role": _SPEAKERS[speaker], "content": text})
     return _with_system(messages, values, row_name)
 
@@ -313,26 +292,22 @@ def _has_boxes(messages: Any, ends_with_reply: bool) -> bool:
 
 def _verl_answer(values: Mapping[str, Any], row_name: str) -> Any:
     graded_by = values.get("reward_model")
-    if graded_by is None:
-        return None
-    if not isinstance(graded_by, Mapping):
+    if not isinstance(graded_by, Mapping | None):
         raise DataError(
             f"{row_name}: 'reward_model' is {brief(graded_by)}; legal in the layout verl is a mapping such as "
             '{"ground_truth": "12"}, or null; if it is something else, set data.layout=trl'
         )
-    return graded_by.get("ground_truth")
+    return (graded_by or {}).get("ground_truth")
 
 
 def _r1v_answer(values: Mapping[str, Any], row_name: str) -> Any:
     solution = values.get("solution")
-    if solution is None:
-        return None
-    if not isinstance(solution, str):
+    if not isinstance(solution, str | None):
         raise DataError(
             f"{row_name}: 'solution' is {brief(solution)}; legal in the layout r1v is text such as <answer>3</answer>"
         )
-    tagged = _ANSWER.search(solution)
-    return (tagged[1] if tagged else solution).strip()
+    tagged = _ANSWER.search(solution or "")
+    return tagged[1].strip() if tagged else solution and solution.strip()
 
 
 LAYOUTS: Mapping[str, Layout] = {

@@ -15,14 +15,14 @@ import bisect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mm_grpo.config.messages import FieldError
-from mm_grpo.config.source_entries import OWN, check_entries, read_entry
+from mm_grpo.config.source_entries import OWN, read_entry
 from mm_grpo.data.dataset import Dataset, DataSettings
 from mm_grpo.data.mixture_order import ratio
 from mm_grpo.data.rows import Fields
@@ -49,10 +49,6 @@ class Mixture:
                 self.entries.append(read_entry(mapping, _rows))
             except FieldError as error:
                 raise DataError(f"entry {number} of the mixture: {error}") from None
-        try:
-            check_entries(self.entries)
-        except FieldError as error:
-            raise DataError(str(error)) from None
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.names)})"
@@ -102,25 +98,10 @@ def _name_of(source: Any) -> str | None:
     return re.sub(r"[^\w.-]+", "-", plain).strip("-.") or None
 
 
-@dataclass(frozen=True)
-class EntrySettings:
+def entry_settings(entry: Mapping[str, Any], settings: DataSettings) -> DataSettings:
     """The fields of `data` that a source is read with: its entry's own, and for the others the section's."""
-
-    columns: Mapping[str, str]
-    image_dir: str | Path | None
-    system_prompt: str | None
-    layout: str | None
-    answer_from: str | None
-    text_only: bool = False
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any], settings: DataSettings) -> EntrySettings:
-        own = {
-            name: entry[name] if name in entry else getattr(settings, name)
-            for name in OWN
-            if name in entry or hasattr(settings, name)
-        }
-        return cls(**own)
+    fields = {name: getattr(settings, name, False) for name in OWN}
+    return SimpleNamespace(**fields | {name: entry[name] for name in OWN if name in entry})
 
 
 class MixedDataset(Dataset):

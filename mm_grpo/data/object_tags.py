@@ -9,10 +9,10 @@ family, and rewards bring the boxes of the column to them (`gold_space`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mm_grpo.data.columns import brief, is_text
+from mm_grpo.data.columns import brief
 from mm_grpo.errors import DataError
 
 REF, BOX = "<ref-object>", "<bbox>"
@@ -54,12 +54,12 @@ def fill_tags(texts: Sequence[str], objects: Any, row_name: str, *, whole: bool)
             + ", ".join(KEYS)
             + "; if the tags are plain text, set data.layout=trl"
         )
-    if objects.get("bbox_type") is not None and not is_text(objects["bbox_type"], *BOX_TYPES):
+    if objects.get("bbox_type") not in (None, *BOX_TYPES):
         raise DataError(
             f"{row_name}: objects.bbox_type is {brief(objects['bbox_type'])}; legal is real, norm1 or null"
         )
-    refs = _values(objects, "ref", row_name, _reference)
-    boxes = _values(objects, "bbox", row_name, _box)
+    refs = _texts(objects, "ref", row_name, lambda one: one if isinstance(one, str) else None)
+    boxes = _texts(objects, "bbox", row_name, _box)
     for tag, key, values in ((REF, "ref", refs), (BOX, "bbox", boxes)):
         count = sum(text.count(tag) for text in texts)
         if count > len(values) or (whole and 0 < count < len(values)):
@@ -71,24 +71,24 @@ def fill_tags(texts: Sequence[str], objects: Any, row_name: str, *, whole: bool)
     return [_TAGS.sub(lambda tag: next(left[tag[0]]), text) for text in texts]
 
 
-def _values(objects: Mapping[str, Any], key: str, row_name: str, read: Any) -> list[str]:
+def _texts(
+    objects: Mapping[str, Any], key: str, row_name: str, read: Callable[[Any], str | None]
+) -> list[str]:
+    """What a list of `objects` holds, as texts; `read` answers None for what is not legal."""
     given = objects.get(key)
     given = [] if given is None else given
-    if not isinstance(given, list | tuple):
-        raise DataError(f"{row_name}: objects.{key} is {brief(given)}; legal is a list")
-    return [read(value, f"{row_name}: objects.{key}[{at}]") for at, value in enumerate(given)]
+    found = list(map(read, given)) if isinstance(given, list | tuple) else [None]
+    if None in found:
+        legal = "names" if key == "ref" else "boxes of 4 numbers, or points of 2"
+        wrong = given[found.index(None)] if isinstance(given, list | tuple) else given
+        raise DataError(f"{row_name}: objects.{key} holds {brief(wrong)}; legal is a list of {legal}")
+    return [text for text in found if text is not None]
 
 
-def _reference(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{where} is {brief(value)}; legal is text, what the object is called")
-    return value
-
-
-def _box(value: Any, where: str) -> str:
-    numbers = isinstance(value, list | tuple) and len(value) in (2, 4) and all(map(_is_number, value))
-    if not numbers:
-        raise DataError(f"{where} is {brief(value)}; legal is a list of 4 numbers, or of 2 for a point")
+def _box(value: Any) -> str | None:
+    """The text of a box or a point, None for anything else."""
+    if not isinstance(value, list | tuple) or len(value) not in (2, 4) or not all(map(_is_number, value)):
+        return None
     # Arrow makes every number of a column with one fraction a float: 135.0 is written as 135.
     return f"[{', '.join(str(int(n)) if n == int(n) else repr(n) for n in value)}]"
 

@@ -161,7 +161,7 @@ def render(scene: Scene, cell_size: int = 84) -> Image:
     return Image.fromarray(canvas)
 
 
-def pattern_rows(*, split: Split, size: int, seed: int = 0, cell_size: int = 84) -> list[dict[str, Any]]:
+def patterns_rows(*, split: Split, size: int, seed: int = 0, cell_size: int = 84) -> list[dict[str, Any]]:
     """`size` rows of the task, in TRL's layout; answers and framed cells are equally frequent.
 
     Returns:
@@ -175,7 +175,7 @@ def pattern_rows(*, split: Split, size: int, seed: int = 0, cell_size: int = 84)
     _check_cell_size(cell_size)
     if size < 1:
         raise DataError(f"size is {size}; it counts rows and must be at least 1")
-    from mm_grpo.data.drawn import DrawnImage
+    from mm_grpo.data.lazy_image import LazyImage
 
     rows, side = [], SIDE * cell_size
     for index in range(size):
@@ -186,7 +186,7 @@ def pattern_rows(*, split: Split, size: int, seed: int = 0, cell_size: int = 84)
         rows.append(
             {
                 "prompt": [{"role": "user", "content": content}],
-                "images": [DrawnImage((side, side), partial(render, shown, cell_size))],
+                "images": [LazyImage((side, side), partial(render, shown, cell_size))],
                 "answer": answer,
                 "place": place(shown.framed),
                 "box": box(shown.framed, cell_size),

@@ -1,8 +1,7 @@
 """Rows out of what `paths` found: each file, saved dataset or hub dataset is a `Part`, and `JoinedRows` are several.
 
 JSONL stays on disk: where each line begins is kept, and the line is read again when its row is asked for. Parquet and
-Arrow are mapped from disk by the datasets library, which keeps its own copy of Parquet in its cache. JSON and CSV are
-read into memory.
+Arrow are mapped from the copy that the datasets library keeps in its cache. JSON and CSV are read into memory.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.data.columns import quoted
+from mm_grpo.data.hf_datasets import open_file, open_hub, open_saved
 from mm_grpo.data.jsonl import JsonLines, parse_json, read_json
-from mm_grpo.data.library import open_arrow, open_hub, open_parquet, open_saved
-from mm_grpo.data.paths import LEGAL, Found
+from mm_grpo.data.paths import LEGAL, Found, missing
 from mm_grpo.errors import DataError
 
 LARGEST_CELL = 2**30
@@ -48,29 +46,28 @@ def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
     Raises:
         DataError: it is broken, empty, or cannot be reached.
     """
-    if found.kind == "hub":
-        return Part(open_hub(found.path, name, columns), lambda index: f"{found.path} row {index}", None)
     path = Path(found.path)
+
+    def numbered(rows: Any, folder: Path | None = path.parent) -> Part:
+        return Part(rows, lambda index: f"{found.path} row {index}", folder)
+
     try:
+        if found.kind == "hub":
+            return numbered(open_hub(found.path, columns, missing(path)), None)
         if found.kind == "saved":
-            rows: Any = open_saved(path, found.split, columns)
-            return Part(rows, lambda index: f"{path} row {index}", path)
+            return numbered(open_saved(path, found.split, columns), path)
         if path.exists() and not path.is_file():
             raise DataError(f"{name}: {path} is a pipe, a socket or a device, not a file; {LEGAL}")
         suffix = path.suffix.lower()
         if suffix == ".jsonl":
-            lines = JsonLines(path)
-            return Part(lines, lambda index: f"{path}:{lines.line(index)}", path.parent)
-        if suffix == ".json":
-            rows = read_json(path)
-        elif suffix in (".csv", ".tsv"):
-            rows, numbers = read_csv(path)
-            return Part(rows, lambda index: f"{path}:{numbers[index]}", path.parent)
-        else:
-            rows = (open_parquet if suffix == ".parquet" else open_arrow)(path, columns)
+            jsonl = JsonLines(path)
+            return Part(jsonl, jsonl.row_name, path.parent)
+        if suffix in (".csv", ".tsv"):
+            rows, lines = read_csv(path)
+            return Part(rows, lambda index: f"{path}:{lines[index]}", path.parent)
+        return numbered(read_json(path) if suffix == ".json" else open_file(path, columns))
     except OSError as error:
         raise DataError(f"{name}: {path} cannot be read ({error.strerror or error})") from None
-    return Part(rows, lambda index: f"{path} row {index}", path.parent)
 
 
 def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
@@ -86,37 +83,27 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
             head = next(reader, [])
-            _check_head(head, path)
-            for cells in reader:
-                if not cells:
-                    continue
-                where = f"{path}:{reader.line_num}"
+            if len(set(head)) != len(head) or (len(head) == 1 and (";" in head[0] or "\t" in head[0])):
+                raise ValueError(
+                    f"the first line names the columns, once each and set apart by commas; it is {head}"
+                )
+            for cells in filter(None, reader):
                 if len(cells) != len(head):
-                    raise DataError(
-                        f"{where}: has {len(cells)} cells, and the first line names {len(head)} columns; write as many "
-                        '(a comma inside a cell needs "quotes" around it)'
+                    raise ValueError(
+                        f"{len(cells)} cells for {len(head)} columns; a comma in a cell needs quotes"
                     )
+                where = f"{path}:{reader.line_num}"
                 rows.append({key: _cell(key, cell, where) for key, cell in zip(head, cells, strict=True)})
                 lines.append(reader.line_num)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 (at byte {error.start}); save it as UTF-8") from None
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: is not valid CSV ({error}); mend it") from None
+    except (ValueError, csv.Error) as error:
+        raise DataError(
+            f"{path}:{max(reader.line_num, 1)}: is not valid CSV in UTF-8 ({error}); mend it"
+        ) from None
     finally:
         csv.field_size_limit(limit)
     if not rows:
         raise DataError(f"{path}: is empty; it needs a line of names and at least 1 row")
     return rows, lines
-
-
-def _check_head(head: Sequence[str], path: Path) -> None:
-    twice = next((name for name in head if head.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"{path}:1: the column {twice!r} is given twice; the first line names the columns")
-    if len(head) == 1 and (";" in head[0] or "\t" in head[0]):
-        raise DataError(
-            f"{path}:1: its cells are not set apart by commas; save it with commas (tabs in a .tsv)"
-        )
 
 
 def _cell(name: str, cell: str, where: str) -> Any:
@@ -169,6 +156,3 @@ class JoinedRows:
             raise IndexError(f"row {index} of {len(self)}")
         at = bisect.bisect_right(self._ends, index)
         return self.parts[at], index - (self._ends[at - 1] if at else 0)
-
-    def __repr__(self) -> str:
-        return f"JoinedRows({quoted(type(part.rows).__name__ for part in self.parts)})"

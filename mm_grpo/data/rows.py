@@ -17,13 +17,14 @@ here (images.py); rows with videos are refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, is_text, rename, value_at
-from mm_grpo.data.image_columns import PLACEHOLDER, image_columns
-from mm_grpo.data.layouts import read_conversation
+from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, rename, value_at
+from mm_grpo.data.image_columns import HOW_TO_READ, PLACEHOLDER, image_columns
+from mm_grpo.data.layouts import Conversation, read_conversation
 from mm_grpo.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -31,6 +32,8 @@ IMAGE_TAG = "<image>"
 LONGEST_TEXT = 4_000_000
 """Characters of one message; the longest contexts are of some 1,000,000 tokens."""
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+"""A lone surrogate, which JSON can write and no tokenizer takes: what cutting an emoji in two leaves."""
 
 Message = dict[str, Any]
 
@@ -81,7 +84,6 @@ def read_row(
             answer, videos, or a count of images other than the count of places for them.
     """
     values = renamed(row, row_name, columns or {})
-    _refuse_videos(values, row_name)
     found = read_conversation(
         values,
         row_name,
@@ -91,12 +93,11 @@ def read_row(
         answer_from=answer_from,
     )
     messages = _messages(found.prompt, found.column, row_name)
-    _refuse_long_texts(messages, row_name)
     messages, images = _place(messages, _listed_images(values, row_name), row_name)
     others = {name: value for name, value in values.items() if name not in (*PROMPT_FIELDS, *found.used)}
-    if not images:
-        _refuse_placeholders(messages, others, row_name)
-    _refuse_empty_prompt(found.prompt, found.column, messages, row_name)
+    problem = _problem(found, messages, images, others)
+    if problem:
+        raise DataError(f"{row_name}: {problem}")
     if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return Fields(
@@ -125,34 +126,21 @@ def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, An
     return {name: value for name, value in values.items() if value is not ABSENT}
 
 
-def _refuse_videos(values: Mapping[str, Any], row_name: str) -> None:
-    for name in ("video", "videos"):
-        value = values.get(name)
-        if value is not None and not (isinstance(value, Sequence) and len(value) == 0):
-            raise DataError(
-                f"{row_name}: {name!r} is set, but videos are not supported in this version; leave it out"
-            )
-
-
 def _listed_images(values: Mapping[str, Any], row_name: str) -> list[Any]:
-    """The image sources of `image` or `images`, in order."""
-    given = [name for name in ("image", "images") if values.get(name) is not None]
-    if len(given) == 2:
-        if _as_list(values["images"]) == []:
-            given = ["image"]
-        else:
-            raise DataError(f"{row_name}: both 'image' and 'images' are set; keep one of them")
-    if not given:
-        return []
-    images = _as_list(values[given[0]])
-    if any(image is None for image in images):
-        at = next(i for i, image in enumerate(images) if image is None)
-        raise DataError(f"{row_name}: {given[0]}[{at}] is null; list the images that the row has, or none")
+    """The image sources of `image` or `images`, in order. DataError where both are set, or a video is."""
+    listed: dict[str, list[Any]] = {}
+    for name in ("image", "images", "video", "videos"):
+        value = values.get(name)
+        if value is not None and not (isinstance(value, list | tuple) and not value):
+            listed[name] = list(value) if isinstance(value, list | tuple) else [value]
+    if len(listed) > 1 or not listed.keys() <= {"image", "images"}:
+        names = " and ".join(map(repr, listed))
+        raise DataError(f"{row_name}: {names} are set; a row has 'image' or 'images', and no videos")
+    name, images = next(iter(listed.items()), ("", []))
+    for at, image in enumerate(images):
+        if image is None:
+            raise DataError(f"{row_name}: {name}[{at}] is null; list the images that the row has, or none")
     return images
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
@@ -184,8 +172,6 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
     elif not isinstance(content, str):
         found = type(content).__name__
         raise DataError(f"{where}: the content is a {found}; legal is a string or a list of parts")
-    else:
-        _refuse_half_characters(content, where)
     # Arrow gives every message the keys of all; those that are null were never written.
     rest = {key: value for key, value in message.items() if value is not None}
     return rest | {"role": role, "content": content}
@@ -196,81 +182,61 @@ def _part(part: Any, where: str) -> Message:
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if is_text(kind, "text"):
+    if kind == "text":
         if not isinstance(part.get("text"), str):
             raise DataError(
                 f"{where}: a text part needs a string in 'text'; it has {brief(part.get('text'))}"
             )
-        _refuse_half_characters(part["text"], where)
         return {"type": "text", "text": part["text"]}
-    if is_text(kind, "image", "image_url"):
-        own = next((part[key] for key in _OWN_IMAGE_KEYS if part.get(key) is not None), None)
-        if kind == "image_url":
-            own = own.get("url") if isinstance(own, Mapping) else own
-            if own is None:
-                raise DataError(f"{where}: an 'image_url' part has no url; legal is {{'url': ...}}")
-        return {"type": "image"} if own is None else {"type": "image", "image": own}
-    if isinstance(kind, str) and "video" in kind:
-        raise DataError(f"{where}: a part of type {brief(kind)}: videos are not supported in this version")
-    raise DataError(f"{where}: a part of type {brief(kind)}; legal are 'text', 'image' and 'image_url'")
+    if kind not in ("image", "image_url"):
+        raise DataError(f"{where}: a part of type {brief(kind)}; legal are 'text', 'image' and 'image_url'")
+    own = next((part[key] for key in _OWN_IMAGE_KEYS if part.get(key) is not None), None)
+    if kind == "image_url":
+        own = own.get("url") if isinstance(own, Mapping) else own
+        if own is None:
+            raise DataError(f"{where}: an 'image_url' part has no url; legal is {{'url': ...}}")
+    return {"type": "image"} if own is None else {"type": "image", "image": own}
 
 
-def _refuse_placeholders(messages: list[Message], others: Mapping[str, Any], row_name: str) -> None:
-    """A row without images says that it has some: they stand in a column that is not read, or got lost."""
+def _problem(
+    found: Conversation, messages: list[Message], images: list[Any], others: Mapping[str, Any]
+) -> str | None:
+    """Say what is wrong with the texts of a prompt: too long, no Unicode, a place for an image that the row lacks, or
+    nothing that the user asks."""
+    asks = False
     for message in messages:
-        found = next(filter(None, map(PLACEHOLDER.search, _texts(message))), None)
-        if found is not None:
-            unread = next(image_columns(others), None)
-            hint = "" if unread is None else f" (the column {unread!r} looks like images and is not read)"
-            raise DataError(
-                f"{row_name}: the prompt holds {found[0]!r}, and the row has no image{hint}. Images are read from the "
-                "column 'image' or 'images', or what data.columns.images names; give the row its image, or remove "
-                f"{found[0]!r} from the text"
+        texts = _texts(message)
+        if sum(map(len, texts)) > LONGEST_TEXT:
+            return f"a message has {sum(map(len, texts))} characters; at most {LONGEST_TEXT} are read: shorten it"
+        half = next(filter(None, map(_HALF_CHARACTER.search, texts)), None)
+        if half is not None:
+            return f"{found.column!r} holds half a character ({half[0]!r} at {half.start()}); write or remove the whole"
+        place = None if images else next(filter(None, map(PLACEHOLDER.search, texts)), None)
+        if place is not None:
+            unread = "".join(f" (the column {name!r} looks like images)" for name in image_columns(others))
+            return (
+                f"the prompt holds {place[0]!r}, and the row has no image{unread}. {HOW_TO_READ}; give the row its "
+                f"image, or remove {place[0]!r}"
             )
+        if message["role"] == "user":
+            shown = not isinstance(found.prompt, str) and len(texts) < len(_parts(message))
+            asks = asks or shown or any(map(str.strip, texts))
+    return None if asks else f"{found.column!r} is empty; write what the model is asked, or leave the row out"
 
 
-def _refuse_long_texts(messages: list[Message], row_name: str) -> None:
-    """A text that no model's context holds is refused by its length: making tokens of it takes minutes."""
-    for message in messages:
-        length = sum(map(len, _texts(message)))
-        if length > LONGEST_TEXT:
-            raise DataError(
-                f"{row_name}: a message of the prompt has {length} characters; at most {LONGEST_TEXT} are read, far "
-                "more than a model's context; shorten it or leave the row out"
-            )
-
-
-def _refuse_empty_prompt(prompt: Any, column: str, messages: list[Message], row_name: str) -> None:
-    """A prompt that asks nothing: a text that is empty, or messages of the user without a text and an image."""
-    asked = [message for message in messages if message["role"] == "user"]
-    parts = [part for m in asked if not isinstance(m["content"], str) for part in m["content"]]
-    shown = any(part["type"] == "image" for part in parts) and not isinstance(prompt, str)
-    if not shown and not any(text.strip() for message in asked for text in _texts(message)):
-        raise DataError(
-            f"{row_name}: {column!r} is empty; write what the model is asked, or leave the row out"
-        )
+def _parts(message: Message) -> list[Message]:
+    """The parts of a message whose content is a list of them."""
+    return [] if isinstance(message["content"], str) else message["content"]
 
 
 def _texts(message: Message) -> list[str]:
-    """The texts of a message."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
-def _refuse_half_characters(text: str, where: str) -> None:
-    """No tokenizer takes a lone surrogate, which JSON can write: what cutting an emoji in two leaves."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: the text holds half a character ({text[error.start]!r} at {error.start}); write the whole "
-            "character or remove it"
-        ) from None
-
-
 def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[list[Message], list[Any]]:
     """Messages with one image part per image, and the images in the order of those parts."""
-    kind, parts = "image parts", _media_parts(messages)
+    kind, parts = "image parts", [part for m in messages for part in _parts(m) if part["type"] == "image"]
     if not parts:
         tags = sum(m["content"].count(IMAGE_TAG) for m in messages if isinstance(m["content"], str))
         if tags:
@@ -282,29 +248,17 @@ def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[l
     free = sum("image" not in part for part in parts)
     if free != len(listed):
         raise DataError(
-            f"{row_name}: {kind} in the prompt: {free}; images in the row: {len(listed)}. Write one for each "
-            "image. Images are read from the column 'image' or 'images', or what data.columns.images names"
+            f"{row_name}: {kind} in the prompt: {free}; images in the row: {len(listed)}. Write one for each image. "
+            + HOW_TO_READ
         )
     remaining = iter(listed)
     images = [part["image"] if "image" in part else next(remaining) for part in parts]
     return [_without_images(message) for message in messages], images
 
 
-def _media_parts(messages: list[Message]) -> list[Message]:
-    """The image parts of a conversation, in order."""
-    if all(isinstance(message["content"], str) for message in messages):
-        return []
-    from qwen_vl_utils import extract_vision_info  # imports torch, which rows of plain text do not need
-
-    parts: list[Message] = extract_vision_info(messages)
-    return parts
-
-
 def _without_images(message: Message) -> Message:
-    if isinstance(message["content"], str):
-        return message
-    bare = [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]
-    return message | {"content": bare}
+    bare = [{"type": "image"} if part["type"] == "image" else part for part in _parts(message)]
+    return message | {"content": bare} if bare else message
 
 
 def _split_tags(message: Message) -> Message:

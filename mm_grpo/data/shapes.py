@@ -173,7 +173,7 @@ def shapes_rows(
     _check(split=split, kinds=kinds, image_size=image_size, max_objects=max_objects)
     if size < 1:
         raise DataError(f"size is {size}; it counts rows and must be at least 1")
-    from mm_grpo.data.drawn import DrawnImage
+    from mm_grpo.data.lazy_image import LazyImage
 
     rows = []
     for index in range(size):
@@ -194,7 +194,7 @@ def shapes_rows(
         rows.append(
             {
                 "prompt": [{"role": "user", "content": content}],
-                "images": [DrawnImage((image_size, image_size), partial(render, picture))],
+                "images": [LazyImage((image_size, image_size), partial(render, picture))],
                 "answer": answer,
                 "kind": kind,
                 "objects": [

@@ -26,12 +26,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.config.yaml_file import is_source
-from mm_grpo.data.columns import did_you_mean, quoted
-from mm_grpo.data.dataset import FIRST_ROWS, TASK, Dataset, DataSettings
-from mm_grpo.data.image_columns import MissingImages, check_images, missing_images
+from mm_grpo.data.columns import quoted
+from mm_grpo.data.dataset import TASK, Dataset, DataSettings
+from mm_grpo.data.hf_datasets import library_rows
+from mm_grpo.data.image_columns import MissingImages, check_images
 from mm_grpo.data.layouts import MissingPrompt
-from mm_grpo.data.library import library_rows
-from mm_grpo.data.mixture import EntrySettings, MixedDataset, Mixture, mixture_of
+from mm_grpo.data.mixture import MixedDataset, Mixture, entry_settings, mixture_of
 from mm_grpo.data.paths import LEGAL, find
 from mm_grpo.data.readers import JoinedRows, read
 from mm_grpo.errors import ConfigError, DataError, UserError
@@ -49,8 +49,8 @@ BLIND = "blind"
 """The name under which metrics have the blind control; no evaluation set may have it."""
 TASKS = {
     "shapes": "mm_grpo.data.shapes:shapes_rows",
-    "patterns": "mm_grpo.data.patterns:pattern_rows",
-    "digits": "mm_grpo.data.digits:digit_rows",
+    "patterns": "mm_grpo.data.patterns:patterns_rows",
+    "digits": "mm_grpo.data.digits:digits_rows",
 }
 
 
@@ -82,14 +82,13 @@ def load(
     if isinstance(source, Mixture):
         return _load_mixture(source, settings, name, verify)
     if isinstance(source, str | os.PathLike):
-        return _load_paths([source], settings, name, options)
-    if (
-        isinstance(source, list | tuple)
-        and source
-        and all(isinstance(one, str | os.PathLike) for one in source)
-    ):
-        return _load_paths(source, settings, name, options)
+        source = [source]
     if isinstance(source, list | tuple):
+        if source and all(isinstance(one, str | os.PathLike) for one in source):
+            found = [each for text in source for each in find(os.fspath(text), name)]
+            rows = JoinedRows([read(each, name, settings.columns) for each in found])
+            options |= {"row_name": rows.row_name, "folder": rows.folder}
+            return Dataset(rows, settings, name=name, **options)
         return Dataset(source, settings, name=name, **options)
     if hasattr(source, "column_names"):
         rows = library_rows(source, settings.columns, f"the dataset {name!r}")
@@ -158,39 +157,30 @@ def load_eval(
 def _load_checked(
     source: Source, config: GRPOConfig, name: str, verify: bool, needs: Needs | None, *, trained: bool = False
 ) -> Dataset:
-    """The dataset, unless something that all rows need is missing; each row is read once."""
+    """The dataset, unless its rows lack prompts, images or what the rewards ask for."""
     dataset = load(source, config.data, name, verify=False)
-    missing: list[UserError] = []
-    unread: list[UserError] = []
+    problems: list[UserError] = []
     for part in dataset.parts:
-        text_only = config.data.text_only if part is dataset else part.text_only
-        no_prompt = _missing_prompt(part)
-        unread += [no_prompt] if no_prompt else []
         try:
-            if no_prompt is not None and not text_only:
-                lost = missing_images(part.encoded_values(0), part.row_name(0))
-                missing += [lost] if lost else []
-            elif not text_only:
+            if not (config.data.text_only if part is dataset else part.text_only):
                 check_images(part, verify=verify)
             elif verify:
                 part.verify()
-        except MissingImages as error:
-            missing.append(error)
+        except (MissingImages, MissingPrompt) as error:
+            problems.append(error)
     try:
         if needs is not None:
             needs(dataset.columns, dataset.columns_of_rows, trained)
     except UserError as error:
-        missing.append(error)
-    if unread and (verify or missing):
-        missing = unread + missing
-    if len(missing) > 1:
+        problems.append(error)
+    if len(problems) > 1:
         columns = quoted(dict.fromkeys(map(dataset.dataset_column, dataset.columns)))
-        lines = [f"\n- {line}" for error in missing for line in str(error).splitlines()]
+        lines = [f"\n- {line}" for error in problems for line in str(error).splitlines()]
         raise DataError(
             f"{name}: the rows lack {len(lines)} things. Their columns are {columns}{''.join(lines)}"
         )
-    if missing:
-        raise missing[0]
+    if problems:
+        raise problems[0]
     if dataset.layouts not in ((), ("trl",)) and config.data.layout is None:
         log.info(
             "%s: rows are read in the layout %s (data.layout names one)", name, " and ".join(dataset.layouts)
@@ -198,93 +188,53 @@ def _load_checked(
     return dataset
 
 
-def _missing_prompt(dataset: Dataset) -> MissingPrompt | None:
-    """Explain the first row, where none of the first rows has a column for the prompt."""
-    first: MissingPrompt | None = None
-    for index in range(min(len(dataset), FIRST_ROWS)):
-        try:
-            dataset.encoded_fields(index)
-        except MissingPrompt as error:
-            first = first or error
-            continue
-        except DataError:
-            pass
-        return None
-    return first
-
-
 def _load_mixture(mixture: Mixture, settings: DataSettings, name: str, verify: bool) -> Dataset:
     """The rows of every entry, each read with its own settings."""
     parts: list[Dataset] = []
     for number, (label, entry) in enumerate(zip(mixture.names, mixture.entries, strict=True), start=1):
-        own, of = EntrySettings.of(entry, settings), f"{name}/{label}"
-        added = {TASK: entry["task"]} if "task" in entry else None
+        of = f"{name}/{label}"
         if isinstance(entry["path"], Dataset):
             if set(entry) - {"path", "weight"}:
                 raise DataError(
                     f"{of}: is a Dataset, which has its settings; give its rows, or only a weight"
                 )
             parts.append(entry["path"].called(of))
-        else:
-            try:
-                parts.append(load(entry["path"], own, of, verify=verify, added=added))
-            except DataError as error:
-                if not str(error).startswith("data.columns."):
-                    raise
-                message = str(error) if "columns" not in entry else str(error).removeprefix("data.")
-                remedy = (
-                    ""
-                    if "columns" in entry
-                    else ". A source may have columns of its own: {path: ..., columns: ...}"
-                )
-                raise DataError(f"entry {number} of the mixture: {message}{remedy}") from None
+            continue
+        added = {TASK: entry["task"]} if "task" in entry else None
+        try:
+            parts.append(load(entry["path"], entry_settings(entry, settings), of, verify=verify, added=added))
+        except DataError as error:
+            if not str(error).startswith("data.columns."):
+                raise
+            raise DataError(
+                f"entry {number} of the mixture: {error}. A source may have columns of its own: "
+                "{path: ..., columns: ...}"
+            ) from None
     return MixedDataset(name, parts, mixture.weights)
 
 
 def _load_task(
     source: Mapping[str, Any], settings: DataSettings, name: str, how: Mapping[str, Any]
 ) -> Dataset:
-    if "task" not in source:
-        raise DataError(
-            f"{name}: the data is a mapping with the keys {quoted(source)} and no 'task'; {LEGAL}"
-        )
-    options = {key: value for key, value in source.items() if key not in ("task", "shuffle_images")}
-    task, shuffle = source["task"], source.get("shuffle_images", False)
+    options = dict(source)
+    task, shuffle = options.pop("task", None), options.pop("shuffle_images", False)
     if not isinstance(task, str) or task not in TASKS:
         raise DataError(
-            f"{name}: the task is {task!r}; known tasks: {quoted(TASKS)} (rows of your own need path)"
+            f"{name}: the task is {task!r}; known tasks: {quoted(TASKS)}. Rows of your own need path: {LEGAL}"
         )
     if not isinstance(shuffle, bool):
         raise DataError(f"{name}: shuffle_images is {shuffle!r}; legal is true or false")
     module, function_name = TASKS[task].split(":")
     function = getattr(import_module(module), function_name)
-    parameters = inspect.signature(function).parameters
-    what = f"{name}: the task {task!r}"
-    for key in options:
-        if key not in parameters:
-            legal = [*parameters, "shuffle_images"]
-            raise DataError(
-                f"{what} has no option {key!r}{did_you_mean(key, legal)}. Its options: {quoted(legal)}"
-            )
-    missing = [key for key, p in parameters.items() if p.default is p.empty and key not in options]
-    if missing:
-        raise DataError(f"{what} needs {quoted(missing)}. Its options: {quoted(parameters)}")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**options)
+    except TypeError as error:  # an option that it does not have, or that it needs
+        legal = quoted([*signature.parameters, "shuffle_images"])
+        raise DataError(f"{name}: the task {task!r}: {error}. Its options: {legal}") from None
     try:
         rows = function(**options)
     except DataError as error:
-        raise DataError(f"{what}: {error}") from None
+        raise DataError(f"{name}: the task {task!r}: {error}") from None
     dataset = Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({task}) row {i}", **how)
     return dataset.with_shuffled_images() if shuffle else dataset
-
-
-def _load_paths(
-    given: Sequence[str | os.PathLike[str]], settings: DataSettings, name: str, how: Mapping[str, Any]
-) -> Dataset:
-    """The rows of one string, or of several one after the other."""
-    found = [each for text in given for each in find(os.fspath(text), name)]
-    parts = [read(each, name, settings.columns) for each in found]
-    if len(parts) == 1:
-        part = parts[0]
-        return Dataset(part.rows, settings, name=name, row_name=part.row_name, folder=part.folder, **how)
-    rows = JoinedRows(parts)
-    return Dataset(rows, settings, name=name, row_name=rows.row_name, folder=rows.folder, **how)

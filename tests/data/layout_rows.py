@@ -1,4 +1,4 @@
-"""Twelve conversations, written as rows of six layouts."""
+"""Six conversations, written as rows of six layouts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 from helpers import tiny
+from reading import config
 
-from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
 from mm_grpo.errors import DataError
 
 IMAGE = {"type": "image"}
-
-
-def config(**data: Any) -> GRPOConfig:
-    return GRPOConfig.from_dict({"model": {"path": "m"}, "data": data})
 
 
 def refusal(rows: Any, **data: Any) -> str:
@@ -35,21 +31,15 @@ def png(seed: int) -> bytes:
     return file.getvalue()
 
 
-# Twelve conversations: the text, in which {0} stands for a picture, the pictures, the answer.
+# Six conversations: the text, in which {0} stands for a picture, the pictures, the answer.
 CONVERSATIONS: list[tuple[str, tuple[int, ...], str]] = [
-    ("{0}Find x.", (1,), "12"),
-    ("{0}\nHow many red cubes are there?", (2,), "3"),
     ("How long is the side? {0}", (3,), "5 \\sqrt { 2 }"),
-    ("Is {0} like {1}?", (1, 2), "yes"),
     ("{0}{1}Which is larger?", (3, 1), "the second"),
     ("{0}\n{1}\n{2}\nSort them.", (1, 2, 3), "2, 1, 3"),
-    ("{0}Was steht hier: \u201egr\u00fcn\u201c?", (4,), "\u7eff\u8272"),
-    ("{0} <b>Bold</b> & \"quoted\" text?", (5,), "no"),
-    ("{0}  two  spaces\t", (6,), "  "[:0] + "2"),
-    ("Look: {0}, then say {{x}} or {{y}}.", (7,), "x"),
-    ("{0}\nA. one\nB. two\nAnswer with the letter.", (8,), "B"),
+    ("{0}Was steht hier: \u201egr\u00fcn\u201c?  ", (4,), "\u7eff\u8272"),
+    ("{0}Look: <b>bold</b>, then say {{x}} or {{y}}.\t", (7,), "x"),
     ("{0}The same picture twice: {1}", (9, 9), "yes"),
-]  # fmt: skip
+]
 
 
 def tagged(text: str, count: int) -> str:

@@ -26,7 +26,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_is_two_pictures_a_question_and_their_sum(drawn: None) -> None:
-    row = task.digit_rows(split="train", size=20, seed=3)[13]
+    row = task.digits_rows(split="train", size=20, seed=3)[13]
     assert [part["type"] for part in row["prompt"][0]["content"]] == ["image", "image", "text"]
     assert row["prompt"][0]["content"][2]["text"] == "What is the sum of the two digits?"
     first, second = map(int, row["digits"].split())
@@ -66,7 +66,7 @@ def test_ink_is_dark_on_light() -> None:
 )
 def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        task.digit_rows(**({"split": "train", "size": 2} | options))
+        task.digits_rows(**({"split": "train", "size": 2} | options))
 
 
 def test_without_scikit_learn_one_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_without_scikit_learn_one_message_says_what_to_install(monkeypatch: pyte
         monkeypatch.setitem(sys.modules, name, None)
     task.digits.cache_clear()
     with pytest.raises(DataError, match=r"which is not installed; pip install 'mm_grpo\[digits\]'"):
-        task.digit_rows(split="train", size=2)
+        task.digits_rows(split="train", size=2)
 
 
 def test_no_picture_is_in_both_splits() -> None:

@@ -153,22 +153,16 @@ def test_other_modes() -> None:
     assert pixels(opened(Image.new("YCbCr", (1, 1), (128, 128, 128)))) == [[(128, 128, 128)]]
 
 
-@pytest.mark.parametrize("mode", ["I", "F", "LAB"])
-def test_modes_without_a_known_range_are_refused(mode: str) -> None:
-    assert refusal(Image.new(mode, (1, 1))) == (
-        f"train.jsonl:12: image (a PIL image) has pixels of mode '{mode}', whose range is not known; "
-        "save it with 8 bits per channel"
-    )
-
-
 def test_bytes_are_limited_before_anything_is_decoded(tmp_path: Path) -> None:
     path = tmp_path / "big.png"
     path.write_bytes(b"x" * 101)  # not even an image: the size is looked at first
-    told = "has 101 bytes; 100 are allowed: shrink the image"
-    assert refusal(path, max_bytes=100) == f"train.jsonl:12: image {str(path)!r} {told}"
-    assert refusal(b"x" * 101, max_bytes=100) == f"train.jsonl:12: image (bytes in the row) {told}"
-    assert refusal({"bytes": b"x" * 101, "path": "a.png"}, max_bytes=100).endswith(f"'a.png' {told}")
-    assert "100 are allowed" in refusal("data:image/png;base64," + "A" * 400, max_bytes=100)
+    for source in (
+        path,
+        b"x" * 101,
+        {"bytes": b"x" * 101, "path": "a.png"},
+        "data:image/png;base64," + "A" * 400,
+    ):
+        assert "100 are allowed" in refusal(source, max_bytes=100)
     data = encoded(Image.new("RGB", (2, 2)))
     assert opened(data, max_bytes=len(data)).size == (2, 2)
 
@@ -187,117 +181,65 @@ def test_a_row_s_images_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pixels_are_limited_by_the_header_alone() -> None:
     bomb = png(300, 200, 8, 2, b"")  # no pixel data at all: decoding would fail otherwise
-    assert refusal(bomb) == (
-        "train.jsonl:12: image (bytes in the row) is 300 × 200 = 60000 pixels; 10000 are allowed: shrink the image"
-    )
+    assert "60000 pixels" in refusal(bomb) and "10000" in refusal(bomb)
     message = refusal(png(60000, 60000, 8, 2, b""), max_pixels=10**5)
-    assert "has too many pixels to open" in message
-    assert "3600000000 pixels" in message
-    assert "100000 are allowed" in message
-    assert "is 200 × 100 = 20000 pixels" in refusal(Image.new("RGB", (200, 100)))
+    assert "3600000000 pixels" in message and "100000" in message
+    assert "20000 pixels" in refusal(Image.new("RGB", (200, 100)))
     assert opened(encoded(Image.new("RGB", (100, 100)))).size == (100, 100)
 
 
 def test_truncated_and_damaged_files(tmp_path: Path) -> None:
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8))
-    path = tmp_path / "cut.jpg"
-    path.write_bytes(encoded(noise, "JPEG")[:900])
-    message = refusal("cut.jpg", image_dir=tmp_path)
-    assert message.startswith("train.jsonl:12: image 'cut.jpg' is damaged or truncated (")
-    assert message.endswith("); write or download it again, or leave the row out")
+    (tmp_path / "cut.jpg").write_bytes(encoded(noise, "JPEG")[:900])
+    assert "image 'cut.jpg' is damaged or truncated (" in refusal("cut.jpg", image_dir=tmp_path)
     for kind in ("PNG", "WEBP", "GIF", "BMP", "TIFF"):
         data = encoded(noise, kind)
         assert re.search(r"is damaged or truncated|is not an image", refusal(data[: len(data) // 2])), kind
 
 
 @pytest.mark.parametrize(
-    ("data", "looks"),
+    ("source", "words"),
     [
-        (b"hello there", ""),
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid",
-            " (it looks like a Git LFS pointer: run `git lfs pull`)",
-        ),
-        (b"\n<!DOCTYPE html><html>", " (it looks like an HTML page, as a failed download leaves behind)"),
-        (b"<svg xmlns=''/>", " (it looks like an SVG drawing)"),
-        (b"%PDF-1.7", " (it looks like a PDF)"),
-        (b"\0\0\0\x20ftypheic\0\0", " (it looks like a HEIC image)"),
-        (b"\0\0\0\x20ftypisom\0\0", " (it looks like a video)"),
+        (b"hello there", ("is not an image", "PNG")),
+        (b"\0\0\0\x20ftypheic\0\0", ("HEIC",)),
+        (encoded(Image.new("RGB", (2, 2)), "PPM"), ("is not an image", "PNG")),
+        (b"", ("is empty",)),
+        ("empty.png", ("'empty.png'", "is empty")),
+        ("gone.png", ("'gone.png'", "cannot be read", "data.image_dir")),
+        (".", ("'.'", "cannot be read")),
+        ("/dev/null", ("'/dev/null'", "device")),
+        ("", ("''", "is not a path")),
+        ("photos/a" * 1000, ("is not a path",)),
+        ("x" * 300, ("cannot be read",)),
+        ("a\0b", ("cannot be read",)),
+        ("s3://bucket/a.png", ("'s3://bucket/a.png'", "nothing is fetched")),
+        ("data:image/png,abc", ("data:image/png;base64",)),
+        ("data:image/png;base64,@@@@", ("is not valid base64",)),
+        ("data:image/png;base64,", ("is empty",)),
+        (Image.new("RGB", (0, 5)), ("0 × 5",)),
+        (Image.new("I", (1, 1)), ("'I'", "8 bits")),
+        (Image.new("F", (1, 1)), ("'F'", "8 bits")),
+        (Image.new("LAB", (1, 1)), ("'LAB'", "8 bits")),
+        (7, ("int", "a path, bytes")),
+        (np.zeros((2, 2, 3)), ("ndarray", "a path, bytes")),
+        ({"bytes": None, "path": None}, ("'bytes'", "'path'")),
     ],
 )
-def test_what_is_not_an_image(data: bytes, looks: str) -> None:
-    assert refusal(data) == (
-        f"train.jsonl:12: image (bytes in the row) is not an image that can be read{looks}; "
-        "legal formats are PNG, JPEG, WEBP, GIF, BMP, TIFF"
-    )
-
-
-def test_formats_outside_the_list_are_refused(red_blue: Image.Image) -> None:
-    assert "legal formats are PNG" in refusal(encoded(red_blue, "PPM"))
-
-
-def test_missing_empty_and_wrong_paths(tmp_path: Path) -> None:
-    assert refusal("gone.png", image_dir=tmp_path) == (
-        f"train.jsonl:12: image 'gone.png' does not exist at {tmp_path}/gone.png (the folder exists); relative "
-        "paths start at data.image_dir, or at the dataset file's folder where that is not set"
-    )
-    assert "(nor does its folder)" in refusal("a/gone.png", image_dir=tmp_path)
+def test_what_is_no_image_is_refused_by_its_row(source: Any, words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "empty.png").touch()
-    assert refusal("empty.png", image_dir=tmp_path) == (
-        "train.jsonl:12: image 'empty.png' is empty (0 bytes); write the image again or leave the row out"
-    )
-    assert "(bytes in the row) is empty" in refusal(b"")
-    assert f"is a folder ({tmp_path})" in refusal(tmp_path)
-    assert "is not a regular file (/dev/null)" in refusal("/dev/null")
-    assert "'' is not a path" in refusal("")
-    assert "is not a path; legal is a path, bytes" in refusal("photos/a" * 1000)
-    assert "cannot be read from" in refusal("x" * 300)
-    assert "image (a PIL image) is 0 × 5 pixels; an image needs at least 1 × 1" in refusal(
-        Image.new("RGB", (0, 5))
-    )
-
-
-def test_urls_are_not_fetched() -> None:
-    assert refusal("https://example.com/a.png") == (
-        "train.jsonl:12: image 'https://example.com/a.png' is a URL, and nothing is fetched; "
-        "download it and give the file's path"
-    )
-    assert "nothing is fetched" in refusal("s3://bucket/a.png")
-
-
-def test_broken_data_urls() -> None:
-    assert refusal("data:image/png,abc") == (
-        "train.jsonl:12: image 'data:image/png,...' (18 characters) is a data URL without base64; "
-        "write it as data:image/png;base64,..."
-    )
-    assert "is not valid base64" in refusal("data:image/png;base64,@@@@")
-    assert "is empty (0 bytes)" in refusal("data:image/png;base64,")
+    message = refusal(source, image_dir=tmp_path)
+    assert message.startswith("train.jsonl:12: ") and all(word in message for word in words), message
 
 
 def test_animations_are_refused_and_phone_photos_are_not(red_blue: Image.Image) -> None:
     other = Image.new("RGB", (2, 1), WHITE)
     for kind in ("GIF", "TIFF", "PNG", "WEBP"):
         moving = encoded(red_blue, kind, save_all=True, append_images=[other])
-        assert refusal(moving).endswith(
-            "has more than one frame or page, and would lose all but the first; "
-            "save the one that is meant as PNG or JPEG"
-        ), kind
+        assert "more than one frame" in refusal(moving), kind
     photo = encoded(
         Image.new("RGB", (8, 8), BLUE), "MPO", save_all=True, append_images=[Image.new("RGB", (4, 4))]
     )
     assert opened(photo).size == (8, 8)
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        (7, "an image is a int; legal is a path"),
-        (np.zeros((2, 2, 3)), "an image is a ndarray; legal is a path"),
-        ({"bytes": None, "path": None}, "an image has neither 'bytes' nor 'path'; legal is a path"),
-    ],
-)
-def test_what_is_no_source(source: Any, told: str) -> None:
-    assert refusal(source).startswith(f"train.jsonl:12: {told}")
 
 
 def test_tiff_with_an_odd_depth_is_refused() -> None:

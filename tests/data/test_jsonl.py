@@ -48,22 +48,10 @@ def test_what_cannot_be_written_names_the_row_and_leaves_the_file(tmp_path: Path
     for rows, words in (
         ([{"prompt": "a"}, {"prompt": "b", "answer": {1, 2}}], "row 2 cannot be written"),
         ([{"prompt": "a", "answer": float("nan")}], "row 1 cannot be written"),
-        ([{"prompt": "a", "image": b"no image"}], "row 1 has an image that cannot be read"),
-        ([{"prompt": "a", "image": 3}], "row 1 has an image that is a int; legal is"),
+        ([{"prompt": "a", "image": b"no image"}], "row 1 cannot be written"),
+        ([{"prompt": "a", "image": 3}], "row 1 cannot be written"),
         ([], "there are no rows to write"),
     ):
         with pytest.raises(DataError, match=words):
             write_jsonl(rows, path)
         assert path.read_text() == '{"prompt": "a"}\n'
-
-
-def test_the_head_of_a_dataset_keeps_names_and_uids() -> None:
-    rows = [{"prompt": f"row {i}", "image": tiny.picture(i), "answer": i} for i in range(5)]
-    whole = load(rows, DataConfig())
-    head = whole.head(2)
-    assert (len(head), len(whole), len(whole.head(9))) == (2, 5, 5)
-    assert head.sample(1) == whole.sample(1) and head.sample(1).uid == "train:1"
-    with pytest.raises(IndexError):
-        head.sample(2)
-    shuffled = whole.with_shuffled_images().head(2)
-    assert shuffled.sample(0).images[0].tobytes() != whole.sample(0).images[0].tobytes()

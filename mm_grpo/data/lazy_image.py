@@ -1,7 +1,7 @@
 """A picture that is drawn when its pixels are first asked for.
 
 A task of drawn images has thousands of rows, of which a step uses a few: a run would draw them all before its first
-step. `DrawnImage` knows its size, and draws in whatever reads it, which is mostly a thread that prepares prompts.
+step. `LazyImage` knows its size, and draws in whatever reads it, which is mostly a thread that prepares prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 
-class DrawnImage(Image.Image):
+class LazyImage(Image.Image):
     """An RGB image of `size` (width, height) pixels that `draw` returns when it is first read.
 
     It is then, and as it is copied, compared or pickled, an ordinary `PIL.Image.Image`: Pillow calls `load` before it
@@ -42,7 +42,7 @@ class DrawnImage(Image.Image):
 
     def __eq__(self, other: object) -> bool:
         self.load()
-        if isinstance(other, DrawnImage):
+        if isinstance(other, LazyImage):
             other.load()
         return Image.Image.__eq__(self, other)
 

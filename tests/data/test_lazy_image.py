@@ -13,18 +13,18 @@ from helpers.configs import small_config
 from PIL import Image, ImageChops
 
 from mm_grpo.data import Dataset
-from mm_grpo.data.digits import digit_rows
-from mm_grpo.data.drawn import DrawnImage
-from mm_grpo.data.patterns import pattern_rows
+from mm_grpo.data.digits import digits_rows
+from mm_grpo.data.lazy_image import LazyImage
+from mm_grpo.data.patterns import patterns_rows
 from mm_grpo.data.shapes import render, scene, shapes_rows
 
 
-def counted(calls: list[int]) -> DrawnImage:
+def counted(calls: list[int]) -> LazyImage:
     def draw() -> Image.Image:
         calls.append(1)
         return Image.new("RGB", (4, 2), (10, 20, 30))
 
-    return DrawnImage((4, 2), draw)
+    return LazyImage((4, 2), draw)
 
 
 USES = {
@@ -56,7 +56,7 @@ def test_a_picture_is_drawn_once_when_it_is_used(use: str) -> None:
 
 
 def test_a_drawing_of_another_size_is_refused() -> None:
-    image = DrawnImage((4, 2), lambda: Image.new("RGB", (2, 4)))
+    image = LazyImage((4, 2), lambda: Image.new("RGB", (2, 4)))
     with pytest.raises(ValueError, match=r"drawn was RGB \(2, 4\), and promised RGB \(4, 2\)"):
         image.load()
 
@@ -65,27 +65,27 @@ def test_threads_that_read_one_picture_at_once_see_the_same() -> None:
     with ThreadPoolExecutor(8) as pool:
         for index in range(20):
             shown = scene(split="train", index=index)
-            image = DrawnImage((84, 84), lambda shown=shown: render(shown))
+            image = LazyImage((84, 84), lambda shown=shown: render(shown))
             assert set(pool.map(lambda _: image.tobytes(), range(8))) == {render(shown).tobytes()}  # noqa: B023
 
 
 def test_reading_rows_draws_none_of_their_pictures() -> None:
     rows = shapes_rows(split="train", size=4)
     dataset = Dataset(rows, small_config("m").data)
-    assert [type(row["images"][0]) for row in rows] == [DrawnImage] * 4
+    assert [type(row["images"][0]) for row in rows] == [LazyImage] * 4
     assert dataset.sample(2).images[0] == render(scene(split="train", index=2, kind="colour", answer="green"))
-    assert [type(row["images"][0]) for row in rows] == [DrawnImage, DrawnImage, Image.Image, DrawnImage]
+    assert [type(row["images"][0]) for row in rows] == [LazyImage, LazyImage, Image.Image, LazyImage]
 
 
 @pytest.mark.parametrize("task", ["digits", "patterns"])
 def test_the_tasks_promise_the_size_that_they_draw(task: str) -> None:
     if task == "digits":
         pytest.importorskip("sklearn")
-        (row,) = digit_rows(split="train", size=1, image_size=60)
+        (row,) = digits_rows(split="train", size=1, image_size=60)
     else:
-        (row,) = pattern_rows(split="train", size=1, cell_size=27)
+        (row,) = patterns_rows(split="train", size=1, cell_size=27)
     for image in row["images"]:
-        assert type(image) is DrawnImage
+        assert type(image) is LazyImage
         promised = image.size
         image.load()
         assert image.size == promised

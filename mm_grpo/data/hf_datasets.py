@@ -1,0 +1,222 @@
+"""Rows that the datasets library holds or reads: Parquet, Arrow, what save_to_disk wrote, datasets of the hub.
+
+The image columns of a `datasets.Dataset` are read as they are stored: plain indexing would decode every image,
+whatever its size, and past the limits of images.py. The library is imported only where one of these is read, and its
+faults, which share no base, become a DataError in `_reading` alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from mm_grpo.data.columns import PROMPT_FIELDS, locate, quoted
+from mm_grpo.errors import DataError
+
+PATIENCE = 12.0
+"""Seconds that the hub may take to answer the first question; a download may take any time."""
+
+
+def library_rows(dataset: Any, columns: Mapping[str, str], what: str, remedy: str = "dataset[split]") -> Any:
+    """The rows of a dataset, or of the only one in a DatasetDict.
+
+    Args:
+        dataset: a datasets.Dataset, or anything with a length, an index and `column_names`.
+        columns: our name → the dataset's column, to know which columns belong to the prompt.
+        what: what messages call the dataset.
+        remedy: how one split of several is named.
+
+    Raises:
+        DataError: there are several splits, or the dataset is a stream.
+    """
+    if isinstance(dataset, Mapping):
+        if len(dataset) != 1:
+            raise DataError(
+                f"{what}: holds {len(dataset)} splits ({quoted(dataset)}); give one of them: {remedy}"
+            )
+        dataset = next(iter(dataset.values()))
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"{what}: is a {type(dataset).__name__}, without length or index; an epoch is a permutation "
+            "of all rows, so load it with streaming=False"
+        )
+    if not hasattr(dataset, "features") or dataset.format["type"] == "custom":
+        return dataset  # not of the library, or with_transform makes its rows: they are as they are
+    return _EncodedRows(dataset, columns, what)
+
+
+def open_file(path: Path, columns: Mapping[str, str]) -> Any:
+    """The rows of a Parquet or Arrow file, mapped from the copy that the library makes in its cache."""
+    import datasets
+    import pyarrow
+
+    with _reading(str(path)):
+        kind = path.suffix.lower().removeprefix(".")
+        dataset = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train")
+        pyarrow.default_memory_pool().release_unused()
+    return library_rows(dataset, columns, str(path))
+
+
+def open_saved(path: Path, split: str | None, columns: Mapping[str, str]) -> Any:
+    """The rows of what save_to_disk wrote: of a datasets.Dataset, or of one split of a DatasetDict."""
+    import datasets
+
+    with _reading(str(path)):
+        dataset = datasets.load_from_disk(str(path))
+    if split is not None:
+        splits = list(dataset) if isinstance(dataset, Mapping) else []
+        if split not in splits:
+            raise DataError(f"{path}: has no split {split!r}; it has: {quoted(splits)}")
+        dataset = dataset[split]
+    return library_rows(dataset, columns, str(path), f"{path}:SPLIT, or dataset[split] in Python")
+
+
+def open_hub(given: str, columns: Mapping[str, str], remedy: str) -> Any:
+    """A dataset of the hub, by `owner/name[:config][:split]`; without a network, what the library's cache holds of it.
+
+    One word behind the name is a config, or else a split. `remedy` is what to do if no dataset was meant.
+
+    Raises:
+        DataError: the hub cannot be reached or has no such dataset; within PATIENCE seconds where there is no network.
+    """
+    import datasets
+
+    repository, *rest = given.split(":")
+    unreachable = _unreachable(repository)
+    words: list[tuple[str | None, str | None]] = [(None, None)]
+    if rest:
+        words = [(rest[0], rest[1])] if len(rest) == 2 else [(rest[0], None), (None, rest[0])]
+    reasons = [unreachable] if unreachable else []
+    for config, split in words:
+        try:
+            with _reading(given, bars=True), _offline() if unreachable else nullcontext():
+                dataset = datasets.load_dataset(repository, config, split=split)
+        except DataError as error:
+            reasons.append(str(error).removeprefix(f"{given}: "))
+            continue
+        return library_rows(dataset, columns, given, f"{given}:SPLIT")
+    raise DataError(
+        f"{given}: is no path here, and as a dataset of the hub it cannot be read ({'; '.join(reasons)}). If it is "
+        "one, mend the connection, log in (`hf auth login`) where it is private, or download it and give the folder. "
+        f"If it is a path: {remedy}"
+    )
+
+
+@contextmanager
+def _reading(what: str, *, bars: bool = False) -> Iterator[None]:
+    """Make one DataError of whatever the library raises. Its log, and without `bars` its progress, is not shown."""
+    import datasets
+
+    level, shown = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if not bars:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        raise DataError(f"{what}: cannot be read ({type(error).__name__}: {reason})") from None
+    finally:
+        datasets.logging.set_verbosity(level)
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def _unreachable(repository: str) -> str | None:
+    """Why the hub does not answer for a dataset, None when it does. A request of our own, which is tried once."""
+    from huggingface_hub import HfApi
+
+    outcome: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            HfApi().dataset_info(repository, timeout=PATIENCE)
+            outcome.append(None)
+        except Exception as error:
+            outcome.append(error)
+
+    # A name server that does not answer is waited for past any time-out of a request.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    if not outcome:
+        return f"no answer in {PATIENCE:g} s"
+    error = outcome[0]
+    return None if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """The libraries look into their caches alone: they would try each file of an unreachable hub for half a minute."""
+    import datasets
+    import huggingface_hub
+
+    before = datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
+
+
+class _EncodedRows:
+    """Rows of a datasets.Dataset in which the images of the prompt are still encoded."""
+
+    def __init__(self, dataset: Any, columns: Mapping[str, str], what: str) -> None:
+        self._what = what
+        self.column_names: list[str] = list(dataset.format["columns"] or dataset.column_names)
+        self._table = dataset.with_format("arrow", columns=self.column_names)
+        self._features, self._encoded = copy.deepcopy(dataset.features), copy.deepcopy(dataset.features)
+        for field in PROMPT_FIELDS:
+            _keep_encoded(_feature(self._features, columns.get(field, field)))
+        _keep_encoded(self._encoded)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int, /) -> Any:
+        return self._features.decode_example(self._row(index))
+
+    def encoded_row(self, index: int) -> Any:
+        """The row with the images of every column still encoded."""
+        return self._encoded.decode_example(self._row(index))
+
+    def _row(self, index: int) -> Any:
+        try:
+            return self._table[index].to_pylist()[0]
+        except (OverflowError, ValueError) as error:  # a year past 9999, a text that is not UTF-8
+            raise DataError(
+                f"{self._what} row {index}: cannot be read out of Arrow ({error}); mend it or leave the row out"
+            ) from None
+
+
+def _feature(features: Mapping[str, Any], path: str) -> Any:
+    """The feature of a column, or of what lies in it; None where there is none."""
+    found = locate(path, features)
+    if found is None:
+        return None
+    column, keys = found
+    feature: Any = features[column]
+    for key in keys:
+        inner = getattr(feature, "feature", feature)  # of a list, what it holds
+        feature = inner.get(key) if isinstance(inner, Mapping) else inner
+    return feature
+
+
+def _keep_encoded(feature: Any) -> None:
+    """Switch decoding off in a feature and all it contains, but for Json, whose text becomes a value."""
+    if isinstance(feature, Mapping):
+        for inner in feature.values():
+            _keep_encoded(inner)
+    elif isinstance(feature, list | tuple):
+        for inner in feature:
+            _keep_encoded(inner)
+    elif hasattr(feature, "feature"):
+        _keep_encoded(feature.feature)
+    elif hasattr(feature, "decode") and type(feature).__name__ != "Json":
+        feature.decode = False

@@ -1,0 +1,57 @@
+"""Small sets of rows, and how tests of this folder read them."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.sources import load
+from mm_grpo.errors import DataError
+
+
+def config(train: Any = None, **data: Any) -> GRPOConfig:
+    return GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": train, **data}})
+
+
+def read(source: Any, **data: Any) -> Dataset:
+    return load(source, config(**data).data)
+
+
+def refusal(source: Any, **data: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        read(source, **data)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def numbered(*numbers: int) -> list[dict[str, Any]]:
+    return [{"prompt": "?", "n": n} for n in numbers]
+
+
+def numbers_of(source: Any) -> list[Any]:
+    rows = read(source)
+    return [rows.fields(i).columns["n"] for i in range(len(rows))]
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def png(colour: str = "red", size: tuple[int, int] = (2, 2)) -> bytes:
+    file = BytesIO()
+    Image.new("RGB", size, colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def colour_of(image: Image.Image) -> Any:
+    return image.getpixel((0, 0))

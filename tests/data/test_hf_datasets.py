@@ -1,0 +1,271 @@
+"""Rows that the datasets library holds or reads: its own datasets, Parquet, Arrow, saved ones, the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from reading import colour_of, config, numbered, numbers_of, png, read, refusal, write_rows
+
+from mm_grpo.data import hf_datasets
+from mm_grpo.data.sources import load
+from mm_grpo.errors import DataError
+
+RED, BLUE = (255, 0, 0), (0, 0, 255)
+TEXT = datasets.Value("string")
+
+
+def held(rows: list[dict[str, Any]], **features: Any) -> Any:
+    return datasets.Dataset.from_list(rows, features=datasets.Features(features))
+
+
+def encoded(colour: str, size: tuple[int, int] = (2, 2)) -> dict[str, Any]:
+    return {"bytes": png(colour, size), "path": None}
+
+
+def test_a_dataset_of_the_library() -> None:
+    rows = [{"prompt": "?", "images": [encoded(colour)], "answer": colour} for colour in ("red", "blue")]
+    stored = held(rows, prompt=TEXT, images=datasets.List(datasets.Image()), answer=TEXT)
+    dataset = read(stored)
+    assert dataset.columns == ("answer",)
+    assert colour_of(dataset.sample(1).images[0]) == BLUE
+    assert dataset.sample(1).columns == {"answer": "blue"}
+    assert colour_of(read(stored.select([1])).sample(0).images[0]) == BLUE
+    assert read(stored.with_format("python", columns=["prompt", "images"])).columns == ()
+    assert len(read(datasets.DatasetDict({"all": stored}))) == 2
+
+
+def test_images_of_the_prompt_meet_the_limits_and_those_of_rewards_are_decoded() -> None:
+    row = {"prompt": "?", "photo": encoded("red", (20, 30)), "mask": encoded("blue")}
+    stored = held([row], prompt=TEXT, photo=datasets.Image(), mask=datasets.Image())
+    sample = read(stored, columns={"image": "photo"}).sample(0)
+    assert sample.images[0].size == (20, 30) and colour_of(sample.columns["mask"]) == BLUE
+    broken = {"prompt": "?", "images": [{"bytes": b"no image", "path": None}]}
+    dataset = read(
+        held([broken], prompt=TEXT, images=datasets.List(datasets.Image()))
+    )  # the library would raise here
+    assert [name for name, _ in dataset.check()] == ["train row 0"]
+    shown = {"photo": datasets.Image(), "by": TEXT}
+    inner = [{"prompt": "?", "shown": {"photo": {"bytes": b"no image", "path": None}, "by": "us"}}]
+    nested = read(held(inner, prompt=TEXT, shown=shown), columns={"image": "shown.photo"})
+    assert nested.fields(0).images == ({"bytes": b"no image", "path": None},)
+
+
+def test_mixed_parts_json_columns_and_transforms() -> None:
+    content = [{"type": "image", "text": None}, {"type": "text", "text": "What?"}]
+    stored = datasets.Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": content}], "image": png("red")}]
+    )
+    sample = read(stored).sample(0)
+    assert sample.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "What?"}]
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "boxes": [{"a": 1}, {"b": [2]}]}]
+    sample = read(held(rows, prompt=datasets.Json(), boxes=datasets.List(datasets.Json()))).sample(0)
+    assert sample.messages == ({"role": "user", "content": "?"},)
+    assert sample.columns == {"boxes": [{"a": 1}, {"b": [2]}]}
+    made = datasets.Dataset.from_list([{"n": 1}, {"n": 2}])
+    made.set_transform(lambda batch: {"prompt": [f"{n}?" for n in batch["n"]]})
+    assert read(made).sample(1).messages[0]["content"] == "2?"
+
+
+def test_parquet_arrow_and_saved_folders_hold_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": "?", "image": encoded("red"), "n": 1}, {"prompt": "!", "image": None, "n": None}]
+    stored = held(rows, prompt=TEXT, image=datasets.Image(), n=datasets.Value("int64"))
+    stored.to_parquet(tmp_path / "rows.parquet")
+    stored.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": stored, "test": stored.select([1])}).save_to_disk(tmp_path / "splits")
+    table = stored.data.table
+    for name, new in (("stream.arrow", pyarrow.ipc.new_stream), ("file.arrow", pyarrow.ipc.new_file)):
+        with pyarrow.OSFile(str(tmp_path / name), "wb") as file, new(file, table.schema) as out:
+            out.write_table(table)
+    for name in ("rows.parquet", "saved", "splits/train", "splits:train", "stream.arrow", "file.arrow"):
+        dataset = read(f"{tmp_path}/{name}")
+        assert [dataset.sample(i).columns for i in range(2)] == [{"n": 1}, {"n": None}], name
+        assert colour_of(dataset.sample(0).images[0]) == RED and dataset.sample(1).images == ()
+        assert dataset.row_name(1) == f"{tmp_path}/{name.replace(':train', '')} row 1"
+    before = sorted(path.name for path in tmp_path.iterdir())
+    read(tmp_path / "rows.parquet")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before  # the library's copy is in its cache
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda d: datasets.DatasetDict(train=d, test=d), ("2 splits", "'train', 'test'", "dataset[split]")),
+        (lambda d: d.to_iterable_dataset(), ("IterableDataset", "streaming=False")),
+        (lambda d: datasets.DatasetDict(train=d, test=d).save_to_disk("d"), ("2 splits", "d:SPLIT")),
+        (lambda d: datasets.DatasetDict(train=d).save_to_disk("d") or "d:val", ("'val'", "'train'")),
+        (lambda d: Path("d.parquet").write_bytes(b"PAR1 and then nothing"), ("d.parquet", "cannot be read")),
+        (lambda d: Path("d.arrow").write_bytes(b"ARROW1 and no more"), ("d.arrow", "cannot be read")),
+        (lambda d: Path("d.arrow").write_bytes(b""), ("d.arrow", "cannot be read")),
+        (lambda d: d.to_parquet("d.parquet") and Path("cache").touch(), ("d.parquet", "cannot be read", "cache")),
+    ],
+)  # fmt: skip
+def test_a_fault_of_the_library_is_one_message(
+    make: Any,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = make(datasets.Dataset.from_list(numbered(0)))
+    capfd.readouterr()
+    source = (
+        made if isinstance(made, (str, dict)) or hasattr(made, "features") else next(tmp_path.glob("d*")).name
+    )
+    message = refusal(source)
+    assert all(word in message for word in words), message
+    assert capfd.readouterr().err == ""
+
+
+def test_types_that_cannot_be_held_are_refused(tmp_path: Path) -> None:
+    pairs = pyarrow.array([[("a", 1)]], type=pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["?"], "pairs": pairs}), tmp_path / "pairs.parquet")
+    assert f"{tmp_path}/pairs.parquet: cannot be read (" in refusal(tmp_path / "pairs.parquet")
+    times = pyarrow.array([0, 2**62], type=pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["?", "!"], "at": times}), tmp_path / "rows.parquet")
+    dataset = read(tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=rf"^{tmp_path}/rows.parquet row 1: cannot be read out of Arrow \("):
+        dataset.fields(1)
+    assert [name for name, _ in dataset.check()] == [f"{tmp_path}/rows.parquet row 1"]
+
+
+# The hub
+
+
+def test_without_a_network_both_readings_of_a_name_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "data" / "train.jsonl", *numbered(1))
+    monkeypatch.setattr(hf_datasets, "_unreachable", lambda repository: "ConnectError: no network")
+    message = refusal("data/train")
+    assert "ConnectError: no network" in message and "'train.jsonl'" in message
+    assert "hiyouga/geometry3k:train" in refusal("hiyouga/geometry3k@train")
+    assert "hub it" not in refusal("data/train.csv")
+
+
+def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(hf_datasets, "PATIENCE", 0.2)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *args, **options: time.sleep(600))
+    assert "cannot be read (no answer in 0.2 s" in refusal("owner/name")
+
+
+def test_names_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub of one dataset with the configs main, of two splits, and hard, of one."""
+    rows = datasets.Dataset.from_list(numbered(5))
+    splits = {"main": ["train", "test"], "hard": ["test"]}
+
+    def load_dataset(repository: str, config: str | None = None, split: str | None = None) -> Any:
+        if config not in splits:
+            raise ValueError(f"config {config}: pick one among {list(splits)}")
+        if split is None:
+            return datasets.DatasetDict(dict.fromkeys(splits[config], rows))
+        return {name: rows for name in splits[config]}[split]
+
+    monkeypatch.setattr(hf_datasets, "_unreachable", lambda repository: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert numbers_of("own/er:main:train") == numbers_of("own/er:hard") == [5]
+    assert load("own/er:hard:test", config().data).row_name(0) == "own/er:hard:test row 0"
+    for given, words in [
+        ("own/er", ["own/er", "'main', 'hard'"]),
+        ("own/er:main", ["own/er:main", "'train', 'test'", "own/er:main:SPLIT"]),
+        ("own/er:train", ["own/er:train", "config train", "'main', 'hard'"]),
+        ("own/er:main:val", ["own/er:main:val", "val"]),
+    ]:
+        assert all(word in refusal(given) for word in words), refusal(given)
+
+
+def test_a_dataset_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_datasets, "_unreachable", lambda repository: "no network")
+    source = write_rows(tmp_path / "own.jsonl", *numbered(3, 4))
+    builder = datasets.load_dataset_builder("json", data_files={"train": str(source)})
+    builder.download_and_prepare()
+    made = Path(builder.cache_dir)
+    info = json.loads((made / "dataset_info.json").read_text())
+    cached = tmp_path / "cache" / "own___er" / "default" / "0.0.0" / "abc"
+    cached.mkdir(parents=True)
+    names = {"config_name": "default", "dataset_name": "er"}
+    (cached / "dataset_info.json").write_text(json.dumps({**info, **names}))
+    (cached / "er-train.arrow").write_bytes(next(made.glob("*.arrow")).read_bytes())
+    assert numbers_of("own/er:train") == numbers_of("own/er") == numbers_of("own/er:default") == [3, 4]
+    assert "cannot be read (no network" in refusal("own/er:test")
+
+
+# What 50,000 rows cost at the start
+
+START = """
+import json, re, sys, time
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.sources import load_train
+began = time.process_time()
+rows = load_train(GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": sys.argv[1]}}))
+rows.columns, rows.conversational
+# not ru_maxrss, which begins at what the parent held when it forked
+status = open("/proc/self/status").read()
+peak, own = (int(re.search(name + r":\\s+(\\d+) kB", status)[1]) // 1024 for name in ("VmHWM", "RssAnon"))
+print(json.dumps([len(rows), time.process_time() - began, peak, own, "datasets" in sys.modules]))
+"""
+
+
+def start(source: Path, folder: Path) -> tuple[float, int, int, bool]:
+    """Processor seconds of a start in a process of its own; its peak of memory, what it holds without the pages of
+    mapped files, in MB; and whether the library was imported."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_DATASETS_CACHE": str(folder / "cache")}
+    done = subprocess.run([sys.executable, "-c", START, str(source)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    count, *found = json.loads(done.stdout)
+    print(f"{source.name}: {found}")
+    assert count == 50_000
+    return tuple(found)
+
+
+@pytest.mark.slow
+def test_fifty_thousand_lines_start_quickly(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    reply = {"from": "gpt", "value": "A long answer. " * 20}
+    with path.open("w") as file:
+        for at in range(50_000):
+            turns = [{"from": "human", "value": f"<image>Question {at}?"}, reply]
+            file.write(json.dumps({"id": at, "image": f"{at}.jpg", "conversations": turns}) + "\n")
+    seconds, peak, _, imported = start(path, tmp_path)
+    assert seconds < 30  # 2 s measured on a core that others use too
+    assert peak < 300 and not imported  # 40 MB measured
+
+
+@pytest.mark.long
+def test_fifty_thousand_rows_with_pictures_stay_on_disk(tmp_path: Path) -> None:
+    pictures = []
+    for _ in range(10):
+        Image.effect_noise((64, 64), 64).save(file := BytesIO(), "PNG")
+        pictures.append(file.getvalue())
+    inside = pyarrow.StructArray.from_arrays(
+        [pyarrow.array(pictures * 5000), pyarrow.nulls(50_000, pyarrow.string())], ["bytes", "path"]
+    )
+    columns = {
+        "images": pyarrow.ListArray.from_arrays(list(range(50_001)), inside),
+        "problem": [f"<image>Question {at}?" for at in range(50_000)],
+        "answer": [str(at) for at in range(50_000)],
+    }
+    features = datasets.Features(images=datasets.List(datasets.Image()), problem=TEXT, answer=TEXT)
+    stored = datasets.Dataset(pyarrow.table(columns), info=datasets.DatasetInfo(features=features))  # 200 MB
+    stored.save_to_disk(str(tmp_path / "saved"))
+    pyarrow.parquet.write_table(stored.data.table, tmp_path / "rows.parquet", row_group_size=25_000)
+    for source in (tmp_path / "saved", tmp_path / "rows.parquet"):
+        seconds, peak, own, _ = start(source, tmp_path)
+        assert seconds < 30  # 1 s measured; a decoded picture costs 1 ms, and 50,000 of them 50 s
+        assert peak < 800  # 570 MB measured, of which 200 are pages of files that the system may take back
+        assert own < 200  # 120 MB measured
