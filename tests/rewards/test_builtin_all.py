@@ -58,12 +58,12 @@ PIECES = [
     *"([{}])<>|\"'*$\\,.;:-+/%^_#`=\n\t 0129Aeé猫\u0301\u200b\x00\U0001f600", "[[", "[0,", "[0,0,", "(1,2),", "1 ",
     "1,", "1,111,", "1.", "-1", "1e", "1/", "1/2 ", "½", "٣", "３", "[1e400,", "NaN,", "[NaN, NaN, NaN, NaN] ",
     "[0,0,1,1]", "[0, 0, 10, 10] ", "(5, 5) ", "x=1, y=1 ", "x=", "A,", "A or ", "A) \n", "answer ", "Answer: ",
-    "the answer is ", "option ", "A is ", "**", "<answer>", "</answer>", "<think>", "</think>", "\\boxed{", "\\frac{",
-    "\\frac{1}{2}", "\\sqrt", "^{", "\\(", "twenty ", "one hundred ", "twenty-", "Score: ", "Answer: A, ", "a b c ",
-    "| a | b |\n", "|---|---|\n", "<td>", "<table><tr>", "<td rowspan=100 colspan=100>x", "a,b\n", '{"counts": [', '{"a":',
-    "a\tb\n", "a\u0301\u0323", "<think>x</think> ", "<think>x</think> <answer>", "1:", "1:05 ", "1:05 to ", "1 to 2 ",
-    "between 1 and ", "[1, 2] ", "start: 1, end: ", "start", "1 s - ", "wash, ", "wash -> ", "1. wash\n", "- ", "then ",
-    "wash then ", "wash: ", "[wash, ",
+    "the answer is ", "option ", "A is ", "**", "<answer>", "</answer>", "<think>", "</think>", "\\boxed{",
+    "\\frac{", "\\frac{1}{2}", "\\sqrt", "^{", "\\(", "twenty ", "one hundred ", "twenty-", "Score: ",
+    "Answer: A, ", "a b c ", "| a | b |\n", "|---|---|\n", "<td>", "<table><tr>", "<td rowspan=100 colspan=100>x",
+    "a,b\n", '{"counts": [', '{"a":', "a\tb\n", "a\u0301\u0323", "<think>x</think> ", "<think>x</think> <answer>",
+    "1:", "1:05 ", "1:05 to ", "1 to 2 ", "between 1 and ", "[1, 2] ", "start: 1, end: ", "start", "1 s - ",
+    "wash, ", "wash -> ", "1. wash\n", "- ", "then ", "wash then ", "wash: ", "[wash, ",
 ]  # fmt: skip
 # Of each reward the values that mean nothing, of its gold column and of its options.
 REFUSED: list[tuple[str, str, list[Any]]] = [
