@@ -84,7 +84,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("count", "tolerance", [-1]),
     ("edit_similarity", "unit", ["lines"]),
     ("format", "template", ["", "<a>......</a>"]),
-    ("iou", "box", [(1, 2, 3), (1, 2, 3, math.nan), [True, 0, 1, 1], (5, 0, 1, 1), (0, 5, 1, 1)]),
+    ("iou", "box", [(1, 2, 3), (1, 2, 3, math.nan), [False, 0, 1, 1], (5, 0, 1, 1), (0, 5, 1, 1)]),
     ("iou", "gold_space", ["seen"]),
     ("iou", "layout", ["xxyy"]),
     ("iou", "space", ["original"]),

@@ -143,6 +143,7 @@ def test_table_f1_by_position():
     assert table_f1("a,b,c", "a,b,d") == pytest.approx(2 / 3)  # one row has no names
     assert table_f1("<table><tr><td>a<tr><td>b</table>", "<table><tr><td>a<tr><td>c</table>") == 0.5
     assert table_f1(GOLD, GOLD, align="position") == 1.0
+    assert table_f1("a,b\nx,1\nx,1", "a,b\nx,1\nx,1") == 1.0  # a cell twice on both sides
 
 
 def test_what_html_may_hold_besides_cells():

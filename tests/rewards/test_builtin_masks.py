@@ -118,6 +118,12 @@ def test_mask_iou_against_an_rle():
     assert mask_iou("[0, 0, 500, 500]", json.dumps(LEFT), space="0-1000") == 0.5
     assert mask_iou("[0, 0, 2, 4]", LEFT) == 1.0  # without an image its size is that of the RLE
     assert mask_iou(json.dumps({"size": [2, 2], "counts": [0, 2, 2]}), LEFT) == 1.0  # another size
+    for size, smaller in (
+        ([3, 1], [2, 1]),
+        ([1, 3], [1, 2]),
+    ):  # the middle cell of three is under no centre of two
+        ends = {"size": size, "counts": [0, 1, 1, 1]}
+        assert mask_iou(json.dumps(ends), {"size": smaller, "counts": [0, 2]}) == 1.0
 
 
 def test_mask_iou_in_pixels_of_two_sizes():
@@ -126,6 +132,8 @@ def test_mask_iou_in_pixels_of_two_sizes():
     assert mask_iou("[0, 0, 14, 28]", gold, seen, row) == 1.0
     assert mask_iou("[0, 0, 28, 28]", gold, seen, row) == 0.5
     assert mask_iou("[0, 0, 14, 28]", [0, 0, 14, 28], seen, row, gold_space="pixel") == 1.0
+    with pytest.raises(ValueError, match="empty on its grid"):  # of four cells in a row
+        mask_iou("", [0, 0, 400, 30], (Image.new("RGB", (400, 100)),), resolution=4)
 
 
 SIDE = st.tuples(st.integers(0, 15), st.integers(1, 16)).map(lambda s: (s[0], min(16, s[0] + s[1])))

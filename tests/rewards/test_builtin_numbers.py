@@ -51,6 +51,7 @@ def test_percent_and_units():
         ("twenty thirty", [20, 30]),
         ("ten five", [10, 5]),
         ("two hundred thousand", [200_000]),
+        ("two million three thousand", [2_003_000]),
         ("three thousand four hundred and twelve", [3412]),
         ("a dozen", [12]),
         ("a hundred", [100]),
@@ -72,6 +73,9 @@ def test_numbers_in_words(text, values):
         ("\\boxed{3} is not 4", 3, 1.0),
         ("\\boxed{\\frac{\\pi}{2}}", 2, 0.0),
         ("50%", 0.5, 1.0),
+        ("50%", 50, 1.0),
+        ("3 or 4", 4, 1.0),
+        ("three or four", 4, 1.0),
         ("0.5", "50%", 1.0),
         ("0.5%", "50%", 0.0),
         ("7", [3, "7"], 1.0),
@@ -147,6 +151,7 @@ def test_chart_relaxed_with_its_options():
     assert chart_relaxed("2010", "2015", exact_years=True) == 0.0
     assert chart_relaxed("2015.0", "2015", exact_years=True) == 1.0
     assert chart_relaxed("2010.4", "2010.5", exact_years=True) == 1.0
+    assert chart_relaxed("101", "100", exact_years=True) == 1.0
     assert chart_relaxed("101", "100", tolerance=0) == 0.0
 
 
