@@ -207,11 +207,8 @@ def test_what_no_published_row_shows() -> None:
         list(prepare("multi_image").to_rows({"images": ["a", "b"], "texts": [said]}))
     captions = {"captions": ["the lady ", "the lady", "", "lady in blue?"], "bbox": [0.0, 0.0, 1.0, 1.0]}
     made = prepare("refcoco_grounding").to_rows({"image_path": "x.jpg", **captions}, "../coco")
-    asked = [one["prompt"].partition(". ")[0].partition(": ")[2] for one in made]
-    assert asked == [
-        "the lady? Think first, inside <think> </think>",
-        "lady in blue? Think first, inside <think> </think>",
-    ]
+    asked = [one["prompt"].partition("?")[0] for one in made]
+    assert asked == [f"Where in the image is this: {what}" for what in ("the lady", "lady in blue")]
     assert 70 <= sum(prepare("clicking").is_held_out(f"{n}.png") for n in range(500)) <= 130
 
 
