@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,23 +13,6 @@ import torch
 
 Script = Callable[[str], Any]
 KEYS = {"stage", "status", "reason", "dry", "versions", "seconds", "rows"}
-ROWS: dict[str, set[str]] = {
-    "tests": {"tests", "passed", "skipped", "failed", "seconds"},
-    "attention": {
-        "L", "G", "T", "dtype", "right", "distance_flex", "distance_plain", "seconds_flex", "seconds_plain", "ratio",
-        "bytes_flex", "bytes_plain",
-    },
-    "learner": {
-        "L", "G", "T", "P", "seconds", "seconds_optimizer", "tokens_per_second", "flops", "peak", "mfu", "mfu_passes",
-        *(f"{how}_{part}" for how in ("bytes", "estimate") for part in ("weights", "optimizer", "passes", "peak")),
-    },
-    "trl": {"G", "T", "L", "kind", "seconds_ours", "seconds_trl", "ratio", "gradient_gap", "mfu_ours", "mfu_trl"},
-    "run": {
-        "steps", "weights_changed", "update_norm_least", "logp_gap_mean", "tokens", "seconds_start",
-        *(f"seconds_{phase}" for phase in ("step", "rollout", "learner", "sync")),
-    },
-    "vllm": {"seconds_sleep", "seconds_wake", "seconds_sync", "canary_moved", "canary_gap_mean", "sync_bytes"},
-}  # fmt: skip
 
 
 def results_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -44,30 +26,23 @@ def test_every_stage_of_a_dry_run(script: Script, tmp_path: Path, capsys: pytest
     proof.main(asked)
     found = results_in(tmp_path)
     assert found.keys() == proof.NEEDS.keys()
-    for name, result in found.items():
+    for result in found.values():
         assert result.keys() == KEYS and (result["status"], result["dry"]) == ("done", True), result
-        assert (result["versions"]["device"], result["versions"]["torch"]) == ("cpu", version("torch"))
-        assert result["versions"]["vllm"] and result["versions"]["flash_attn"] is None
         assert result["seconds"] == pytest.approx(sum(r["case_seconds"] for r in result["rows"]), rel=1e-4)
-        for row in result["rows"]:
-            wanted = ROWS[name.split("-")[0]] | {"case", "case_seconds"}
-            assert wanted <= row.keys(), (name, wanted - row.keys())
-    (tests,) = found["tests"]["rows"]
-    assert (tests["passed"], tests["failed"]) == (0, {}) and tests["skipped"] == tests["tests"] > 10
+    assert found["tests"]["rows"][0]["skipped"] == found["tests"]["rows"][0]["tests"] > 10
     assert all(row["right"] and row["distance_flex"] < row["limit"] for row in found["attention"]["rows"])
     for model in ("learner-qwen2_5_vl-3b", "learner-qwen3_vl-4b"):
         full, lora = found[model]["rows"]
-        assert (full["train"], full["checkpointing"]) == ("full", True)
-        assert (lora["train"], lora["checkpointing"]) == ("lora", False)
+        assert (full["train"], full["checkpointing"], lora["train"]) == ("full", True, "lora")
         assert 0 < full["mfu"] < full["mfu_passes"] and full["update_norm"] > 0 < lora["update_norm"]
         assert lora["estimate_optimizer"] < full["estimate_optimizer"]
     assert all(row["kind"] == "image" and row["gradient_gap"] < 0.05 for row in found["trl"]["rows"])
     for name in ("run", "vllm-sleep-1", "vllm-sleep-2"):
         (run,) = found[name]["rows"]
         assert run["weights_changed"] > 0.1 and run["update_norm_least"] > 0 and run["logp_gap_mean"] < 0.01
-        if name != "run":
-            assert run["canary_moved"] > run["canary_gap_mean"] and run["canary_problems"] == []
-            assert run["sync_bytes"] > 100_000
+        assert name == "run" or (
+            run["canary_moved"] > run["canary_gap_mean"] and run["canary_problems"] == []
+        )
 
     # a second call runs nothing again; what is not installed is named, and the tables take what is there
     proof.start = lambda *args: pytest.fail("a stage was run again")
@@ -84,11 +59,6 @@ def test_every_stage_of_a_dry_run(script: Script, tmp_path: Path, capsys: pytest
     filled = script("readme").written(page, tmp_path / "none", tmp_path)
     assert "| `trl` | not run | 0 | 0 | cpu |" in filled and "| qwen3_vl-4b | full, G 8, 448 px, ch" in filled
     assert filled.count("Not measured yet.") == 1  # TRL's
-
-
-def options(folder: Path, **changed: Any) -> Any:
-    given = {"folder": folder, "dry": True, "peak_tflops": 1.0, "without": [], "fresh": False, "minutes": 5}
-    return SimpleNamespace(**given | {"stages": ["run", "trl"]} | changed)
 
 
 def test_faults_stay_in_their_cases(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,34 +79,22 @@ def test_faults_stay_in_their_cases(script: Script, tmp_path: Path, monkeypatch:
         "wrong": case("wrong", ValueError("no")),
     }
     monkeypatch.setitem(runs.STAGES, "run", cases)
-    proof.run_stage("run", options(tmp_path))
+    settings = {"dry": True, "peak_tflops": 1.0, "without": [], "fresh": False, "minutes": 5}
+    options = SimpleNamespace(folder=tmp_path, stages=["run"], **settings)
+    proof.run_stage("run", options)
     found = results_in(tmp_path)["run"]
     assert (found["status"], found["reason"]) == ("failed", "wrong: ValueError: no")
     assert [row["fault"] for row in found["rows"]] == ["out of memory", "ValueError: no"]
     cases["wrong"] = case("mended")
-    proof.run_stage("run", options(tmp_path))
+    proof.run_stage("run", options)
     found = results_in(tmp_path)["run"]
     assert called == ["large", "wrong", "mended"] and found["status"] == "done"
     assert found["rows"][1] | {"case_seconds": 0} == {"case": "wrong", "seconds": 0.333333, "case_seconds": 0}
     # another torch is another measurement
     file = tmp_path / "run.json"
     file.write_text(json.dumps(found | {"versions": found["versions"] | {"torch": "1.0"}}))
-    proof.run_stage("run", options(tmp_path))
+    proof.run_stage("run", options)
     assert called[3:] == ["large", "mended"]
-
-
-def test_counts_of_a_junit_report(script: Script, tmp_path: Path) -> None:
-    read = script("gpu_runs").read_junit
-    report = tmp_path / "junit.xml"
-    skipped = '<testcase name="c" time="0"><skipped/></testcase>'
-    failed = '<testcase name="b" time="1"><failure message="a != b&#10;more"/></testcase>'
-    report.write_text(f'<s><testsuite><testcase name="a" time="2.5"/>{failed}{skipped}</testsuite></s>')
-    row = read(report, gpu=True)
-    assert (row["tests"], row["passed"], row["skipped"], row["seconds"]) == (3, 1, 1, 3.5)
-    assert row["failed"] == {"b": "a != b"} and row["fault"] == "1 of 3 tests failed: b"
-    report.write_text(f"<s>{skipped}</s>")
-    assert read(report, gpu=True)["fault"] == "all 1 tests were skipped, on a GPU"
-    assert "fault" not in read(report, gpu=False)
 
 
 def test_the_models_are_those_that_were_published(script: Script) -> None:

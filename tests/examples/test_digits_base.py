@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 from collections import Counter
 from pathlib import Path
@@ -14,15 +13,6 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data import digits as task
 
 RECIPE = Path(__file__).parents[2] / "examples" / "digits"
-
-
-@pytest.fixture(scope="module")
-def make_base() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_digits_base", RECIPE / "make_base.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,18 +12,9 @@ import pytest
 
 from mm_grpo.data.shapes import COLOURS, NUMBERS, SHAPES, SIDES, Kind, answers, scene
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "shapes" / "make_base.py"
+RECIPE = Path(__file__).parents[2] / "examples" / "shapes"
 OPTIONS = {"image_size": 84, "max_objects": 2}
 TINY = ["--hidden", "64", "--layers", "1", "--vision-hidden", "32", "--vision-layers", "1"]
-
-
-@pytest.fixture(scope="module")
-def make_base() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_base", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_answer_is_one_token_at_the_start_and_inside_a_sentence(make_base: ModuleType) -> None:
@@ -100,18 +89,6 @@ def test_lessons_are_captions_and_blind_answers(
         assert abs(right[kind] / count - chance) < 4 * (chance * (1 - chance) / count) ** 0.5
 
 
-def test_captions_name_every_object_once(make_base: ModuleType) -> None:
-    shown = scene(split="train", index=0)
-    seen = {
-        make_base.caption(shown, "What colours and shapes are there?", random.Random(n)) for n in range(20)
-    }
-    assert seen == {"blue triangle and purple circle", "purple circle and blue triangle"}
-    seen = {
-        make_base.caption(shown, "What shapes and colours are there?", random.Random(n)) for n in range(20)
-    }
-    assert seen == {"triangle in blue and circle in purple", "circle in purple and triangle in blue"}
-
-
 def test_a_tiny_run_saves_a_folder_that_loads(
     make_base: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,17 +109,6 @@ def test_a_tiny_run_saves_a_folder_that_loads(
     printed = capsys.readouterr().out
     assert re.search(r"eyes: \d\.\d{3} of held-out objects", printed)
     assert re.search(r"position: in form \d\.\d{3}  spread \d\.\d{3}  right \d\.\d{3}", printed)
-
-
-def test_the_shipped_base_is_small_and_whole() -> None:
-    base = SCRIPT.parent / "base"
+    base = RECIPE / "base"
+    assert {file.name for file in base.iterdir()} >= {file.name for file in out.iterdir()}
     assert sum(file.stat().st_size for file in base.glob("*.safetensors")) <= 8_000_000
-    assert {file.name for file in base.iterdir()} >= {
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "processor_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }

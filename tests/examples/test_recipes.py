@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import runpy
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers import processes
+from helpers.recipe_scripts import script
 
 from mm_grpo import cli
 from mm_grpo.cli.configs import find_layers, find_recipes
@@ -29,11 +29,7 @@ RECIPES = ("shapes", "zoom", "digits", *PREPARED)
 
 
 def prepare(recipe: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"prepare_{recipe}", EXAMPLES / recipe / "prepare.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(f"{recipe}/prepare.py")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -88,40 +84,6 @@ def test_the_fixture_is_what_prepare_makes_of_published_rows(recipe: str) -> Non
     assert 4 <= len(dataset) <= 10 and list(dataset.check()) == []
 
 
-def test_the_mapping_of_clevr() -> None:
-    row = {"image": "x.png", "problem": "How many?", "solution": "<answer> 3 </answer>"}
-    assert prepare("clevr_count").to_row(row) == {
-        "prompt": "How many? Think first, inside <think> </think>. Then give the number alone, inside "
-        "<answer> </answer>.",
-        "image": "x.png",
-        "answer": "3",
-    }
-
-
-def test_the_mapping_of_geometry3k() -> None:
-    row = {"images": ["x.png"], "problem": "<image>Find x. ", "answer": r" 5 \sqrt { 2 } "}
-    assert prepare("geometry3k").to_row(row) == {
-        "prompt": r"<image>Find x. Think first, inside <think> </think>. Then give the final answer inside \boxed{}.",
-        "images": ["x.png"],
-        "answer": r"5 \sqrt { 2 }",
-    }
-
-
-def test_the_mapping_of_refcoco() -> None:
-    row = {
-        "image_path": "coco/train2014/COCO_train2014_000000581857.jpg",
-        "bbox": [103.5, 300.0, 238.25, 477.5],
-        "captions": ["the lady ", "the lady", "", "lady in blue?"],
-    }
-    made = list(prepare("refcoco_grounding").to_rows(row, "../coco"))
-    assert [one["prompt"].split(". ")[0] for one in made] == [
-        "Where in the image is this: the lady? Think first, inside <think> </think>",
-        "Where in the image is this: lady in blue? Think first, inside <think> </think>",
-    ]
-    assert {one["image"] for one in made} == {"../coco/train2014/COCO_train2014_000000581857.jpg"}
-    assert [one["box"] for one in made] == [[103.5, 300.0, 238.25, 477.5]] * 2
-
-
 def published(recipe: str) -> Any:
     """The fixture's published rows as the datasets library gives them: encoded images and their features."""
     from datasets import Dataset, Image, List
@@ -150,12 +112,8 @@ def test_prepare_writes_what_the_config_reads(
     def load_dataset(name: str, *config: str, split: str) -> Any:
         asked.append((name, split))
         assert config == (("nlvr2",) if recipe == "multi_image" else ())
-        rows = published(recipe)
-        return (
-            rows
-            if recipe not in ("clevr_count", "multi_image")
-            else datasets.concatenate_datasets([rows] * 4)
-        )
+        copies = 4 if recipe in ("clevr_count", "multi_image") else 1
+        return datasets.concatenate_datasets([published(recipe)] * copies)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
@@ -243,38 +201,15 @@ def test_the_mixture_prepares_its_four_parts(tmp_path: Path, monkeypatch: pytest
     assert len(sets["all"]) == 2 + 6 + 6 + 2
 
 
-def test_mappings_of_the_other_recipes() -> None:
-    chart = {"image": "x", "query": " How many? ", "label": ["3 "], "human_or_machine": 1}
-    made = prepare("chartqa").to_row(chart)
-    assert made["prompt"].startswith("How many? Think first") and (made["answer"], made["written_by"]) == (
-        ["3"],
-        "machine",
-    )
-    pair = {
-        "images": ["a", "b"],
-        "texts": [{"user": 'Is "x" true?\nAnswer yes or no.', "assistant": "No.", "source": "NLVR2"}] * 2,
-    }
-    rows = list(prepare("multi_image").to_rows(pair))
-    assert (
-        len(rows) == 2
-        and rows[0]["prompt"].startswith('Is "x" true? Think first')
-        and rows[0]["answer"] == "no"
-    )
-    pair["texts"][0]["assistant"] = "Maybe."
+def test_what_no_published_row_shows() -> None:
+    said = {"user": 'Is "x" true?\nAnswer yes or no.', "assistant": "Maybe.", "source": "NLVR2"}
     with pytest.raises(DataError, match="neither yes nor no"):
-        list(prepare("multi_image").to_rows(pair))
-    screen = {
-        "image": "x",
-        "instruction": "close this window.",
-        "bbox": [0.5, 0.1, 0.6, 0.2],
-        "data_type": "icon",
-        "data_source": "ios",
-    }
-    made = prepare("clicking").to_row(screen)
-    assert made["prompt"].startswith("Where on the screen do you click to do this: close this window? ")
-    assert made["target"] == [0.5, 0.1, 0.6, 0.2]
-    held = [prepare("clicking").is_held_out(f"{n}.png") for n in range(500)]
-    assert 70 <= sum(held) <= 130
+        list(prepare("multi_image").to_rows({"images": ["a", "b"], "texts": [said]}))
+    captions = {"captions": ["the lady ", "the lady", "", "lady in blue?"], "bbox": [0.0, 0.0, 1.0, 1.0]}
+    made = prepare("refcoco_grounding").to_rows({"image_path": "x.jpg", **captions}, "../coco")
+    asked = [one["prompt"].partition("?")[0] for one in made]
+    assert asked == [f"Where in the image is this: {what}" for what in ("the lady", "lady in blue")]
+    assert 70 <= sum(prepare("clicking").is_held_out(f"{n}.png") for n in range(500)) <= 130
 
 
 def test_refcoco_needs_the_photographs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,16 +230,7 @@ def test_check_passes_on_the_fixture(
     assert "1 / 1 / 1" in out and "problem" not in out
 
 
-QUICK = (
-    "shapes",
-    "zoom",
-    "digits",
-    "clevr_count",
-    "geometry3k",
-    "refcoco_grounding",
-    "multi_image",
-    "mixture",
-)
+QUICK = {*RECIPES} - {"chartqa", "docvqa", "clicking"}
 """Those that share their reward and layout with none of the others."""
 
 

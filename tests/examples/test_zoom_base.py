@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -21,16 +20,8 @@ from mm_grpo.types import Sample
 
 RECIPE = Path(__file__).parents[2] / "examples" / "zoom"
 TINY = ["--hidden", "64", "--layers", "1", "--vision-hidden", "32", "--vision-layers", "1"]
+QUICK = ["--steps", "2", "--box-steps", "1", "--batch", "4", "--check-rows", "9"]
 MAX_PIXELS = 84 * 84
-
-
-@pytest.fixture(scope="module")
-def make_base() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_zoom_base", RECIPE / "make_base.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +86,8 @@ def test_the_prompt_shows_the_tool_only_where_there_is_one(make_base: ModuleType
         processor.apply_chat_template([make_base.asked()], tools=tools, add_generation_prompt=True)
         for tools in (None, [make_base.get_json_schema(Zoom().zoom)])
     ]
-    user = (
-        f"<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{QUESTION}<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
+    asked = f"<|vision_start|><|image_pad|><|vision_end|>{QUESTION}"
+    user = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
     assert texts == [user, f"<|im_start|>system\nTools: zoom(bbox, image)<|im_end|>\n{user}"]
 
 
@@ -147,21 +136,7 @@ def test_a_tiny_run_saves_a_folder_that_loads(
 
     weights = []
     for out in (tmp_path / "a", tmp_path / "b"):
-        make_base.main(
-            [
-                "--out",
-                str(out),
-                "--steps",
-                "2",
-                "--box-steps",
-                "1",
-                "--batch",
-                "4",
-                "--check-rows",
-                "9",
-                *TINY,
-            ]
-        )
+        make_base.main(["--out", str(out), *QUICK, *TINY])
         weights.append(AutoModelForImageTextToText.from_pretrained(out).state_dict())
     assert AutoProcessor.from_pretrained(tmp_path / "a").chat_template == make_base.CHAT_TEMPLATE
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

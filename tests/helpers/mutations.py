@@ -2,9 +2,9 @@ r"""Single-line mutations of the package, and whether the tests that should catc
 
     python tests/helpers/mutations.py [--only 1,4,10-20] [--json FILE]
 
-It says what a smaller suite still catches. It is no test itself, and takes some 25 minutes on one core. It runs in a
-copy of the tree, in forks of a process that has imported torch and transformers and nothing of ours. First the chosen
-tests run over the package as it is, and have to pass. With --json the results of earlier calls are kept.
+It says what a smaller suite still catches. It is no test itself, and takes some 40 minutes on one core. It runs in a
+copy of the tree. First the chosen tests run over the package as it is, and have to pass. With --json the results of
+earlier calls are kept.
 
 TABLE holds a block for each file: its path in mm_grpo, `<`, paths in tests, after `!` the marked tests that run too
 (`slow`, `long`); then its mutations, a line each: the kind, `|`, what stands in exactly one line of the file, `==>`,
@@ -17,21 +17,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
-import importlib
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 420.0
@@ -221,61 +217,32 @@ def copy_of_tree(folder: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, tests: tuple[str, ...], marks: str, log: Path, deadline: float) -> tuple[str, str]:
-    """`passed`, `failed` or `late`, and the test that failed. Raises SystemExit where pytest could not run them."""
-    pid = os.fork()
-    if pid == 0:
-        become_pytest(tree, tests, marks, log)
-    ended, _, _ = select.select([handle := os.pidfd_open(pid)], [], [], deadline)
-    os.close(handle)
-    with contextlib.suppress(ProcessLookupError):  # with what the tests have started and left
-        os.killpg(pid, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if not ended:
-        return "late", ""
-    said = log.read_text(encoding="utf-8", errors="replace")
-    if code not in (0, 1) and code > 0:
-        raise SystemExit(f"pytest ended with {code}:\n{said[-3000:]}")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
-    return "failed" if code else "passed", failed[1] if failed else ""
-
-
-def become_pytest(tree: Path, tests: tuple[str, ...], marks: str, log: Path) -> NoReturn:
-    """Run pytest in this fork, over the copy alone, as do the processes that tests start."""
-    os.setpgid(0, 0)
-    with log.open("wb") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-    code = 70
+def run_tests(tree: Path, tests: tuple[str, ...], marks: str, deadline: float) -> tuple[str, str, str]:
+    """`passed`, `failed` or `late`, the test that failed, and the output. Raises SystemExit where pytest could not
+    run them."""
+    program = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]
+    settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(tree)}
+    run = subprocess.Popen(
+        program,
+        cwd=tree,
+        env={**os.environ, **settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     try:
-        os.chdir(tree)
-        os.environ["PYTHONPATH"] = str(tree)
-        ours = (ROOT, Path(__file__).parent)
-        sys.path[:] = [str(tree), *(p for p in sys.path if Path(p).resolve() not in ours)]
-        gc.enable()
-        code = int(sys.modules["pytest"].main(["-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]))
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def preload() -> None:
-    """Import what tests import, but nothing of ours: each fork imports that from its copy."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-    sys.path.insert(0, str(ROOT / "tests"))
-    from helpers.forkserver import PRELOAD
-
-    for name in ("pytest", "hypothesis", "pydantic", *PRELOAD):
-        if not name.startswith("mm_grpo"):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "helpers"]:
-        del sys.modules[name]
-    sys.path.remove(str(ROOT / "tests"))
-    assert not any(name.partition(".")[0] == "mm_grpo" for name in sys.modules)
-    gc.freeze()
+        output, _ = run.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        return "late", "", ""
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # with what the tests have started and left
+            os.killpg(run.pid, signal.SIGKILL)
+    if run.returncode > 1:
+        raise SystemExit(f"pytest ended with {run.returncode}:\n{output[-3000:]}")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return "failed" if run.returncode else "passed", failed[1] if failed else "", output
 
 
 def numbers(text: str) -> set[int]:
@@ -290,24 +257,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     wanted = [row for row in rows() if arguments.only is None or row.number in numbers(arguments.only)]
-    preload()
     results: dict[str, dict[str, object]] = {}
     if arguments.json is not None and arguments.json.is_file():
         results = json.loads(arguments.json.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        tree, log = copy_of_tree(Path(folder)), Path(folder) / "log"
+        tree = copy_of_tree(Path(folder))
         for marks in sorted({row.marks for row in wanted}):
             tests = tuple(sorted({test for row in wanted if row.marks == marks for test in row.tests}))
-            outcome, test = run_tests(tree, tests, marks, log, 4 * DEADLINE)
+            outcome, test, output = run_tests(tree, tests, marks, 4 * DEADLINE)
             if outcome != "passed":
-                raise SystemExit(f"without a mutation {test or outcome}:\n{log.read_text()[-3000:]}")
+                raise SystemExit(f"without a mutation {test or outcome}:\n{output[-3000:]}")
         for row in wanted:
             path, started = tree / "mm_grpo" / row.file, time.monotonic()
             kept, source = path.stat(), path.read_text(encoding="utf-8")
             path.write_text(source.replace(row.old, row.new), encoding="utf-8")
             # bytecode goes by size and seconds: no two versions of a file have the same time
             os.utime(path, (kept.st_atime, kept.st_mtime + row.number))
-            outcome, test = run_tests(tree, row.tests, row.marks, log, DEADLINE)
+            outcome, test, _ = run_tests(tree, row.tests, row.marks, DEADLINE)
             path.write_text(source, encoding="utf-8")
             os.utime(path, (kept.st_atime, kept.st_mtime))
             verdict, seconds = "LIVED" if outcome == "passed" else "killed", time.monotonic() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -64,9 +65,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("program", "printed"), [(REWARDS, "[3.0]"), (TOOLS, "4"), (RANKS, "[6]")])
 def test_helper_processes_import_the_standard_library(folder: Path, program: str, printed: str) -> None:
-    script = (
-        folder / "bin" / "script.py"
-    )  # in a folder of its own, as mm-grpo is; not with -P, which is handed on
+    script = folder / "bin" / "script.py"  # in another folder, as mm-grpo is; not with -P, which is handed on
     script.parent.mkdir()
     script.write_text(IN_FRONT + program)
     done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=120)
@@ -76,18 +75,8 @@ def test_helper_processes_import_the_standard_library(folder: Path, program: str
 
 def test_the_command_finds_modules_of_the_working_folder(folder: Path) -> None:
     """Started as ranks are."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "mm_grpo.cli",
-        "rewards",
-        "try",
-        "mine:score",
-        "--completion",
-        "abc",
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    command = shlex.split("-P -m mm_grpo.cli rewards try mine:score --completion abc")
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "3", done.stderr
 
 

@@ -58,26 +58,17 @@ def ended(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hang", [SLEEP, REGEX], ids=["C", "regular expression"])
-def test_a_reward_that_hangs_with_the_interpreters_lock(hang: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "kind"), [(REWARD, "def"), (ASYNC, "async def")])
+def test_a_reward_that_hangs_with_the_interpreters_lock(
+    script: str, kind: str, hang: str, tmp_path: Path
+) -> None:
+    """An async one also before its answer is waited for: it runs as soon as it is begun."""
     file = tmp_path / "own.py"
-    file.write_text(f"def slow(completion):\n    {hang}\n    return 1.0\n")
-    result = ended(REWARD, str(file))
+    file.write_text(f"{kind} slow(completion):\n    {hang}\n    return 1.0\n")
+    result = ended(script, str(file))
     assert result.returncode == 1
     message, where = result.stderr.split("Timeout (", 1)
-    assert "error: reward 'slow' had not answered after timeout = 0.5 s, and lets nothing else" in message
-    assert "isolated: true" in message and f'"{file}", line 2 in slow' in where
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hang", [SLEEP, REGEX], ids=["C", "regular expression"])
-def test_an_async_reward_that_hangs_with_the_interpreters_lock(hang: str, tmp_path: Path) -> None:
-    """Also before its answer is waited for: it runs as soon as it is begun."""
-    file = tmp_path / "own.py"
-    file.write_text(f"async def slow(completion):\n    {hang}\n    return 1.0\n")
-    result = ended(ASYNC, str(file))
-    assert result.returncode == 1
-    message, where = result.stderr.split("Timeout (", 1)
-    assert "'slow'" in message and f'"{file}", line 2 in slow' in where
+    assert "error: reward 'slow'" in message and f'"{file}", line 2 in slow' in where
 
 
 @pytest.mark.slow

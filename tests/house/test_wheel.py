@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -79,19 +80,8 @@ def test_the_wheel_holds_each_file_once(wheel: Path) -> None:
 def test_an_installed_wheel_imports_every_module(wheel: Path, tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        site,
-        wheel,
-        cwd=tmp_path,
-    )
+    install = shlex.split("-m pip install --quiet --no-deps --no-index --target")
+    run(sys.executable, *install, site, wheel, cwd=tmp_path)
     code = f"import sys; sys.path.insert(0, {str(site)!r})\n{LIST_AND_IMPORT}"
     answer = json.loads(run(sys.executable, "-c", code, cwd=elsewhere).splitlines()[-1])
     assert Path(answer["file"]).is_relative_to(site)

@@ -14,6 +14,8 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import builtins, get, names, resolve_entry
@@ -51,69 +53,66 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "temporal_iou": {"segment": [3.2, 7.5]},
 }
 RANGES = {"giou": (-1, 1), "cosine_length": (-1, 1), "repetition_penalty": (-1, 0), "soft_overlong": (-1, 0)}
+# Each is repeated to a text of HUGE characters.
 PIECES = [
-    *"([{}])<>|\"'*$\\,.;:-+/%^_#`=\n\t 0129Aeé猫\u0301\u200b\x00\U0001f600",
-    *("[[", "[0,", "[0,0,", "(1,2),", "1 ", "1,", "1,111,", "1.", "-1", "1e", "1/", "1/2 ", "½", "٣", "３"),
-    *(
-        "[1e400,",
-        "NaN,",
-        "[NaN, NaN, NaN, NaN] ",
-        "[0,0,1,1]",
-        "[0, 0, 10, 10] ",
-        "(5, 5) ",
-        "x=1, y=1 ",
-        "x=",
-    ),
-    *("A", "A,", "A or ", "A) \n", "answer ", "Answer: ", "the answer is ", "option ", "A is ", "**"),
-    *(
-        "<answer>",
-        "</answer>",
-        "<think>",
-        "</think>",
-        "\\boxed{",
-        "\\frac{",
-        "\\frac{1}{2}",
-        "\\sqrt",
-        "^{",
-        "\\(",
-    ),
-    *(
-        "twenty ",
-        "one hundred ",
-        "twenty-",
-        "Score: ",
-        "Answer: A, ",
-        "a b c ",
-        "|",
-        "| a | b |\n",
-        "|---|---|\n",
-    ),
-    *(
-        "<td>",
-        "<table><tr>",
-        "<td rowspan=100 colspan=100>x",
-        "a,b\n",
-        '"',
-        '{"counts": [',
-        '{"a":',
-        "a\tb\n",
-        "a\u0301\u0323",
-        "<think>x</think> ",
-        "<think>x</think> <answer>",
-    ),
-    *(
-        "1:",
-        "1:05 ",
-        "1:05 to ",
-        "1 to 2 ",
-        "between 1 and ",
-        "[1, 2] ",
-        "start: 1, end: ",
-        "start",
-        "1 s - ",
-    ),
-    *("wash, ", "wash -> ", "1. wash\n", "- ", "then ", "wash then ", "wash: ", "[wash, ", "]"),
-]
+    *"([{}])<>|\"'*$\\,.;:-+/%^_#`=\n\t 0129Aeé猫\u0301\u200b\x00\U0001f600", "[[", "[0,", "[0,0,", "(1,2),", "1 ",
+    "1,", "1,111,", "1.", "-1", "1e", "1/", "1/2 ", "½", "٣", "３", "[1e400,", "NaN,", "[NaN, NaN, NaN, NaN] ",
+    "[0,0,1,1]", "[0, 0, 10, 10] ", "(5, 5) ", "x=1, y=1 ", "x=", "A,", "A or ", "A) \n", "answer ", "Answer: ",
+    "the answer is ", "option ", "A is ", "**", "<answer>", "</answer>", "<think>", "</think>", "\\boxed{",
+    "\\frac{", "\\frac{1}{2}", "\\sqrt", "^{", "\\(", "twenty ", "one hundred ", "twenty-", "Score: ",
+    "Answer: A, ", "a b c ", "| a | b |\n", "|---|---|\n", "<td>", "<table><tr>", "<td rowspan=100 colspan=100>x",
+    "a,b\n", '{"counts": [', '{"a":', "a\tb\n", "a\u0301\u0323", "<think>x</think> ", "<think>x</think> <answer>",
+    "1:", "1:05 ", "1:05 to ", "1 to 2 ", "between 1 and ", "[1, 2] ", "start: 1, end: ", "start", "1 s - ",
+    "wash, ", "wash -> ", "1. wash\n", "- ", "then ", "wash then ", "wash: ", "[wash, ",
+]  # fmt: skip
+# Of each reward the values that mean nothing, of its gold column and of its options.
+REFUSED: list[tuple[str, str, list[Any]]] = [
+    ("anls", "threshold", [0, 1.5]),
+    ("box_match", "boxes", [[3], "[[0, 0, 1, 1]]"]),
+    ("box_match", "metric", ["map"]),
+    ("box_match", "threshold", [0, 1.5]),
+    ("chart_relaxed", "tolerance", [-0.1, 1, 5]),
+    ("choice", "answer", ["F", "AB"]),
+    ("choice", "letters", ["abc", "A", "ABA"]),
+    ("clicking", "target", [[1, 2, 3], [1, 2, 3, math.nan], [1, 2, 3, 4, 5, math.nan], [5, 5, 1, 1], "here",
+                            [0, 0, 5, 5, 10, 10], "[" * 100_000]),
+    ("clicking", "reach", [0, 2]),
+    ("contains", "mode", ["most"]),
+    ("cosine_length", "correct", ["iou"]),
+    ("cosine_length", "max_length", [0]),
+    ("count", "answer", ["red", 2.5, "-1", "5 %"]),
+    ("count", "tolerance", [-1]),
+    ("edit_similarity", "unit", ["lines"]),
+    ("format", "template", ["", "<a>......</a>"]),
+    ("iou", "box", [(1, 2, 3), (1, 2, 3, math.nan), [False, 0, 1, 1], (5, 0, 1, 1), (0, 5, 1, 1)]),
+    ("iou", "gold_space", ["seen"]),
+    ("iou", "layout", ["xxyy"]),
+    ("iou", "space", ["original"]),
+    ("iou", "threshold", [0, 1.5]),
+    ("json_schema", "schema", [{"type": "obj"}, "{type: object}", {"type": {1}}]),
+    ("language", "code", ["english"]),
+    ("length", "decay", [0]),
+    ("length", "max_length", [-1]),
+    ("length", "min_length", [-1, 11]),
+    ("length", "unit", ["words"]),
+    ("mask_iou", "mask", ["here", {"size": [2, 2], "counts": [4]}, {"size": [10**5, 10**5], "counts": [10**10]}]),
+    ("mask_iou", "resolution", [0, 4001]),
+    ("math", "answer", ["<answer></answer>", "\\boxed{}", f"\\boxed{{{'1' * 501}}}"]),
+    ("numeric", "answer", ["red", "3 or 4", "\\sqrt{2}", "2x + 1", "1e999"]),
+    ("numeric", "absolute_tolerance", [-1, math.inf]),
+    ("numeric", "tolerance", [-1, math.inf]),
+    ("ordering", "metric", ["tau"]),
+    ("ordering", "order", [[], ["a"], "wash", "", ["a", None], ["a", " "], ["a", ["b"]], [1, math.nan, math.nan], 3]),
+    ("repetition_penalty", "max_penalty", [0.5]),
+    ("repetition_penalty", "ngram", [0]),
+    ("repetition_penalty", "unit", ["lines"]),
+    ("soft_overlong", "buffer", [0, 11]),
+    ("table_f1", "align", ["rows"]),
+    ("table_f1", "table", ["words"]),
+    ("temporal_iou", "segment", [[6, 2], [2, 2], [-1, 2], [1, math.inf], [1, 10**400], [1, 2, 3], [], "3 to 7",
+                                 "[" * 100_000]),
+    ("temporal_iou", "threshold", [0, 1.5]),
+]  # fmt: skip
 
 
 def call(name: str, completion: str, **changed: Any) -> float | None:
@@ -152,17 +151,35 @@ def test_a_row_without_gold_gives_none(name: str) -> None:
             assert call(name, "3", answer=blank) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [(name, option, value) for name, option, values in REFUSED for value in values],
+)
+def test_a_value_that_means_nothing_is_refused(name: str, option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match="gold" if option in get(name).needs else option):
+        call(name, "[0, 0, 1, 1]", **{option: value})
+
+
+GARBAGE = ["", " ", "\x00", "\ud800", "é猫", "nan", "inf", "-inf", "1e999", "9" * 400, "None", "{}", "[]", "[[]]",
+           "<answer></answer>", "<answer>", "\\boxed{}", "[NaN, 0, 1, 1]", "[0, 0, 1e400, 1]", "[1e308, 0, 1, 1]",
+           "[5, 5, 1, 1]", "[-1e6, -1e6, 1e6, 1e6]", "[0, 0, 0, 0]", '{"size": [1], "counts": 5}',
+           '{"size": [99999, 99999], "counts": [9999800001]}', "[" + "9" * 5000 + "]"]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
-def test_garbage_scores_within_the_range(name: str) -> None:
+def test_any_text_scores_within_the_range(name: str) -> None:
     low, high = RANGES.get(name, (0, 1))
-    texts = ["", " ", "\x00", "\ud800", "é猫", "nan", "inf", "-inf", "1e999", "9" * 400, "None", "{}", "[]", "[[]]",
-             "<answer></answer>", "<answer>", "\\boxed{}", "[NaN, 0, 1, 1]", "[0, 0, 1e400, 1]", "[1e308, 0, 1, 1]",
-             "[5, 5, 1, 1]", "[-1e6, -1e6, 1e6, 1e6]", "[0, 0, 0, 0]", '{"size": [1], "counts": 5}',
-             '{"size": [99999, 99999], "counts": [9999800001]}', "[" + "9" * 5000 + "]"]  # fmt: skip
-    for text in texts:
+
+    @settings(max_examples=settings().max_examples // 5)  # of each reward
+    @given(st.text() | st.lists(st.floats() | st.text(max_size=3)).map(str))
+    def check(text: str) -> None:
         for whole in (text, f"<answer>{text}</answer>", f"<think>{text}</think>{text}"):
             score = call(name, whole)
             assert score is not None and low <= score <= high and math.isfinite(score), whole
+
+    for text in GARBAGE:
+        check = example(text)(check)
+    check()
 
 
 @pytest.mark.slow

@@ -30,18 +30,11 @@ def test_dropped_connections_slow_answers_and_server_errors_are_tried_again(serv
     turn, ended = iter(range(99)), threading.Event()
 
     def answer(_: Server, body: dict[str, Any]) -> Any:
-        match next(turn):
-            case 0:
-                return None
-            case 1:
-                ended.wait(PATIENCE)  # longer than the time-out of a request
-                return says("Score: 1")
-            case 2:
-                return says("overloaded", 503)
-            case 3:
-                return 200, {}, "<html>not json</html>"
-            case _:
-                return says("Score: 6")
+        number = next(turn)
+        if number == 1:
+            ended.wait(PATIENCE)  # longer than the time-out of a request
+        faults = None, says("Score: 1"), says("overloaded", 503), (200, {}, "<html>not json</html>")
+        return faults[number] if number < len(faults) else says("Score: 6")
 
     server.answer = answer
     assert ask(server, request_timeout=1, attempts=20) == 0.6
@@ -142,32 +135,26 @@ def test_a_mistake_in_the_settings_is_raised_at_once(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"url": ""}, "url=':?/?/?'; set both"),
-        ({"model": ""}, "model='', url='http://127.0.0.1"),
-        ({"url": "ftp://x"}, "set both, such as url: http://host:8000/v1"),
-        ({"low": 3, "high": 3}, "low must be below high"),
-        ({"attempts": 0}, "attempts=0"),
-        ({"request_timeout": 0}, "request_timeout=0"),
-        ({"verdict": r"\d"}, "it needs a group, in brackets, around the number"),
-    ],
-)
-def test_settings_that_mean_nothing(server: Server, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ask(server, **settings)
+    ("name", "value"),
+    [("url", ""), ("url", "ftp://x"), ("model", ""), ("low", 10), ("attempts", 0), ("request_timeout", 0),
+     ("verdict", r"\d")],
+)  # fmt: skip
+def test_settings_that_mean_nothing(server: Server, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}="):
+        ask(server, **{name: value})
+    assert server.requests == []
 
 
 # the key ----------------------------------------------------------------------------------------
 
 
-def everything(error: BaseException) -> str:
+def everything(error: BaseException | None) -> str:
     """The message, its causes, and every local variable of every frame: more than any log holds."""
-    told = "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-        told += "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
-    return told
+    text = ""
+    while error is not None:
+        text += "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
+        error = error.__cause__ or error.__context__
+    return text
 
 
 @pytest.mark.parametrize(
@@ -178,6 +165,7 @@ def everything(error: BaseException) -> str:
         lambda *_: says("slow down", 429, Retry_After="9999"),
         lambda *_: (200, {}, f"<html>{'x' * 190}{KEY}</html>"),
         lambda *_: None,
+        lambda *_: says("Score: 10"),
     ],
 )
 def test_no_key_in_any_log_or_message(
@@ -190,43 +178,25 @@ def test_no_key_in_any_log_or_message(
     monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
     server.answer = answer
     caplog.set_level(logging.DEBUG)
-    scorer = Scorer([entry(server, key_env="JUDGE_KEY", attempts=1)])
-    with pytest.raises(RewardError) as raised:
+    scorer, error = Scorer([entry(server, key_env="JUDGE_KEY", attempts=1)]), None
+    try:
         scorer.score(*rows(["a cat"], answer=["cat"]), step=1)
+    except RewardError as raised:
+        error = raised
     scorer.close()
-    assert server.keys == [f"Bearer {KEY}"]
-    assert KEY not in everything(raised.value) and KEY[:12] not in str(raised.value)
+    assert server.keys == [f"Bearer {KEY}"] and (error is None) == ("Score" in str(answer()))
+    assert KEY not in everything(error) and KEY[:12] not in str(error)
     assert KEY not in caplog.text and KEY not in repr(resolve_entry(entry(server, key_env="JUDGE_KEY")))
 
 
-def test_the_key_goes_with_every_request_and_into_no_score(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    monkeypatch.setenv("JUDGE_KEY", KEY)
-    assert ask(server, key_env="JUDGE_KEY") == 1.0
-    assert server.keys == [f"Bearer {KEY}"] and KEY not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (
-            None,
-            "the environment variable JUDGE_KEY is not set, and key_env says that it holds the key; set it",
-        ),
-        (" ", "JUDGE_KEY is not set"),
-        ("a\nb", "JUDGE_KEY holds no key: it has spaces or control characters"),
-        ("clé", "JUDGE_KEY holds no key"),
-    ],
-)
-def test_a_key_that_is_none(
-    server: Server, value: str | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("value", [None, " ", "a\nb", "clé"])
+def test_a_key_that_is_none(server: Server, value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("JUDGE_KEY", value)
-    with pytest.raises(RewardError, match=message) as raised:
+    with pytest.raises(
+        RewardError, match=r"the environment variable JUDGE_KEY (is not set|holds no key)"
+    ) as raised:
         ask(server, key_env="JUDGE_KEY")
     assert value is None or not value.strip() or value not in str(raised.value)
     assert server.requests == []

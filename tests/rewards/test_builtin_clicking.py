@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from mm_grpo.rewards.builtins.clicking import clicking, distance, is_inside, point_inside
 from mm_grpo.rewards.builtins.grounding import point_in_box
@@ -34,6 +34,7 @@ polygons = st.lists(st.tuples(whole, whole), min_size=3, max_size=7)
         ("(21, 20)", TRIANGLE, 0.0),
         ("(39, 39)", TRIANGLE, 0.0),  # in the box around it
         ("(25, 20)", HORSESHOE, 1.0),
+        ("(15, 20)", HORSESHOE, 0.0),
         ("(25, 20)", "[[0, 0, 5, 5], [20, 15, 30, 25]]", 1.0),  # any of several
         ("(-15, 15)", [10, 10, 20, 20], 0.0),
         ("15", [10, 10, 20, 20], 0.0),
@@ -75,32 +76,11 @@ def test_every_pair_of_spaces_agrees() -> None:
     assert clicking("[1, 1, 2, 2]", [0, 0, 2, 2], layout="xywh", gold_layout="xywh") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ([1, 2, 3], r"the gold target is \[1, 2, 3\]; it must be a box of four numbers, or a polygon"),
-        ([1, 2, 3, math.nan], "the gold box is .* it must be four finite numbers"),
-        ([1, 2, 3, 4, 5, math.nan], "it must be a box of four numbers, or a polygon"),
-        ([5, 5, 1, 1], "has no area"),
-        ([0, 0, 5, 5, 10, 10], "has no extent; its points lie on one line"),
-        ([0, 0, 200, 0, 0, 200], "does not lie in its image, which is 112 × 140 in the space 'original'"),
-        ([0, 0, 200, 200], "does not lie in its image"),
-        ("here", "the gold target is here; it must be"),
-        ("[" * 100_000, "it must be"),
-    ],
-)
-def test_golds_that_mean_nothing(target: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        clicking("(1, 1)", target, SEEN, ROW)
-
-
-def test_no_gold_and_options_that_mean_nothing() -> None:
-    assert clicking("(1, 1)", None) is None
-    with pytest.raises(ValueError, match=r"reach=2; it is a share of the image's diagonal in \(0, 1\]"):
-        clicking("(1, 1)", TRIANGLE, reach=2)
-    with pytest.raises(ValueError, match="space='original'; legal are"):
-        clicking("(1, 1)", TRIANGLE, space="original")
-    with pytest.raises(ValueError, match="need the image's size, and the row has no image"):
+def test_a_target_outside_its_image_and_a_reach_without_one() -> None:
+    for target in ([0, 0, 200, 0, 0, 200], [0, 0, 200, 200]):
+        with pytest.raises(ValueError, match="image, which is 112 × 140 in the space 'original'"):
+            clicking("(1, 1)", target, SEEN, ROW)
+    with pytest.raises(ValueError, match="need the image's size"):
         clicking("(1, 1)", TRIANGLE, reach=0.5)
 
 
@@ -126,21 +106,3 @@ def test_a_point_in_a_triangle_has_all_edges_on_one_side(points: Any, x: int, y:
 def test_a_point_inside_is_inside(points: Any, spread: Any) -> None:
     polygon = tuple((float(x), float(y)) for x, y in (*points, *spread))
     assert is_inside(point_inside(polygon), polygon)
-
-
-def test_inside_is_what_pillow_fills() -> None:
-    polygon = tuple(zip(HORSESHOE[::2], HORSESHOE[1::2], strict=True))
-    canvas = Image.new("1", (40, 40))
-    ImageDraw.Draw(canvas).polygon(list(polygon), fill=1, outline=1)
-    assert [
-        (x, y)
-        for x in range(40)
-        for y in range(40)
-        if is_inside((x, y), polygon) != bool(canvas.getpixel((x, y)))
-    ] == []
-
-
-@given(st.text() | st.tuples(st.floats(), st.floats()).map(str))
-def test_any_text_is_scored(text: str) -> None:
-    score = clicking(text, TRIANGLE, SEEN, ROW, reach=0.5)
-    assert score is not None and 0 <= score <= 1

@@ -37,47 +37,21 @@ def test_json_schema(completion, score):
     assert json_schema(completion, json.dumps(RECEIPT)) == score
 
 
-def test_without_a_schema_any_json_will_do():
-    assert [json_schema(text) for text in ("3", "[]", '"a"', "null", "", "[1,]", "[" * 100_000)] == [
-        1,
-        1,
-        1,
-        1,
-        0,
-        0,
-        0,
-    ]
-
-
-def test_deep_json_under_a_schema_that_recurses():
+def test_json_schema_without_a_schema_or_with_one_that_recurses():
+    texts = ("3", "[]", '"a"', "null", "", "[1,]", "[" * 100_000)
+    assert [json_schema(text) for text in texts] == [1, 1, 1, 1, 0, 0, 0]
     nested = {"type": "array", "items": {"$ref": "#"}}
     assert json_schema("[" * 50 + "]" * 50, nested) == 1.0
     assert json_schema("[" * 900 + "]" * 900, nested) in (0.0, 1.0)
 
 
-def test_bad_schemas():
-    with pytest.raises(ValueError, match="the schema is not a JSON schema: 'obj' is not valid under any"):
-        json_schema("{}", {"type": "obj"})
-    with pytest.raises(ValueError, match=r"the schema is not JSON \(Expecting"):
-        json_schema("{}", "{type: object}")
-    with pytest.raises(ValueError, match="the schema cannot be written as JSON"):
-        json_schema("{}", {"type": {1}})
-    with pytest.raises(Exception, match=r"http://127.0.0.1:9/never"):  # and nothing is fetched
+def test_nothing_is_fetched_for_a_schema():
+    with pytest.raises(Exception, match=r"http://127.0.0.1:9/never"):
         json_schema("{}", {"$ref": "http://127.0.0.1:9/never"})
 
 
-TREE = {
-    "$ref": "#/$defs/n",
-    "$defs": {
-        "n": {
-            "anyOf": [
-                {"items": {"$ref": "#/$defs/n"}, "maxItems": 0},
-                {"items": {"$ref": "#/$defs/n"}, "minItems": 9},
-                {"items": {"$ref": "#/$defs/n"}},
-            ]
-        }
-    },
-}
+BRANCHES = [{"maxItems": 0}, {"minItems": 9}, {}]
+TREE = {"anyOf": [{"items": {"$ref": "#"}, **limit} for limit in BRANCHES]}  # every level tries three
 
 
 @pytest.mark.parametrize(
@@ -85,7 +59,7 @@ TREE = {
     [
         (json.dumps([{"k": i} for i in range(9000)]), {"uniqueItems": True}, 1.0),
         (json.dumps([{"k": i % 8999} for i in range(9000)]), {"uniqueItems": True}, 0.0),
-        ("[" * 40 + "]" * 40, TREE, 0.0),  # every level tries three branches
+        ("[" * 40 + "]" * 40, TREE, 0.0),
         (json.dumps(["a"] * 40_000), {"items": {"anyOf": [{"type": "null"}, {"type": "string"}]}}, 0.0),
         (json.dumps(["a"] * 9_000), {"items": {"anyOf": [{"type": "null"}, {"type": "string"}]}}, 1.0),
         ("```\n" + " " * 100_000, {}, 0.0),
@@ -169,14 +143,7 @@ def test_table_f1_by_position():
     assert table_f1("a,b,c", "a,b,d") == pytest.approx(2 / 3)  # one row has no names
     assert table_f1("<table><tr><td>a<tr><td>b</table>", "<table><tr><td>a<tr><td>c</table>") == 0.5
     assert table_f1(GOLD, GOLD, align="position") == 1.0
-
-
-def test_table_f1_refuses_what_means_nothing():
-    assert table_f1(GOLD, None) is None and table_f1(GOLD, " ") is None
-    with pytest.raises(ValueError, match="the gold text 'words' holds no table in HTML, Markdown, CSV or"):
-        table_f1(GOLD, "words")
-    with pytest.raises(ValueError, match="align='rows'; legal are 'headers' and 'position'"):
-        table_f1(GOLD, GOLD, align="rows")  # type: ignore[arg-type]
+    assert table_f1("a,b\nx,1\nx,1", "a,b\nx,1\nx,1") == 1.0  # a cell twice on both sides
 
 
 def test_what_html_may_hold_besides_cells():

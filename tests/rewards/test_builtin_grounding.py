@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import math
 
 import pytest
 from hypothesis import example, given
@@ -41,7 +40,7 @@ def with_area(numbers):
         ("<answer>[1, 2, 3, 4]</answer> [5, 6, 7, 8]", [(1, 2, 3, 4)]),
         ("[0.25, .5, 0.75, 1.]", [(0.25, 0.5, 0.75, 1)]),
         ("[1, 2, 3, 4, 5]", []),
-        ("[1, 2, 3, 12345678901]", []),
+        ("[1, 2, 3, 1e8]", []),
     ],
 )
 def test_boxes_in_a_text(text, found):
@@ -70,38 +69,25 @@ def test_the_point_in_a_text(text, point):
 
 
 @pytest.mark.parametrize(
-    ("completion", "score"),
+    ("completion", "overlap", "generalised"),
     [
-        ("[0, 0, 10, 20]", 1.0),
-        ("[0, 0, 10, 10]", 0.5),
-        ("[5, 0, 15, 20]", 1 / 3),
-        ("[10, 0, 20, 20]", 0.0),
-        ("[0, 0, 100, 200]", 0.01),
-        ("[-10, 0, 10, 20]", 0.5),
-        ("[10, 20, 0, 0]", 0.0),
-        ("[10, 0, 0, 20]", 0.0),
-        ("nowhere", 0.0),
+        ("[0, 0, 10, 20]", 1.0, 1.0),
+        ("[0, 0, 10, 10]", 0.5, 0.5),
+        ("[5, 0, 15, 20]", 1 / 3, 1 / 3),
+        ("[-10, 0, 10, 20]", 0.5, 0.5),
+        ("[10, 0, 20, 20]", 0.0, 0.0),  # side by side: the hull is the union
+        ("[30, 0, 40, 20]", 0.0, -0.5),  # union 400 of a hull of 800
+        ("[10, 20, 20, 40]", 0.0, -0.5),
+        ("[10, 20, 0, 0]", 0.0, -1.0),
+        ("[10, 0, 0, 20]", 0.0, -1.0),
+        ("[0, 0, 10, 20] no, [0, 0, 10, 10]", 0.5, 0.5),
+        ("nowhere", 0.0, -1.0),
     ],
 )
-def test_iou(completion, score):
-    assert iou(completion, (0, 0, 10, 20)) == pytest.approx(score)
-    assert iou(completion, (0, 0, 10, 20), threshold=0.5) == float(score >= 0.5)
-
-
-@pytest.mark.parametrize(
-    ("completion", "score"),
-    [
-        ("[0, 0, 10, 20]", 1.0),
-        ("[0, 0, 10, 10]", 0.5),
-        ("[10, 0, 20, 20]", 0.0),  # side by side: the hull is the union
-        ("[30, 0, 40, 20]", -0.5),  # union 400 of a hull of 800
-        ("[10, 20, 20, 40]", -0.5),
-        ("[10, 20, 0, 0]", -1.0),
-        ("", -1.0),
-    ],
-)
-def test_giou(completion, score):
-    assert giou(completion, (0, 0, 10, 20)) == pytest.approx(score)
+def test_iou_and_giou(completion, overlap, generalised):
+    assert iou(completion, (0, 0, 10, 20)) == pytest.approx(overlap)
+    assert iou(completion, (0, 0, 10, 20), threshold=0.5) == float(overlap >= 0.5)
+    assert giou(completion, (0, 0, 10, 20)) == pytest.approx(generalised)
 
 
 @example(
@@ -148,9 +134,9 @@ def test_every_pair_of_spaces_agrees():
     }
     for space, text in written.items():
         for gold_space, box in gold.items():
-            assert iou(text, box, SEEN, ROW, space=space, gold_space=gold_space) == pytest.approx(1.0)
-            assert giou(text, box, SEEN, ROW, space=space, gold_space=gold_space) == pytest.approx(1.0)
             options = {"space": space, "gold_space": gold_space}
+            assert iou(text, box, SEEN, ROW, **options) == pytest.approx(1.0)
+            assert giou(text, box, SEEN, ROW, **options) == pytest.approx(1.0)
             assert box_match(text, [box], SEEN, ROW, **options, threshold=1.0) == 1.0
             assert point_in_box(text, box, SEEN, ROW, **options) == 1.0
 
@@ -173,37 +159,15 @@ def test_layouts():
 
 def test_the_image_of_several():
     images = (Image.new("RGB", (10, 10)), Image.new("RGB", (20, 20)))
-    assert (
-        iou("[0, 0, 1, 1]", (0, 0, 20, 20), images, space="normalized", gold_space="pixel", image_index=1)
-        == 1.0
-    )
+    second = {"space": "normalized", "gold_space": "pixel", "image_index": 1}
+    assert iou("[0, 0, 1, 1]", (0, 0, 20, 20), images, **second) == 1.0
     with pytest.raises(ValueError, match=r"image_index=2, and the row has 2 image\(s\), counted from 0"):
         iou("[0, 0, 1, 1]", (0, 0, 1, 1), images, image_index=2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"box": (1, 2, 3)}, r"the gold box is \(1, 2, 3\); it must be four finite numbers"),
-        ({"box": (1, 2, 3, math.nan)}, "it must be four finite numbers"),
-        ({"box": [True, 0, 1, 1]}, "it must be four finite numbers"),
-        (
-            {"box": (5, 0, 1, 1)},
-            r"the gold box \(5.0, 0.0, 1.0, 1.0\) has no area: \(x0, y0\) must be the top left",
-        ),
-        (
-            {"box": (0, 0, 200, 100)},
-            r"does not lie in its image, which is 112 × 140 in the space 'original'; see",
-        ),
-        ({"box": (0, 0, 1, 1), "space": "original"}, "space='original'; legal are 'pixel', 'normalized'"),
-        ({"box": (0, 0, 1, 1), "gold_space": "seen"}, "gold_space='seen'; legal are 'original', 'pixel'"),
-        ({"box": (0, 0, 1, 1), "layout": "xxyy"}, "layout 'xxyy'; legal are 'xyxy', 'xywh'"),
-        ({"box": (0, 0, 1, 1), "threshold": 0}, r"threshold=0; it is an overlap in \(0, 1\]"),
-    ],
-)
-def test_golds_and_settings_that_mean_nothing(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        iou("[0, 0, 1, 1]", images=SEEN, sample=ROW, **arguments)
+def test_a_gold_box_outside_its_image():
+    with pytest.raises(ValueError, match="image, which is 112 × 140 in the space 'original'"):
+        iou("[0, 0, 1, 1]", (0, 0, 200, 100), SEEN, ROW)
 
 
 def test_spaces_without_an_image():
@@ -213,20 +177,14 @@ def test_spaces_without_an_image():
         iou("[0, 0, 1, 1]", (0, 0, 1, 1), gold_space="normalized")
 
 
-def test_the_box_rewards_share_their_options():
-    shared = {
-        "space": "pixel",
-        "gold_space": "original",
-        "layout": "xyxy",
-        "gold_layout": "xyxy",
-        "image_index": 0,
-    }
-    for fn in (iou, giou, box_match, point_in_box):
-        parameters = inspect.signature(fn).parameters
-        assert {name: parameters[name].default for name in list(parameters)[-5:]} == shared
-        assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in shared)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'spaces'"):
-            fn("[0, 0, 1, 1]", [[0, 0, 1, 1]] if fn is box_match else [0, 0, 1, 1], spaces="pixel")
+@pytest.mark.parametrize("fn", [iou, giou, box_match, point_in_box])
+def test_the_box_rewards_share_their_options(fn):
+    shared = dict(space="pixel", gold_space="original", layout="xyxy", gold_layout="xyxy", image_index=0)
+    parameters = inspect.signature(fn).parameters
+    assert {name: parameters[name].default for name in list(parameters)[-5:]} == shared
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in shared)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'spaces'"):
+        fn("[0, 0, 1, 1]", [[0, 0, 1, 1]] if fn is box_match else [0, 0, 1, 1], spaces="pixel")
 
 
 # box_match -------------------------------------------------------------------------------------
@@ -270,18 +228,7 @@ def test_too_many_boxes_win_nothing():
     assert box_match(" ".join(map(str, many)), many) == 1.0
 
 
-def test_box_match_refuses_what_means_nothing():
-    with pytest.raises(ValueError, match="metric='map'; legal are 'f1' and 'mean_iou'"):
-        box_match("", TWO, metric="map")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"threshold=1.5"):
-        box_match("", TWO, threshold=1.5)
-    with pytest.raises(ValueError, match="the gold box is 3; it must be four finite numbers"):
-        box_match("", [3])
-    with pytest.raises(ValueError, match=r"the gold boxes are '\[\[0, 0, 1, 1\]\]'; they must be a list"):
-        box_match("", "[[0, 0, 1, 1]]")
-    assert box_match("", None) is None
-
-
+@example([[2.0, 5.0, 0.0], [1.0, 4.0, 0.0], [5.0, 4.0, 3.0]])  # needs the prices of columns
 @given(
     st.integers(1, 5).flatmap(
         lambda m: st.lists(
@@ -292,6 +239,7 @@ def test_box_match_refuses_what_means_nothing():
     )
 )
 def test_the_assignment_is_the_best_of_all(weights):
+    assert assign([]) == assign([[]]) == []
     pairs = assign(weights)
     n, m = len(weights), len(weights[0])
     assert len(pairs) == min(n, m) == len({i for i, _ in pairs}) == len({j for _, j in pairs})
@@ -303,26 +251,18 @@ def test_the_assignment_is_the_best_of_all(weights):
     assert sum(weights[i][j] for i, j in pairs) == pytest.approx(best)
 
 
-def test_assignments_of_nothing():
-    assert assign([]) == [] and assign([[]]) == []
-
-
-# point_in_box ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("completion", "score"),
     [
         ("(15, 15)", 1.0),
         ("(10, 20)", 1.0),
+        ("(20, 10)", 1.0),
         ("(9.9, 15)", 0.0),
         ("(15, 20.01)", 0.0),
         ("(1, 1) or (15, 15)", 1.0),
         ("[10, 10, 20, 20]", 1.0),
-        ("[20, 20, 10, 10]", 1.0),
         ("(-15, 15)", 0.0),
         ("15", 0.0),
-        ("", 0.0),
     ],
 )
 def test_point_in_box(completion, score):

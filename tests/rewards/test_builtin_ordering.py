@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -60,42 +59,11 @@ def test_case_and_items_of_several_words() -> None:
 
 
 def test_golds_as_text_and_numbers() -> None:
+    assert ordering("A, B", None) is None
     assert gold_order('["a", 2, 3.0]') == ["a", "2", "3"]
     assert gold_order("B, A, C") == gold_order("BAC") == gold_order("B A C") == ["B", "A", "C"]
     assert gold_order("wash\ncut, then stir") == ["wash", "cut, then stir"]
     assert ordering("[3, 1, 2]", [3.0, 1.0, 2.0], metric="exact") == 1.0
-
-
-@pytest.mark.parametrize(
-    ("gold", "message"),
-    [
-        ([], "it must be a list of at least two items"),
-        (["a"], r"the gold order is \"\['a'\]\"; it must be a list of at least two items"),
-        ("wash", "the gold order is 'wash'; it must be"),
-        ("", "it must be"),
-        (["a", None], "it must be"),
-        (["a", " "], "it must be"),
-        (["a", ["b"]], "it must be"),
-        ([1, float("nan"), float("nan")], "has 'nan' twice"),
-        (3, "it must be"),
-    ],
-)
-def test_golds_that_mean_nothing(gold: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ordering("A, B", gold)
-
-
-def test_no_gold_and_a_metric_that_means_nothing() -> None:
-    assert ordering("A, B", None) is None
-    with pytest.raises(ValueError, match="metric='tau'; legal are 'pairs' and 'exact'"):
-        ordering("A, B", ABC, metric="tau")  # type: ignore[arg-type]
-
-
-def test_ten_thousand_items() -> None:
-    many = list(range(10_000))
-    assert ordering(str(many), many) == 1.0
-    assert ordering(str(many[::-1]), many) == 0.0
-    assert ordering(", ".join(map(str, many)), ABC) == 0.0
 
 
 @given(st.lists(st.sampled_from("abcdefg"), max_size=9), st.integers(2, 5))
@@ -113,9 +81,3 @@ def test_a_list_and_its_reverse_share_all_pairs(found: list[int]) -> None:
     gold = [str(item) for item in range(6)]
     assert share_of_pairs(texts, gold) + share_of_pairs(texts[::-1], gold) == pytest.approx(1.0)
     assert (share_of_pairs(texts, gold) == 1.0) == (texts == gold)
-
-
-@given(st.text())
-def test_any_text_is_scored(text: str) -> None:
-    score = ordering(text, ABC)
-    assert score is not None and 0 <= score <= 1

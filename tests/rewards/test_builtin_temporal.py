@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -62,31 +61,6 @@ def test_too_many_segments_win_nothing() -> None:
     assert temporal_iou(str(many), many) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("gold", "message"),
-    [
-        ([6, 2], r"the gold segment \[6, 2\] does not end after it starts"),
-        ([2, 2], r"the gold segment \[2, 2\] does not end after it starts"),
-        ([-1, 2], r"the gold segment is \[-1, 2\]; it must be \[start, end\] in seconds"),
-        ([1, math.inf], "it must be"),
-        ([1, 10**400], "it must be"),
-        ([1, 2, 3], "it must be"),
-        ([], "it must be"),
-        ("3 to 7", "the gold segment is 3 to 7; it must be"),
-        ("[" * 100_000, "it must be"),
-    ],
-)
-def test_golds_that_mean_nothing(gold: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        temporal_iou("[1, 2]", gold)
-
-
-def test_no_gold_and_a_threshold_that_means_nothing() -> None:
-    assert temporal_iou("[1, 2]", None) is None
-    with pytest.raises(ValueError, match=r"threshold=1.5; it is an overlap in \(0, 1\]"):
-        temporal_iou("[1, 2]", [1, 2], threshold=1.5)
-
-
 @given(segments, segments)
 def test_the_overlap_counts_whole_seconds(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
     seconds = [{t for start, end in part for t in range(start, end)} for part in (one, other)]
@@ -98,13 +72,7 @@ def test_the_overlap_counts_whole_seconds(one: list[tuple[int, int]], other: lis
         assert temporal_iou(str([list(s) for s in one]), other) == overlap_of(one, other)
 
 
-@given(st.text() | st.lists(st.floats() | st.text(max_size=3)).map(str))
-def test_any_text_is_scored(text: str) -> None:
-    score = temporal_iou(text, [[1, 2], [3, 4]])
-    assert score is not None and 0 <= score <= 1
-
-
-def test_arrays() -> None:
+def test_golds_of_any_form() -> None:
     import numpy as np
 
     assert gold_segments(np.array([[1.0, 2.0], [3.0, 4.5]])) == [(1.0, 2.0), (3.0, 4.5)]

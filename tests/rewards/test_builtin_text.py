@@ -39,71 +39,26 @@ def test_exact_match_with_case_and_strictly():
 # choice ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "B",
-        "(B)",
-        "b.",
-        "**B**",
-        "**B.**",
-        "B!",
-        "answer: b",
-        "ANSWER: B",
-        "**Answer:** B",
-        "Answer:\nB",
-        "the answer is (b) a dog",
-        "The answer is $B$",
-        "The answer is option B",
-        "Final answer - B",
-        "Option B is correct",
-        "\\boxed{B}",
-        "\\boxed{B. a dog}",
-        "The answer is \\boxed{B}.",
-        "<answer>b",
-        "<answer>A</answer> no <answer>B</answer>",
-        "A\nB",
-        "\\boxed{A} so \\boxed{B}",
-        "B) a dog",
-        "B: a dog",
-        "**B. a dog**",
-        "(B) since (A) is not",
-        "I think **B**",
-    ],
-)
-def test_many_ways_to_choose_b(text):
-    assert chosen(text) == "B"
-    assert choice(text, "B") == 1.0
-    assert choice(text, "A") == 0.0
+CHOICES_OF_B = [
+    "B", "(B)", "b.", "**B**", "**B.**", "B!", "answer: b", "ANSWER: B", "**Answer:** B", "Answer:\nB",
+    "the answer is (b) a dog", "The answer is $B$", "The answer is option B", "Final answer - B",
+    "Option B is correct", "\\boxed{B}", "\\boxed{B. a dog}", "The answer is \\boxed{B}.", "<answer>b",
+    "<answer>A</answer> no <answer>B</answer>", "A\nB", "\\boxed{A} so \\boxed{B}", "B) a dog", "B: a dog",
+    "**B. a dog**", "(B) since (A) is not", "I think **B**",
+]  # fmt: skip
+NO_CHOICES = [
+    "", "a dog", "Answer: A dog", "the answer is a dog", "Answer: Blue", "F", "é", "Ⓑ", "A or B",
+    "Answer: A, B, C", "\\boxed{A, B}", "A) a cat\nB) a dog", "either option A or option B", "it is not so",
+    "The answer is not B", "A's dog", "\\boxed{}", "The answer is B's dog", "Banana", "<answer>a dog</answer> B",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "a dog",
-        "Answer: A dog",
-        "the answer is a dog",
-        "Answer: Blue",
-        "F",
-        "é",
-        "Ⓑ",
-        "A or B",
-        "Answer: A, B, C",
-        "\\boxed{A, B}",
-        "A) a cat\nB) a dog",
-        "either option A or option B",
-        "it is not so",
-        "The answer is not B",
-        "A's dog",
-        "\\boxed{}",
-        "The answer is B's dog",
-        "Banana",
-        "<answer>a dog</answer> B",
-    ],
+    ("text", "letter"), [*((text, "B") for text in CHOICES_OF_B), *((text, None) for text in NO_CHOICES)]
 )
-def test_what_chooses_nothing(text):
-    assert chosen(text) is None
+def test_the_letter_that_is_chosen(text, letter):
+    assert chosen(text) == letter
+    assert choice(text, "B") == float(letter == "B")
     assert choice(text, "A") == 0.0
 
 
@@ -113,7 +68,7 @@ def test_the_start_decides_over_later_mentions():
 
 @pytest.mark.parametrize("letter", "ABCDE")
 def test_every_letter_is_read_in_every_form(letter):
-    for form in (
+    forms = [
         "{}",
         "({})",
         "{}) a dog",
@@ -122,8 +77,8 @@ def test_every_letter_is_read_in_every_form(letter):
         "\\boxed{{{}}}",
         "It is ({})",
         "option {}",
-    ):
-        assert chosen(form.format(letter)) == letter
+    ]
+    assert [chosen(form.format(letter)) for form in forms] == [letter] * len(forms)
     assert chosen(f"({letter.lower()})") == letter
 
 
@@ -132,15 +87,9 @@ def test_forms_of_the_gold_letter(gold):
     assert choice("Answer: B", gold) == 1.0
 
 
-def test_other_letters_and_bad_golds():
+def test_other_letters():
     assert choice("Answer: H", "H", letters="ABCDEFGH") == 1.0
     assert choice("Answer: I", "I", letters="ABCDEFGHI") == 1.0
-    assert choice("Answer: B", None) is None
-    assert choice("Answer: B", " ") is None
-    with pytest.raises(ValueError, match="the gold answer 'F' names none of the options ABCDE; see the"):
-        choice("Answer: B", "F")
-    with pytest.raises(ValueError, match="letters='abc'; it lists the options as two or more different"):
-        choice("Answer: B", "B", letters="abc")
 
 
 # contains --------------------------------------------------------------------------------------
@@ -172,8 +121,6 @@ def test_contains_with_its_options():
     assert contains("red, blue", ["red", "blue"], mode="all") == 1.0
     assert contains("one two three cat", "cat", max_words=3) == 0.0
     assert contains("one two cat", "cat", max_words=3) == 1.0
-    with pytest.raises(ValueError, match="mode='most'; legal are 'any', 'all' and 'share'"):
-        contains("a", "a", mode="most")  # type: ignore[arg-type]
 
 
 # anls ------------------------------------------------------------------------------------------
@@ -229,9 +176,6 @@ def test_anls_is_that_of_the_paper(completion, golds, threshold):
 
 def test_anls_has_a_threshold():
     assert anls("boe", "boeing", threshold=0.6) == 0.5
-    for threshold in (0, 1.5):
-        with pytest.raises(ValueError, match=rf"threshold={threshold}; it is a normalised edit distance"):
-            anls("a", "a", threshold=threshold)
 
 
 # edit_similarity -------------------------------------------------------------------------------
@@ -268,8 +212,6 @@ def test_edit_similarity(completion, answer, unit, score):
 
 def test_edit_similarity_with_its_options():
     assert edit_similarity("ABC", "abc", ignore_case=True) == 1.0
-    with pytest.raises(ValueError, match="unit='lines'; legal are 'characters' and 'words'"):
-        edit_similarity("a", "a", unit="lines")  # type: ignore[arg-type]
     start = time.thread_time()
     assert edit_similarity("ab" * 50_000, "ba" * 5_000) == pytest.approx(0.1, abs=0.001)
     assert time.thread_time() - start < 10  # 0.06 s; a thousand million steps of Python take minutes

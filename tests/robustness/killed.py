@@ -19,10 +19,8 @@ from mm_grpo.cli.main import main
 from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
 from mm_grpo.rewards.scorer import Scorer
-from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.checkpoint_writer import CheckpointWriter
-from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.metrics import MetricsLog
 
 Act = Callable[[], None]
@@ -89,19 +87,14 @@ def renaming(act: Act) -> None:
 
 PLACES: dict[str, Callable[[Act], None]] = {
     "while the model loads": lambda act: before(trainer, "build_parts", act, call=1),
-    "before the first step": lambda act: before(trainer.GRPOTrainer, "_check_parity", act, call=1),
-    "while it samples": lambda act: before(TransformersEngine, "generate", act, call=3),
     "while it scores": lambda act: before(Scorer, "score", act),
     "while it updates": lambda act: before(Learner, "update", act),
-    "while rollouts are written": lambda act: before(RunFolder, "write_rollouts", act),
     "in half a row of metrics.jsonl": half_a_row,
     "before a checkpoint": lambda act: before(Checkpoints, "begin", act),
     "in half a state of a checkpoint": half_a_state,
-    "before a checkpoint's manifest": lambda act: before(CheckpointWriter, "_finish", act),
     "before a checkpoint is renamed": renaming,
     "before old checkpoints are removed": lambda act: before(CheckpointWriter, "_remove_old", act),
     "while the model is saved": lambda act: before(Learner, "save", act, call=1),
-    "before the summary": lambda act: before(RunFolder, "write_summary", act, call=1),
 }
 
 

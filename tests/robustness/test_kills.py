@@ -1,16 +1,13 @@
 """Runs that a signal, a full disk or a reward ends at some place, each in a process of its own, and their resumption.
 
-What comes out of a resumed run is what a run without a stop has. One case per mechanism; all places and signals with
-ALL_CASES=1.
+What comes out of a resumed run is what a run without a stop has. One case per mechanism.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +35,6 @@ KILLS = [
     ("SIGINT SIGINT", "while it updates"),
     ("full", "before a checkpoint"),
 ]
-PLACES = (
-    "while the model loads", "before the first step", "while it samples", "while it scores", "while it updates",
-    "while rollouts are written", "in half a row of metrics.jsonl", "before a checkpoint",
-    "in half a state of a checkpoint", "before a checkpoint's manifest", "before a checkpoint is renamed",
-    "before old checkpoints are removed", "before the summary",
-)  # fmt: skip
-if os.environ.get("ALL_CASES"):
-    KILLS += [
-        pair for pair in product(("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"), PLACES) if pair not in KILLS
-    ]
 
 
 def laid(folder: Path, models: dict[str, Path], **changes: Any) -> Path:

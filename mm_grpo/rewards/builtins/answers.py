@@ -6,10 +6,11 @@ the text: models do produce 100,000 characters of the same bracket.
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 Gold = str | int | float
 Answer = Gold | Sequence[Gold | None] | None
@@ -30,10 +31,10 @@ def final_part(text: str) -> str:
     >>> final_part("<think>4? no</think> <answer> 3 </answer>")
     ' 3 '
     """
-    if tag := _last(_OPEN, text):
+    if tag := last_match(_OPEN, text):
         end = _CLOSE.search(text, tag.end())
         return text[tag.end() : end.start() if end else len(text)]
-    tag = _last(_THINK_END, text)
+    tag = last_match(_THINK_END, text)
     return text[tag.end() :] if tag else text
 
 
@@ -114,8 +115,32 @@ def gold_texts(answer: Answer) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last match of a pattern; None without one."""
     last = None
     for last in pattern.finditer(text):  # noqa: B007
         pass
     return last
+
+
+def column_value(value: Any) -> Any:
+    """A gold value as plain Python: JSON text parsed (None when it is none), an array as lists."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):  # RecursionError: 100,000 opening brackets
+            return None
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def content_text(content: Any) -> str:
+    """The text of a message's content: the text itself, or its parts of the type "text" joined."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content or () if part.get("type") == "text")
+
+
+def check_choice(option: str, value: str, *legal: str) -> None:
+    """ValueError unless an option has one of its legal values."""
+    if value not in legal:
+        raise ValueError(f"{option}={value!r}; legal are {', '.join(map(repr, legal))}")

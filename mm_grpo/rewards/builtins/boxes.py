@@ -13,13 +13,12 @@ The spaces, and what a coordinate counts in each:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from mm_grpo.rewards.builtins.answers import final_part
+from mm_grpo.rewards.builtins.answers import check_choice, column_value, final_part
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,7 +32,7 @@ GoldSpace = Literal["original", "pixel", "normalized", "0-1000"]
 Layout = Literal["xyxy", "xywh", "yxyx"]
 
 _PARTS = {"normalized": 1.0, "0-1000": 1000.0}  # how many parts the width and the height have
-_PIXELS = ("pixel", "original")
+_PIXELS = ("original", "pixel")
 _LARGEST = 1e7  # a coordinate beyond it is none
 _OUTSIDE = 0.1  # a gold box that leaves its image by more than this share is in another space
 
@@ -119,12 +118,8 @@ class Frame:
 
 def check_space(space: str, gold_space: str) -> None:
     """ValueError unless both are spaces."""
-    if space not in ("pixel", *_PARTS):
-        raise ValueError(f"space={space!r}; legal are 'pixel', 'normalized' and '0-1000'")
-    if gold_space not in (*_PIXELS, *_PARTS):
-        raise ValueError(
-            f"gold_space={gold_space!r}; legal are 'original', 'pixel', 'normalized' and '0-1000'"
-        )
+    check_choice("space", space, "pixel", *_PARTS)
+    check_choice("gold_space", gold_space, *_PIXELS, *_PARTS)
 
 
 def boxes_in(text: str, layout: Layout = "xyxy") -> list[Box]:
@@ -176,17 +171,8 @@ def corners(numbers: Sequence[Any], layout: Layout) -> Box:
 
 def gold_box(value: Any, layout: Layout = "xyxy") -> Box:
     """A gold box from a column: four finite numbers in a list, tuple, array or JSON text, corners in order."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            value = None
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if (
-        not isinstance(value, list | tuple)
-        or len(value) != 4
-        or any(isinstance(n, bool) or not isinstance(n, int | float) or not abs(n) <= _LARGEST for n in value)
-    ):
+    value = column_value(value)
+    if not isinstance(value, list | tuple) or len(value) != 4 or not all(map(is_coordinate, value)):
         raise ValueError(
             f"the gold box is {str(value)[:80]}; it must be four finite numbers below {_LARGEST:.0f}"
         )
@@ -197,6 +183,11 @@ def gold_box(value: Any, layout: Layout = "xyxy") -> Box:
             f"right one; see the option gold_layout"
         )
     return box
+
+
+def is_coordinate(value: Any) -> bool:
+    """True for a number that a coordinate may be."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def has_area(box: Box) -> bool:

@@ -7,23 +7,13 @@ edge is inside. Of a polygon that crosses itself, inside is what a ray leaves th
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.rewards.builtins.boxes import (
-    Box,
-    Frame,
-    GoldSpace,
-    Layout,
-    Point,
-    Space,
-    check_space,
-    has_area,
-    point_in,
-)
-from mm_grpo.rewards.builtins.grounding import takes_box_options
+from mm_grpo.rewards.builtins.answers import column_value
+from mm_grpo.rewards.builtins.boxes import Box, Frame, Layout, Point, has_area, point_in
+from mm_grpo.rewards.builtins.grounding import box_options, takes_box_options
 from mm_grpo.rewards.builtins.masks import Polygon, read_mask
 from mm_grpo.rewards.registry import reward
 
@@ -70,24 +60,7 @@ def clicking(
         raise ValueError(f"reach={reach}; it is a share of the image's diagonal in (0, 1]")
     if target is None:
         return None
-    return _score(completion, target, images, sample, reach, **spaces)
-
-
-def _score(
-    completion: str,
-    target: Any,
-    images: Sequence[Image],
-    sample: Sample | None,
-    reach: float | None,
-    *,
-    space: Space = "pixel",
-    gold_space: GoldSpace = "original",
-    layout: Layout = "xyxy",
-    gold_layout: Layout = "xyxy",
-    image_index: int = 0,
-) -> float:
-    check_space(space, gold_space)
-    frame = Frame.of(images, sample, image_index)
+    frame, space, gold_space, layout, gold_layout = box_options(images, sample, **spaces)
     shapes = moved_shapes(gold_shapes(target, frame, gold_layout, gold_space), frame, gold_space, space)
     measured = "pixel" if frame.seen is not None else space
     diagonal = 0.0 if reach is None else math.hypot(*frame.extent(measured))
@@ -109,18 +82,8 @@ def _score(
 def gold_shapes(value: Any, frame: Frame, layout: Layout, space: str) -> tuple[Polygon, ...]:
     """The polygons of a gold column, a box as four corners; ValueError when it holds none, or they do not lie in
     their image."""
-    given = value
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            value = None
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if (
-        isinstance(value, list | tuple)
-        and len(value) == 4
-        and all(isinstance(number, int | float) for number in value)
-    ):
+    given, value = value, column_value(value)
+    if isinstance(value, list | tuple) and len(value) == 4 and all(isinstance(n, int | float) for n in value):
         return (_corners(frame.gold(value, layout, space)),)
     shapes = read_mask(list(value)) if isinstance(value, list | tuple) else None
     if not isinstance(shapes, tuple):

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any, Literal, NoReturn
 
 from mm_grpo.rewards.builtins import library
-from mm_grpo.rewards.builtins.answers import final_part, normalise
+from mm_grpo.rewards.builtins.answers import check_choice, final_part, normalise
 from mm_grpo.rewards.registry import reward
 
 MOST_CHECKS = 100_000  # keywords of a schema applied to a value, all levels together
@@ -165,8 +165,7 @@ def table_f1(
     >>> table_f1("year,sales\n2020,1000\n2021,1600", table=gold)
     0.5
     """
-    if align not in ("headers", "position"):
-        raise ValueError(f"align={align!r}; legal are 'headers' and 'position'")
+    check_choice("align", align, "headers", "position")
     if table is None or not table.strip():
         return None
     gold = read_table(final_part(table))

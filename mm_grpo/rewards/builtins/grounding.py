@@ -1,7 +1,7 @@
 """Rewards for grounding: `iou`, `giou`, `box_match` and `point_in_box`.
 
 Boxes are (x0, y0, x1, y1). How they are read from a text, and the spaces that coordinates live in, are in
-`boxes.py`; masks are in `masks.py`. The four rewards share their last options, which `read_boxes` declares: their
+`boxes.py`; masks are in `masks.py`. The four rewards share their last options, which `box_options` declares: their
 `**spaces` stands for its keyword-only parameters, in `inspect.signature` and so in configs and docs too.
 """
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+from mm_grpo.rewards.builtins.answers import check_choice
 from mm_grpo.rewards.builtins.boxes import (
     Box,
     Frame,
@@ -32,40 +33,47 @@ if TYPE_CHECKING:
 
     from mm_grpo.types import Sample
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 MOST_BOXES = 100
 
 
-def read_boxes(
-    completion: str,
-    gold: Sequence[Any],
+class BoxOptions(NamedTuple):
+    """The frame of a row's image, and the spaces and layouts of the model's and of the gold boxes."""
+
+    frame: Frame
+    space: Space
+    gold_space: GoldSpace
+    layout: Layout
+    gold_layout: Layout
+
+    def gold(self, box: Any) -> Box:
+        """A gold box in the model's space; ValueError when it has no area or does not lie in its image."""
+        return self.frame.moved(
+            self.frame.gold(box, self.gold_layout, self.gold_space), self.gold_space, self.space
+        )
+
+
+def box_options(
     images: Sequence[Image],
     sample: Sample | None,
-    read: Callable[[str, Layout], T],
     *,
     space: Space = "pixel",
     gold_space: GoldSpace = "original",
     layout: Layout = "xyxy",
     gold_layout: Layout = "xyxy",
     image_index: int = 0,
-) -> tuple[list[Box], T]:
-    """The gold boxes in the model's space, and what `read` finds in the completion.
-
-    ValueError when an option means nothing, a gold box has no area or does not lie in its image.
-    """
+) -> BoxOptions:
+    """The options that rewards of boxes share; ValueError when a space is none or the row lacks the image."""
     check_space(space, gold_space)
-    frame = Frame.of(images, sample, image_index)
-    boxes = [frame.gold(box, gold_layout, gold_space) for box in gold]
-    return [frame.moved(box, gold_space, space) for box in boxes], read(completion, layout)
+    return BoxOptions(Frame.of(images, sample, image_index), space, gold_space, layout, gold_layout)
 
 
 def takes_box_options(fn: F) -> F:
-    """Put the options of `read_boxes` in the place of the function's `**spaces`, for `inspect.signature`."""
+    """Put the options of `box_options` in the place of the function's `**spaces`, for `inspect.signature`."""
     signature = inspect.signature(fn)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    shared = [p for p in inspect.signature(read_boxes).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    shared = [p for p in inspect.signature(box_options).parameters.values() if p.kind is p.KEYWORD_ONLY]
     fn.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
     return fn
 
@@ -107,7 +115,8 @@ def iou(
         raise ValueError(f"threshold={threshold}; it is an overlap in (0, 1]")
     if box is None:
         return None
-    (gold,), found = read_boxes(completion, [box], images, sample, boxes_in, **spaces)
+    options = box_options(images, sample, **spaces)
+    gold, found = options.gold(box), boxes_in(completion, options.layout)
     if not found:
         return 0.0
     score = iou_of(found[-1], gold)
@@ -139,7 +148,8 @@ def giou(
     """
     if box is None:
         return None
-    (gold,), found = read_boxes(completion, [box], images, sample, boxes_in, **spaces)
+    options = box_options(images, sample, **spaces)
+    gold, found = options.gold(box), boxes_in(completion, options.layout)
     return giou_of(found[-1], gold) if found else -1.0
 
 
@@ -183,8 +193,7 @@ def box_match(
     >>> box_match("[0, 0, 10, 10]", boxes=[[0, 0, 10, 20], [5, 5, 9, 9]], metric="mean_iou")
     0.25
     """
-    if metric not in ("f1", "mean_iou"):
-        raise ValueError(f"metric={metric!r}; legal are 'f1' and 'mean_iou'")
+    check_choice("metric", metric, "f1", "mean_iou")
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold={threshold}; it is an overlap in (0, 1]")
     if boxes is None:
@@ -193,7 +202,8 @@ def box_match(
         raise ValueError(
             f"the gold boxes are {str(boxes)[:80]!r}; they must be a list of boxes, which may be empty"
         )
-    gold, found = read_boxes(completion, boxes, images, sample, boxes_in, **spaces)
+    options = box_options(images, sample, **spaces)
+    gold, found = [options.gold(box) for box in boxes], boxes_in(completion, options.layout)
     if not gold or not found:
         return float(len(gold) == len(found))
     if len(found) > max(MOST_BOXES, len(gold)):
@@ -230,7 +240,8 @@ def point_in_box(
     """
     if box is None:
         return None
-    ((x0, y0, x1, y1),), point = read_boxes(completion, [box], images, sample, point_in, **spaces)
+    options = box_options(images, sample, **spaces)
+    (x0, y0, x1, y1), point = options.gold(box), point_in(completion, options.layout)
     if point is None:
         return 0.0
     return float(x0 <= point[0] <= x1 and y0 <= point[1] <= y1)

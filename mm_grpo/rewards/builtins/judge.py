@@ -14,11 +14,11 @@ import math
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.builtins.answers import Answer, gold_texts
+from mm_grpo.rewards.builtins.answers import Answer, content_text, gold_texts, last_match
 from mm_grpo.rewards.builtins.chat import ask
 from mm_grpo.rewards.registry import reward
 from mm_grpo.terminal import redact
@@ -161,9 +161,7 @@ async def judge(
 
 def parse_verdict(reply: str, pattern: str, low: float, high: float) -> float | None:
     """The last verdict in a reply, scaled to [0, 1]; None when there is none in the range."""
-    found = None
-    for found in re.finditer(pattern, reply):  # noqa: B007
-        pass
+    found = last_match(re.compile(pattern), reply)
     try:
         number = float(found[1]) if found else math.nan
     except (ValueError, TypeError):
@@ -176,16 +174,10 @@ def _question(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     turns = [message for message in prompt if message.get("role") != "system"]
-    texts = [_text(message.get("content")) for message in turns]
+    texts = [content_text(message.get("content")) for message in turns]
     if len(turns) == 1:
         return texts[0]
     return "\n".join(f"{turn.get('role')}: {text}" for turn, text in zip(turns, texts, strict=True))
-
-
-def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content or () if part.get("type") == "text")
 
 
 def _defused(completion: str, template: str) -> str:

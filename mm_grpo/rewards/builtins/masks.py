@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.rewards.builtins import library
-from mm_grpo.rewards.builtins.answers import final_part
-from mm_grpo.rewards.builtins.boxes import Frame, GoldSpace, Space, check_space
+from mm_grpo.rewards.builtins.answers import column_value, final_part
+from mm_grpo.rewards.builtins.boxes import Frame, GoldSpace, Space, check_space, is_coordinate
 from mm_grpo.rewards.registry import reward
 
 if TYPE_CHECKING:
@@ -176,15 +176,12 @@ def read_mask(value: Any) -> Shape | None:
     """A mask from a value: an RLE, polygons, or JSON text of them; None when it is neither."""
     while isinstance(value, str | Mapping):
         if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                return None
+            value = column_value(value)
         elif "counts" in value and "size" in value:
             return _rle(value["size"], value["counts"])
         else:
             value = next((value[key] for key in _KEYS if value.get(key) is not None), None)
-    polygons = _polygons(value.tolist() if hasattr(value, "tolist") else value)
+    polygons = _polygons(column_value(value))
     return polygons if polygons and sum(map(len, polygons)) <= MOST_POINTS else None
 
 
@@ -238,7 +235,7 @@ def _polygon(value: Any) -> Polygon | None:
         return None
     if value and all(isinstance(point, list | tuple) and len(point) == 2 for point in value):
         value = [number for point in value for number in point]
-    if len(value) < 4 or len(value) % 2 or not all(_is_coordinate(number) for number in value):
+    if len(value) < 4 or len(value) % 2 or not all(map(is_coordinate, value)):
         return None
     if len(value) == 4:
         x0, y0, x1, y1 = value
@@ -246,7 +243,3 @@ def _polygon(value: Any) -> Polygon | None:
             return None
         return (x0, y0), (x1, y0), (x1, y1), (x0, y1)
     return tuple(zip(value[::2], value[1::2], strict=True))
-
-
-def _is_coordinate(number: Any) -> bool:
-    return type(number) in (int, float) and abs(number) <= 1e7  # also false for NaN

@@ -30,12 +30,12 @@ _CLEAN = (
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]{0,80})\}"), r" \1"),
     (re.compile(r"[¼½¾⅐-⅞↉]"), lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/")),
 )
-_PLAIN = rf"(?:(?:\d{{1,3}}(?:[,{_THIN}]\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_DIGITS = rf"(?:(?:\d{{1,3}}(?:[,{_THIN}]\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(
     rf"""(?:(?<![\w.)\]}}])(?P<sign>[-+])[ ]?)?
     (?:(?P<whole>\d{{1,15}})[ ]{{1,2}}(?P<top>\d{{1,15}})/(?P<bottom>\d{{1,15}})(?![\d/])
-     |(?P<over>{_PLAIN})[ ]?/[ ]?(?P<under>-?{_PLAIN})
-     |(?P<plain>{_PLAIN})
+     |(?P<over>{_DIGITS})[ ]?/[ ]?(?P<under>-?{_DIGITS})
+     |(?P<plain>{_DIGITS})
       (?:[eE](?P<e>[-+]?\d{{1,9}})(?!\w)|[ ]?[×x*][ ]?10[ ]?\^[ ]?\{{?(?P<power>[-+]?\d{{1,9}})\}}?)?)
     (?:[ ]?(?P<scale>thousand|million|billion|trillion)\b)?
     (?:[ ]?(?P<percent>%|per[ ]?cent\b))?
@@ -45,18 +45,8 @@ _NUMBER = re.compile(
 _SCALES = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
 
 _UNITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-_TEENS = [
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
+_TEENS = ["ten", "eleven", "twelve"]
+_TEENS += [f"{start}teen" for start in ("thir", "four", "fif", "six", "seven", "eigh", "nine")]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _SMALL = {
     **{word: ("unit", i) for i, word in enumerate(_UNITS)},
@@ -331,19 +321,16 @@ def _value_of(match: re.Match[str]) -> float | None:
         top, bottom = float(match["top"]), float(match["bottom"])
         value = float(match["whole"]) + top / bottom if bottom else None
     elif match["over"]:
-        bottom = _plain(match["under"])
-        value = _plain(match["over"]) / bottom if bottom else None
+        bottom = _float(match["under"])
+        value = _float(match["over"]) / bottom if bottom else None
     else:
-        value = float(f"{_plain_text(match['plain'])}e{match['e'] or match['power'] or 0}")
+        value = _float(f"{match['plain']}e{match['e'] or match['power'] or 0}")
     if value is None:
         return None
     value *= _SCALES.get(match["scale"] or "", 1.0)
     return -value if match["sign"] == "-" else value
 
 
-def _plain_text(text: str) -> str:
-    return text.replace(",", "").replace(_THIN, "")
-
-
-def _plain(text: str) -> float:
-    return float(_plain_text(text))
+def _float(text: str) -> float:
+    """The value of digits with or without separators of thousands."""
+    return float(text.replace(",", "").replace(_THIN, ""))

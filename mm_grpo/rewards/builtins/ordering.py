@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from mm_grpo.rewards.builtins.answers import boxed, final_part, normalise
+from mm_grpo.rewards.builtins.answers import boxed, check_choice, column_value, final_part, normalise
 from mm_grpo.rewards.registry import reward
 
 LONGEST_ITEM = 1000
@@ -60,8 +60,7 @@ def ordering(
     >>> ordering("1. wash\\n2. cut\\n3. cook", order="wash, cut, cook", metric="exact")
     1.0
     """
-    if metric not in ("pairs", "exact"):
-        raise ValueError(f"metric={metric!r}; legal are 'pairs' and 'exact'")
+    check_choice("metric", metric, "pairs", "exact")
     if order is None:
         return None
     gold = [normalise(item, ignore_case=ignore_case) for item in gold_order(order)]
@@ -100,9 +99,7 @@ def share_of_pairs(found: Sequence[str], gold: Sequence[str]) -> float:
 def gold_order(value: Any) -> list[str]:
     """The items of a gold column as texts; ValueError unless there are at least two, none of them blank."""
     given = value
-    if isinstance(value, str):
-        value = _gold_text_items(value)
-    value = value.tolist() if hasattr(value, "tolist") else value
+    value = _gold_text_items(value) if isinstance(value, str) else column_value(value)
     items = list(value) if isinstance(value, list | tuple) else []
     legal = all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items)
     texts = [_as_text(item) for item in items] if legal else []
@@ -170,12 +167,9 @@ def _one_line(line: str, gold: Sequence[str], *, whole: bool = False) -> list[st
 
 
 def _gold_text_items(text: str) -> list[Any]:
-    try:
-        value = json.loads(text)
-        if isinstance(value, list):
-            return value
-    except (ValueError, RecursionError):
-        pass
+    value = column_value(text)
+    if isinstance(value, list):
+        return value
     run = text.strip()
     if _RUN.fullmatch(run):
         return list(run)

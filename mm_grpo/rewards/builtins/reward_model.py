@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from mm_grpo.errors import RewardError
+from mm_grpo.rewards.builtins.answers import content_text
 from mm_grpo.rewards.registry import reward
 
 _LOADING = threading.Lock()
@@ -140,7 +141,9 @@ def _longest(network: Any, tokenizer: Any) -> int:
 
 def _tokens(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
     if tokenizer.chat_template and isinstance(prompt, list) and isinstance(completion, list):
-        messages = [{"role": m["role"], "content": _text(m.get("content"))} for m in [*prompt, *completion]]
+        messages = [
+            {"role": m["role"], "content": content_text(m.get("content"))} for m in [*prompt, *completion]
+        ]
         laid_out = tokenizer.apply_chat_template(messages, tokenize=False)
         return list(tokenizer(laid_out, add_special_tokens=False)["input_ids"])
     texts = [value if isinstance(value, str) else _joined(value) for value in (prompt, completion)]
@@ -148,10 +151,4 @@ def _tokens(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
 
 
 def _joined(messages: Sequence[Any]) -> str:
-    return "\n".join(_text(message.get("content")) for message in messages)
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content or () if part.get("type") == "text")
+    return "\n".join(content_text(message.get("content")) for message in messages)

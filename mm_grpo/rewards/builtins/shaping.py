@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from mm_grpo.rewards.builtins.answers import Answer, composed
+from mm_grpo.rewards.builtins.answers import Answer, check_choice, composed
 from mm_grpo.rewards.registry import get, reward
 
 TEMPLATE = "<think>...</think> <answer>...</answer>"
@@ -155,8 +155,7 @@ def length(
         raise ValueError("length has no bound; set min_length, max_length or both")
     if decay is not None and decay <= 0:
         raise ValueError(f"decay={decay}; it counts {unit} past a bound and must be above 0")
-    if unit not in ("characters", "tokens"):
-        raise ValueError(f"unit={unit!r}; legal are 'characters' and 'tokens'")
+    check_choice("unit", unit, "characters", "tokens")
     size = len(completion) if unit == "characters" else len(completion_ids)
     if size < min_length:
         return max(0.0, 1.0 - (min_length - size) / (decay or min_length))
@@ -225,8 +224,7 @@ def cosine_length(
     """
     if max_length <= 0:
         raise ValueError(f"max_length={max_length}; it is a number of tokens and must be above 0")
-    if correct not in ANSWER_REWARDS:
-        raise ValueError(f"correct={correct!r}; legal are {', '.join(ANSWER_REWARDS)}")
+    check_choice("correct", correct, *ANSWER_REWARDS)
     score = get(correct).fn(completion, answer)
     if score is None:
         return None
@@ -262,15 +260,10 @@ def repetition_penalty(
         raise ValueError(
             f"ngram={ngram}, max_penalty={max_penalty}; legal are ngram >= 1 and max_penalty <= 0"
         )
-    units: Sequence[Hashable]
-    if unit == "words":
-        units = completion.casefold().split()
-    elif unit == "tokens":
-        units = completion_ids
-    elif unit == "characters":
-        units = "".join(completion.split())
-    else:
-        raise ValueError(f"unit={unit!r}; legal are 'words', 'tokens' and 'characters'")
+    check_choice("unit", unit, "words", "tokens", "characters")
+    units: Sequence[Hashable] = completion_ids
+    if unit != "tokens":
+        units = completion.casefold().split() if unit == "words" else "".join(completion.split())
     total = len(units) - ngram + 1
     if total <= 0:
         return 0.0
@@ -298,8 +291,7 @@ def language(completion: str, *, code: str) -> float:
     >>> language(r"答案是 $x = \frac{1}{2}$", code="zh")
     1.0
     """
-    if code not in SCRIPTS:
-        raise ValueError(f"code={code!r}; legal are {' '.join(sorted(SCRIPTS))}")
+    check_choice("code", code, *sorted(SCRIPTS))
     scripts = SCRIPTS[code]
     text = composed(_OTHER.sub(" ", completion), "NFKC")
     found = [script for character in text if (script := _script(character)) is not None]

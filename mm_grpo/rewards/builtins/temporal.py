@@ -7,12 +7,11 @@ in the patterns is bounded, so that reading takes linear time.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from mm_grpo.rewards.builtins.answers import final_part
+from mm_grpo.rewards.builtins.answers import column_value, final_part
 from mm_grpo.rewards.registry import reward
 
 MOST_SEGMENTS = 100
@@ -94,13 +93,7 @@ def segments_in(text: str) -> list[Segment]:
 
 def gold_segments(value: Any) -> list[Segment]:
     """The gold segments of a column's value; ValueError when it holds none, or one that is no segment."""
-    given = value
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            value = None
-    value = value.tolist() if hasattr(value, "tolist") else value
+    given, value = value, column_value(value)
     several = isinstance(value, list | tuple) and value and not any(_is_time(one) for one in value)
     segments = list(value) if several else [value]
     return [_gold_segment(one, given) for one in segments]

@@ -14,7 +14,16 @@ from functools import lru_cache
 from typing import Literal
 
 from mm_grpo.rewards.builtins import library
-from mm_grpo.rewards.builtins.answers import Answer, boxed, composed, final_part, gold_texts, normalise
+from mm_grpo.rewards.builtins.answers import (
+    Answer,
+    boxed,
+    check_choice,
+    composed,
+    final_part,
+    gold_texts,
+    last_match,
+    normalise,
+)
 from mm_grpo.rewards.registry import reward
 
 _AROUND = r"[ \t*_`\"'“”‘’$({\[]{0,8}"  # what may stand before a letter
@@ -91,8 +100,7 @@ def contains(
     >>> contains("red and blue", answer=["red", "green"], mode="share")
     0.5
     """
-    if mode not in ("any", "all", "share"):
-        raise ValueError(f"mode={mode!r}; legal are 'any', 'all' and 'share'")
+    check_choice("mode", mode, "any", "all", "share")
     golds = [
         text for gold in gold_texts(answer) if (text := normalise(final_part(gold), ignore_case=ignore_case))
     ]
@@ -157,10 +165,7 @@ def chosen(text: str, letters: str = "ABCDE") -> str | None:
     ('B', None, 'D')
     """
     forms, part = _forms(letters), final_part(text).replace("\r\n", "\n")
-    explicit = None
-    for explicit in forms.explicit.finditer(part):  # noqa: B007
-        pass
-    if explicit is not None:
+    if explicit := last_match(forms.explicit, part):
         found = _letters(explicit)
         return found.pop() if len(found) == 1 else None
     starts = [_letter(match) for match in forms.start.finditer(part)]
@@ -290,8 +295,7 @@ def edit_similarity(
     >>> edit_similarity("the black cat", answer="the cat", unit="words")
     0.6666666666666667
     """
-    if unit not in ("characters", "words"):
-        raise ValueError(f"unit={unit!r}; legal are 'characters' and 'words'")
+    check_choice("unit", unit, "characters", "words")
     if answer is None:
         return None
     given, gold = (_units(text, unit, ignore_case) for text in (final_part(completion), str(answer)))

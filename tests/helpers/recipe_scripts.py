@@ -1,0 +1,18 @@
+"""The scripts of recipes, which are no modules of a package: `script("zoom/make_base.py")`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def script(path: str) -> ModuleType:
+    """Import a script of examples/, each time anew."""
+    spec = importlib.util.spec_from_file_location(path.replace("/", "_").removesuffix(".py"), EXAMPLES / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
