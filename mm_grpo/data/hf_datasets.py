@@ -88,11 +88,11 @@ def open_hub(given: str, columns: Mapping[str, str], remedy: str) -> Any:
 
     repository, *rest = given.split(":")
     unreachable = _unreachable(repository)
-    words: list[tuple[str | None, str | None]] = [(None, None)]
+    choices: list[tuple[str | None, str | None]] = [(None, None)]
     if rest:
-        words = [(rest[0], rest[1])] if len(rest) == 2 else [(rest[0], None), (None, rest[0])]
+        choices = [(rest[0], rest[1])] if len(rest) == 2 else [(rest[0], None), (None, rest[0])]
     reasons = [unreachable] if unreachable else []
-    for config, split in words:
+    for config, split in choices:
         try:
             with _reading(given, bars=True), _offline() if unreachable else nullcontext():
                 dataset = datasets.load_dataset(repository, config, split=split)

@@ -111,7 +111,8 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
 
 
 def _refuse_unread(dataset: Dataset, row_name: str, columns: Mapping[str, Any]) -> None:
-    for column in image_columns(columns):
+    column = next(image_columns(columns), None)
+    if column is not None:
         name = dataset.dataset_column(column)
         raise MissingImages(
             f"{row_name}: the column {name!r} looks like images and is not read, and the row has no other image: it "
