@@ -14,14 +14,13 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from PIL import Image
-from torch import Tensor, tensor
 
 
 def encode(value: Any, without: Collection[str] = ()) -> Any:
     """A value as JSON has it; fields of records that are named in `without` are left out, at every depth."""
     if isinstance(value, Image.Image):
         return base64.b64encode(as_png(value)).decode()
-    if isinstance(value, Tensor):
+    if hasattr(value, "tolist"):  # a tensor
         return value.tolist()
     if is_dataclass(value):
         names = (field.name for field in fields(value))
@@ -49,7 +48,9 @@ def decode(kind: Any, value: Any) -> Any:
         image = Image.open(io.BytesIO(base64.b64decode(value)))
         image.load()
         return image
-    if kind is Tensor:
+    if getattr(kind, "__module__", "") == "torch":
+        from torch import tensor  # takes a second, which who only looks at a run does not spend
+
         return tensor(value)
     if origin in (Union, UnionType):  # X | None
         return value if value is None else decode(inner[0], value)
@@ -72,4 +73,6 @@ def as_png(image: Image.Image) -> bytes:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
+    from torch import Tensor
+
     return get_type_hints(kind, localns={"Image": Image.Image, "Tensor": Tensor})

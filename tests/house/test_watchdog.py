@@ -68,7 +68,7 @@ def test_a_reward_that_hangs_with_the_interpreters_lock(
     result = ended(script, str(file))
     assert result.returncode == 1
     message, where = result.stderr.split("Timeout (", 1)
-    assert "error: reward 'slow'" in message and f'"{file}", line 2 in slow' in where
+    assert "'slow'" in message and f'"{file}", line 2 in slow' in where
 
 
 @pytest.mark.slow
