@@ -11,7 +11,8 @@
     layouts   where a row of one ecosystem or another holds its prompt and its answer
     object_tags   <ref-object> and <bbox> of ms-swift, replaced by what the column `objects` holds
     rows      one row → messages, image sources and columns
-    image_columns   images that nothing would read: columns, placeholders, sets without any
+    image_columns   images that nothing would read: columns, placeholders
+    image_check     datasets that would be trained on without their images
     images    one image source → an upright RGB picture within the limits
     mixture   several sources as one dataset, each with its weight and settings
     mixture_order   which rows of which source fill the slots of a step

@@ -29,7 +29,7 @@ from mm_grpo.config.yaml_file import is_source
 from mm_grpo.data.columns import quoted
 from mm_grpo.data.dataset import TASK, Dataset, DataSettings
 from mm_grpo.data.hf_datasets import library_rows
-from mm_grpo.data.image_columns import MissingImages, check_images
+from mm_grpo.data.image_check import MissingImages, check_images
 from mm_grpo.data.layouts import MissingPrompt
 from mm_grpo.data.mixture import MixedDataset, Mixture, entry_settings, mixture_of
 from mm_grpo.data.paths import LEGAL, find

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from reading import config, png, write_rows
 
-from mm_grpo.data import image_columns
+from mm_grpo.data import image_check
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.errors import DataError
 
@@ -123,12 +123,12 @@ def test_unread_image_values_are_not_decoded_and_warned_of_beside_read_ones(
     dataset = datasets.Dataset.from_dict(rows, features=features)
     with caplog.at_level(logging.WARNING):
         load_train(config(), dataset)
-    assert [r.getMessage()[:29] for r in caplog.records] == ["train row 0: the column 'mask'"]
+    assert [r.getMessage()[:30] for r in caplog.records] == ["train row 0: the column 'mask'"]
     assert "the column 'mask' looks like images" in refusal(dataset.remove_columns("image"))
 
 
 def test_of_a_large_dataset_evenly_spaced_rows_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_columns, "LOOKED_AT", 10)
+    monkeypatch.setattr(image_check, "LOOKED_AT", 10)
     dataset = datasets.Dataset.from_list([row() for _ in range(35)])
     assert "(rows looked at: 9 of 35, from train row 0)" in refusal(dataset)
 
