@@ -147,18 +147,14 @@ def test_another_mixture_is_refused_on_resuming(
     if given == "config":
         GRPOTrainer(config(models, folder, run, **changes), rewards=REWARDS).train()
         other = config(models, folder, run, data={"train": train(folder, weight=2)}, **changes)
-        with pytest.raises(ConfigError, match=r"another mixture: 3 x colours .* then, 2 x colours .* now"):
+        with pytest.raises(ConfigError, match=r"3 x colours .* then, 2 x colours .* now"):
             GRPOTrainer(other, rewards=REWARDS, resume=True).train()
         return
     made = config(models, folder, run, data={"train": None}, **changes)
     GRPOTrainer(made, train=Mixture(train(folder)), rewards=REWARDS).train()
-    with pytest.raises(ConfigError) as caught:
+    words = r"^data.train: .*3 x colours \(9 rows\), 1 x counts \(4 rows\) then, 2 x colours .* now"
+    with pytest.raises(ConfigError, match=words):
         GRPOTrainer(made, train=Mixture(train(folder, weight=2)), rewards=REWARDS, resume=True).train()
-    assert str(caught.value) == (
-        f"data.train: the checkpoint '{run / 'checkpoints' / 'step-000001'}' was made with another mixture: "
-        "3 x colours (9 rows), 1 x counts (4 rows) then, 2 x colours (9 rows), 1 x counts (4 rows) now; put it back, "
-        "or start a new run"
-    )
     counts = [json.loads(line) for line in (folder / "counts.jsonl").read_text().splitlines()]
     counts[1]["answer"] = "7"
     other_rows = Mixture([train(folder)[0], {"path": counts, "task": "count"}])
