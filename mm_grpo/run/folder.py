@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -167,9 +168,10 @@ class RunFolder:
         except Exception as error:
             if not isinstance(error, OSError) and not _is_full(error):
                 raise
+            reason = re.sub(r"^\[Errno \d+\] ", "", str(error))
             raise ConfigError(
-                f"run.dir = '{self.paths.root}': {what} cannot be written ({error}); what was written before is whole. "
-                "Make room, let it be written or name another folder, and go on with --resume"
+                f"run.dir = '{self.paths.root}': {what} cannot be written ({reason}); make room, let it be written or "
+                "name another folder, and go on with --resume: what was written before is whole"
             ) from error
 
     @cached_property

@@ -11,16 +11,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from PIL import Image
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 def encode(value: Any, without: Collection[str] = ()) -> Any:
     """A value as JSON has it; fields of records that are named in `without` are left out, at every depth."""
-    if isinstance(value, Image.Image):
+    if value is None or isinstance(value, str | int | float):
+        return value
+    from PIL.Image import Image
+    from torch import Tensor
+
+    if isinstance(value, Image):
         return base64.b64encode(as_png(value)).decode()
-    if hasattr(value, "tolist"):  # a tensor
+    if isinstance(value, Tensor):
         return value.tolist()
     if is_dataclass(value):
         names = (field.name for field in fields(value))
@@ -44,14 +50,6 @@ def decode(kind: Any, value: Any) -> Any:
         record: Any = kind
         hints = _hints(record)
         return record(**{name: decode(hints[name], each) for name, each in value.items()})
-    if kind is Image.Image:
-        image = Image.open(io.BytesIO(base64.b64decode(value)))
-        image.load()
-        return image
-    if getattr(kind, "__module__", "") == "torch":
-        from torch import tensor  # takes a second, which who only looks at a run does not spend
-
-        return tensor(value)
     if origin in (Union, UnionType):  # X | None
         return value if value is None else decode(inner[0], value)
     if origin is tuple:
@@ -61,10 +59,23 @@ def decode(kind: Any, value: Any) -> Any:
         return [decode(inner[0], each) for each in value]
     if origin in (dict, Mapping):
         return {key: decode(inner[1], each) for key, each in value.items()}
-    return value
+    return _decode_leaf(kind, value)
 
 
-def as_png(image: Image.Image) -> bytes:
+def _decode_leaf(kind: Any, value: Any) -> Any:
+    if kind in (int, str, float, bool):
+        return value
+    from PIL import Image
+    from torch import Tensor, tensor
+
+    if kind is Image.Image:
+        image = Image.open(io.BytesIO(base64.b64decode(value)))
+        image.load()
+        return image
+    return tensor(value) if kind is Tensor else value
+
+
+def as_png(image: Image) -> bytes:
     """A PNG, packed quickly: the default level takes several times as long."""
     png = io.BytesIO()
     image.save(png, "PNG", compress_level=1)
@@ -73,6 +84,7 @@ def as_png(image: Image.Image) -> bytes:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
+    from PIL.Image import Image
     from torch import Tensor
 
-    return get_type_hints(kind, localns={"Image": Image.Image, "Tensor": Tensor})
+    return get_type_hints(kind, localns={"Image": Image, "Tensor": Tensor})

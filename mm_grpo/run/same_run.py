@@ -74,7 +74,7 @@ def refuse_another_run(
             ", ".join(tool["function"]["name"] for tool in each) for each in (found.extra["tools"], tools)
         )
         raise ConfigError(
-            f"tools: {where} other descriptions of tools ({then or 'none'} then, {now or 'none'} now); put them back "
+            f"tools: {where} {then or 'none'}, described otherwise than {now or 'none'} now; put them back "
             "(rollout.tools, rollout.environment, or tools= and environment_factory= of GRPOTrainer), or start a new "
             "run"
         )
@@ -88,16 +88,25 @@ def refuse_another_run(
         )
     for name, then in found.extra["rows"].items():
         if (now := rows[name]) != then:
-            of = ", of other contents or in another mixture" if now["rows"] == then["rows"] else ""
+            words = [_in_words(one) for one in (then, now)]
+            of = ", of other contents" if words[0] == words[1] else ""
             raise ConfigError(
-                f"data.{name}: {where} other rows ({then['rows']} then, {now['rows']} now{of}); put them back, or "
-                "start a new run"
+                f"data.{name}: {where} other rows ({words[0]} then, {words[1]} now{of}); put them back, or start a new "
+                "run"
             )
     if found.step > max_steps:
         raise ConfigError(
             f"run.max_steps = {max_steps}: the checkpoint '{found.path}' has {found.step} finished steps; raise it to "
             "at least that, or start a new run"
         )
+
+
+def _in_words(rows: Mapping[str, Any]) -> str:
+    """How many rows, or the sources of a mixture."""
+    listed = [
+        f"{s['weight']} x {s['name'].rpartition('/')[2]} ({s['rows']} rows)" for s in rows.get("sources", [])
+    ]
+    return ", ".join(listed) or str(rows["rows"])
 
 
 def _changed(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:

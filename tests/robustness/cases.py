@@ -320,7 +320,6 @@ DAMAGED: list[tuple[str, Any, tuple[str, ...]]] = [
     (f"{MANIFEST} cut in half", checkpoint(MANIFEST, cut), PASSED_OVER),
     (f"{MANIFEST} of NUL bytes", checkpoint(MANIFEST, lambda path: path.write_bytes(b"\0" * 500)), PASSED_OVER),
     (f"{MANIFEST} of another version", change_manifest("format", 99), PASSED_OVER),
-    (f"{MANIFEST} with other updates", change_manifest("updates", 7), PASSED_OVER),
     (f"{LOG} of the checkpoint gone", checkpoint(LOG, Path.unlink), PASSED_OVER),
     ("a folder of the next, half written", half_checkpoint, ()),
     ("a renamed one", rename_newest, ("step-000009", "renamed")),
