@@ -65,6 +65,7 @@ TREE = {"anyOf": [{"items": {"$ref": "#"}, **limit} for limit in BRANCHES]}  # e
         ("```\n" + " " * 100_000, {}, 0.0),
         ('{"total": ' + "9" * 400 + "}", {"properties": {"total": {"multipleOf": 0.5}}}, 0.0),
     ],
+    ids=range(7),  # the texts are long
 )
 def test_json_schema_is_bounded(completion, schema, score):
     start = time.thread_time()
