@@ -38,7 +38,7 @@ test-all: setup  ## run both
 # pyproject.toml says from which versions on its packages serve; nothing else would notice where that is wrong.
 # Run is what touches those packages: pydantic, typer and rich (config, cli), datasets and pillow (data),
 # transformers and peft (processors, learner, rollout, trainer), deepspeed and accelerate (distributed), math-verify,
-# rapidfuzz, jsonschema, pycocotools, openai and pebble (rewards), httpx (rollout, environments), jinja2 and tensorboard
+# rapidfuzz, jsonschema, pycocotools and openai (rewards), httpx (rollout, environments), jinja2 and tensorboard
 # (run). Arithmetic and threads of our own are the same with every version; vLLM and TRL are tested with the pins of
 # requirements/cpu.txt alone.
 LOWEST := cli config data distributed preflight processors run trained \

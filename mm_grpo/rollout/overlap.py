@@ -1,8 +1,9 @@
 """Completions that are scored while others are still being sampled.
 
 The engine hands each back when it is done (`RequestStream`), and those rewards that can begin with it do
-(rewards/early.py). Only the first process scores, so with several it is its own completions that are scored early;
-those of the others come when all have sampled. Where no reward can begin early the engine is asked for all at once.
+(rewards/streaming_rewards.py). Only the first process scores, so with several it is its own completions that are scored
+early; those of the others come when all have sampled. Where no reward can begin early the engine is asked for all at
+once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from mm_grpo.rollout.engine import answered, require_answers, stream_of
 
 if TYPE_CHECKING:
     from mm_grpo.distributed.ranks import Ranks
-    from mm_grpo.rewards.early import EarlyCalls
     from mm_grpo.rewards.scorer import Scorer
+    from mm_grpo.rewards.streaming_rewards import StreamedCalls
     from mm_grpo.rollout.engine import Request, RolloutEngine
     from mm_grpo.rollout.prompts import StepPrompts
     from mm_grpo.rollout.turns import Sampler
@@ -30,7 +31,7 @@ class Scoring:
     `early` is None on the other processes, and where other calls were on their way.
     """
 
-    early: EarlyCalls | None
+    early: StreamedCalls | None
     rows: Sequence[int]
 
     def add(self, place: int, request: Request, completion: Completion) -> None:
@@ -51,7 +52,7 @@ def begin_scoring(
 
     None where no reward can begin before all completions are there.
     """
-    if not scorer.begins_early:
+    if not scorer.streams:
         return None
     own = [(slot, tuple(p.sample.columns)) for slot, p in zip(asked.slots, asked.prompts, strict=True)]
     places = sorted(place for shard in ranks.all_gather(own, "slots") for place in shard)

@@ -33,8 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "import_path",
             "terminal",
             "timing",
-            "watchdog",
-            "worker_processes",
+            "user_code",
             "config",
             "migrate",
         }
