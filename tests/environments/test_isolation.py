@@ -19,7 +19,6 @@ from helpers.sessions import died, workers
 from helpers.tiny import picture, sample
 from tools_to_isolate import World, meet, misbehave, modules, nap
 
-from mm_grpo.environments.builtins import Zoom
 from mm_grpo.environments.host import Episode, LocalHost
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ToolError
@@ -80,14 +79,6 @@ def test_answers_are_equal_in_and_out_of_the_process(make: Make) -> None:
     assert "error: the answer cannot be shown (RuntimeError: nor shown)" in texts
     assert "error: the answer has 16777217 characters; at most 16777216 are shown" in texts
     assert shown[0][0][1][:2] == ("RGB", (90, 70))
-
-
-def test_a_group_begins_with_the_same_picture(make: Make) -> None:
-    box = make((), Zoom)
-    image = picture(1, 120, 80)
-    row = box.prepare(sample("a", images=(image,)))
-    seen = box.host.call_all([(e, "zoom", {"bbox": [0, 0, 500, 500]}) for e in box.episodes([row] * 4)])
-    assert [one.images[0].tobytes() for one in seen] == [image.crop((0, 0, 60, 40)).tobytes()] * 4
 
 
 def test_what_a_tool_does_to_its_row_stays_with_it() -> None:
