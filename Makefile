@@ -40,7 +40,7 @@ test-all: setup  ## run both
 # (cli), datasets, pillow, xxhash and qwen-vl-utils (data, processors), transformers, torch and numpy (processors,
 # rollout, learner, trainer), peft (learner, trained), accelerate and deepspeed (distributed), safetensors (run,
 # trained), httpx and websockets (environments, rollout), jinja2 (processors), tensorboard (run), and jsonschema,
-# pycocotools, openai, pebble and, in the examples of docstrings, math-verify and rapidfuzz (rewards). What is our own
+# pycocotools, openai and, in the examples of docstrings, math-verify and rapidfuzz (rewards). What is our own
 # is the same with every version; vLLM and TRL are tested with the pins of requirements/cpu.txt alone.
 LOWEST := cli/test_cli.py cli/test_cli_help.py config/test_fields.py config/test_yaml_file.py \
 	data/test_fingerprint.py data/test_images.py data/test_sources.py \

@@ -86,11 +86,11 @@ def measure(args: Any, kind: str, side: str, folder: Path) -> list[Mapping[str, 
     torch.manual_seed(0)
     model = make_model(processor, args.size, Machine(torch.device("cpu"), torch.float32))
     rows = shapes_rows(split="train", size=args.prompts, seed=1, image_size=112)
-    steps, begins_early = Steps(), Scorer.begins_early if side == "meanwhile" else False
+    steps, streams = Steps(), Scorer.streams if side == "meanwhile" else False
     with (
         open(devnull, "w") as nowhere,
         redirect_stdout(nowhere),
-        patch.object(Scorer, "begins_early", begins_early),
+        patch.object(Scorer, "streams", streams),
     ):
         GRPOTrainer(
             config,

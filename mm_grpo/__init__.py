@@ -23,8 +23,7 @@ The annexes hang on it, and nobody has to open them for that::
     testing      tiny models and fake engines for tests      version    the version
     errors       what is raised, and its exit code           files      atomic writes
     import_path  files and modules that a config names       terminal   text of data made safe to print
-    watchdog     an end for calls that hang in C             worker_processes  processes for user code
-    migrate      names of other trainers, `mm-grpo convert`  version     the version
+    user_code    the user's functions, in processes that end migrate    names of other trainers, `mm-grpo convert`
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so
 `import mm_grpo` brings in neither torch nor vLLM. To add a name: the imports for type checkers, the

@@ -22,7 +22,7 @@ from typing import Any
 
 from mm_grpo.errors import UserError, did_you_mean
 from mm_grpo.files import expand_home
-from mm_grpo.watchdog import at_start
+from mm_grpo.user_code.watchdog import at_start
 
 FILE_MODULE = "mm_grpo_file_"
 """How the names of modules begin that were imported from a file."""

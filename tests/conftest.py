@@ -1,7 +1,6 @@
 """Settings for every test, set before anything is imported."""
 
 import gc
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import workers
+from helpers import sessions, workers
 from hypothesis import settings
 
 # A background job of a shell, or one of nohup, ignores these, and so would what tests start and interrupt.
@@ -51,22 +50,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def no_workers_left() -> Iterator[None]:
     """A file of tests ends the workers of rewards and tools that it starts: each holds up to half a GB."""
     yield
-    if "mm_grpo.worker_processes" in sys.modules and workers_left():
+    if left := sessions.workers():
         gc.collect()  # ends those of objects that nobody holds any more
-        left = workers_left()
-        for worker in left:
-            worker.terminate()
-            worker.join()
-        assert left == []
-
-
-def workers_left() -> list[Any]:
-    from mm_grpo.rollout.served.launch import _guards  # the guard of servers is the process's
-    from mm_grpo.worker_processes import WorkerProcess
-
-    kept = {guard.process.pid for guard in _guards.values()}
-    children = multiprocessing.active_children()
-    return [child for child in children if isinstance(child, WorkerProcess) and child.pid not in kept]
+        ended = sessions.died(left)
+        for worker in () if ended else left:
+            os.kill(worker, signal.SIGKILL)
+        assert ended
 
 
 class Models(dict[str, Path]):

@@ -8,20 +8,18 @@ after the other; `WorkerHost` (workers.py) in processes that can be killed.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.data.images import MAX_BYTES, MAX_PIXELS
 from mm_grpo.environments.observation import Limits, Observation, failed
-from mm_grpo.environments.session import Answer, Factories, Session, What
+from mm_grpo.environments.session import CallResult, Factories, Session, What
 from mm_grpo.errors import ToolError
-from mm_grpo.rewards.user_code import kept_alive, own_copy
-from mm_grpo.watchdog import Watchdog
+from mm_grpo.user_code.kept_state import own_copy
+from mm_grpo.user_code.thread import CallThread
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WITHOUT_LOCK = 5.0
-"""Seconds after a time-out in which this process must have noticed it, or be ended."""
 Functions = Mapping[str, Callable[..., Any]]
 
 
@@ -211,7 +207,7 @@ class Host(ABC):
             episode.masked = why
         return episode.lost is None and (episode.masked is None or task.what == "close")
 
-    def settle(self, task: Task, answer: Answer) -> None:
+    def settle(self, task: Task, answer: CallResult) -> None:
         """Note what came of a call. Raises ToolError where a failure stops the run."""
         episode, rollout = task.episode, self.config.rollout
         task.finished = True
@@ -275,30 +271,23 @@ class LocalHost(Host):
         scores: Collection[str] | None,
     ) -> None:
         super().__init__(config, functions, factories, scores)
-        self._thread: _Thread | None = None
+        self._thread: CallThread[CallResult] | None = None
 
     def begin(self, tasks: Sequence[Task]) -> None:
-        remedy = "It runs in the trainer's process, where nothing can end it"
-        hangs = (
-            f"error: a tool had not answered after rollout.tool_timeout = {self.timeout:g} s, and lets nothing else of "
-            "this process run (a regular expression or C code that holds the interpreter's lock), so the process is "
-            "ended; where it stands follows. rollout.environment_workers > 0 runs it in a process that can be killed"
-        )
-        with Watchdog(self.timeout + WITHOUT_LOCK, hangs) as watchdog:
-            for task in tasks:
-                if not self.due(task):
-                    task.finished = True
-                    continue
-                watchdog.restart()
-                try:
-                    answer = self._answer(task)
-                except TimeoutError:
-                    raise ToolError(
-                        f"{task.episode.uid}: {task} had not answered after rollout.tool_timeout = {self.timeout:g} s. "
-                        f"{remedy}, so the run stops; with rollout.environment_workers > 0 it runs in one that can be "
-                        "killed, and the run goes on"
-                    ) from None
-                self.settle(task, answer)
+        for task in tasks:
+            if not self.due(task):
+                task.finished = True
+                continue
+            late = f"had not answered after rollout.tool_timeout = {self.timeout:g} s"
+            try:
+                answer = self._answer(task, late)
+            except TimeoutError:
+                raise ToolError(
+                    f"{task.episode.uid}: {task} {late}. It runs in the trainer's process, where nothing can end it, "
+                    "so the run stops; with rollout.environment_workers > 0 it runs in one that can be killed, and the "
+                    "run goes on"
+                ) from None
+            self.settle(task, answer)
 
     def work(self, wait: bool) -> None:
         """Nothing is left to do: `begin` has made the calls."""
@@ -316,52 +305,22 @@ class LocalHost(Host):
             log.warning("%s", error)
         finally:
             if self._thread is not None:
-                self._thread.calls.put(None)
+                self._thread.close()
                 self._thread = None
 
-    def _answer(self, task: Task) -> Answer:
+    def _answer(self, task: Task, late: str) -> CallResult:
         episode = task.episode
         if episode.place is None:
             episode.place = Session(self.functions, self.factories, self.limits)
-        if self._thread is None:
-            self._thread = _Thread()
-        arguments = own_copy(task.arguments)
+        self._thread = self._thread or CallThread("tools")
+        call = partial(episode.place.answer, task.what, task.name, own_copy(task.arguments))
+        remedy = "rollout.environment_workers > 0 runs it in a process that can be killed"
         try:
-            answer = self._thread.result(
-                lambda: episode.place.answer(task.what, task.name, arguments), self.timeout
-            )
-        except (
-            BaseException
-        ) as error:  # late, or Ctrl-C: the thread is not ours any more, nor is what it holds
+            answer = self._thread.result(call, self.timeout, f"a tool {late}", remedy)
+        except BaseException as error:  # late, or Ctrl-C: the thread is not ours any more, nor what it holds
             self._thread = None
             for one in self.opened:
                 one.lost = one.lost or f"a call was given up ({type(error).__name__})"
             raise
         episode.environment = episode.place.environment
         return answer
-
-
-class _Thread:
-    """A thread that makes one call after the other."""
-
-    def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[tuple[Callable[[], Answer], Future[Answer]] | None] = (
-            queue.SimpleQueue()
-        )
-        # Python does not wait at its end for a daemon. By its name os._exit of a tool is refused (kept_alive).
-        threading.Thread(target=self._run, name="reward: tools", daemon=True).start()
-
-    def result(self, call: Callable[[], Answer], seconds: float) -> Answer:
-        """The answer of a call. TimeoutError where it takes longer."""
-        future: Future[Answer] = Future()
-        self.calls.put((call, future))
-        with kept_alive():
-            return future.result(seconds)
-
-    def _run(self) -> None:
-        while (given := self.calls.get()) is not None:
-            call, future = given
-            try:
-                future.set_result(call())
-            except BaseException as error:  # KeyboardInterrupt of a tool
-                future.set_exception(error)

@@ -1,4 +1,4 @@
-"""The user's side of one conversation: its environment and its tools, and each call of them as an `Answer`.
+"""The user's side of one conversation: its environment and its tools, and each call of them as an `CallResult`.
 
 The same code runs in the trainer's process and in workers, so both answer alike. Whatever a tool raises or returns, an
 answer is plain: text and upright RGB images within the limits, or what went wrong in one line.
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from mm_grpo.environments.observation import Limits, Observation, described, failed, observation_of, text_of
 from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools
 from mm_grpo.rewards.scores import LEGAL, score_of
-from mm_grpo.rewards.user_code import end_fork
+from mm_grpo.user_code.kept_state import end_fork
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 What = Literal["reset", "call", "get_reward", "close"]
@@ -25,7 +25,7 @@ Factories = Mapping[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     """Outcome of one call. `observation` is what `reset` or a tool answered, None where a reset showed nothing,
     `reward` what `get_reward` said, or after a call what the environment's `step_reward` was, `done` whether the
     conversation is over by its environment. Else there is no answer: the call `raised` something, was `late`, or its
@@ -52,40 +52,40 @@ class Session:
         self.environment: Any = None
         self.tools = dict(functions)
 
-    def answer(self, what: What, name: str, arguments: Mapping[str, Any]) -> Answer:
+    def answer(self, what: What, name: str, arguments: Mapping[str, Any]) -> CallResult:
         """Make one call: `reset` of the environment `name` with the row, `call` of a tool by its name, `get_reward`,
         which may ask for what is in `arguments`, or `close`."""
         try:
             if what == "reset":
                 if name not in self.factories:
-                    return Answer()
+                    return CallResult()
                 self.environment = _called(self.factories[name], {})
                 self.tools = {**self.functions, **methods(self.environment)}
                 shown = _called(self.environment.reset, arguments)
-                return Answer(None if shown is None else observation_of(shown, self.limits))
+                return CallResult(None if shown is None else observation_of(shown, self.limits))
             if what == "call":
                 if pays := pays_steps(self.environment):
                     self.environment.step_reward = None  # what a call does not set is not paid twice
                 seen = self._call(name, arguments)
                 done = bool(getattr(self.environment, "done", False))
                 try:
-                    return Answer(seen, score_of(self.environment.step_reward) if pays else None, done)
+                    return CallResult(seen, score_of(self.environment.step_reward) if pays else None, done)
                 except Exception as error:  # a property may raise
-                    return Answer(seen, raised=f"left a bad step_reward: {described(error)}; {LEGAL}")
+                    return CallResult(seen, raised=f"left a bad step_reward: {described(error)}; {LEGAL}")
             method = getattr(self.environment, what, None)
             found = None if method is None else _called(method, _asked_for(method, arguments))
             if what == "close":
-                return Answer()
+                return CallResult()
             try:
-                return Answer(reward=score_of(found))
+                return CallResult(reward=score_of(found))
             except ValueError as error:
-                return Answer(raised=f"answered {text_of(lambda: repr(found))}, {error}; {LEGAL}")
+                return CallResult(raised=f"answered {text_of(lambda: repr(found))}, {error}; {LEGAL}")
         except KeyboardInterrupt:
             raise
         except EnvironmentGone as error:
-            return Answer(late=error.late, gone=str(error))
+            return CallResult(late=error.late, gone=str(error))
         except BaseException as error:  # sys.exit(0) and asyncio.CancelledError too
-            return Answer(raised=f"raised {described(error)}")
+            return CallResult(raised=f"raised {described(error)}")
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
         tool = self.tools.get(name)

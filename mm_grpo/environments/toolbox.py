@@ -24,7 +24,7 @@ from mm_grpo.environments.workers import WorkerHost
 from mm_grpo.errors import ConfigError, DataError, ToolError, did_you_mean
 from mm_grpo.import_path import load_named
 from mm_grpo.rewards.spec import RewardSpec, make_spec
-from mm_grpo.worker_processes import default_size
+from mm_grpo.user_code.workers import default_size
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig

@@ -4,17 +4,15 @@
 - `registry.py`   rewards by name: the `@reward` decorator, the table of built-ins
 - `resolve.py`    from a config entry (name, file, module, mapping, callable) to a spec
 - `options.py`    how a reward is run: isolation, time-out, retries, its rows, gates, clipping, errors masked or not
-- `needs.py`      what rewards ask of a dataset's columns, also those that are for some rows only
+- `required_columns.py` what rewards ask of a dataset's columns, also those that are for some rows only
 - `scorer.py`     `Scorer`: all rewards over one step's completions; totals, raw parts, metrics
 - `call.py`       one call of one function: its arguments by name, the checks of its answer
 - `scores.py`     what is a score, and how what is none is described
 - `thinking.py`   completions without their thinking
-- `user_code.py`  copies of rows for rewards, and the process's state put back after them
 - `plain.py`      plain functions, in the trainer's process
 - `async_calls.py` async rewards, on an event loop in a thread
-- `early.py`      rewards that begin while other completions are still being sampled
-- `isolation.py`  isolated rewards, in worker processes that can be killed (`worker_group.py`); `worker.py` what runs
-  in those
+- `streaming_rewards.py` rewards that begin while other completions are still being sampled
+- `isolation.py`  isolated rewards, in worker processes that can be killed; `worker.py` what runs in those
 - `builtins/`     the rewards that ship, one file each
 
 To add a reward of your own, decorate a function anywhere and name it in the config:

@@ -1,87 +1,28 @@
-"""Async rewards: an event loop in a thread of its own, and the calls made on it.
+"""Async rewards: their calls, made together on an event loop in a thread of its own.
 
-One loop serves a scorer's whole life, because clients that rewards keep (an HTTP session) belong to
-the loop they were made in. Being in another thread, it works inside a notebook, whose own loop is
-already running, and beside the other rewards of a step. A coroutine that blocks the loop cannot be
-ended; when the deadline of every async reward has passed, that stops the run. One that keeps the interpreter's lock
-besides lets nothing here notice: then a watchdog ends the process.
+A coroutine that blocks the loop cannot be ended; when the deadline of every async reward has passed, that stops the
+run. One that keeps the interpreter's lock besides lets nothing here notice: then a watchdog ends the process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
 from mm_grpo.timing import record
-from mm_grpo.watchdog import Watchdog
-
-T = TypeVar("T")
+from mm_grpo.user_code import loop as background
+from mm_grpo.user_code.kept_state import kept_alive
+from mm_grpo.user_code.watchdog import Watchdog, lock_held
 
 BACKOFF = 0.5
 """Seconds before the first retry of a call; each further one waits twice as long."""
-GRACE = 0.4
-"""Seconds that cancelled coroutines get to end, and the loop to answer after that."""
-
 WITHOUT_LOCK = 30.0
 """Seconds beyond the time-out for which no other thread of this process may have been able to run."""
-
-
-class BackgroundLoop:
-    """Runs coroutines beside synchronous code. Starts at first use."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begin to run the coroutine."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def soon(self, call: Callable[..., object], *args: Any) -> None:
-        """Call a function in the loop's thread, after what was begun before."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(call, *args)
-
-    def finish(self, future: concurrent.futures.Future[T], limit: float | None = None) -> T:
-        """The coroutine's result, or what it raised; TimeoutError when it has not ended after `limit`
-        seconds, because something blocks the loop, which is then given up."""
-        try:
-            return future.result(limit)
-        except BaseException as error:  # a KeyboardInterrupt here must not leave the coroutine running
-            if not future.done():
-                future.cancel()
-                if isinstance(error, TimeoutError):
-                    self._loop = self._thread = None
-            raise
-
-    def abandon(self, future: concurrent.futures.Future[Any]) -> None:
-        """Cancel a coroutine whose result nobody wants, and give it a moment to end."""
-        if future.done() or self._loop is None:
-            return
-        future.cancel()
-        barrier = asyncio.run_coroutine_threadsafe(_others(), self._loop)
-        concurrent.futures.wait([barrier], timeout=2 * GRACE)
-
-    def close(self) -> None:
-        """Stop the loop and its thread; a later `start` starts anew. A loop that is blocked is left."""
-        if self._loop is None or self._thread is None:
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=2 * GRACE)
-        if not self._thread.is_alive():
-            self._loop.close()
-        self._loop = self._thread = None
 
 
 class AsyncCalls:
@@ -91,8 +32,8 @@ class AsyncCalls:
     calls begin early never has less time than one whose calls begin together. `finish` waits for the answers.
     """
 
-    def __init__(self, loop: BackgroundLoop, rewards: Iterable[RewardCalls]) -> None:
-        self.loop, self.running = loop, {one.spec.name: _Running(one) for one in rewards}
+    def __init__(self, loop: background.BackgroundLoop, rewards: Iterable[RewardCalls]) -> None:
+        self.loop, self.running = loop, {one.spec.name: _RewardTasks(one) for one in rewards}
         self._called: dict[str, RewardCalls] = {}
         self._all_added, self._since = asyncio.Event(), 0.0
         self._watched, self._ended = contextlib.ExitStack(), threading.Event()
@@ -116,7 +57,7 @@ class AsyncCalls:
         rewards = self._called.values()
         limit = _limit(rewards)
         try:
-            left = None if limit is None else max(GRACE, self._since + limit - time.monotonic())
+            left = None if limit is None else max(background.GRACE, self._since + limit - time.monotonic())
             self.loop.finish(self.future, left)
         except TimeoutError as error:
             names = ", ".join(repr(one.spec.name) for one in rewards)
@@ -136,11 +77,8 @@ class AsyncCalls:
     def _watch(self, seconds: float) -> None:
         """End the process where a coroutine keeps the interpreter's lock, so that a thread beside it cannot run."""
         names = ", ".join(map(repr, self.running))
-        hangs = (
-            f"error: async rewards ({names}): one of them lets nothing else of this process run (a regular expression "
-            "or C code that holds the interpreter's lock), so the process is ended; where it stands follows. With "
-            "isolated: true it runs in a process that can be killed"
-        )
+        remedy = "With isolated: true it runs in a process that can be killed"
+        hangs = lock_held(f"async rewards ({names}): one of them does not give way", remedy)
         watchdog = self._watched.enter_context(Watchdog(seconds, hangs))
         self._watched.callback(self._ended.set)
 
@@ -158,7 +96,7 @@ class AsyncCalls:
             waits = [asyncio.create_task(one.answers()) for one in running]
             await asyncio.gather(*waits)
         except BaseException:
-            await _cancel([*waits, *(task for one in running for task in one.tasks)])
+            await background.cancel([*waits, *(task for one in running for task in one.tasks)])
             raise
 
 
@@ -166,10 +104,10 @@ def _limit(rewards: Iterable[RewardCalls]) -> float | None:
     """Seconds that the calls may take together; None where one has no time-out."""
     deadlines = [one.spec.options.deadline for one in rewards]
     known = [deadline for deadline in deadlines if deadline is not None]
-    return max(known) + 2 * GRACE if known and len(known) == len(deadlines) else None
+    return max(known) + 2 * background.GRACE if known and len(known) == len(deadlines) else None
 
 
-class _Running:
+class _RewardTasks:
     """One reward's calls on the loop. `results.seconds` is how long any of them was under way."""
 
     def __init__(self, results: RewardCalls) -> None:
@@ -201,12 +139,12 @@ class _Running:
             for task in self.tasks:
                 if task in done:
                     task.result()
-            await _cancel(late)
+            await background.cancel(late)
             for task, call in sorted(self.tasks.items(), key=lambda pair: pair[1].rows):
                 if task in late:
                     results.late(call, call.too_late(len(late), len(self.tasks)))
         except BaseException:
-            await _cancel(self.tasks)
+            await background.cancel(self.tasks)
             raise
         finally:
             if self._left:
@@ -231,9 +169,10 @@ async def _call(call: Call, results: RewardCalls) -> None:
     assert task is not None
     for tried in range(call.spec.options.retries + 1):
         try:
-            answer = call()
-            if hasattr(answer, "__await__"):
-                answer = await answer
+            with kept_alive():
+                answer = call()
+                if hasattr(answer, "__await__"):
+                    answer = await answer
         except (KeyboardInterrupt, GeneratorExit):  # the latter closes a coroutine
             raise
         except BaseException as error:  # sys.exit(0) and asyncio.CancelledError too
@@ -247,17 +186,3 @@ async def _call(call: Call, results: RewardCalls) -> None:
             if not task.cancelling():
                 results.answered(call, answer)
             return
-
-
-async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=GRACE)
-
-
-async def _others() -> None:
-    """Wait for every other task of the loop to end."""
-    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    if others:
-        await asyncio.wait(others, timeout=GRACE)

@@ -20,7 +20,7 @@ from mm_grpo.rewards.options import Action
 from mm_grpo.rewards.scores import LEGAL, LEGAL_TURNS, Checked, score_of, scores_of, shown, total_of
 from mm_grpo.rewards.spec import TURN_ARGUMENTS, RewardSpec, code_of
 from mm_grpo.rewards.thinking import without_thinking
-from mm_grpo.rewards.user_code import end_fork, own_copy
+from mm_grpo.user_code.kept_state import end_fork, own_copy
 
 if TYPE_CHECKING:
     from mm_grpo.types import Completion, Prompt, Sample, Turn

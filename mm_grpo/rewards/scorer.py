@@ -4,9 +4,10 @@ Nothing here invents a score (law 9). `None` means that a reward does not apply;
 infinity, a non-number, a wrong count, a process that died or a time-out stops the run with a RewardError,
 or where its options say "mask" leaves the completions concerned without a total, counted in the metrics.
 Totals and raw parts stay apart. Plain functions are called in this thread or beside it (`plain.py`), one call after
-the other. Isolated rewards run in worker processes (`isolation.py`) and async ones on an event loop (`async_calls.py`),
-beside the others of the step, and while the engine samples (`early.py`). One call's arguments and messages are in
-`call.py`. Rewards that wait for a gate (`only_if`) come after it. Axis letters: n = P·G rows, flat.
+the other. Isolated rewards run in worker processes (`isolation.py`) and async ones on an event loop
+(`async_calls.py`), beside the others of the step, and while the engine samples (`streaming_rewards.py`). One call's
+arguments and messages are in `call.py`. Rewards that wait for a gate (`only_if`) come after it. Axis letters: n = P·G
+rows, flat.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError, did_you_mean
 from mm_grpo.rewards.call import Batch, Call, RewardCalls, TrainerState
-from mm_grpo.rewards.early import EarlyCalls, begins_early
-from mm_grpo.rewards.needs import column_faults, routing_faults
 from mm_grpo.rewards.options import Action
 from mm_grpo.rewards.plain import run_plain
+from mm_grpo.rewards.required_columns import column_faults, routing_faults
 from mm_grpo.rewards.resolve import Entry, resolve_entries
 from mm_grpo.rewards.scores import total_of
 from mm_grpo.rewards.spec import RewardSpec
-from mm_grpo.rewards.user_code import kept_alive, kept_state
+from mm_grpo.rewards.streaming_rewards import StreamedCalls, is_streamed
 from mm_grpo.timing import span
+from mm_grpo.user_code.kept_state import kept_alive, kept_state
 
 if TYPE_CHECKING:
-    from mm_grpo.rewards.async_calls import AsyncCalls, BackgroundLoop
+    from mm_grpo.rewards.async_calls import AsyncCalls
     from mm_grpo.rewards.isolation import WorkerPool
     from mm_grpo.types import Completion, Prompt
+    from mm_grpo.user_code.loop import BackgroundLoop
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ class Scorer:
         self.max_steps = max_steps
         self.workers = workers
         self._checked: list[tuple[str, ...]] = []
-        self._early: EarlyCalls | None = None
+        self._streamed: StreamedCalls | None = None
         self._loop: BackgroundLoop | None = None
         self._pool: WorkerPool | None = None
         self._levels = _levels(self.specs)
@@ -160,34 +162,34 @@ class Scorer:
         if isolated := [spec for spec in self.specs if spec.options.isolated]:
             self._worker_pool().start(isolated)
 
-    def begin(self, count: int, columns: Iterable[str], step: int) -> EarlyCalls | None:
-        """Calls of the rewards that can begin before all `count` completions of a step are there (early.py).
+    def begin(self, count: int, columns: Iterable[str], step: int) -> StreamedCalls | None:
+        """Begin the calls that can be made before all `count` completions of a step are there (streaming_rewards.py).
 
         `columns` are those of its prompts. None where no reward is one, where nothing was checked before, and while
         other calls are on their way.
         """
-        if not (self.begins_early and self._checked):
+        if not (self.streams and self._checked):
             return None
         state = TrainerState(step, self.max_steps)
         rows: list[Any] = [None] * count
         with self._beginning:
-            if self._early is not None and not self._early.over:
+            if self._streamed is not None and not self._streamed.over:
                 return None
-            batch = Batch(rows, [*rows], self._held_columns(columns), self.conversational, state)
-            self._early = EarlyCalls(batch, self._all_results(count), self._worker_pool, self._on_loop)
-            return self._early
+            held = self._held_columns(columns)
+            self._streamed = self._calls_of(Batch(rows, [*rows], held, self.conversational, state))
+            return self._streamed
 
     @property
-    def begins_early(self) -> bool:
+    def streams(self) -> bool:
         """Whether some reward can begin before all completions of a step are there."""
-        return any(begins_early(spec) for spec in self.specs)
+        return any(is_streamed(spec) for spec in self.specs)
 
     def score(
         self,
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         step: int,
-        early: EarlyCalls | None = None,
+        early: StreamedCalls | None = None,
     ) -> Scores:
         """Score completions, where `completions[i]` answers `prompts[i]` (n = P·G of each, flat).
 
@@ -200,48 +202,40 @@ class Scorer:
             )
         if early is None:
             columns, state = self._columns(prompts), TrainerState(step, self.max_steps)
-            batch = Batch(prompts, completions, columns, self.conversational, state)
-            return self._score(batch, self._all_results(len(completions)))
-        batch = early.batch
-        if len(batch.completions) != len(completions):
-            raise ValueError(f"{len(completions)} completions where {len(batch.completions)} were begun")
-        batch.prompts, batch.completions = prompts, completions
-        try:
-            return self._score(batch, early.results, early)
-        except BaseException:
+            early = self._calls_of(Batch(prompts, completions, columns, self.conversational, state))
+        elif len(early.batch.completions) != len(completions):
             early.abandon()
-            raise
+            raise ValueError(
+                f"{len(completions)} completions where {len(early.batch.completions)} were begun"
+            )
+        early.batch.prompts, early.batch.completions = prompts, completions
+        try:
+            with self._scoring:
+                return self._score(early)
         finally:
-            early.end()
+            early.abandon()
 
-    def _score(
-        self, batch: Batch, results: Mapping[str, RewardCalls], early: EarlyCalls | None = None
-    ) -> Scores:
-        with self._scoring:
-            return self._score_alone(batch, results, early)
-
-    def _score_alone(
-        self, batch: Batch, results: Mapping[str, RewardCalls], early: EarlyCalls | None
-    ) -> Scores:
+    def _score(self, streamed: StreamedCalls) -> Scores:
+        batch, results = streamed.batch, streamed.results
         for number, level in enumerate(self._levels):
             for spec in level:
                 results[spec.name].calls = self._calls(spec, batch, results)
-            with kept_alive():
-                called = [results[spec.name] for spec in level if results[spec.name].calls]
-                self._run(called, early if number == 0 else None)
+            called = [results[spec.name] for spec in level if results[spec.name].calls]
+            self._run(called, streamed, gated=number > 0)
         return self._scores(batch, results)
 
     def close(self) -> None:
         """Stop the thread of the async rewards and the worker processes, if there are any."""
-        if self._early is not None:
-            self._early.abandon()
+        if self._streamed is not None:
+            self._streamed.abandon()
         if self._loop is not None:
             self._loop.close()
         if self._pool is not None:
             self._pool.close()
 
-    def _all_results(self, n: int) -> dict[str, RewardCalls]:
-        return {spec.name: self._results(spec, n) for spec in self.specs}
+    def _calls_of(self, batch: Batch) -> StreamedCalls:
+        results = {spec.name: self._results(spec, len(batch.completions)) for spec in self.specs}
+        return StreamedCalls(batch, results, lambda one: self._worker_pool().begin(one), self._on_loop)
 
     def _results(self, spec: RewardSpec, n: int) -> RewardCalls:
         on_error = spec.options.on_error or self.on_error
@@ -260,48 +254,48 @@ class Scorer:
         ]
         return batch.calls(spec, rows)
 
-    def _run(self, rewards: Sequence[RewardCalls], early: EarlyCalls | None) -> None:
-        """Make the calls of rewards that do not wait for each other; of those that began `early`, the rest."""
+    def _run(self, rewards: Sequence[RewardCalls], streamed: StreamedCalls, *, gated: bool) -> None:
+        """Make the calls of rewards that do not wait for each other; of those that have begun, the rest."""
         on_loop = [one for one in rewards if one.spec.on_loop]
         others = [one for one in rewards if not one.spec.on_loop]
         if not on_loop:
-            self._run_here(others, early)
+            self._run_here(others, streamed)
             return
-        calls = early.on_loop if early is not None and early.on_loop is not None else self._on_loop(on_loop)
+        calls = self._on_loop(on_loop) if gated or streamed.on_loop is None else streamed.on_loop
         for one in on_loop:
-            name = one.spec.name
-            calls.add(name, early.missing(name, one.calls) if early is not None else one.calls)
+            calls.add(one.spec.name, streamed.missing(one.spec.name, one.calls))
         calls.close()
         try:
-            self._run_here(others, early)
+            self._run_here(others, streamed)
         except BaseException:
             calls.abandon()
             raise
         with span("waiting for async rewards"):
             calls.finish()
 
-    def _run_here(self, rewards: Sequence[RewardCalls], early: EarlyCalls | None) -> None:
+    def _run_here(self, rewards: Sequence[RewardCalls], streamed: StreamedCalls) -> None:
         for one in rewards:
             start, name = time.perf_counter(), one.spec.name
-            begun = early.steps.pop(name, None) if early is not None else None
             try:
-                if begun is not None and early is not None:
+                if one.spec.options.isolated:
                     with span(f"waiting for reward {name}"):
-                        self._worker_pool().score(one, begun, early.missing(name, one.calls))
-                elif one.spec.options.isolated:
-                    with span(f"waiting for reward {name}"):
-                        self._worker_pool().score(one)
+                        pool = self._worker_pool()
+                        begun = streamed.isolated.pop(name, None) or pool.begin(one)
+                        begun.add_calls(streamed.missing(name, one.calls))
+                        pool.finish(begun)
                 else:
-                    with span(f"reward {name}"), kept_state(f"reward {name!r}"):
+                    with span(f"reward {name}"), kept_state(f"reward {name!r}"), kept_alive():
                         run_plain(one)
             finally:
                 one.seconds += time.perf_counter() - start
 
     def _on_loop(self, rewards: Sequence[RewardCalls]) -> AsyncCalls:
-        from mm_grpo.rewards import async_calls  # asyncio costs most of the import of mm_grpo.rewards
+        # asyncio costs most of the import of mm_grpo.rewards
+        from mm_grpo.rewards.async_calls import AsyncCalls
+        from mm_grpo.user_code.loop import BackgroundLoop
 
-        self._loop = self._loop or async_calls.BackgroundLoop()
-        return async_calls.AsyncCalls(self._loop, rewards)
+        self._loop = self._loop or BackgroundLoop()
+        return AsyncCalls(self._loop, rewards)
 
     def _worker_pool(self) -> WorkerPool:
         if self._pool is None:

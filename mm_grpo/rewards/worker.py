@@ -1,8 +1,7 @@
 """What runs in the worker processes of isolated rewards: a function imported by its address, and its calls.
 
-`isolation.py` starts the workers, each for one reward. What comes in is plain data that the trainer pickled. What
-goes out is a text: the JSON of the answers. So nothing that a reward makes, neither its result nor its exception,
-reaches pickle. What a function prints goes to the trainer's standard error.
+What goes out is a text, the JSON of an answer. So nothing that a reward makes, neither its result nor its exception,
+reaches pickle.
 """
 
 from __future__ import annotations
@@ -12,25 +11,23 @@ import inspect
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mm_grpo.errors import RewardError
-from mm_grpo.import_path import digest_of
 from mm_grpo.rewards.call import fault_of
 from mm_grpo.rewards.resolve import resolve_entry
 from mm_grpo.rewards.scores import scores_of
 from mm_grpo.rewards.spec import is_async
-from mm_grpo.rewards.user_code import end_fork, own_copy
-from mm_grpo.worker_processes import detach
+from mm_grpo.user_code.kept_state import end_fork, own_copy
+from mm_grpo.user_code.worker import require_unchanged
 
 LONGEST_TRACE = 20_000
 """Characters kept of an exception's traceback."""
 
 
 @dataclass(frozen=True)
-class Load:
+class RewardSource:
     """The function that a worker imports, from `address`: `file.py:function` or `module:function`.
 
     `made_with` are the arguments of a class; `digest` is the SHA-256 of the file as the trainer imported it.
@@ -45,43 +42,41 @@ class Load:
     per_turn: bool = False
 
 
-@dataclass(frozen=True)
-class Job:
-    """One call: how many completions it scores, its arguments, and which of `log_extra` and `log_metric` it takes."""
+class RewardWorker:
+    """The function of this process: from a pickled call, how many completions it scores, which of `log_extra` and
+    `log_metric` it takes and its arguments, to the JSON of what became of it."""
 
-    rows: int
-    arguments: Mapping[str, Any]
-    logs: tuple[str, ...] = ()
-
-
-class Worker:
-    """The function of this process, or why it could not be imported."""
-
-    def __init__(self, load: Load) -> None:
-        self.load = load
-        self.fn: Callable[..., Any] | None = None
-        self.fault: str | None = None
+    def __init__(self, source: RewardSource) -> None:
+        self.source = source
+        self.fn = resolve_entry({"name": source.address, **source.made_with}).fn
         self.loop: Any = None
-        try:
-            self.fn = resolve_entry({"name": load.address, **load.made_with}).fn
-            if digest_of(load.address) != load.digest:
-                raise RuntimeError("the file has changed since the trainer loaded it; start the run again")
-        except BaseException as error:
-            known = isinstance(error, RewardError)  # its message is a sentence already
-            self.fault = str(error) if known else f"{type(error).__name__}: {error}"
+        require_unchanged(source.address, source.digest)
 
-    def answer(self, job: Job) -> dict[str, Any]:
+    def __call__(self, body: bytes) -> bytes:
+        try:
+            rows, logs, sent = pickle.loads(body)
+            arguments = own_copy(
+                pickle.loads(sent), {}
+            )  # the rows of one call share what they have in common
+        except Exception as error:
+            answer: Mapping[str, Any] = {"unreadable": f"{type(error).__name__}: {error}"}
+        else:
+            answer = self.answer(rows, logs, arguments)
+        try:
+            return json.dumps(answer, default=_plain).encode()
+        except BaseException as error:  # only what a function logged can be so
+            what = f"{type(error).__name__}: {error}, in what it gave to log_extra or log_metric"
+            return json.dumps({"raised": [what, None, None, ""]}).encode()
+
+    def answer(self, rows: int, logs: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What became of a call: its checked `scores` and what it `logged`; or the exception that it `raised`; or
         why its answer is `refused`."""
-        fn, limit = self.fn, self.load.memory_limit
-        assert fn is not None
-        # the rows of one message share what they have in common
-        arguments: Mapping[str, Any] = own_copy(job.arguments, {})
+        fn, limit, kind = self.fn, self.source.memory_limit, self.source.kind
         process = os.getpid()
         logged: list[tuple[str, str, Any]] = []
         try:
             with _memory(limit):
-                answer = fn(**arguments, **_loggers(self.load.kind, job.logs, logged))
+                answer = fn(**arguments, **_loggers(kind, logs, logged))
                 if inspect.isawaitable(answer) and is_async(fn):
                     answer = self.awaited(answer)
         except BaseException as error:  # whatever it is, only this call has failed
@@ -93,10 +88,7 @@ class Worker:
         finally:
             end_fork(process, "a reward")
         try:
-            return {
-                "scores": scores_of(answer, self.load.kind, job.rows, self.load.per_turn),
-                "logged": logged,
-            }
+            return {"scores": scores_of(answer, kind, rows, self.source.per_turn), "logged": logged}
         except ValueError as error:
             return {"refused": str(error)}
 
@@ -111,42 +103,6 @@ class Worker:
             return await answer
 
         return self.loop.run_until_complete(waiting())
-
-
-_worker: Worker | None = None
-
-
-def start(load: Load, environment: Mapping[str, str]) -> None:
-    """Make this process a worker."""
-    global _worker
-    detach(environment)
-    _worker = Worker(load)
-
-
-def ready() -> str:
-    """Why the function could not be imported; an empty text if it was."""
-    assert _worker is not None
-    return _worker.fault or ""
-
-
-def serve(body: bytes) -> str:
-    """Make the calls of a pickled list of `Job`, in order; the JSON of their answers, or of one `fault` of all."""
-    assert _worker is not None
-    if _worker.fault is not None:
-        return json.dumps({"fault": _worker.fault})
-    try:
-        jobs: Sequence[Job] = pickle.loads(body)
-    except Exception as error:
-        return json.dumps({"unreadable": f"{type(error).__name__}: {error}"})
-    return "[" + ",".join(_json(_worker.answer(job)) for job in jobs) + "]"
-
-
-def _json(answer: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(answer, default=_plain)
-    except BaseException as error:  # only what a function logged can be so
-        what = f"{type(error).__name__}: {error}, in what it gave to log_extra or log_metric"
-        return json.dumps({"raised": [what, None, None, ""]})
 
 
 def _plain(value: Any) -> Any:

@@ -14,8 +14,8 @@ adds no gradient and counts in denominators. Metrics of rewards and completions 
 alone, which is how the policy does on the data; what is learned from is a selection.
 
 The engine hands each completion back when it is done (`RequestStream`), and those rewards that can begin with it do
-(rewards/early.py). Only the first process scores, so with several it is its own completions that are scored early;
-those of the others come when all have sampled. Where no reward can begin early the engine is asked for all at once.
+(rewards/streaming_rewards.py). Only the first process scores, so of several processes its own completions are scored
+early, and those of the others when all have sampled. Where no reward can begin early the engine is asked for all.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from mm_grpo.data.dataset import Dataset
     from mm_grpo.data.order import PromptOrder
     from mm_grpo.distributed.ranks import Ranks
-    from mm_grpo.rewards.early import EarlyCalls
     from mm_grpo.rewards.scorer import Scorer, Scores
     from mm_grpo.rewards.spec import RewardSpec
+    from mm_grpo.rewards.streaming_rewards import StreamedCalls
     from mm_grpo.rollout.engine import Request, RolloutEngine
     from mm_grpo.rollout.prompts import PromptBuilder
     from mm_grpo.rollout.seeds import SeedPlan
@@ -58,7 +58,7 @@ class Scoring:
     `early` is None on the other processes, and where other calls were on their way.
     """
 
-    early: EarlyCalls | None
+    early: StreamedCalls | None
     rows: Sequence[int]
 
     def add(self, place: int, request: Request, completion: Completion) -> None:
@@ -417,7 +417,7 @@ def begin_scoring(
 
     None where no reward can begin before all completions are there.
     """
-    if not scorer.begins_early:
+    if not scorer.streams:
         return None
     own = [(slot, tuple(p.sample.columns)) for slot, p in zip(asked.slots, asked.prompts, strict=True)]
     places = sorted(place for shard in ranks.all_gather(own, "slots") for place in shard)

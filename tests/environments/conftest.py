@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 from helpers.configs import small_config
-from helpers.sessions import died
+from helpers.sessions import died, workers
 
 from mm_grpo.environments.toolbox import Toolbox
-from mm_grpo.environments.workers import WorkerHost
 
 Make = Callable[..., Toolbox]
-
-
-def pids(box: Toolbox) -> list[int]:
-    host = box.host
-    return [slot.process.pid for slot in host.slots if slot.process] if isinstance(host, WorkerHost) else []  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -32,7 +26,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         return made[-1]
 
     yield toolbox
+    started = workers()
     for box in made:
-        started = [*pids(box), *(guard.process.pid for guard in getattr(box.host, "guards", ()))]
         box.close()
-        assert died(started)
+    assert died(started)

@@ -6,8 +6,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,25 +15,18 @@ import pytest
 import tools_to_isolate
 from helpers.configs import small_config
 from helpers.patience import PATIENCE
-from helpers.sessions import died, session
+from helpers.sessions import died, workers
 from helpers.tiny import picture, sample
 from tools_to_isolate import World, meet, misbehave, modules, nap
 
-from mm_grpo.environments.builtins import Zoom
 from mm_grpo.environments.host import Episode, LocalHost
 from mm_grpo.environments.toolbox import Toolbox
-from mm_grpo.environments.workers import WorkerHost
 from mm_grpo.errors import ToolError
 
 Make = Callable[..., Toolbox]
 TIMEOUT = 1.0
 """Seconds of a call in the tests of calls that hang; in the others a busy machine has 60."""
 HERE = Path(__file__).parent
-
-
-def pids(box: Toolbox) -> list[int]:
-    host = box.host
-    return [slot.process.pid for slot in host.slots if slot.process] if isinstance(host, WorkerHost) else []  # type: ignore[misc]
 
 
 def begun(box: Toolbox, count: int = 1, **columns: Any) -> list[Episode]:
@@ -90,14 +81,6 @@ def test_answers_are_equal_in_and_out_of_the_process(make: Make) -> None:
     assert shown[0][0][1][:2] == ("RGB", (90, 70))
 
 
-def test_a_group_begins_with_the_same_picture(make: Make) -> None:
-    box = make((), Zoom)
-    image = picture(1, 120, 80)
-    row = box.prepare(sample("a", images=(image,)))
-    seen = box.host.call_all([(e, "zoom", {"bbox": [0, 0, 500, 500]}) for e in box.episodes([row] * 4)])
-    assert [one.images[0].tobytes() for one in seen] == [image.crop((0, 0, 60, 40)).tobytes()] * 4
-
-
 def test_what_a_tool_does_to_its_row_stays_with_it() -> None:
     class Painter:
         def reset(self, images: Any, box: Any) -> None:
@@ -132,14 +115,9 @@ def test_conversations_about_one_row_share_it_and_change_their_own(make: Make) -
 
 DEATHS = {
     "exit": "exited with code 3",
-    "kill": r"was ended by SIGKILL \(out of memory\?\)",
-    "segfault": "was ended by SIGSEGV",
-    "fork holds on": "exited with code 4",
-    "closes": "closed its connection",
-    "writes a huge answer": "sent 18446744073709551615 bytes, which is no answer",
     "writes another answer": "sent what is no answer",
 }
-HANGS = ("hang", "hang in C", "stop", "writes half an answer")
+HANGS = ("hang",)
 
 
 @pytest.mark.slow
@@ -216,7 +194,7 @@ def test_a_fork_that_comes_back_is_ended(make: Make) -> None:
     box = make([misbehave])
     (one,) = begun(box)
     seen = [one.call("misbehave", {"how": "fork comes back"}).text for _ in range(2)]
-    assert seen == [f"in {pids(box)[0]}"] * 2
+    assert seen == [f"in {workers()[0]}"] * 2
 
 
 @pytest.mark.slow
@@ -291,32 +269,22 @@ def test_workers_do_not_import_torch(make: Make) -> None:
     assert '"PIL"' in loaded and not re.search('"(torch|transformers|numpy|datasets)"', loaded)
 
 
-def test_what_a_tool_started_ends_with_its_worker(make: Make) -> None:
-    box = make([misbehave])
-    worker, child = map(int, begun(box)[0].call("misbehave", {"how": "starts a child"}).text.split())
-    assert set(session(worker)) == {worker, child}
-    box.close()
-    assert died([worker, child])
-    assert begun(box)[0].call("misbehave", {"how": "fine"}).text == "fine"  # it starts anew
-
-
 def test_an_interrupt_leaves_no_call_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     box = make([nap], tool_timeout=60)
     one, other = begun(box, 2)
     host: Any = box.host
-    waits = iter([None] * 20)
+    wait = host.workers.wait
 
-    def wait(wait: bool) -> None:
-        next(waits, None)
-        if all(slot.ready and slot.since for slot in host.slots):
+    def interrupted(seconds: float | None) -> Any:
+        if all(worker.ready and worker.busy for worker in host.workers):
             raise KeyboardInterrupt
-        WorkerHost._wait(host, wait)
+        return wait(seconds)
 
-    monkeypatch.setattr(host, "_wait", wait)
+    monkeypatch.setattr(host.workers, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         host.call_all([(e, "nap", {"seconds": 600}) for e in (one, other)])
     monkeypatch.undo()
-    assert pids(box) == []
+    assert workers() == []
     seen = host.call_all([(e, "nap", {"seconds": 0}) for e in (one, other)])
     assert [s.fault for s in seen] == [None, None]
 
@@ -324,49 +292,7 @@ def test_an_interrupt_leaves_no_call_behind(make: Make, monkeypatch: pytest.Monk
 def test_a_worker_that_died_between_calls_is_noticed(make: Make) -> None:
     box = make((), World, environment_workers=1)
     (one,) = begun(box)
-    os.kill(pids(box)[0], signal.SIGKILL)
-    assert died(pids(box))
+    os.kill(workers()[0], signal.SIGKILL)
+    assert died(workers())
     assert one.call("act", {}).fault == "died"
     assert "was ended by SIGKILL (out of memory?) while it waited for calls" in str(one.masked)
-
-
-TRAINER = f"""
-import os, signal, sys, threading
-sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
-from helpers.configs import small_config
-from helpers.tiny import sample
-from mm_grpo.environments.toolbox import Toolbox
-from tools_to_isolate import misbehave
-box = Toolbox(small_config("m", rollout={{"environment_workers": 2, "tool_timeout": 60}}), [misbehave], None)
-episodes = box.episodes([sample("a"), sample("b")])
-seen = box.host.call_all([(e, "misbehave", {{"how": "starts a child"}}) for e in episodes])
-print(*(s.text for s in seen), flush=True)
-"""
-ENDS = {
-    "ends": "",
-    "raises": "1 / 0",
-    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-    "killed in a call": (
-        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
-        "box.host.call_all([(e, 'misbehave', {'how': 'hang'}) for e in episodes])"
-    ),
-    "interrupted": (
-        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-        "box.host.call_all([(e, 'misbehave', {'how': 'hang'}) for e in episodes])"
-    ),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", ENDS)
-def test_workers_end_with_the_trainer(how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINER + ENDS[how]],
-        capture_output=True,
-        text=True,
-        timeout=40,
-        start_new_session=True,
-    )
-    ended = {"ends": 0, "raises": 1, "interrupted": -signal.SIGINT}.get(how, -signal.SIGKILL)
-    assert done.returncode == ended, done.stderr
-    assert len(done.stdout.split()) == 4 and died(map(int, done.stdout.split()))

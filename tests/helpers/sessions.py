@@ -1,9 +1,11 @@
-"""Whether processes have ended, and what they started in their sessions."""
+"""Worker processes, whether processes have ended, and what they started in their sessions."""
 
 import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from mm_grpo.user_code import server
 
 
 def stat(pid: int) -> list[str]:
@@ -18,6 +20,15 @@ def session(of: int) -> list[int]:
     """The living processes of a session."""
     found = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
     return [pid for pid in found if (fields := stat(pid))[0] != "Z" and int(fields[3]) == of]
+
+
+def workers() -> list[int]:
+    """The living workers of this process."""
+    started = server._server
+    if started is None or started.owner != os.getpid():
+        return []
+    found = sorted(int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
+    return [pid for pid in found if (fields := stat(pid))[0] != "Z" and int(fields[1]) == started.process.pid]
 
 
 def died(processes: Iterable[int], seconds: float = 60.0) -> bool:

@@ -14,13 +14,11 @@ USER_ERRORS = {"ConfigError", "DataError", "RewardError", "ToolError"}
 CHAINED = {
     "cli/view.py": "whatever a damaged run folder raises",
     "environments/factories.py": "a class of the user's",
-    "environments/workers.py": "a class of the user's",
     "trained/hub.py": "whatever a version of huggingface_hub raises",
     "trained/proof.py": "whatever keeps a model that was written from being loaded",
     "learner/model.py": "whatever a processor raises when it is saved",
     "rewards/async_calls.py": "a function of the user's",
     "rewards/builtins/reward_model.py": "whatever a model raises when it is loaded",
-    "rewards/isolation.py": "arguments of the user's function",
     "rewards/resolve.py": "a file of the user's",
     "rollout/vllm/internals.py": "whatever vLLM says to a prompt",
     "rollout/vllm/launch.py": "whatever vLLM says to its arguments",

@@ -9,9 +9,10 @@ import pytest
 from helpers.chat_server import Server
 from PIL import Image
 
-from mm_grpo.rewards import async_calls, registry
+from mm_grpo.rewards import registry
 from mm_grpo.rewards.builtins import chat
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
+from mm_grpo.user_code import loop
 
 Rows = tuple[list[Prompt], list[Completion]]
 
@@ -26,7 +27,7 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_calls, "GRACE", 10.0)  # an event loop that gets no core is not blocked
+    monkeypatch.setattr(loop, "GRACE", 10.0)  # an event loop that gets no core is not blocked
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import os
-import re
 import sys
 import threading
 import time
@@ -22,6 +21,14 @@ class Mute(Exception):
         raise RuntimeError("no words")
 
 
+def connection():
+    """The socket of a worker."""
+    numbers = map(int, os.listdir("/proc/self/fd"))
+    return next(
+        n for n in numbers if os.path.realpath(f"/proc/self/fd/{n}").rpartition("/")[2].startswith("socket:")
+    )
+
+
 def behave(completion, label="none"):  # noqa: C901
     """The length of the label, unless the completion asks for trouble."""
     if completion == "loop":
@@ -29,16 +36,12 @@ def behave(completion, label="none"):  # noqa: C901
             pass
     if completion == "sleep in C":
         ctypes.PyDLL(None).sleep(1000)  # PyDLL keeps the interpreter's lock: no thread, no signal gets in
-    if completion == "regex":
-        re.match(r"(a+)+b", "a" * 50)
     if completion == "exit":
         os._exit(3)
     if completion == "exit 0":
         os._exit(0)
     if completion == "sys.exit":
         sys.exit(0)
-    if completion == "segfault":
-        ctypes.string_at(0)
     if completion == "memory":
         return float(len(bytearray(2 * 10**9)))
     if completion == "opaque":
@@ -47,11 +50,9 @@ def behave(completion, label="none"):  # noqa: C901
         raise Mute
     if completion == "interrupt":
         raise KeyboardInterrupt
-    if completion == "print":
-        print("a line on standard output")
-        os.write(1, b"another\n")
-    if completion == "read":
-        return float(len(sys.stdin.read()))
+    if completion == "forges":
+        os.write(connection(), b"\0\0\0\0\0\0\0\x09123456789")
+        time.sleep(1000)
     if completion == "nan":
         return float("nan")
     if completion == "none":

@@ -1,7 +1,11 @@
-"""Isolated rewards that behave: found, told and answering as they would in the trainer's process."""
+"""Isolated rewards: found, told and answering as in the trainer's process; what hangs or dies fails alone.
+
+What a worker process is and how it ends is tested in tests/user_code/test_workers.py.
+"""
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,13 +15,16 @@ from pathlib import Path
 
 import pytest
 import rewards_to_isolate as functions
-from worker_processes import pids
+from helpers.patience import PATIENCE
+from helpers.sessions import died, workers
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer, resolve_entry, reward
 from mm_grpo.rewards.call import WorkerTrace
 
 FILE = Path(__file__).with_name("rewards_to_isolate.py")
+TIMEOUT = 2.0
+"""Seconds, in which the calls that do not hang are made, also on a busy machine."""
 
 
 def fails(match: str):
@@ -28,17 +35,35 @@ def isolated(name, **settings):
     return {"name": f"{FILE}:{name}", "as": "r", "isolated": True, "timeout": 20, **settings}
 
 
+def ready(scorer):
+    """The scorer, when all its workers have imported their functions."""
+    scorer.start()
+    for group in scorer._pool.workers.values():
+        while not all(worker.ready for worker in group):
+            group.wait()
+    return scorer
+
+
 @pytest.fixture
 def scorer():
     made = []
 
     def make(*entries, **settings):
-        made.append(Scorer(entries, workers=2, **settings))
+        made.append(Scorer(entries, **{"workers": 2, **settings}))
         return made[-1]
 
     yield make
+    started = workers()
     for one in made:
         one.close()
+    assert died(started)
+
+
+def counts(scores):
+    return tuple(int(scores.metrics[f"rewards/r/{what}"]) for what in ("errors", "timeouts", "none"))
+
+
+# calls that are answered -------------------------------------------------------------------------
 
 
 def test_a_worker_gets_what_the_function_asks_for(rows, scorer):
@@ -47,12 +72,6 @@ def test_a_worker_gets_what_the_function_asks_for(rows, scorer):
     assert scores.totals == [1.0, 1.0]
     assert scores.metrics["area"] == 2.5
     assert scores.extra == {"seen": [{"box": [1, {"2": "two"}]}] * 2}
-
-
-def test_what_a_function_changes_of_a_row_no_other_call_sees(rows, scorer):
-    answers = ["a", "b", "c"]
-    scores = scorer(isolated("pops")).score(*rows(list("wxyz") * 4, answers=[answers] * 16), step=1)
-    assert scores.totals == [2.0] * 16 and answers == ["a", "b", "c"]
 
 
 def test_a_batch_function_in_a_worker(rows, scorer):
@@ -74,12 +93,15 @@ def test_objects_and_classes_in_a_worker(rows, scorer, name):
     assert scores.totals == [0.75 if name == "Judge" else 0.25]
 
 
-def test_functions_given_in_python_are_found_by_module_and_name(rows, scorer):
-    settings = {"as": "r", "isolated": True, "timeout": 20}
-    made = scorer({"name": functions.process, **settings})
-    for step in (1, 2):
-        assert set(made.score(*rows("wxyz"), step=step).parts["r"]) <= set(pids(made)) - {os.getpid()}
-    assert len(made._pool.workers["r"].context.processes) == 2  # the same processes serve all steps
+def test_the_same_workers_serve_all_steps_and_threads(rows, scorer):
+    made = ready(scorer({"name": functions.process, "as": "r", "isolated": True, "timeout": 20}))
+    started, found = workers(), []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(made.score(*rows("wxyz"), step=1)))
+        thread.start()
+        thread.join()
+    assert {place for one in found for place in one.parts["r"]} <= set(started) and len(started) == 2
+    assert workers() == started
 
 
 def test_built_ins_and_decorated_functions(rows, scorer, tmp_path):
@@ -99,69 +121,163 @@ def test_built_ins_and_decorated_functions(rows, scorer, tmp_path):
     assert made.score(*rows(["abc", "ab"]), step=1).totals == [8.5, 9.0]
 
 
-def test_many_calls_are_spread_and_come_back_in_order(rows, scorer):
-    texts = ["x" * (i % 50) for i in range(500)]
-    scores = scorer(isolated("length_of"), isolated("lengths_of", **{"as": "b"})).score(*rows(texts), step=1)
+def test_calls_are_spread_and_come_back_in_order_with_rows_of_their_own(rows, scorer, tmp_path):
+    texts, folder = ["x" * (i % 50) for i in range(300)], [str(tmp_path)] * 300
+    entries = [isolated("length_of"), isolated("lengths_of", **{"as": "b"}), isolated("meets", **{"as": "m"})]
+    entries.append(isolated("pops", **{"as": "p"}))
+    answers = ["a", "b", "c"]
+    scores = scorer(*entries).score(*rows(texts, folder=folder, answers=[answers] * 300), step=1)
     assert scores.parts["r"] == scores.parts["b"] == [float(len(text)) for text in texts]
+    assert scores.parts["m"] == [1.0] * 300  # two processes were in the function at the same time
+    assert scores.parts["p"] == [2.0] * 300 and answers == ["a", "b", "c"]
 
 
-def test_two_workers_are_at_work_at_the_same_time(rows, scorer, tmp_path):
-    folders = [str(tmp_path)] * 2
-    assert scorer(isolated("meets", timeout=60)).score(*rows(["a", "b"], folder=folders), step=1).totals == [
-        1.0,
-        1.0,
-    ]
+def test_max_concurrency_bounds_the_workers(rows, scorer):
+    made = scorer(isolated("process", max_concurrency=1))
+    assert len(set(made.score(*rows(["a"] * 30), step=1).parts["r"])) == 1
+
+
+def test_nothing_that_a_worker_makes_is_unpickled(rows, scorer, tmp_path):
+    mark = tmp_path / "mark"
+    code = f"""
+        import os
+        class Trap(Exception):
+            def __reduce__(self):
+                return os.system, ("touch {mark}",)
+        class Float(float):
+            __reduce__ = Trap.__reduce__
+        def f(completion, log_extra):
+            if completion == "raises":
+                raise Trap("caught")
+            if completion == "logs":
+                log_extra("seen", Trap("logged"))
+            return Float(0.5) if completion == "float" else 1.0 if completion == "logs" else Trap()
+    """
+    (tmp_path / "own.py").write_text(textwrap.dedent(code))
+    entry = {"name": f"{tmp_path}/own.py:f", "as": "r", "isolated": True, "timeout": 20, "on_error": "mask"}
+    scores = scorer(entry).score(*rows(["raises", "returns", "float", "logs"]), step=1)
+    assert scores.totals == [None, None, 0.5, 1.0] and type(scores.totals[2]) is float
+    assert scores.extra == {"seen": [None, None, None, "Trap('logged')"]}
+    for text, message in (
+        ("raises", "raised Trap: caught at"),
+        ("returns", r"returned Trap\(\), a Trap; legal"),
+    ):
+        with fails(message):
+            scorer({**entry, "on_error": "stop"}).score(*rows([text]), step=1)
+    assert not mark.exists()
+
+
+# calls that fail -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_bad_answers_and_exceptions_read_the_same_with_and_without_isolation(rows, scorer, apart):
+    entry = isolated("behave", isolated=apart)
+    with fails("^reward 'r', on row 'row:1' with the completion 'nan', returned nan, which is not finite"):
+        scorer(entry).score(*rows(["a", "nan"]), step=1)
+    with fails(r"on a batch of 2 completions .* returned 1 scores; legal is a list of 2"):
+        scorer(isolated("wrong_count", isolated=apart)).score(*rows("xy"), step=1)
+    with fails(r"raised RewardError: log_metric\('m'\) got nan"):
+        scorer(isolated("bad_log", isolated=apart)).score(*rows("x"), step=1)
+    line = next(i for i, text in enumerate(FILE.read_text().splitlines(), 1) if "raise Opaque" in text)
+    with fails(rf"on row 'row:0' with the completion 'opaque', raised Opaque: .* at {FILE}:{line}\. The"):
+        scorer(entry).score(*rows(["opaque"]), step=1)
+    with fails("raised Mute: its message cannot be shown at") as caught:
+        scorer(entry).score(*rows(["mute"]), step=1)
+    assert not apart or (
+        isinstance(caught.value.__cause__, WorkerTrace) and "in behave" in str(caught.value.__cause__)
+    )
+
+
+ENDS = {
+    "exit": "ended its worker process, which exited with code 3",
+    "exit 0": "ended its worker process, which exited with code 0",
+    "memory": r"raised MemoryError \(memory_limit is 1000000000 bytes\) at ",
+    "sys.exit": "raised SystemExit: 0",
+    "interrupt": "raised KeyboardInterrupt at ",
+    "forges": "ended its worker process, which sent what is no answer",
+}
 
 
 @pytest.mark.slow
-def test_mathematics_in_two_workers(rows, scorer):
-    answers = [rf"\frac{{{i}}}{{7}}+x^{i % 3}" for i in range(1, 65)]
-    texts = [rf"It is \boxed{{x^{i % 3}+\frac{{{i + i % 2}}}{{7}}}}" for i in range(1, 65)]
-    scores = scorer({"name": "math", "isolated": True, "timeout": 60}).score(
-        *rows(texts, answer=answers), step=1
+def test_all_kinds_of_failure_in_one_step(rows, scorer, caplog):
+    made = ready(scorer(isolated("behave", on_error="mask", memory_limit="1GB", timeout=TIMEOUT)))
+    texts = [*ENDS, "loop", "sleep in C", "nan", "none", *"abcdefgh"]
+    for step in (1, 2):
+        start = time.perf_counter()
+        scores = made.score(*rows(texts), step=step)
+        assert TIMEOUT <= time.perf_counter() - start < TIMEOUT + PATIENCE
+        assert scores.totals == [None] * (len(ENDS) + 4) + [4.0] * 8
+        assert counts(scores) == (len(ENDS) + 1, 2, 1)
+    assert f"{len(ENDS) + 1} completions masked at step 2: reward 'r', on row 'row:" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_a_failure_stops_the_run_by_default_without_waiting_for_the_others(rows, scorer, end):
+    made, start = scorer(isolated("behave", memory_limit=10**9, timeout=600)), time.perf_counter()
+    with fails(f"^reward 'r', on row 'row:1' with the completion '{end}', {ENDS[end]}"):
+        made.score(*rows(["a", end, "loop"]), step=1)
+    assert time.perf_counter() - start < PATIENCE
+    assert made.score(*rows(["a"] * 4), step=2).totals == [4.0] * 4
+
+
+@pytest.mark.slow
+def test_calls_behind_many_that_hang_are_made(rows, scorer):
+    made = ready(scorer(isolated("behave", on_timeout="mask", timeout=6.0)))
+    texts = ["loop", "sleep in C", "loop", "loop", "loop"] + ["a"] * 10
+    start = time.perf_counter()
+    scores = made.score(*rows(texts), step=1)
+    assert 6.0 <= time.perf_counter() - start < 6.0 + 15  # one after the other they would take 15 s
+    assert scores.totals == [None] * 5 + [4.0] * 10 and counts(scores) == (0, 5, 0)
+    assert made.score(*rows(["a"] * 8), step=2).totals == [4.0] * 8 and len(workers()) == 2
+
+
+@pytest.mark.slow
+def test_a_time_out_stops_the_run_by_default(rows, scorer):
+    with fails(
+        r"^reward 'r', on row 'row:1' with the completion 'loop', had not answered after timeout = 2 s; 2 of 4 calls"
+    ):
+        ready(scorer(isolated("behave", timeout=TIMEOUT))).score(*rows(["a", "loop", "loop", "b"]), step=1)
+
+
+@pytest.mark.slow
+def test_a_batch_call_that_hangs_masks_all_its_completions(rows, scorer):
+    made = ready(scorer(isolated("behave_batch", on_timeout="mask", timeout=TIMEOUT)))
+    scores = made.score(*rows(["a", "loop", "b"]), step=1)
+    assert scores.totals == [None] * 3 and counts(scores) == (0, 3, 0)
+
+
+@pytest.mark.slow
+def test_slow_calls_are_no_hangs(rows, scorer):
+    # Each takes longer than the step's patience (8 s / 8); the others do not wait for them, and all count.
+    made = scorer(isolated("behave", timeout=8))
+    assert made.score(*rows(["wait 1.2"] * 2 + ["wait 0.05"] * 10), step=1).totals == [4.0] * 12
+
+
+def test_a_call_that_failed_is_made_again(rows, scorer, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import os, pathlib\n"
+        "def f(completion):\n"
+        f"    tried = pathlib.Path({str(tmp_path)!r}) / completion\n"
+        "    if not tried.exists():\n"
+        "        tried.write_text('')\n"
+        "        os._exit(1) if completion == 'dies' else 1 / 0\n"
+        "    return 1.0\n"
     )
-    assert scores.totals == [1.0 - i % 2 for i in range(1, 65)]
+    made = scorer({"name": f"{own}:f", "as": "r", "isolated": True, "retries": 1, "timeout": 20})
+    assert made.score(*rows(["dies", "raises"]), step=1).totals == [1.0, 1.0]
 
 
-def test_a_function_that_prints_and_reads_scores_all_the_same(rows, scorer):
-    assert scorer(isolated("behave")).score(*rows(["print", "read"]), step=1).totals == [4.0, 0.0]
-
-
-def test_a_bad_score_reads_as_it_does_without_isolation(rows, scorer):
-    message = (
-        "^reward 'r', on row 'row:1' with the completion 'nan', returned nan, which is not finite.*; legal is"
-    )
-    for entry in (isolated("behave"), isolated("behave", isolated=False)):
-        with fails(message):
-            scorer(entry).score(*rows(["a", "nan"]), step=1)
-    with fails(r"on a batch of 2 completions .* returned 1 scores; legal is a list of 2"):
-        scorer(isolated("wrong_count")).score(*rows("xy"), step=1)
-    with fails(r"raised RewardError: log_metric\('m'\) got nan"):
-        scorer(isolated("bad_log")).score(*rows("x"), step=1)
-
-
-def test_an_exception_reads_as_it_does_without_isolation(rows, scorer):
-    line = next(i for i, text in enumerate(FILE.read_text().splitlines(), 1) if "raise Opaque" in text)
-    message = (
-        rf"on row 'row:0' with the completion 'opaque', raised Opaque: .* at {FILE}:{line}\. The function"
-    )
-    for entry in (isolated("behave"), isolated("behave", isolated=False)):
-        with fails(message) as caught:
-            scorer(entry).score(*rows(["opaque"]), step=1)
-    with fails("raised Mute: its message cannot be shown at") as caught:
-        scorer(isolated("behave")).score(*rows(["mute"]), step=1)
-    assert isinstance(caught.value.__cause__, WorkerTrace) and "in behave" in str(caught.value.__cause__)
-
-
-def test_workers_import_as_the_trainer_does(rows, scorer, tmp_path, monkeypatch):
-    (tmp_path / "own_package_of_rewards.py").write_text(
-        "import os\ndef f(completion):\n    return float(os.environ.get('PYTHONPATH') == 'given')\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", "given")
-    made = scorer({"name": "own_package_of_rewards:f", "isolated": True})
-    assert made.score(*rows("x"), step=1).totals == [1.0]
-    sys.modules.pop("own_package_of_rewards")
+def test_workers_killed_between_steps_are_replaced(rows, scorer):
+    made = ready(scorer(isolated("behave")))
+    for wait in (0.0, 0.3):
+        ready(made)
+        for pid in workers():
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(wait)
+        assert made.score(*rows(["a"] * 4), step=2).totals == [4.0] * 4
 
 
 def test_a_file_that_changed_since_the_start_is_not_run(rows, scorer, tmp_path):
@@ -172,40 +288,6 @@ def test_a_file_that_changed_since_the_start_is_not_run(rows, scorer, tmp_path):
         r"a worker process cannot import .*own.py:f: RuntimeError: the file has changed since the trainer"
     ):
         made.score(*rows("x"), step=1)
-
-
-def test_a_worker_that_dies_at_import_stops_the_run(rows, scorer, tmp_path):
-    code = """
-        import multiprocessing, os
-        if multiprocessing.parent_process() is not None:
-            os._exit(7)
-        def f(completion):
-            return 1.0
-    """
-    (tmp_path / "own.py").write_text(textwrap.dedent(code))
-    made = scorer({"name": f"{tmp_path}/own.py:f", "isolated": True})
-    with fails("a worker process exited with code 7 while it started or imported .*own.py:f"):
-        made.score(*rows("x"), step=1)
-
-
-def test_start_has_the_workers_ready(rows, scorer):
-    made = scorer(isolated("process"), isolated("lengths_of", **{"as": "b"}))
-    made.start()
-    assert [len(group.context.processes) for group in made._pool.workers.values()] == [2, 1]
-    started = pids(made)
-    for group in made._pool.workers.values():
-        group.check()
-    scores = made.score(*rows("wxyz"), step=1)
-    assert set(scores.parts["r"]) <= set(started) and pids(made) == started
-
-
-def test_scoring_from_another_thread(rows, scorer):
-    made, found = scorer(isolated("length_of")), []
-    for _ in range(2):
-        thread = threading.Thread(target=lambda: found.append(made.score(*rows(["ab"]), step=1).totals))
-        thread.start()
-        thread.join()
-    assert found == [[2.0], [2.0]]
 
 
 # what cannot be isolated -------------------------------------------------------------------------
@@ -229,11 +311,7 @@ in_main.__module__ = "__main__"
     ],
 )
 def test_functions_that_no_other_process_finds_are_refused_at_the_start(fn):
-    with fails(
-        "reward 'own' cannot be isolated: a worker process imports its function, and a lambda, a closure, .* "
-        "Put it into a file of its own and name it as path/to/file.py:function or package.module:function, or "
-        r"leave out isolated \(then a time-out stops the run\)"
-    ):
+    with fails("reward 'own' cannot be isolated: .*path/to/file.py:function"):
         Scorer([{"name": fn, "as": "own", "isolated": True}])
 
 
@@ -246,17 +324,10 @@ def test_an_isolated_closure_is_refused_at_the_start():
         Scorer(["inner"])
 
 
-def test_a_setting_that_cannot_be_sent_is_refused_at_the_start():
-    with fails(
-        "reward 'behave' cannot be isolated: its setting 'label' is <unlocked _thread.lock .*Set plain"
-    ):
+def test_values_that_cannot_be_sent(rows, scorer):
+    with fails("reward 'behave' cannot be isolated: its setting 'label' is <unlocked _thread.lock"):
         Scorer([{"name": f"{FILE}:behave", "isolated": True, "label": threading.Lock()}])
-
-
-def test_a_column_that_cannot_be_sent_is_named(rows, scorer):
-    with fails(
-        "reward 'r': its argument 'label' cannot be sent to a worker process .*isolated rewards take plain"
-    ):
+    with fails("reward 'r': its argument 'label' cannot be sent to a worker process"):
         scorer(isolated("behave")).score(*rows("x", label=[threading.Lock()]), step=1)
 
 
@@ -287,16 +358,3 @@ def test_classes_that_cannot_serve():
         resolve_entry(f"{FILE}:Opaque")
     with fails(r"has no setting 'marks'; did you mean 'mark'"):
         resolve_entry({"name": f"{FILE}:Judge", "marks": 1})
-
-
-@pytest.mark.slow
-def test_a_clock_that_is_set_forward_ends_no_call(rows, scorer, tmp_path, monkeypatch):
-    file = tmp_path / "slow.py"
-    file.write_text("import time\n\ndef slow(completion):\n    time.sleep(1)\n    return 1.0\n")
-    made = scorer({"name": f"{file}:slow", "isolated": True, "timeout": 20})
-    made.start()
-    clock = time.time
-    timer = threading.Timer(0.4, lambda: monkeypatch.setattr(time, "time", lambda: clock() + 86400))
-    timer.start()
-    assert made.score(*rows(["a", "b"]), step=1).totals == [1.0, 1.0]
-    timer.join()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_grpo.rewards import Scorer, isolation
+from mm_grpo.rewards import Scorer
 
 FILE = Path(__file__).with_name("rewards_to_isolate.py")
 
@@ -49,22 +49,3 @@ def test_scoring_costs_little_beside_the_reward(batch, name, limit):
     few, many = (calls_per_row(scorer, batch, count) for count in (256, 1024))
     assert many < limit
     assert many < few * 1.05  # linear in the rows
-
-
-@pytest.mark.parametrize("name, messages", [("lengths_of", 1), ("length_of", 60)])
-def test_workers_get_many_calls_in_few_small_messages(batch, monkeypatch, name, messages):
-    monkeypatch.setattr(isolation, "CHUNK_SECONDS", 5.0)  # however slow the machine
-    sent, pickled = [], isolation._pickled
-
-    def noted(spec, calls):
-        sent.append(pickled(spec, calls))
-        return sent[-1]
-
-    monkeypatch.setattr(isolation, "_pickled", noted)
-    scorer = Scorer([{"name": f"{FILE}:{name}", "isolated": True, "timeout": 120}], workers=2)
-    for step in (1, 2):  # in the first, messages grow from one call each
-        sent.clear()
-        scorer.score(*batch(2048), step=step)
-    scorer.close()
-    assert len(sent) <= messages
-    assert sum(map(len, sent)) < 2048 * 700  # 464 measured: the text has 200

@@ -16,7 +16,7 @@ from helpers.tiny import picture, sample
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.environments.observation import Limits, Observation
-from mm_grpo.environments.session import Answer
+from mm_grpo.environments.session import CallResult
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.environments.worker import packed_answer, unpacked_answer
 from mm_grpo.errors import ConfigError, RewardError, ToolError
@@ -183,7 +183,7 @@ def test_a_reward_of_a_step_that_cannot_be_set_is_refused_at_the_start() -> None
 
 def test_an_answer_of_a_worker_is_what_it_was() -> None:
     limits = Limits(100, 100)
-    said = Answer(Observation(("seen",)), reward=1.5, raised="left a bad step_reward")
+    said = CallResult(Observation(("seen",)), reward=1.5, raised="left a bad step_reward")
     assert unpacked_answer(packed_answer(said, limits), limits) == said
 
 

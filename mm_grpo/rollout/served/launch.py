@@ -1,8 +1,8 @@
 """vLLM servers of this machine: started as the config says, watched, and ended with whoever started them.
 
 A server is a process group of its own: vLLM's API server, its engine and its workers. `stop` ends the whole group, at
-the end of a block, of the process, or by Ctrl-C; where this process is killed by SIGKILL, a `Guard` does so
-(worker_processes.py). What a server prints goes to a log file.
+the end of a block, of the process, or by Ctrl-C; where this process is killed by SIGKILL, its `Lifeline` does so
+(user_code/server.py). What a server prints goes to a log file.
 
 A server listens on a Unix socket in a folder of ours, which nobody but this user reaches, or at a port of 127.0.0.1.
 vLLM's own key would guard a part of its endpoints only, and whoever reaches the others replaces the weights; so a port
@@ -29,7 +29,7 @@ from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.command import ServerSettings, server_command, server_environment
 from mm_grpo.rollout.served.server_key import VARIABLE, is_loopback, kept_key
-from mm_grpo.worker_processes import Guard, ended
+from mm_grpo.user_code.server import Lifeline, ended
 
 START_TIMEOUT = 900.0
 """Seconds that a server may take to load a model."""
@@ -70,6 +70,7 @@ class ServerProcess:
     log: Path
     url: str = ""
     _process: subprocess.Popen[bytes] | None = None
+    _lifeline: Lifeline | None = None
     _started: float = field(default=0.0)
 
     @property
@@ -106,7 +107,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         self._started = time.monotonic()
-        _guard().watch(self._process.pid)
+        self._lifeline = Lifeline(pid=self._process.pid)
         _running.append(self)
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> float:
@@ -172,7 +173,8 @@ class ServerProcess:
         with suppress(ProcessLookupError, PermissionError):  # workers that outlived their parent
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        _guard().watch(process.pid, "-")
+        if self._lifeline is not None:
+            self._lifeline.leave()
         _running.remove(self)
         if self.settings.socket is not None:
             self.settings.socket.unlink(missing_ok=True)
@@ -293,19 +295,10 @@ def stop_all(servers: Sequence[ServerProcess]) -> None:
 # the end of this process -----------------------------------------------------------------------
 
 _running: list[ServerProcess] = []
-_guards: dict[int, Guard] = {}
 
 
-def _guard() -> Guard:
-    """This process's guard, which ends the servers where this process is killed."""
-    pid = os.getpid()
-    if pid not in _guards:
-        _guards[pid] = Guard()
-        atexit.register(_at_exit, pid)
-    return _guards[pid]
-
-
-def _at_exit(pid: int) -> None:
-    if os.getpid() == pid:
-        for server in list(_running):
+@atexit.register
+def _at_exit() -> None:
+    for server in list(_running):
+        if server._lifeline is not None and server._lifeline.owner == os.getpid():
             server.stop(0.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from mm_grpo.errors import DataError, EngineError
 from mm_grpo.rollout.vllm.launch import Handle, first_line
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
-from mm_grpo.watchdog import Watchdog
+from mm_grpo.user_code.watchdog import Watchdog
 
 # running -------------------------------------------------------------------------------------
 

@@ -18,12 +18,7 @@ from PIL import Image, ImageDraw
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
-from mm_grpo.rewards.user_code import kept_state, own_copy
-
-
-def pops(completion: str, gold: list[str]) -> float:
-    """Right when the completion is the last of the row's list, which it takes off."""
-    return float(completion == gold.pop())
+from mm_grpo.user_code.kept_state import kept_state, own_copy
 
 
 def edits_and_paints(completion: str, prompt: Any, images: Any, sample: Any) -> float:
@@ -37,6 +32,11 @@ def edits_and_paints(completion: str, prompt: Any, images: Any, sample: Any) -> 
         image.putpixel((0, 1), (0, 0, 255))
         image.putalpha(7)
     return 1.0
+
+
+def pops(completion: str, gold: list[str]) -> float:
+    """Right when the completion is the last of the row's list, which it takes off."""
+    return float(completion == gold.pop())
 
 
 def pops_of_all(completions: list[str], gold: list[list[str]], **columns: Any) -> list[float]:
@@ -101,12 +101,6 @@ def test_global_state_is_put_back_and_the_reward_named(
     )
 
 
-def test_what_changes_nothing_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), kept_state("reward 'x'"), torch.no_grad():
-        torch.rand(1)
-    assert caplog.records == [] and torch.is_grad_enabled()
-
-
 def test_state_is_put_back_after_a_reward_that_raises() -> None:
     with pytest.raises(ZeroDivisionError), kept_state("reward 'x'"):
         torch.set_grad_enabled(False)
@@ -114,25 +108,21 @@ def test_state_is_put_back_after_a_reward_that_raises() -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("options", [{}, {"timeout": 5.0}])
-def test_a_reward_cannot_end_the_process(options: dict[str, Any], rows: Callable[..., Any]) -> None:
-    def f(completion: str) -> float:
+@pytest.mark.parametrize("kind", ["plain", "with a deadline", "async"])
+def test_a_reward_cannot_end_the_process(kind: str, rows: Callable[..., Any]) -> None:
+    def plain(completion: str) -> float:
         os._exit(0)
+
+    async def late(completion: str) -> float:
+        os._exit(0)
+
+    f: Any = late if kind == "async" else plain
+    options = {"timeout": 5.0} if kind == "with a deadline" else {}
 
     real = os._exit
     with pytest.raises(RewardError, match=r"'f'.*raised SystemExit: os\._exit\(0\)"):
-        Scorer([{"name": f, **options}]).score(*rows("a"), step=1)
+        Scorer([{"name": f, "as": "f", **options}]).score(*rows("a"), step=1)
     assert os._exit is real
-
-
-def test_an_async_reward_cannot_end_the_process(rows: Callable[..., Any]) -> None:
-    async def f(completion: str) -> float:
-        os._exit(0)
-
-    scorer = Scorer([f])
-    with pytest.raises(RewardError, match=r"raised SystemExit: os\._exit\(0\)"):
-        scorer.score(*rows("a"), step=1)
-    scorer.close()
 
 
 def test_an_import_cannot_end_the_process(tmp_path: Path) -> None:
@@ -154,20 +144,20 @@ def test_other_threads_and_forks_may_exit_meanwhile(rows: Callable[..., Any]) ->
     assert Scorer([f]).score(*rows("a"), step=1).totals == [1.0] and found == [3]
 
 
-def test_threads_that_a_reward_starts_do_not_outlive_the_run(rows: Callable[..., Any]) -> None:
-    """Python waits at its end for threads that are no daemons."""
-    started: list[threading.Thread] = []
+def test_a_thread_that_python_would_wait_for_is_named(
+    rows: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     done = threading.Event()
 
     def f(completion: str) -> float:
-        started.append(threading.Thread(target=done.wait))
-        started[-1].start()
+        threading.Thread(target=done.wait, name="mine").start()
+        threading.Thread(target=done.wait, name="daemon", daemon=True).start()
         return 1.0
 
-    Scorer([f]).score(*rows("a"), step=1)
+    with caplog.at_level(logging.WARNING):
+        Scorer([f]).score(*rows("a"), step=1)
     done.set()
-    assert [thread.daemon for thread in started] == [True]
-    assert not threading.main_thread().daemon and not threading.Thread(target=print).daemon
+    assert "reward 'f' started ['mine']" in caplog.text
 
 
 @pytest.mark.parametrize("then", ["return 1.0", "raise ValueError"])

@@ -4,7 +4,7 @@
 image would otherwise change later calls, the log and, through the prompt, what is trained on. `kept_state` puts back
 what a function changes for the whole process: the working folder, torch's gradient mode, default dtype and device,
 autocast, and the global random numbers, from which adapters, dropout and other code draw. `kept_alive` and `end_fork`
-see to it that a function neither ends the process, nor keeps it from ending, nor goes on as a second trainer.
+see to it that a function neither ends the process, nor goes on as a second trainer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar, Token
 from typing import Any, NoReturn
 
 log = logging.getLogger(__name__)
@@ -75,17 +76,20 @@ def kept_state(who: str) -> Iterator[None]:
     numbers = None if numpy is None else numpy.random.get_state()
     held = None if torch is None else _torch_state(torch)
     drawn = None if torch is None else torch.get_rng_state()
+    threads = threading.enumerate()
     try:
         yield
     finally:
         changed: list[str] = []
+        if left := [one.name for one in threading.enumerate() if one not in threads and not one.daemon]:
+            log.warning("%s started %s; Python waits at its end for threads that are no daemons", who, left)
         random.setstate(python)
         if numpy is not None and numbers is not None:
             numpy.random.set_state(numbers)
         if torch is not None and held is not None:
             torch.set_rng_state(drawn)
             changed += _put_back(torch, held)
-        if _folder() != folder:
+        if working_folder() != folder:
             os.chdir(folder)
             changed.append("the working folder")
         if changed:
@@ -97,56 +101,47 @@ def kept_state(who: str) -> Iterator[None]:
             )
 
 
-@contextmanager
-def kept_alive(*, here: bool = True) -> Iterator[None]:
-    """Within the block os._exit raises SystemExit where user code runs, and threads that it starts are daemons.
+class _KeptAlive:
+    """os._exit, which raises SystemExit in user code while some block of `kept_alive` runs."""
 
-    os._exit(0) would end a run as a success without a word, and Python waits at its end for threads that are none. User
-    code runs in those threads that are named "reward..." and, where it runs `here`, in this one; other threads, and
-    forks, exit as ever. Blocks of several threads may begin and end in any order.
+    def __init__(self) -> None:
+        self.lock, self.blocks, self.exit = threading.Lock(), 0, os._exit
+        self.process: ContextVar[int] = ContextVar("the process in which this is user code", default=0)
+
+    def enter(self) -> Token[int]:
+        with self.lock:
+            self.blocks += 1
+            if self.blocks == 1:
+                self.exit, os._exit = os._exit, self.refuse
+        return self.process.set(os.getpid())
+
+    def leave(self, token: Token[int]) -> None:
+        self.process.reset(token)
+        with self.lock:
+            self.blocks -= 1
+            if not self.blocks:
+                os._exit = self.exit
+
+    def refuse(self, status: int) -> NoReturn:
+        if self.process.get() == os.getpid():
+            raise SystemExit(f"os._exit({status})")
+        self.exit(status)
+
+
+_kept_alive = _KeptAlive()
+
+
+@contextmanager
+def kept_alive() -> Iterator[None]:
+    """Within the block, in this thread or coroutine, os._exit raises SystemExit; in a fork it exits as ever.
+
+    os._exit(0) of a reward would end a run as a success without a word.
     """
-    own = threading.current_thread() if here else None
-    daemon = own is not None and own.daemon
-    _refusal.enter(own)
-    if own is not None:
-        own._daemonic = True  # type: ignore[attr-defined]  # `daemon` cannot be set any more
+    token = _kept_alive.enter()
     try:
         yield
     finally:
-        _refusal.leave(own)
-        if own is not None:
-            own._daemonic = daemon  # type: ignore[attr-defined]
-
-
-class _Refusal:
-    """os._exit as it is while some block of `kept_alive` runs."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._blocks: list[threading.Thread | None] = []
-        self._process = 0
-        self._exit: Callable[[int], NoReturn] = os._exit
-
-    def enter(self, thread: threading.Thread | None) -> None:
-        with self._lock:
-            if not self._blocks:
-                self._process, self._exit, os._exit = os.getpid(), os._exit, self._refuse
-            self._blocks.append(thread)
-
-    def leave(self, thread: threading.Thread | None) -> None:
-        with self._lock:
-            self._blocks.remove(thread)
-            if not self._blocks:
-                os._exit = self._exit  # type: ignore[assignment]
-
-    def _refuse(self, status: int) -> NoReturn:
-        thread = threading.current_thread()
-        if os.getpid() == self._process and (thread in self._blocks or thread.name.startswith("reward")):
-            raise SystemExit(f"os._exit({status})")
-        self._exit(status)
-
-
-_refusal = _Refusal()
+        _kept_alive.leave(token)
 
 
 def end_fork(process: int, who: str) -> None:
@@ -156,10 +151,11 @@ def end_fork(process: int, who: str) -> None:
         os._exit(1)
 
 
-def _folder() -> str | None:
+def working_folder() -> str | None:
+    """The working folder; None where it was removed."""
     try:
         return os.getcwd()
-    except OSError:  # it was removed
+    except OSError:
         return None
 
 

@@ -10,7 +10,7 @@ just before.
         watchdog.restart()   # something has moved: the time counts from now
 
 Blocks may be nested and may run in several threads; the one whose time ends first counts. Not here: what can be
-stopped in a better way, such as a worker process (rewards/isolation.py) or a coroutine.
+stopped in a better way, such as a worker process (workers.py) or a coroutine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -31,8 +30,9 @@ logger = logging.getLogger("mm_grpo")
 AFTER_MESSAGE = 1.0
 """Seconds between the message and the end of the process."""
 
-START_LIMIT = 600.0
-"""Seconds that the user's code may take at the start of a run: to import a file, to make an environment."""
+START_LIMIT: float | None = 600.0
+"""Seconds that the user's code may take at the start of a run: to import a file, to make an environment. None in a
+worker, whose start the trainer limits."""
 
 _REPORTER = """
 import json, os, select, sys
@@ -85,11 +85,19 @@ class Watchdog:
 
 
 def at_start(what: str) -> AbstractContextManager[object]:
-    """A Watchdog of START_LIMIT for the user's code `what`; in a worker none, whose start the trainer limits."""
-    if multiprocessing.parent_process() is not None:
+    """A Watchdog of START_LIMIT for the user's code `what`."""
+    if START_LIMIT is None:
         return nullcontext()
     why = f"error: {what} had not ended after {START_LIMIT:g} s, so the process is ended; where it stands follows"
     return Watchdog(START_LIMIT, why)
+
+
+def lock_held(what: str, remedy: str) -> str:
+    """The message where `what` lets no other thread of this process run."""
+    return (
+        f"error: {what}, and lets nothing else of this process run (a regular expression or C code that holds the "
+        f"interpreter's lock), so the process is ended; where it stands follows. {remedy}"
+    )
 
 
 class _Timer:

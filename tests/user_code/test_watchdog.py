@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mm_grpo import watchdog
-from mm_grpo.watchdog import Watchdog
+from mm_grpo.user_code import watchdog
+from mm_grpo.user_code.watchdog import Watchdog
 
 SLEEP = "import ctypes; ctypes.PyDLL(None).usleep(60_000_000)"  # PyDLL keeps the interpreter's lock
 REGEX = 'import re; re.match(r"(a+)+b", "a" * 50)'
@@ -17,21 +17,19 @@ REGEX = 'import re; re.match(r"(a+)+b", "a" * 50)'
 REWARD = """
 import sys
 from pathlib import Path
-from mm_grpo.rewards import plain, scorer
+from mm_grpo.rewards import async_calls, scorer
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
-plain.WITHOUT_LOCK = 0.5
+from mm_grpo.user_code import thread
+thread.WITHOUT_LOCK = async_calls.WITHOUT_LOCK = 0.5
 prompt = Prompt(Sample("train:0", [{"role": "user", "content": "q"}]), (1,), EnginePrompt((1,), ()), None, {})
 made = scorer.Scorer([{"name": sys.argv[1] + ":slow", "timeout": 0.5}])
 made.score([prompt], [Completion((1,), (0.0,), "x", "stop", 0)], step=1)
 """
 
-ASYNC = REWARD.replace("import plain", "import async_calls").replace(
-    "plain.WITHOUT_LOCK", "async_calls.WITHOUT_LOCK"
-)
 START = """
 import sys
-from mm_grpo import watchdog
 from mm_grpo.environments import factories
+from mm_grpo.user_code import watchdog
 watchdog.START_LIMIT = 1.0
 sys.path.append(sys.argv[1])
 factories.made(factories.factory_named(sys.argv[2]))
@@ -57,23 +55,19 @@ def ended(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hang", [SLEEP, REGEX], ids=["C", "regular expression"])
-@pytest.mark.parametrize(("script", "kind"), [(REWARD, "def"), (ASYNC, "async def")])
-def test_a_reward_that_hangs_with_the_interpreters_lock(
-    script: str, kind: str, hang: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kind", "hang"), [("", SLEEP), ("async ", REGEX)], ids=["plain", "async"])
+def test_a_reward_that_hangs_with_the_interpreters_lock(kind: str, hang: str, tmp_path: Path) -> None:
     """An async one also before its answer is waited for: it runs as soon as it is begun."""
     file = tmp_path / "own.py"
-    file.write_text(f"{kind} slow(completion):\n    {hang}\n    return 1.0\n")
-    result = ended(script, str(file))
+    file.write_text(f"{kind}def slow(completion):\n    {hang}\n    return 1.0\n")
+    result = ended(REWARD, str(file))
     assert result.returncode == 1
     message, where = result.stderr.split("Timeout (", 1)
-    assert "'slow'" in message and f'"{file}", line 2 in slow' in where
+    assert "'slow'" in message and "isolated: true" in message and f'"{file}", line 2 in slow' in where
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["{file}:Own", "own:Own"])
-@pytest.mark.parametrize("at_import", [True, False], ids=["at import", "when made"])
+@pytest.mark.parametrize(("address", "at_import"), [("{file}:Own", True), ("own:Own", False)])
 def test_an_environment_that_hangs_at_the_start(address: str, at_import: bool, tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
@@ -100,7 +94,7 @@ def test_a_hang_inside_vllm() -> None:
 def test_what_moves_or_ends_in_time_is_left_alone() -> None:
     script = """
 import time
-from mm_grpo.watchdog import Watchdog
+from mm_grpo.user_code.watchdog import Watchdog
 with Watchdog(2.0, "outer") as outer:
     for _ in range(5):
         with Watchdog(2.0, "inner"):
@@ -118,7 +112,7 @@ print("done")
 @pytest.mark.slow
 def test_the_block_whose_time_ends_first_counts() -> None:
     script = """
-from mm_grpo.watchdog import Watchdog
+from mm_grpo.user_code.watchdog import Watchdog
 with Watchdog(0.3, "outer"), Watchdog(50.0, "inner"):
     {hang}
 """

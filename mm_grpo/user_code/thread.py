@@ -1,0 +1,48 @@
+"""Calls in the trainer's process with a deadline: in a thread, which can be waited for but not ended.
+
+Where the thread lets nothing else run, a watchdog ends the process.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from mm_grpo.user_code.kept_state import kept_alive
+from mm_grpo.user_code.watchdog import Watchdog, lock_held
+
+T = TypeVar("T")
+WITHOUT_LOCK = 5.0
+"""Seconds after a deadline in which this process must have noticed it, or be ended."""
+
+
+class CallThread(Generic[T]):
+    """A daemon thread, for which Python does not wait at its end, that makes one call after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], T], Future[T]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def result(self, call: Callable[[], T], seconds: float, what: str, remedy: str) -> T:
+        """The answer of a call. TimeoutError where it takes longer; the thread is lost then. `what` and `remedy` are
+        for the message of the watchdog."""
+        future: Future[T] = Future()
+        with Watchdog(seconds + WITHOUT_LOCK, lock_held(what, remedy)):
+            self._calls.put((call, future))
+            return future.result(seconds)
+
+    def close(self) -> None:
+        """End the thread when it has made its calls."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (given := self._calls.get()) is not None:
+            call, future = given
+            try:
+                with kept_alive():
+                    future.set_result(call())
+            except BaseException as error:  # KeyboardInterrupt of a tool
+                future.set_exception(error)
