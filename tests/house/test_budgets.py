@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 49_200, "tests": 51_000}
+BUDGETS = {"mm_grpo": 47_600, "tests": 46_700}
 """Lines of Python at most."""
 SLACK = 400
 """Lines that a budget may stand above what there is."""
