@@ -181,21 +181,28 @@ class Host(ABC):
         """Take calls to make, those that `due` allows, and `settle` each; here, or in `work`."""
 
     @abstractmethod
-    def work(self, wait: bool) -> None:
-        """Go on with the calls that were begun: take what has been answered, or with `wait` wait for an answer, a
-        deadline or the end of a worker. Does nothing where there are none."""
+    def end(self) -> None:
+        """End what calls tools; another call starts anew."""
 
-    @abstractmethod
-    def abandon(self) -> None:
+    def work(self, wait: bool) -> None:  # noqa: B027
+        """Go on with the calls that were begun: take what has been answered, or with `wait` wait for an answer, a
+        deadline or the end of a worker. Does nothing where `begin` makes them."""
+
+    def abandon(self) -> None:  # noqa: B027
         """Give up the calls that were begun and are not finished, with the environments that they are made in."""
 
-    @abstractmethod
     def forget(self, episode: Episode) -> None:
         """Forget a conversation that was closed."""
+        episode.place = None
 
-    @abstractmethod
     def close(self) -> None:
-        """End what runs. Another call starts anew."""
+        """Close the environments, whatever they do, and end what calls them."""
+        try:
+            self.close_episodes()
+        except ToolError as error:
+            log.warning("%s", error)
+        finally:
+            self.end()
 
     def due(self, task: Task) -> bool:
         """True when a call is to be made; if its environment is gone, the conversation is masked, or the run stops."""
@@ -289,24 +296,10 @@ class LocalHost(Host):
                 ) from None
             self.settle(task, answer)
 
-    def work(self, wait: bool) -> None:
-        """Nothing is left to do: `begin` has made the calls."""
-
-    def abandon(self) -> None:
-        """Nothing is under way."""
-
-    def forget(self, episode: Episode) -> None:
-        episode.place = None
-
-    def close(self) -> None:
-        try:
-            self.close_episodes()
-        except ToolError as error:
-            log.warning("%s", error)
-        finally:
-            if self._thread is not None:
-                self._thread.close()
-                self._thread = None
+    def end(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
 
     def _answer(self, task: Task, late: str) -> CallResult:
         episode = task.episode

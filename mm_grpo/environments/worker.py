@@ -75,15 +75,10 @@ class ToolWorker:
 def packed_answer(answer: CallResult, limits: Limits) -> bytes:
     """An answer as a worker sends it."""
     seen = answer.observation
-    header = {
-        "parts": None if seen is None else [p if isinstance(p, str) else p.size for p in seen.parts],
-        "fault": None if seen is None else seen.fault,
-        "reward": answer.reward,
-        "done": answer.done,
-        "raised": answer.raised,
-        "late": answer.late,
-        "gone": answer.gone,
-    }
+    shown = None
+    if seen is not None:
+        shown = {"parts": [p if isinstance(p, str) else p.size for p in seen.parts], "fault": seen.fault}
+    header = {**vars(answer), "observation": shown}
     text = json.dumps(header, ensure_ascii=False).encode()
     if len(text) > 4 * LONGEST_TEXT + OVERHEAD:
         return packed_answer(CallResult(failed("bad_result", "the answer has too many parts")), limits)
@@ -98,8 +93,8 @@ def unpacked_answer(body: bytes, limits: Limits) -> CallResult:
         (size,) = HEADER.unpack_from(body)
         at = HEADER.size + size
         given = json.loads(body[HEADER.size : at])
-        parts: list[str | Image.Image] = []
-        for part in given["parts"] or ():
+        shown, parts = given.pop("observation"), list[str | Image.Image]()
+        for part in [] if shown is None else shown["parts"]:
             if not isinstance(part, str):
                 width, height = map(int, part)
                 if not 0 < width * height <= limits.max_pixels:
@@ -109,14 +104,9 @@ def unpacked_answer(body: bytes, limits: Limits) -> CallResult:
             parts.append(part)
         if at != len(body):
             raise ValueError(f"{len(body) - at} bytes too many")
-        seen = None
-        if given["parts"] is not None:
-            seen = checked(Observation(tuple(parts), given["fault"]), limits)
-        late = given["late"] is True
-        return CallResult(
-            seen, given["reward"], given["done"] is True, given["raised"], late, gone=given["gone"]
-        )
-    except (KeyError, TypeError, IndexError, struct.error) as error:
+        seen = None if shown is None else checked(Observation(tuple(parts), shown["fault"]), limits)
+        return CallResult(seen, **given)
+    except (AttributeError, KeyError, TypeError, IndexError, struct.error) as error:
         raise ValueError(str(error)) from error
 
 

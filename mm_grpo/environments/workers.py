@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.environments.factories import address_of
-from mm_grpo.environments.host import Episode, Functions, Host, Task, log
+from mm_grpo.environments.host import Episode, Functions, Host, Task
 from mm_grpo.environments.session import CallResult, Factories
 from mm_grpo.environments.worker import ToolSources, most_bytes, unpacked_answer
 from mm_grpo.errors import ConfigError, ToolError
@@ -117,14 +117,9 @@ class WorkerHost(Host):
             episode.place.environments.discard(episode)
             episode.place = None
 
-    def close(self) -> None:
-        try:
-            self.close_episodes()
-        except ToolError as error:
-            log.warning("%s", error)
-        finally:
-            for slot in self.slots:
-                self._lose(slot, "the run was stopping")
+    def end(self) -> None:
+        for slot in self.slots:
+            self._lose(slot, "the run was stopping")
 
     def _slot_of(self, episode: Episode) -> _Slot:
         if episode.place is None:

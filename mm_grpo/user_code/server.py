@@ -223,7 +223,8 @@ def _kill(pid: int) -> None:
 def _fork(target: str, connection: socket.socket, ours: list[socket.socket]) -> int:
     """A fork in a session of its own, which the kernel kills with the server. Its number."""
     module, _, name = target.partition(":")
-    function = getattr(importlib.import_module(module), name)  # here, so that it is imported once
+    with suppress(Exception):  # here, so that it is imported once; the fork says what is wrong
+        importlib.import_module(module)
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -239,7 +240,7 @@ def _fork(target: str, connection: socket.socket, ours: list[socket.socket]) -> 
                 each.close()
             if hasattr(sys.stdout, "reconfigure"):
                 sys.stdout.reconfigure(line_buffering=True)
-            worker.serve(connection, function)
+            worker.serve(connection, getattr(importlib.import_module(module), name))
     except BaseException:
         traceback.print_exc()
     finally:
