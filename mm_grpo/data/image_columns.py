@@ -16,14 +16,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from PIL import Image
 
 from mm_grpo.errors import DataError
-
-if TYPE_CHECKING:
-    from mm_grpo.data.dataset import Dataset
 
 log = logging.getLogger(__name__)
 LOOKED_AT = 1000
@@ -56,7 +53,20 @@ class MissingImages(DataError):
     """Rows would be trained on without their images."""
 
 
-def check_images(dataset: Dataset, *, verify: bool) -> None:
+class ImageRows(Protocol):
+    """The members of a dataset that are used here; its fields are those of rows.py."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+    @property
+    def in_memory(self) -> bool: ...
+    def row_name(self, index: int) -> str: ...
+    def encoded_fields(self, index: int) -> Any: ...
+    def dataset_column(self, name: str) -> str: ...
+
+
+def check_images(dataset: ImageRows, *, verify: bool) -> None:
     """Refuse rows that would be trained on without their images. Without `verify`, a row that cannot be read is passed.
 
     A column that holds images beside those that are read is reported once, as a warning: it may be meant for a reward.
@@ -110,7 +120,7 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
         )
 
 
-def _refuse_unread(dataset: Dataset, row_name: str, columns: Mapping[str, Any]) -> None:
+def _refuse_unread(dataset: ImageRows, row_name: str, columns: Mapping[str, Any]) -> None:
     column = next(image_columns(columns), None)
     if column is not None:
         name = dataset.dataset_column(column)

@@ -123,7 +123,7 @@ def test_unread_image_values_are_not_decoded_and_warned_of_beside_read_ones(
     dataset = datasets.Dataset.from_dict(rows, features=features)
     with caplog.at_level(logging.WARNING):
         load_train(config(), dataset)
-    assert [r.getMessage()[:29] for r in caplog.records] == ["train row 0: the column 'mask'"]
+    assert ["'mask'" in r.getMessage() for r in caplog.records] == [True]
     assert "the column 'mask' looks like images" in refusal(dataset.remove_columns("image"))
 
 
