@@ -34,7 +34,7 @@ from mm_grpo.data.layouts import MissingPrompt
 from mm_grpo.data.mixture import MixedDataset, Mixture, entry_settings, mixture_of
 from mm_grpo.data.paths import LEGAL, find
 from mm_grpo.data.readers import JoinedRows, read
-from mm_grpo.errors import ConfigError, DataError, UserError
+from mm_grpo.errors import ConfigError, DataError, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -173,6 +173,8 @@ def _load_checked(
             needs(dataset.columns, dataset.columns_of_rows, trained)
     except UserError as error:
         problems.append(error)
+    if problems and not verify:
+        problems = [*_missing_prompts(dataset), *problems]
     if len(problems) > 1:
         columns = quoted(dict.fromkeys(map(dataset.dataset_column, dataset.columns)))
         lines = [f"\n- {line}" for error in problems for line in str(error).splitlines()]
@@ -186,6 +188,17 @@ def _load_checked(
             "%s: rows are read in the layout %s (data.layout names one)", name, " and ".join(dataset.layouts)
         )
     return dataset
+
+
+def _missing_prompts(dataset: Dataset) -> Iterator[MissingPrompt]:
+    """Why first rows have no prompt, which explains what else is missing."""
+    for part in dataset.parts:
+        try:
+            part.encoded_fields(0)
+        except MissingPrompt as error:
+            yield error
+        except DataError:
+            continue
 
 
 def _load_mixture(mixture: Mixture, settings: DataSettings, name: str, verify: bool) -> Dataset:
@@ -227,14 +240,15 @@ def _load_task(
     module, function_name = TASKS[task].split(":")
     function = getattr(import_module(module), function_name)
     signature = inspect.signature(function)
+    legal = [*signature.parameters, "shuffle_images"]
     try:
+        if unknown := [key for key in options if key not in legal]:
+            raise DataError(
+                f"no option {unknown[0]!r}; {did_you_mean(unknown[0], legal)}legal are {quoted(legal)}"
+            )
         signature.bind(**options)
-    except TypeError as error:  # an option that it does not have, or that it needs
-        legal = quoted([*signature.parameters, "shuffle_images"])
-        raise DataError(f"{name}: the task {task!r}: {error}. Its options: {legal}") from None
-    try:
         rows = function(**options)
-    except DataError as error:
+    except (TypeError, DataError) as error:  # TypeError: one that it needs is missing
         raise DataError(f"{name}: the task {task!r}: {error}") from None
     dataset = Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({task}) row {i}", **how)
     return dataset.with_shuffled_images() if shuffle else dataset

@@ -138,6 +138,7 @@ def test_the_shapes_task() -> None:
         ({"task": ["shapes"]}, ("['shapes']", "'shapes'")),
         ({"size": 4}, ("task", "path")),
         ({"task": "shapes", "split": "train"}, ("'size'",)),
+        ({"task": "shapes", "sise": 3}, ("'sise'", "'size'")),
         ({"task": "shapes", "split": "train", "size": 0}, ("'shapes'", "size is 0")),
         ({"task": "shapes", "split": "train", "size": 4, "shuffle_images": 3}, ("shuffle_images is 3",)),
     ],
