@@ -37,17 +37,17 @@ test-all: setup  ## run both
 
 # pyproject.toml says from which versions on its packages serve; nothing else would notice where that is wrong.
 # Run is, for each package with such a version, what uses it the most: pydantic and ruamel.yaml (config), typer and rich
-# (cli), datasets, pillow, xxhash and qwen-vl-utils (data, processors), transformers, torch and numpy (processors,
-# rollout, learner, trainer), peft (learner, trained), accelerate and deepspeed (distributed), safetensors (run,
-# trained), httpx and websockets (environments, rollout), jinja2 (processors), tensorboard (run), and jsonschema,
-# pycocotools, openai and, in the examples of docstrings, math-verify and rapidfuzz (rewards). What is our own
-# is the same with every version; vLLM and TRL are tested with the pins of requirements/cpu.txt alone.
+# (cli), datasets, pillow and qwen-vl-utils (data), jinja2 (processors), transformers, torch and numpy (processors,
+# rollout, learner, trainer), peft (learner, trained), accelerate and deepspeed (distributed), safetensors, xxhash and
+# tensorboard (run), httpx and websockets (environments, rollout), and jsonschema, pycocotools, openai and, in
+# the examples of docstrings, math-verify and rapidfuzz (rewards). What is our own is the same with every version; vLLM
+# and TRL are tested with the pins of requirements/cpu.txt alone.
 LOWEST := cli/test_cli.py cli/test_cli_help.py config/test_fields.py config/test_yaml_file.py \
-	data/test_fingerprint.py data/test_images.py data/test_sources.py \
+	data/test_images.py data/test_sources.py \
 	distributed/test_accelerate_env.py distributed/test_launches.py distributed/test_zero_updates.py \
 	environments/test_openenv.py rollout/test_served_client.py rollout/test_transformers_engine.py \
 	learner/test_lora.py learner/test_transformers_patches.py learner/test_vision_attention.py \
-	processors/test_chat_template.py processors/test_families.py processors/test_qwen_vl.py \
+	processors/test_families.py processors/test_qwen_vl.py processors/test_resize.py \
 	rewards/test_builtin_all.py::test_the_examples_in_the_docstrings_run rewards/test_builtin_documents.py \
 	rewards/test_builtin_judge.py rewards/test_builtin_masks.py rewards/test_scoring_isolated.py \
 	run/test_checkpoint.py run/test_trackers.py trained/test_export.py trainer/test_trainer.py
