@@ -136,13 +136,6 @@ def test_a_run_folder_whose_mark_a_power_cut_emptied_is_still_a_run_s(tmp_path: 
     assert not (tmp_path / "model").exists() and (tmp_path / "notes.txt").exists()
 
 
-def test_a_damaged_mark_is_refused(tmp_path: Path) -> None:
-    for text in ("{", "{}", '{"run": "a", "wrote": 3, "holder": null}'):
-        (tmp_path / "mm_grpo_run.json").write_text(text)
-        with pytest.raises(ConfigError, match=f"run.dir = '{tmp_path}': mm_grpo_run.json is damaged"):
-            RunFolder.prepare(tmp_path, overwrite=True)
-
-
 HOLD = """
 import sys, time
 from pathlib import Path
