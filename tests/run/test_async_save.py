@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.run_folders import metrics_of, weights_of
+from helpers.run_folders import metrics_of
 from helpers.small_runs import ROWS, config_for, vowels
 from test_checkpoint import build, groups_of
 
@@ -268,10 +268,6 @@ def test_a_disk_that_is_full_for_the_thread_ends_the_run(
     assert record.events[-1][1] in (2, 3)  # at the end of the step in which it was seen
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-000001"]
     assert not (folder / "model").exists()
-    trainer(models["qwen2_vl"], folder, resume=True, save_every=1, max_steps=6).train()
-    trainer(models["qwen2_vl"], tmp_path / "straight", save_every=0, max_steps=6).train()
-    straight = weights_of(tmp_path / "straight")
-    assert all(torch.equal(weight, straight[name]) for name, weight in weights_of(folder).items())
 
 
 @pytest.mark.slow
