@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,7 @@ Load = Callable[[Any, Iterable[tuple[str, Tensor]]], None]
 class Run:
     """A learner and vLLM that make updates from two groups of random completions."""
 
-    def __init__(
-        self,
-        path: Path,
-        rate: float,
-        dtype: str = "bfloat16",
-        lora: bool = False,
-        engine: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, path: Path, rate: float, dtype: str = "bfloat16", lora: bool = False) -> None:
         self.processor: Processor = load_processor(str(path))
         config = GRPOConfig.from_dict(
             {
@@ -54,7 +47,8 @@ class Run:
                     "prompts_per_step": 2,
                     "num_generations": 4,
                     "max_completion_length": 24,
-                    **(engine or {"engine": "vllm", "vllm": {"max_model_len": 256}}),
+                    "engine": "vllm",
+                    "vllm": {"max_model_len": 256},
                 },
                 "optim": {"learning_rate": rate},
                 "run": {"max_steps": 500},

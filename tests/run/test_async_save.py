@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.patience import PATIENCE
 from helpers.run_folders import metrics_of
 from helpers.small_runs import ROWS, config_for, vowels
 from test_checkpoint import build, groups_of
@@ -27,7 +28,6 @@ from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.environment import free_memory
 from mm_grpo.run.paths import RunPaths
 
-PATIENCE = 60.0
 MOVING = {"beta": 0.2, "sync_ref_model": True, "ref_model_mixup_alpha": 0.3}
 
 
