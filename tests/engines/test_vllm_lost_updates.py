@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from helpers import tiny
+from helpers.configs import small_config
 from torch import Tensor
 
 from mm_grpo.build import build_engine
-from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import GuardStop
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
@@ -35,24 +35,18 @@ class Run:
 
     def __init__(self, path: Path, rate: float, dtype: str = "bfloat16", lora: bool = False) -> None:
         self.processor: Processor = load_processor(str(path))
-        config = GRPOConfig.from_dict(
-            {
-                "model": {
-                    "path": str(path),
-                    "dtype": dtype,
-                    "device": "cpu",
-                    "lora": {"rank": 8} if lora else None,
-                },
-                "rollout": {
-                    "prompts_per_step": 2,
-                    "num_generations": 4,
-                    "max_completion_length": 24,
-                    "engine": "vllm",
-                    "vllm": {"max_model_len": 256},
-                },
-                "optim": {"learning_rate": rate},
-                "run": {"max_steps": 500},
-            }
+        config = small_config(
+            path,
+            model={"dtype": dtype, "device": "cpu", "lora": {"rank": 8} if lora else None},
+            rollout={
+                "engine": "vllm",
+                "vllm": {"max_model_len": 256},
+                "prompts_per_step": 2,
+                "num_generations": 4,
+                "max_completion_length": 24,
+            },
+            optim={"learning_rate": rate},
+            run={"max_steps": 500},
         )
         model = load_model(config.model, self.processor.family)
         self.learner = Learner(model, self.processor, config, 500)

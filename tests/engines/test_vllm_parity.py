@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers import tiny
+from helpers.configs import small_config
 
 from mm_grpo import GRPOConfig, build
 from mm_grpo.errors import EngineError, GuardStop
@@ -26,13 +27,11 @@ LONG = (
 
 
 def config_of(rig: Any, **rollout: Any) -> GRPOConfig:
-    return GRPOConfig.from_dict(
-        {
-            "model": {"path": rig.settings.model, "dtype": rig.settings.dtype},
-            "data": {"train": {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size": 84}},
-            "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, **rollout},
-            "optim": {"learning_rate": 1e-3},
-        }
+    return small_config(
+        rig.settings.model,
+        model={"dtype": rig.settings.dtype},
+        data={"train": {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size": 84}},
+        rollout={"num_generations": 4, "max_completion_length": 10, **rollout},
     )
 
 
