@@ -83,10 +83,8 @@ def find_config(config: str) -> Path:
         return path
     known = find_recipes()
     if config not in known:
-        raise ConfigError(
-            f"'{config}' is neither a file nor a recipe; {did_you_mean(config, known)}recipes are "
-            f"{', '.join(known) or 'none'}; give the path of a YAML file or one of these names"
-        )
+        names = f"{did_you_mean(config, known)}recipes are {', '.join(known) or 'none'}"
+        raise ConfigError(f"'{config}' is neither a YAML file nor a recipe; {names}")
     return known[config]
 
 
@@ -97,11 +95,8 @@ def find_layer(layer: str) -> Path:
     known = find_layers()
     name = re.sub(r"\.ya?ml$", "", layer)
     if name not in known:
-        raise ConfigError(
-            f"'{layer}' is no file, no layer and no section.field=value; {did_you_mean(name, known)}layers are "
-            f"{', '.join(known) or 'none'}; give the path of a YAML file, one of these "
-            "names or a field such as run.seed=1"
-        )
+        names = f"{did_you_mean(name, known)}layers are {', '.join(known) or 'none'}"
+        raise ConfigError(f"'{layer}' is no YAML file, no layer and no section.field=value; {names}")
     return known[name]
 
 
@@ -126,10 +121,8 @@ def examples_folder() -> Path | None:
 
 def first_comment(path: Path) -> str:
     """What the first line of comment in a config file says."""
-    lines = [
-        line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")
-    ]
-    return lines[0] if lines else ""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next((line[1:].strip() for line in lines if line.startswith("#")), "")
 
 
 def refuse_missing_data(loaded: GRPOConfig, config: str) -> None:
@@ -140,17 +133,15 @@ def refuse_missing_data(loaded: GRPOConfig, config: str) -> None:
     command = prepare_command(recipe)
     if command is None:
         return
-    own = GRPOConfig.from_yaml(find_config(config)).data  # what was set by hand has no command that makes it
-    for source in (
-        loaded.data.train if loaded.data.train == own.train else None,
-        loaded.data.eval if loaded.data.eval == own.eval else None,
-    ):
-        for path in _paths(source):
-            if path.endswith(".jsonl") and not os.path.exists(path):
-                raise DataError(
-                    f"{path} does not exist; the recipe's rows are made, once and with a network, by\n    {command}\n"
-                    f"--smoke needs none: it uses the rows of {recipe / 'fixture'}"
-                )
+    own, data = GRPOConfig.from_yaml(find_config(config)).data, loaded.data
+    # what was set by hand has no command that makes it
+    sources = [mine for mine, recipes in ((data.train, own.train), (data.eval, own.eval)) if mine == recipes]
+    for path in _paths(sources):
+        if path.endswith(".jsonl") and not os.path.exists(path):
+            raise DataError(
+                f"{path} does not exist; the recipe's rows are made, once and with a network, by\n    {command}\n"
+                f"--smoke needs none: it uses the rows of {recipe / 'fixture'}"
+            )
 
 
 def prepare_command(recipe: Path) -> str | None:
@@ -166,13 +157,10 @@ def prepare_command(recipe: Path) -> str | None:
 def _paths(source: Any) -> Iterator[str]:
     if isinstance(source, str):
         yield source
-    elif isinstance(source, list):
-        for each in source:
-            yield from _paths(each)
     elif isinstance(source, dict):
-        inner = [source["path"]] if "path" in source else [] if "task" in source else source.values()
-        for each in inner:
-            yield from _paths(each)
+        source = [source["path"]] if "path" in source else [] if "task" in source else list(source.values())
+    for each in source if isinstance(source, list) else ():
+        yield from _paths(each)
 
 
 def to_smoke(
@@ -185,17 +173,10 @@ def to_smoke(
     files = config_files(config, overrides)
     kept = {field.partition("=")[0].strip() for field in files.fields}
     for layer in files.layers:
-        kept |= {f"{section}.{key}" for section, held in read_yaml(layer).items() for key in _keys(held)}
+        sections = [(name, held) for name, held in read_yaml(layer).items() if isinstance(held, dict)]
+        kept |= {f"{name}.{key}" for name, held in sections for key in held}
     made = smoke_config(loaded, work, run_dir, beside=files.config.parent, kept=kept)
     rows = made.data.train if isinstance(made.data.train, str) else "the same task"
-    typer.echo(
-        printable(
-            f"smoke: a tiny random model in place of {loaded.model.path}, rows of {rows}, on the CPU; this shows "
-            "that the config works, not that it learns"
-        )
-    )
+    what = f"a tiny random model in place of {loaded.model.path}, rows of {rows}, on the CPU"
+    typer.echo(printable(f"smoke: {what}; this shows that the config works, not that it learns"))
     return made
-
-
-def _keys(section: Any) -> list[str]:
-    return list(section) if isinstance(section, dict) else []

@@ -12,15 +12,10 @@ from mm_grpo.terminal import printable
 
 def convert(
     file: Annotated[
-        str,
-        typer.Argument(
-            help="YAML or JSON of TRL, ms-swift or verl, or a script with --key value.", show_default=False
-        ),
+        str, typer.Argument(help="YAML or JSON, or a script with --key value.", show_default=False)
     ],
     output: Annotated[str | None, typer.Option(help="A file for the config; without it stdout.")] = None,
-    devices: Annotated[
-        int, typer.Option(min=1, help="Processes of the old run: its batches are per device.")
-    ] = 1,
+    devices: Annotated[int, typer.Option(min=1, help="Processes that its batches are per device of.")] = 1,
 ) -> None:
     """Make a config of ours from one of TRL, ms-swift or verl; what has no counterpart is listed with the reason."""
     from mm_grpo.migrate.convert import convert as convert_keys

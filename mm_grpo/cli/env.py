@@ -17,8 +17,7 @@ def env(
     from mm_grpo.run.environment import describe_environment, describe_limits
 
     found = describe_environment()
-    for of_a_run in ("command", "started"):
-        del found[of_a_run]
+    del found["command"], found["started"]  # of a run
     found["limits"] = describe_limits()
     if as_json:
         typer.echo(json.dumps(found))

@@ -21,10 +21,7 @@ def evaluate(
     config: Config,
     overrides: Overrides = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="A model folder or hub name, an export, a run folder, or a checkpoint; without it model.path."
-        ),
+        str | None, typer.Option(help="A run, a checkpoint, an export or a model; without it model.path.")
     ] = None,
     checkpoint: Which = None,
     trust_remote_code: Trust = False,
@@ -77,13 +74,9 @@ def with_options(
     heat = chosen.temperature if temperature is None else temperature
     if count > 1 and heat == 0:
         raise ConfigError(
-            f"{count} completions of each row at temperature 0 are {count} times the same one; give "
-            "--temperature 1, or --samples 1"
+            f"{count} completions at temperature 0 are all the same; give --temperature 1, or --samples 1"
         )
-    changes: dict[str, Any] = {
-        "rollout.eval.num_generations": count,
-        "rollout.eval.temperature": heat,
-    }
+    changes: dict[str, Any] = {"rollout.eval.num_generations": count, "rollout.eval.temperature": heat}
     if blind is not None:
         changes["run.eval_blind"] = blind
     return loaded.with_values(changes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,9 +18,7 @@ def export(
     source: Annotated[
         Path, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)
     ],
-    out: Annotated[
-        Path, typer.Argument(help="The folder to write, which is not there yet.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Argument(help="The folder to write, not there yet.", show_default=False)],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="model.path=..., model.device=... or model.dtype=...", show_default=False),
@@ -35,9 +33,7 @@ def export(
     push: Annotated[
         str | None, typer.Option(metavar="NAME", help="Send it to this repository of the Hub, private.")
     ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="With --push: make the repository public.")
-    ] = False,
+    public: Annotated[bool, typer.Option("--public", help="With --push: a public repository.")] = False,
 ) -> None:
     """Write a checkpoint as a model that transformers loads, or an adapter for peft, and prove that it is the same."""
     if public and push is None:
@@ -49,15 +45,9 @@ def export(
 
     name = check_hub(push, overwrite=overwrite) if push is not None else None
     proof = export_run(
-        source,
-        out,
-        which=checkpoint,
-        adapter=adapter,
-        overwrite=overwrite,
-        overrides=overrides or [],
-        max_shard_size=max_shard_size,
-        trust=trust_remote_code,
-    )
+        source, out, which=checkpoint, adapter=adapter, overwrite=overwrite, overrides=overrides or [],
+        max_shard_size=max_shard_size, trust=trust_remote_code,
+    )  # fmt: skip
     typer.echo(printable(str(proof)))
     typer.echo(printable(f"done: {'adapter' if adapter else 'model'} in {out}"))
     if name is not None:
@@ -66,10 +56,7 @@ def export(
 
 def ask(
     source: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_MODEL", help="A run, a checkpoint, an export or a model.", show_default=False
-        ),
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, an export or a model.", show_default=False)
     ],
     question: Annotated[str, typer.Argument(help="What is asked.", show_default=False)],
     image: Annotated[
@@ -92,15 +79,9 @@ def ask(
     loaded = load_answering(source, which=checkpoint, device=device, trust=trust_remote_code)
     for note in loaded.notes:
         print(printable(note), file=sys.stderr)
-    found = answer(
-        loaded,
-        question,
-        image or [],
-        temperature=temperature,
-        max_tokens=max_tokens,
-        seed=seed,
-        on_text=_print_piece if sys.stdout.isatty() else None,
-    )
+    on_text = _print_piece if sys.stdout.isatty() else None
+    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    found = answer(loaded, question, image or [], **sampling, on_text=on_text)
     typer.echo("" if sys.stdout.isatty() else printable(found.text))
     if found.finish_reason == "length":
         print(f"cut after {len(found.token_ids)} tokens (--max-tokens)", file=sys.stderr)

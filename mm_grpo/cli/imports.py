@@ -1,8 +1,7 @@
 """Importing torch, transformers and what stands on them, as quickly as it goes.
 
-They make some 400,000 objects that live as long as the process. Python's garbage collector walks through all of them
-again and again while they are made, which is a third of the time of the imports, and once more whenever it looks at
-everything later. None of them is garbage.
+They make some 400,000 objects that live as long as the process, and Python's garbage collector walks through all of
+them again and again while they are made, which is a third of the time of the imports.
 """
 
 from __future__ import annotations

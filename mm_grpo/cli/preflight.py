@@ -28,9 +28,7 @@ def check(
     rows: Annotated[int | None, typer.Option(min=1, help="Look at this many rows of each set.")] = None,
     page: Annotated[
         bool,
-        typer.Option(
-            "--page", help="Write a page of what the model sees: check.html, or the FILE.html given."
-        ),
+        typer.Option("--page", help="Write what the model sees into check.html, or the FILE.html given."),
     ] = False,
     page_rows: Annotated[int, typer.Option(min=1, help="Rows of each set on the page.")] = 20,
 ) -> None:
@@ -57,9 +55,7 @@ def page_path(page: bool, arguments: list[str]) -> tuple[str | None, list[str]]:
     >>> page_path(True, ["out.html", "data.max_pixels=50176"])
     ('out.html', ['data.max_pixels=50176'])
     """
-    paths = [
-        argument for argument in arguments if page and "=" not in argument and argument.endswith(".html")
-    ]
+    paths = [each for each in arguments if page and "=" not in each and each.endswith(".html")]
     if len(paths) > 1:
         raise ConfigError(f"--page: {len(paths)} files are named, {' and '.join(paths)}; one page is written")
     return next(iter(paths), None), [argument for argument in arguments if argument not in paths]

@@ -50,12 +50,10 @@ ROW = {"prompt": "How many squares are there? Answer with a number.", "image": "
 
 
 def recipes(
-    name: Annotated[
-        str | None, typer.Argument(help="A recipe or a layer to show.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="A recipe or a layer.", show_default=False)] = None,
     copy: Annotated[
         Path | None,
-        typer.Option("--copy", help="Copy the recipe and the layers into this folder.", show_default=False),
+        typer.Option("--copy", help="Copy recipe and layers into this folder.", show_default=False),
     ] = None,
 ) -> None:
     """List the shipped recipes and layers; with NAME show one, with --copy DIR copy it."""
@@ -68,23 +66,18 @@ def recipes(
             for each, path in files.items():
                 typer.echo(printable(f"  {each:<18} {first_comment(path)}"))
         typer.echo("mm-grpo recipes NAME shows one, mm-grpo recipes NAME --copy DIR copies it")
-    elif name in known:
-        folder = known[name].parent
-        if copy is not None:
-            _copy(name, folder, copy, layers)
-        else:
-            readme = folder / "README.md"
-            if readme.is_file():
-                typer.echo(printable(readme.read_text(encoding="utf-8").strip() + "\n"))
-            typer.echo(printable(f"{known[name]}\n\n{known[name].read_text(encoding='utf-8')}"))
-    elif name.removesuffix(".yaml") in layers and copy is None:
-        path = layers[name.removesuffix(".yaml")]
-        typer.echo(printable(f"{path}\n\n{path.read_text(encoding='utf-8')}"))
-    else:
-        raise ConfigError(
-            f"there is no recipe {name!r}; {did_you_mean(name, [*known, *layers])}recipes are {', '.join(known)}"
-            + ("" if copy is not None else f"; layers are {', '.join(layers)}")
-        )
+        return
+    path = known.get(name) or layers.get(name.removesuffix(".yaml"))
+    if path is None or (copy is not None and name not in known):
+        names = f"recipes are {', '.join(known)}; layers, which are not copied alone, are {', '.join(layers)}"
+        raise ConfigError(f"there is no recipe {name!r}; {did_you_mean(name, [*known, *layers])}{names}")
+    if copy is not None:
+        _copy(path.parent, copy, layers)
+        return
+    readme = path.parent / "README.md"
+    if name in known and readme.is_file():
+        typer.echo(printable(readme.read_text(encoding="utf-8").strip() + "\n"))
+    typer.echo(printable(f"{path}\n\n{path.read_text(encoding='utf-8')}"))
 
 
 def init(
@@ -101,12 +94,8 @@ def init(
     _make(folder)
     for name, write in writers.items():
         write(folder / name)
-    typer.echo(
-        printable(
-            f"wrote {', '.join(writers)} in {folder}\n"
-            f"next: mm-grpo check {folder / 'config.yaml'} --smoke, and mm-grpo rewards for what can score"
-        )
-    )
+    follow = f"mm-grpo check {folder / 'config.yaml'} --smoke, and mm-grpo rewards for what can score"
+    typer.echo(printable(f"wrote {', '.join(writers)} in {folder}\nnext: {follow}"))
 
 
 def _draw(path: Path) -> None:
@@ -118,7 +107,7 @@ def _draw(path: Path) -> None:
     picture.save(path)
 
 
-def _copy(name: str, source: Path, folder: Path, layers: Mapping[str, Path]) -> None:
+def _copy(source: Path, folder: Path, layers: Mapping[str, Path]) -> None:
     files = {
         folder / path.relative_to(source): path
         for path in sorted(source.rglob("*"))
@@ -132,13 +121,8 @@ def _copy(name: str, source: Path, folder: Path, layers: Mapping[str, Path]) -> 
     for target, path in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-    typer.echo(
-        printable(
-            f"copied {len(files)} files to {folder}\nnext: mm-grpo train {folder / 'config.yaml'} "
-            f"[{folder / 'layers' / 'lora.yaml'} ...] [--smoke]; shipped layers are found by name, "
-            "one of your own by its path"
-        )
-    )
+    command = f"mm-grpo train {folder / 'config.yaml'} [{folder / 'layers' / 'lora.yaml'} ...] [--smoke]"
+    typer.echo(printable(f"copied {len(files)} files to {folder}\nnext: {command}"))
 
 
 def _refuse_existing(files: Mapping[Path, Path] | list[Path]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Collection
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,10 +59,11 @@ def rewards(context: typer.Context) -> None:
         typer.echo(printable(f"{name:<{width}}  (entry point of an installed package)"))
 
 
+Name = Annotated[str, typer.Argument(help="A reward, as a config names it.", show_default=False)]
+
+
 @app.command()
-def show(
-    name: Annotated[str, typer.Argument(help="A reward, as a config names it.", show_default=False)],
-) -> None:
+def show(name: Name) -> None:
     """Show one reward: its documentation, its arguments and an example entry."""
     from mm_grpo.rewards import resolve_entry
 
@@ -70,15 +72,12 @@ def show(
 
 @app.command("try")
 def try_reward(
-    name: Annotated[str, typer.Argument(help="A reward, as a config names it.", show_default=False)],
+    name: Name,
     completion: Annotated[str, typer.Option(help="What the model wrote.")],
     column: Annotated[
-        list[str] | None,
-        typer.Option(help="A column of the row: answer=3; JSON, or else text, as numbers are for a str."),
+        list[str] | None, typer.Option(help="A column of the row: answer=3; JSON, or else text.")
     ] = None,
-    image: Annotated[
-        list[Path] | None, typer.Option(help="An image, taken to be as the model saw it.")
-    ] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="An image, as the model saw it.")] = None,
     arg: Annotated[list[str] | None, typer.Option(help="An argument of the reward: threshold=0.5.")] = None,
     prompt: Annotated[str, typer.Option(help="What the model was asked.")] = "",
 ) -> None:
@@ -89,17 +88,14 @@ def try_reward(
     scorer = Scorer([{**pairs("--arg", arg or []), "name": name}])
     columns = pairs("--column", column or [], texts=texts_of(scorer.specs[0]))
     row = hand_made(prompt, columns, image or [])
-    try:
+    turns = (Turn("assistant", completion, 0),) if scorer.specs[0].options.per_turn else ()
+    with closing(scorer):
         try:
             scorer.check(columns)
         except RewardError as error:
             raise RewardError(f"{error}. Here these are --column name=value and --arg name=value") from None
-        turns = (Turn("assistant", completion, 0),) if scorer.specs[0].options.per_turn else ()
         answer = Completion((), (), completion, "stop", 0, turns=turns)
-        ((_, scores),) = scorer.score([row], [answer], 1).parts.items()
-    finally:
-        scorer.close()
-    score = scores[0]
+        ((score,),) = scorer.score([row], [answer], 1).parts.values()
     typer.echo("None: the reward does not apply to this row" if score is None else f"{score:.10g}")
 
 
@@ -116,12 +112,10 @@ def pairs(option: str, given: list[str], texts: Collection[str] = ()) -> dict[st
         key, sign, value = text.partition("=")
         if not sign or not key:
             raise RewardError(f"{option} {text!r}: write it as name=value, such as answer=3")
-        try:
-            values[key] = json.loads(value)
-        except ValueError:
-            values[key] = value
-        if key in texts and isinstance(values[key], int | float):
-            values[key] = value
+        values[key] = value
+        with suppress(ValueError):
+            found = json.loads(value)
+            values[key] = value if key in texts and isinstance(found, int | float) else found
     return values
 
 

@@ -35,15 +35,11 @@ def serve(
     config: Config,
     overrides: Overrides = None,
     servers: Annotated[int, typer.Option("--servers", min=1, help="Servers to start.")] = 1,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; one that other machines reach needs a key.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=1, max=65535, help="Port of the first; the next ones follow.")
-    ] = 8000,
+    host: Annotated[str, typer.Option(help="Address; a key is needed off this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first; the others follow.")] = 8000,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of each server.")] = 1,
     logs: Annotated[
-        str | None, typer.Option(help="Folder for what the servers print. Default: a temporary one.")
+        str | None, typer.Option(help="Folder for what they print, else a temporary one.")
     ] = None,
 ) -> None:
     """Start vLLM servers for a config on this machine, and keep them running until Ctrl-C."""
@@ -51,22 +47,18 @@ def serve(
     refuse_missing_data(loaded, config)
     from mm_grpo.rollout.served import launch
 
-    if port + servers - 1 > 65535:
+    if (last := port + servers - 1) > 65535:
         raise ConfigError(
-            f"--port {port}: {servers} servers need the ports up to {port + servers - 1}; at most 65535"
+            f"--port {port}: {servers} servers need the ports up to {last}, and 65535 is the last"
         )
     launch.check_exposure(host)
     print_phase("importing torch and transformers")
-    settings = [
-        replace(each, host=host, port=port + number)
-        for number, each in enumerate(server_settings(loaded, servers, tensor_parallel=tensor_parallel))
-    ]
+    made = server_settings(loaded, servers, tensor_parallel=tensor_parallel)
+    settings = [replace(each, host=host, port=port + number) for number, each in enumerate(made)]
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ended)
     print_phase(f"starting {servers} server(s)")
-    with launch.serve(
-        settings, log_folder=None if logs is None else Path(logs), report=print_phase
-    ) as started:
+    with launch.serve(settings, log_folder=logs and Path(logs), report=print_phase) as started:
         _describe(started, config)
         threading.Event().wait()
 
@@ -121,8 +113,8 @@ def gpus_of(
     if needed > len(visible):
         trainer = f" and {processes} of the trainer" if processes else ""
         raise ConfigError(
-            f"{count} server(s) with {tensor_parallel} GPU(s) each{trainer} need {needed} GPUs, and {len(visible)} are "
-            "visible here; start fewer, or lower --tensor-parallel"
+            f"{count} server(s) with {tensor_parallel} GPU(s) each (--tensor-parallel){trainer} need {needed} GPUs, "
+            f"and {len(visible)} are visible here"
         )
     own = visible[processes:needed]
     return [tuple(own[i : i + tensor_parallel]) for i in range(0, len(own), tensor_parallel)]
@@ -144,18 +136,12 @@ def check_serve(count: int, config: GRPOConfig, *, smoke: bool) -> None:
     """ConfigError where `--serve` cannot be had with the rest."""
     rollout = config.rollout
     in_process = rollout.engine != "vllm_server" and "engine" in rollout.model_fields_set
+    launched = "each process of a launcher would start servers; use --processes, or `mm-grpo serve`"
     for wrong, why in (
-        (smoke, "--smoke samples in its own process; leave one of the two out"),
-        (
-            "WORLD_SIZE" in os.environ,
-            "this process was started by torchrun or `accelerate launch`, and each would start servers; start them by "
-            "`mm-grpo serve` and name them in rollout.server.urls, or use --processes",
-        ),
-        (rollout.server.urls, "rollout.server.urls names servers already; leave one of the two out"),
-        (
-            in_process,
-            f"rollout.engine = '{rollout.engine}' samples in the trainer's process; leave one of the two out",
-        ),
+        (smoke, "--smoke samples in its own process; leave one out"),
+        ("WORLD_SIZE" in os.environ, launched),
+        (rollout.server.urls, "rollout.server.urls names servers already; leave one out"),
+        (in_process, f"rollout.engine = '{rollout.engine}' samples in the trainer's process; leave one out"),
     ):
         if wrong:
             raise ConfigError(f"--serve {count}: {why}")
@@ -167,14 +153,11 @@ def _describe(started: list[ServerProcess], config: str) -> None:
     for number, server in enumerate(started):
         print_phase(f"server {number}: {server.url} is ready (process {server.pid}, log {server.log})")
     urls = ",".join(server.url for server in started)
-    if os.environ.get(VARIABLE):
-        print_phase(f"they want the key in {VARIABLE}, which the trainer needs too")
-    else:
-        print_phase("they want a key that is kept for you, where `mm-grpo train` finds it on this machine")
-    print_phase(
-        f"train with: mm-grpo train {config} rollout.engine=vllm_server 'rollout.server.urls=[{urls}]'"
-    )
-    print_phase("Ctrl-C ends them")
+    kept = "a key that is kept for you, where `mm-grpo train` finds it on this machine"
+    own = f"the key in {VARIABLE}, which the trainer needs too"
+    print_phase(f"they want {own if os.environ.get(VARIABLE) else kept}")
+    fields = f"rollout.engine=vllm_server 'rollout.server.urls=[{urls}]'"
+    print_phase(f"train with: mm-grpo train {config} {fields}\nCtrl-C ends them")
 
 
 class ServersEnded(KeyboardInterrupt):

@@ -41,7 +41,7 @@ def train(
     overrides: Overrides = None,
     smoke: Smoke = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in run.dir, if there is one.")
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in run.dir.")
     ] = False,
     processes: Annotated[
         int | None, typer.Option("--processes", help="Processes of this machine that train together.")
@@ -57,9 +57,7 @@ def train(
     if not smoke:
         refuse_missing_data(loaded, config)
     if smoke and resume:
-        raise ConfigError(
-            "--smoke and --resume: a smoke run has a model of its own and goes on from nothing; leave one out"
-        )
+        raise ConfigError("--smoke and --resume: a smoke run goes on from nothing; leave one out")
     if processes is not None:
         check_processes(processes, loaded, smoke=smoke)
     if servers is not None:
@@ -100,13 +98,12 @@ def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, r
         if not trainer.ranks.first:
             return
     where = f"results in {loaded.run.dir}" if kept else "results are not kept; set run.dir=... to keep them"
-    typer.echo(printable(f"done: {summary['steps']} steps in {summary['seconds']:.0f} s, {where}"))
     from mm_grpo.run.summary import summary_lines
 
-    for line in summary_lines(summary):
-        typer.echo(printable(f"  {line}"))
-    if kept:
-        typer.echo(printable(next_command(config, loaded, evaluated=bool(summary["eval"]))))
+    lines = [f"done: {summary['steps']} steps in {summary['seconds']:.0f} s, {where}"]
+    lines += [f"  {line}" for line in summary_lines(summary)]
+    lines += [next_command(config, loaded, evaluated=bool(summary["eval"]))] if kept else []
+    typer.echo(printable("\n".join(lines)))
 
 
 def next_command(config: str, loaded: GRPOConfig, *, evaluated: bool) -> str:

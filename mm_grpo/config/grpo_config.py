@@ -105,7 +105,7 @@ class GRPOConfig(Section):
         values = apply_overrides(values, overrides)
         if REDACTED in str(values):
             raise ConfigError(
-                f"'{path}' holds {REDACTED}: keys are not saved with a run; name its first config, or give that field"
+                f"'{path}' holds {REDACTED}: keys are not saved with a run; name its first config"
             )
         return cls.from_dict(values)
 
@@ -175,16 +175,17 @@ class GRPOConfig(Section):
     def require_rewards(self, given: bool = False) -> None:
         """Refuse a config without rewards, unless some are `given` in Python."""
         if not self.rewards and not given:
+            named = "name one, such as rewards: [iou] (`mm-grpo rewards` lists them)"
             raise ConfigError(
-                "rewards = []: must name at least one reward, such as rewards: [iou] (`mm-grpo rewards` lists"
-                " them), unless functions are passed to GRPOTrainer(config, rewards=[...])"
+                f"rewards = []: {named}, or pass functions to GRPOTrainer(config, rewards=[...])"
             )
 
     def require_eval(self, given: bool = False) -> None:
         """Refuse evaluations during the run without rows for them, unless some are `given` in Python."""
         if self.run.eval_every > 0 and self.data.eval is None and not given:
+            every = self.run.eval_every
             raise ConfigError(
-                f"run.eval_every = {self.run.eval_every}: needs rows to evaluate on; set data.eval, or 0 here"
+                f"run.eval_every = {every}: needs rows to evaluate on; set data.eval, or 0 here"
             )
 
     def batch_sentence(self, processes: int = 1, packs: int | None = None) -> str:
@@ -206,17 +207,13 @@ class GRPOConfig(Section):
     @classmethod
     def field_help(cls) -> list[FieldHelp]:
         """Path, type, default and description of every field, in the order of the file."""
-        return [
-            FieldHelp(
-                path,
-                describe_type(field.annotation, field.metadata),
-                "required"
-                if field.is_required()
-                else yaml_repr(field.get_default(call_default_factory=True)),
-                help_text(field),
-            )
-            for path, field in leaves(cls)
-        ]
+        found = []
+        for path, field in leaves(cls):
+            kind = describe_type(field.annotation, field.metadata)
+            default = field.get_default(call_default_factory=True)
+            shown_default = "required" if field.is_required() else yaml_repr(default)
+            found.append(FieldHelp(path, kind, shown_default, help_text(field)))
+        return found
 
 
 # Checks between sections
@@ -228,16 +225,13 @@ def _steps(config: GRPOConfig) -> Iterator[str]:
     prompts, attempts = rollout.prompts_per_step, rollout.max_attempts
     iterations = config.algorithm.num_iterations
     if optim.updates_per_step > prompts:
-        yield (
-            f"optim.updates_per_step = {optim.updates_per_step}: must be <= rollout.prompts_per_step, which is"
-            f" {prompts}; every update needs a prompt"
-        )
+        yield f"optim.updates_per_step = {optim.updates_per_step}: must be <= rollout.prompts_per_step, {prompts}"
     updates = optim.updates_per_step * iterations * (steps or 0)
     if steps is not None and optim.warmup_steps > updates:
+        product = f"run.max_steps {steps} x optim.updates_per_step {optim.updates_per_step}"
         yield (
             f"optim.warmup_steps = {optim.warmup_steps}: must be <= the updates of the run, which are {updates}"
-            f" (run.max_steps {steps} x optim.updates_per_step {optim.updates_per_step} x"
-            f" algorithm.num_iterations {iterations})"
+            f" ({product} x algorithm.num_iterations {iterations})"
         )
     if config.data.train is not None:  # else rows are passed in Python, and may be for evaluation too
         yield from _message(config.require_eval)
@@ -253,9 +247,8 @@ def _advantages(config: GRPOConfig) -> Iterator[str]:
         owner, own = "algorithm.multi_objective_aggregation = 'normalize_then_sum'", None
     else:  # `own` is what the estimator divides by, where that is one of the scales
         owner = f"algorithm.advantage_estimator = {estimator!r}"
-        own = {"grpo": scale, "rloo": "none", "reinforce_plus_plus_baseline": "batch", "maxrl": None}[
-            estimator
-        ]
+        scales = {"grpo": scale, "rloo": "none", "reinforce_plus_plus_baseline": "batch", "maxrl": None}
+        own = scales[estimator]
     if scale not in ("group", own):  # group is the default, and may be left
         yield f"algorithm.scale_rewards = {scale!r}: {owner} brings its own scale and would ignore this; leave it out"
     if each_by_itself and estimator != "grpo":
@@ -289,35 +282,23 @@ def _loss(config: GRPOConfig) -> Iterator[str]:
     name = "epsilon" if algorithm.epsilon_high is None else "epsilon_high"
     upper = 1 + getattr(algorithm, name)
     if loss == "cispo" and (algorithm.epsilon_high is None or algorithm.epsilon_high < 1):
-        yield (
-            f"algorithm.epsilon_high = {yaml_repr(algorithm.epsilon_high)}: algorithm.loss_type = 'cispo' multiplies"
-            " the gradient by min(ratio, epsilon_high); set it to 1 or more (5 is common)"
-        )
+        value = yaml_repr(algorithm.epsilon_high)
+        yield f"algorithm.epsilon_high = {value}: must be 1 or more with algorithm.loss_type = 'cispo' (5 is common)"
     own_bounds = ("dppo_tv", "dppo_kl", "gmpo")
     if loss == "gmpo" and algorithm.top_entropy_quantile < 1:
-        yield (
-            f"algorithm.top_entropy_quantile = {algorithm.top_entropy_quantile}: algorithm.loss_type = 'gmpo' takes the"
-            " mean over all tokens of a completion; leave it out"
-        )
+        share = algorithm.top_entropy_quantile
+        yield f"algorithm.top_entropy_quantile = {share}: algorithm.loss_type = 'gmpo' takes all tokens; leave it out"
     if delta is not None and loss in ("cispo", "sapo", "vespo", *own_bounds):
         yield f"algorithm.delta = {delta}: algorithm.loss_type = {loss!r} has no such bound; leave it out"
     elif delta is not None and delta <= upper:
-        yield (
-            f"algorithm.delta = {delta}: must be above 1 + algorithm.{name}, which is {upper:g}, the bound of"
-            " positive advantages; delta is that of negative ones"
-        )
+        yield f"algorithm.delta = {delta}: must be above 1 + algorithm.{name}, which is {upper:g}"
     elif loss in ("vespo", *own_bounds) and algorithm.importance_sampling_level != "token":
-        what = "tokens" if loss.startswith("dppo") else "whole completions"
-        yield (
-            f"algorithm.importance_sampling_level = {algorithm.importance_sampling_level!r}: algorithm.loss_type ="
-            f" {loss!r} weighs {what} in its own way and would ignore this; leave it out"
-        )
+        level = f"algorithm.importance_sampling_level = {algorithm.importance_sampling_level!r}"
+        yield f"{level}: algorithm.loss_type = {loss!r} weighs in its own way and would ignore this; leave it out"
     low, high = algorithm.importance_sampling_clip_min, algorithm.importance_sampling_clip_max
     if config.importance_sampling_mode != "none" and low is not None and high is not None and low >= high:
-        yield (
-            f"algorithm.importance_sampling_clip_min = {low}: must be below algorithm.importance_sampling_clip_max,"
-            f" which is {high}"
-        )
+        most = f"algorithm.importance_sampling_clip_max, which is {high}"
+        yield f"algorithm.importance_sampling_clip_min = {low}: must be below {most}"
 
 
 def _kl(config: GRPOConfig) -> Iterator[str]:
@@ -327,10 +308,8 @@ def _kl(config: GRPOConfig) -> Iterator[str]:
     if algorithm.kl_in_reward and algorithm.beta == 0:
         yield f"algorithm.kl_in_reward = true: {why}"
     if algorithm.kl_estimator == "k1" and algorithm.beta > 0 and not algorithm.kl_in_reward:
-        yield (
-            "algorithm.kl_estimator = 'k1': its gradient in the loss has mean 0; write k2 or k3, or set"
-            " algorithm.kl_in_reward = true"
-        )
+        mean = "its gradient in the loss has mean 0"
+        yield f"algorithm.kl_estimator = 'k1': {mean}; write k2 or k3, or set algorithm.kl_in_reward = true"
     if path is not None and algorithm.beta == 0:
         yield f"algorithm.reference_path = '{path}': {why}"
     elif path is not None and algorithm.sync_ref_model:
@@ -345,10 +324,8 @@ def _parts(config: GRPOConfig) -> Iterator[str]:
     """Nothing shows what the perception term's mask hides, and what is frozen has no adapters."""
     algorithm, rollout, model = config.algorithm, config.rollout, config.model
     if algorithm.perception_coef > 0 and (rollout.tools or rollout.environment is not None):
-        yield (
-            f"algorithm.perception_coef = {algorithm.perception_coef:g}: must be 0 with rollout.tools and"
-            " rollout.environment, which may show what the mask hides"
-        )
+        coef = f"algorithm.perception_coef = {algorithm.perception_coef:g}"
+        yield f"{coef}: must be 0 with rollout.tools and rollout.environment, which may show what the mask hides"
     if model.lora is not None and model.lora.vision and model.freeze_vision:
         yield "model.lora.vision = true: must be false with model.freeze_vision = true"
 
@@ -360,23 +337,13 @@ def _staleness(config: GRPOConfig) -> Iterator[str]:
     if ahead == 0 and rollout.staleness_order != "lockstep":
         yield f"{order}: needs rollout.max_staleness >= 1, the updates that completions may be behind"
     if ahead and config.algorithm.kl_in_reward:
-        yield (
-            f"algorithm.kl_in_reward = true: must be false with rollout.max_staleness = {ahead}, for rewards are then"
-            " made while the learner, which has the reference model, works; leave the KL in the loss"
-        )
+        yield f"algorithm.kl_in_reward = true: must be false with rollout.max_staleness = {ahead}; it needs the learner"
     if rollout.staleness_order == "eager" and (rollout.tools or rollout.environment is not None):
         yield f"{order}: must be lockstep with rollout.tools and rollout.environment"
 
 
-CHECKS: tuple[Callable[[GRPOConfig], Iterator[str]], ...] = (
-    _steps,
-    _advantages,
-    _turns,
-    _loss,
-    _kl,
-    _parts,
-    _staleness,
-)
+Check = Callable[[GRPOConfig], Iterator[str]]
+CHECKS: tuple[Check, ...] = (_steps, _advantages, _turns, _loss, _kl, _parts, _staleness)
 
 
 def _message(check: Callable[[], None]) -> Iterator[str]:

@@ -33,6 +33,6 @@ class LoRAConfig(Section):
     def _names(cls, value: list[str]) -> list[str]:
         if not value or not all(re.fullmatch(r"[\w.]+", name) for name in value):
             raise FieldError(
-                "must be the last parts of layers' names, such as [q_proj, v_proj]; at least one"
+                "must be the last parts of layers' names, at least one, such as [q_proj, v_proj]"
             )
         return value

@@ -80,9 +80,9 @@ class Section(BaseModel):
         path = _join(self.where, name)
         if name not in type(self).model_fields:
             raise ConfigError("\n".join(unknown_key(path, value, self.all_paths)))
+        copied = f"config.with_values({{{path!r}: ...}})"
         raise ConfigError(
-            f"{path} = {shown(value)}: a config is not assigned to; make a changed copy of the whole one with"
-            f" config.with_values({{{path!r}: ...}})"
+            f"{path} = {shown(value)}: a config is not assigned to; make a changed copy: {copied}"
         )
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
@@ -178,9 +178,8 @@ def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
         return [f"{path or 'the config'} = {shown(value)}: must be a mapping of sections"]
     inner = section_of(field)
     if kind == "missing":
-        needed = (
-            [(path, field)] if inner is None else [leaf for leaf in leaves(inner) if leaf[1].is_required()]
-        )
+        within = [leaf for leaf in leaves(inner) if leaf[1].is_required()] if inner is not None else []
+        needed = [(path, field)] if inner is None else within
         return [f"{name} is missing: {help_text(leaf).removesuffix(' Required.')}" for name, leaf in needed]
     if inner is not None:
         keys = ", ".join(f"{path}.{key}" for key in inner.model_fields)

@@ -19,13 +19,12 @@ def check_seed_plan(
     seeds = TRAINING_SEEDS // generations * generations
     planned = max_steps * attempts * prompts * generations
     if planned > seeds:
+        product = f"{max_steps} steps x {attempts} attempts x {prompts} prompts x {generations} generations"
         raise ConfigError(
-            f"run.max_steps = {max_steps}: {max_steps} steps x {attempts} attempts x {prompts} prompts x"
-            f" {generations} generations need {planned} seeds, and there are {seeds}; lower run.max_steps,"
-            " rollout.max_attempts, rollout.prompts_per_step or rollout.num_generations"
+            f"run.max_steps = {max_steps}: {product} need {planned} seeds, and there are {seeds}"
         )
-    if planned * (max_turns - 1) > TRAINING_SEEDS:
+    if (needed := planned * (max_turns - 1)) > TRAINING_SEEDS:
+        product = f"{planned} generations x {max_turns - 1} further turns"
         raise ConfigError(
-            f"rollout.max_turns = {max_turns}: {planned} generations x {max_turns - 1} further turns need"
-            f" {planned * (max_turns - 1)} seeds, and there are {TRAINING_SEEDS}; lower it, or run.max_steps"
+            f"rollout.max_turns = {max_turns}: {product} need {needed} seeds, and there are {TRAINING_SEEDS}"
         )

@@ -63,13 +63,9 @@ class ServerConfig(Section):
         for url in value:
             scheme = next((s for s in SCHEMES if url.startswith(s)), None)
             if scheme is None or len(url) == len(scheme):
-                raise FieldError(
-                    f"holds {url!r}, which must be an address such as http://127.0.0.1:8000 or unix:///run/vllm.sock"
-                )
+                raise FieldError(f"holds {url!r}, which is no http://127.0.0.1:8000 or unix:///run/vllm.sock")
             if "@" in url and scheme != "unix://":
-                raise FieldError(
-                    "holds a url with a password in it; put it into the variable MM_GRPO_SERVER_KEY"
-                )
+                raise FieldError("holds a url with a password in it; set MM_GRPO_SERVER_KEY instead")
         cleaned = [url.rstrip("/") for url in value]
         if twice := next((url for url in cleaned if cleaned.count(url) > 1), None):
             raise FieldError(f"holds {twice!r} twice; name each server once")

@@ -111,13 +111,8 @@ def _profile(value: Any) -> bool | int | str:
 
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1), Accepts("a path")]
 Number = Annotated[float, BeforeValidator(_number), AfterValidator(_bounded)]
-HeadlineText = Annotated[
-    str | None,
-    PlainValidator(_headline),
-    Accepts(
-        "a reward and its least mark, such as exact_match >= 1, a reward and mean, such as iou mean, or null"
-    ),
-]
+_MARK = "a reward and its least mark, such as exact_match >= 1, a reward and mean, such as iou mean, or null"
+HeadlineText = Annotated[str | None, PlainValidator(_headline), Accepts(_MARK)]
 ProfileChoice = Annotated[
     bool | int | str, PlainValidator(_profile), Accepts("true, false, torch or an integer >= 1")
 ]

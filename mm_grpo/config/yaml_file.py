@@ -54,9 +54,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     except ValueError:  # a NUL, or half a character
         raise ConfigError(f"{str(path)!r}: is no path; name a YAML file") from None
     if len(data) > LARGEST_FILE:
-        raise ConfigError(
-            f"{path}: a config file has at most {LARGEST_FILE} bytes; rows belong in a file of their own"
-        )
+        raise ConfigError(f"{path}: a config file has at most {LARGEST_FILE} bytes")
     loaded = _parse(text, str(path))
     if loaded is None:
         return {}
@@ -131,19 +129,11 @@ def merge(
     result = copy.deepcopy(dict(base))
     for key, value in layer.items():
         old, name = result.get(key), f"{at}{key}"
-        rows = name.startswith(tuple(sources))
-        if (
-            isinstance(old, Mapping)
-            and isinstance(value, Mapping)
-            and not (rows and _is_any_source(old, value))
-        ):
-            value = merge(old, value, sources, f"{name}.")
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            whole = name.startswith(tuple(sources)) and (is_source(old) or is_source(value))
+            value = value if whole else merge(old, value, sources, f"{name}.")
         result[key] = copy.deepcopy(value)
     return result
-
-
-def _is_any_source(*values: Mapping[str, Any]) -> bool:
-    return any(map(is_source, values))
 
 
 def apply_overrides(mapping: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -252,12 +242,9 @@ class _Composer(Composer):
         node = super().compose_node(parent, index)
         problem = None
         if not isinstance(event, AliasEvent):
-            inner = [
-                each for entry in node.value for each in (entry if isinstance(entry, tuple) else (entry,))
-            ]
-            sizes[id(node)] = 1 + (
-                0 if isinstance(node, ScalarNode) else sum(sizes[id(each)] for each in inner)
-            )
+            entries = [] if isinstance(node, ScalarNode) else node.value
+            inner = [each for entry in entries for each in (entry if isinstance(entry, tuple) else (entry,))]
+            sizes[id(node)] = 1 + sum(sizes[id(each)] for each in inner)
         elif id(node) not in sizes:
             problem = f"the alias *{event.anchor} stands inside what it names"
         if not problem and sizes[id(node)] > LARGEST_TREE:

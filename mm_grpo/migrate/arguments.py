@@ -61,13 +61,12 @@ def _faults(signature: inspect.Signature, args: tuple[Any, ...], given: Mapping[
         whose = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]}."
         what = shown(config) if config is None or kind is str else f"a {whose}{kind.__name__}"
         yield (
-            f"config is {what}, of {len(args)} arguments by position; write GRPOTrainer(GRPOConfig(model=ModelConfig("
-            "path=...), ...), train=..., rewards=[...]); GRPOConfig.from_dict and from_yaml make one too"
+            f"config is {what}, of {len(args)} arguments by position; write GRPOTrainer(GRPOConfig(...), train=..., "
+            "rewards=[...]); GRPOConfig.from_dict and from_yaml make one"
         )
     for name in foreign:
         advice = ARGUMENTS.get(name, f"{did_you_mean(name, own)}GRPOTrainer takes {', '.join(own)}")
         yield f"{name}: unknown argument; {advice}"
-    if isinstance(named := given.get("model"), str) and not isinstance(
-        config, GRPOConfig
-    ):  # else build.py says it
+    named = given.get("model")
+    if isinstance(named, str) and not isinstance(config, GRPOConfig):  # else build.py says it
         yield f"model = {shown(named)}: is a model object; a name goes into the config: ModelConfig(path={named!r})"

@@ -12,6 +12,7 @@ updates, num_iterations times.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -125,10 +126,8 @@ def _leave_what_is_refused(found: Conversion) -> None:
         except ConfigError as error:
             match = re.match(r"([\w.]+?)(?:\[\d+\])? = ", line := str(error).splitlines()[0])
             path = match[1] if match else ""
-            section, _, name = path.rpartition(".")
-            holder = found.values
-            for part in section.split(".") if section else ():
-                holder = holder.get(part, {})
+            *sections, name = path.split(".")
+            holder = functools.reduce(lambda inner, part: inner.get(part, {}), sections, found.values)
             if name not in holder or path == "model.path":
                 raise
             del holder[name]
@@ -143,18 +142,10 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{above}.{key}" if above else str(key)
-        is_section = isinstance(value, Mapping) and value and path.rpartition(".")[2] not in _MAPPINGS
-        found |= _flat(value, path) if is_section else {path: value}
+        is_value = path.endswith(("_kwargs", "columns")) or not isinstance(value, Mapping) or not value
+        found |= {path: value} if is_value else _flat(value, path)
     return found
 
-
-_MAPPINGS = (
-    "chat_template_kwargs",
-    "model_init_kwargs",
-    "generation_kwargs",
-    "lr_scheduler_kwargs",
-    "columns",
-)
 
 NEEDLESS: Mapping[str, tuple[object, ...]] = {
     "top_p": (1.0, 1), "top_k": (0, None, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0, 1),
@@ -250,14 +241,34 @@ def _warmup(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _choice(path: str, ours: Mapping[object, str]) -> Rule:
+def _choice(path: str, ours: Mapping[object, object]) -> Rule:
     """One of several values, each with ours."""
 
     def rule(found: Conversion, value: Any) -> str | None:
         if value not in ours:
-            return f"{path} is one of {', '.join(dict.fromkeys(ours.values()))}"
+            return f"{path} is one of {', '.join(map(str, dict.fromkeys(ours.values())))}"
         found.put(path, ours[value])
         return None
+
+    return rule
+
+
+def _put(path: str, ours: Callable[[Conversion, Any], Any]) -> Rule:
+    """A value to compute, unless the key is null or false."""
+
+    def rule(found: Conversion, value: Any) -> None:
+        if value is not None and value is not False:
+            found.put(path, ours(found, value))
+
+    return rule
+
+
+def _with(*keys: str) -> Rule:
+    """A key that the rule of another one reads."""
+
+    def rule(found: Conversion, value: Any) -> str | None:
+        used = any(found.given.get(key) not in (None, False, "full") for key in keys)
+        return None if used else f"counts only with {keys[0]}"
 
     return rule
 
@@ -287,11 +298,6 @@ def _vllm(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _sleep(found: Conversion, value: Any) -> str | None:
-    found.put("rollout.vllm.sleep_level", 2 if value else 0)
-    return None
-
-
 def _rewards(found: Conversion, value: Any) -> str | None:
     named, weights = value if isinstance(value, list) else [value], found.given.get("reward_weights")
     ours = {
@@ -300,23 +306,17 @@ def _rewards(found: Conversion, value: Any) -> str | None:
         "think_format_reward": "format",
         "format": "format",
     }
+    weighted = isinstance(weights, list) and len(weights) == len(named)
     entries: list[Any] = []
-    unknown = []
-    for number, name in enumerate(named):
+    for name, weight in zip(named, weights if weighted else [1.0] * len(named), strict=True):
         module, _, function = str(name).rpartition(".")
-        entry = ours.get(name, f"{module}:{function}" if module else None)
-        if entry is None:
-            unknown.append(str(name))
-            continue
-        weighted = isinstance(weights, list) and len(weights) == len(named)
-        entries.append({"name": entry, "weight": float(weights[number])} if weighted else entry)  # type: ignore[index]
+        if entry := ours.get(name, f"{module}:{function}" if module else None):
+            entries.append({"name": entry, "weight": float(weight)} if weighted else entry)
     found.put("rewards", entries)
-    same = [f"{name} -> {ours[name]}" for name in named if name in ours]
-    if same:
+    if same := [f"{name} -> {ours[name]}" for name in named if name in ours]:
         found.notes.append(f"rewards: {', '.join(same)}; see `mm-grpo rewards NAME` for what they compare")
-    return (
-        f"no reward here is named {', '.join(unknown)}; write path/to/file.py:function" if unknown else None
-    )
+    unknown = ", ".join(str(name) for name in named if name not in ours and "." not in str(name))
+    return f"no reward here is named {unknown}; write path/to/file.py:function" if unknown else None
 
 
 def _weights(found: Conversion, value: Any) -> str | None:
@@ -339,11 +339,6 @@ def _dataset(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _with(key: str) -> Rule:
-    """A key that the rule of another one reads."""
-    return lambda found, value: None if found.given.get(key) else f"counts only with {key}"
-
-
 def _lora(found: Conversion, value: Any) -> str | None:
     if value in (True, "lora"):
         rank = found.number("lora_r", found.number("lora_rank", 16 if value is True else 8))
@@ -357,24 +352,7 @@ def _lora(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _of_lora(found: Conversion, value: Any) -> str | None:
-    """A key that the rule of adapters reads."""
-    kinds = (found.given.get(key) for key in ("use_peft", "train_type", "tuner_type"))
-    return None if any(kind in (True, "lora") for kind in kinds) else "counts only with adapters"
-
-
-def _turns(found: Conversion, value: Any) -> str | None:
-    if value is not None:
-        found.put("rollout.max_turns", value + 1)
-    return None
-
-
-def _dynamic(found: Conversion, value: Any) -> str | None:
-    if value:
-        found.put("rollout.max_attempts", found.count("max_resample_times", 3) + 1)
-    return None
-
-
+_ADAPTERS = ("use_peft", "train_type", "tuner_type")
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
@@ -403,18 +381,19 @@ RULES: Mapping[str, Rule] = {
         ("vllm_mode", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
         _with("use_vllm"),
     ),
-    "vllm_enable_sleep_mode": _sleep,
+    "vllm_enable_sleep_mode": _choice("rollout.vllm.sleep_level", {True: 2, False: 0}),
     "reward_funcs": _rewards,
     "reward_weights": _weights,
     "dataset_name": _dataset,
     **dict.fromkeys(("dataset_config", "dataset_train_split", "dataset_test_split"), _with("dataset_name")),
-    **dict.fromkeys(("use_peft", "train_type", "tuner_type"), _lora),
+    **dict.fromkeys(_ADAPTERS, _lora),
     **dict.fromkeys(
-        ("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "target_modules"),
-        _of_lora,
+        ("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "target_modules"), _with(*_ADAPTERS)
     ),
-    "max_tool_calling_iterations": _turns,
-    "dynamic_sample": _dynamic,
+    "max_tool_calling_iterations": _put("rollout.max_turns", lambda found, value: value + 1),
+    "dynamic_sample": _put(
+        "rollout.max_attempts", lambda found, value: found.count("max_resample_times", 3) + 1
+    ),
     "max_resample_times": _with("dynamic_sample"),
 }  # fmt: skip
 

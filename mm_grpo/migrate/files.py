@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ def read_foreign(path: str | Path) -> dict[str, Any]:
         return read_yaml(path)  # JSON is YAML
     try:
         words = shlex.split(read_regular_file(path).decode().replace("\\\n", " "), comments=True)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a command line ({error})") from None
     found: dict[str, Any] = {}
@@ -36,23 +35,16 @@ def read_foreign(path: str | Path) -> dict[str, Any]:
         read = [_read_value(each) for each in values]
         found[key.replace("-", "_")] = True if not read else read[0] if len(read) == 1 else read
     if not found:
-        raise ConfigError(
-            f"{path}: has no --key value; give a .yaml or .json file, or one with the command line"
-        )
+        raise ConfigError(f"{path}: has no --key value; give a .yaml or .json file, or a command line")
     return found
 
 
 def _read_value(text: str) -> Any:
-    folded = text.casefold()
-    if folded in ("true", "false", "null", "none"):
-        return {"true": True, "false": False}.get(folded)
-    if re.fullmatch(r"[-+]?\d+", text):
-        return int(text)
-    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text):
-        return float(text)
-    if text[:1] in ("[", "{"):
-        try:
+    if text.casefold() in ("true", "false", "null", "none"):
+        return {"true": True, "false": False}.get(text.casefold())
+    with suppress(ValueError):
+        if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text):
+            return int(text) if text.lstrip("-+").isdecimal() else float(text)
+        if text[:1] in ("[", "{"):
             return parse_json(text)
-        except ValueError:
-            return text
     return text

@@ -284,21 +284,14 @@ NO_ZERO_3 = (
     " lower optim.max_tokens_per_pack"
 )
 
+_FLASH = "flash_attention_2 flash_attention_3 flash_attn flash_attn_2 kernels-community/flash-attn2"
 VALUES: Mapping[str, Mapping[str, str]] = {
     "optim.zero_stage": {"3": NO_ZERO_3},
-    "model.attn": {
-        **dict.fromkeys(
-            (
-                "flash_attention_2",
-                "flash_attention_3",
-                "flash_attn",
-                "flash_attn_2",
-                "kernels-community/flash-attn2",
-            ),
-            "write auto, which is flex_attention on a GPU in bfloat16: completions share their prompt, and a flash"
-            " kernel has no mask for that",
-        ),
-    },
+    "model.attn": dict.fromkeys(
+        _FLASH.split(),
+        "write auto, which is flex_attention on a GPU in bfloat16: completions share their prompt, and a flash kernel"
+        " has no mask for that",
+    ),
     "algorithm.importance_sampling_level": {
         "gspo": "write sequence, which is GSPO, with algorithm.loss_type: grpo"
     },
@@ -368,13 +361,10 @@ def _nearest_advice(path: str, known: Sequence[str]) -> str:
     section, _, leaf = path.rpartition(".")
     prefix = f"{section}." if section else ""
     siblings = list(dict.fromkeys(p[len(prefix) :].split(".")[0] for p in known if p.startswith(prefix)))
-    found = nearest(leaf, siblings)
-    if found is not None:
-        return f"the nearest is {prefix}{found}"
     leaves = {p.rpartition(".")[2]: p for p in reversed(known)}
-    found = nearest(leaf, leaves)
-    if found is not None:
-        return f"the nearest is {leaves[found]}"
+    for paths in ({each: f"{prefix}{each}" for each in siblings}, leaves):
+        if (found := nearest(leaf, paths)) is not None:
+            return f"the nearest is {paths[found]}"
     if section and siblings:
         return f"{section} has {', '.join(siblings)}"
     return f"the sections are {', '.join(dict.fromkeys(p.split('.')[0] for p in known))}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -76,7 +77,7 @@ class CheckPage:
         rows: int = ROWS,
         answer: Answer = lambda spec, prompt: None,
     ) -> None:
-        self.file = OutputFile("--page", NAME if path is None else path, GENERATOR)
+        self.file = OutputFile("--page", path or NAME, GENERATOR)
         self._processor, self._specs, self._rows, self._answer = processor, specs, rows, answer
         self._sets: dict[str, _Set] = {}
         self._pictures: dict[str, Picture] = {}
@@ -84,7 +85,7 @@ class CheckPage:
 
     def add(self, name: str, row: str, prompt: Prompt) -> None:
         """Take a row that can be used; `row` is what messages call it."""
-        row = _file_and_line(row)
+        row = row.rsplit("/", 1)[-1]
         of_set = self._sets.setdefault(name, _Set())
         of_set.lengths.append((len(prompt.token_ids), row))
         of_set.rows.append((row, *_digests(prompt)))
@@ -94,8 +95,8 @@ class CheckPage:
             of_set.left_out += 1
             return
         shown, pictures = self._describe(row, prompt)
-        size = len(json.dumps(shown, ensure_ascii=False)) + sum(
-            len(picture.uri) for picture in pictures.values()
+        size = sum(len(picture.uri) for picture in pictures.values()) + len(
+            json.dumps(shown, ensure_ascii=False)
         )
         if of_set.shown and self._bytes + size > MOST_BYTES:
             of_set.left_out += 1
@@ -107,7 +108,7 @@ class CheckPage:
     def refuse(self, name: str, row: str, message: str) -> None:
         """Take a row that a run would stop at or leave out."""
         message = message.removeprefix(f"{row}: ")
-        self._sets.setdefault(name, _Set()).refused.append((_file_and_line(row), message))
+        self._sets.setdefault(name, _Set()).refused.append((row.rsplit("/", 1)[-1], message))
 
     def write(self) -> str:
         """Write the page; a sentence that says where it is and what it shows."""
@@ -145,17 +146,9 @@ class CheckPage:
         whole = {digest: row for row, digest, _ in reversed(train)}
         images = {digest: row for row, _, digest in reversed(train) if digest is not None}
         same = [(row, whole[digest]) for row, digest, _ in rows if digest in whole]
-        seen = [
-            (row, images[image]) for row, digest, image in rows if image in images and digest not in whole
-        ]
-        return {
-            "name": name,
-            "rows": len(rows),
-            "same": len(same),
-            "examples": same[:EXAMPLES],
-            "images": len(seen),
-            "image_examples": seen[:EXAMPLES],
-        }
+        seen = [(row, images[each]) for row, digest, each in rows if each in images and digest not in whole]
+        examples = {"examples": same[:EXAMPLES], "image_examples": seen[:EXAMPLES]}
+        return {"name": name, "rows": len(rows), "same": len(same), "images": len(seen), **examples}
 
     def _describe(self, row: str, prompt: Prompt) -> tuple[dict[str, Any], dict[str, Picture]]:
         """One row as the page holds it, and its pictures."""
@@ -192,18 +185,14 @@ def describe_lengths(lengths: Sequence[tuple[int, str]]) -> dict[str, Any] | Non
     tokens = [length for length, _ in lengths]
     low, high = min(tokens), max(tokens)
     width = max(1, -(-(high - low + 1) // BARS))
-    counts = [0] * ((high - low) // width + 1)
-    for length in tokens:
-        counts[(length - low) // width] += 1
+    counts = Counter((length - low) // width for length in tokens)
+    starts = enumerate(range(low, high + 1, width))
     return {
         "low": low,
         "mean": round(sum(tokens) / len(tokens)),
         "high": high,
         "longest": next(row for length, row in lengths if length == high),
-        "bars": [
-            {"count": count, "low": low + i * width, "high": low + (i + 1) * width - 1}
-            for i, count in enumerate(counts)
-        ],
+        "bars": [{"count": counts[i], "low": start, "high": start + width - 1} for i, start in starts],
     }
 
 
@@ -236,7 +225,3 @@ def _digests(prompt: Prompt) -> tuple[bytes, bytes | None]:
     whole = images.copy()
     whole.update(b"|" + ",".join(map(str, prompt.engine_prompt.token_ids)).encode())
     return whole.digest(), images.digest() if prompt.engine_prompt.images else None
-
-
-def _file_and_line(row: str) -> str:
-    return row.rsplit("/", 1)[-1]

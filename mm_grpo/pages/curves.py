@@ -7,10 +7,11 @@ run goes on. CURVES says which metrics are drawn, and how: to add a curve, a lin
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -44,6 +45,7 @@ class Curve:
     """The one line that is drawn of each of several runs; empty is all."""
 
 
+GAP = "sampling_logp_difference"
 PHASES = "step_time|time/(?:data|rollout|rewards|learner|sync|log)"
 CURVES = (
     Curve("Reward", "mean reward", r"reward", smooth=True, zeros=True),
@@ -56,9 +58,7 @@ CURVES = (
     Curve("Cut completions", "share of completions", r"completions/clipped_ratio", limits=(0, None)),
     Curve("Entropy", "nats per token", r"entropy", limits=(0, None)),
     Curve("KL to the reference", "nats", r"kl", limits=(0, None)),
-    Curve(
-        "Log-prob gap", "nats per token", r"sampling/sampling_logp_difference/(mean|max)", limits=(0, None)
-    ),
+    Curve("Log-prob gap", "nats per token", rf"sampling/{GAP}/(mean|max)", limits=(0, None)),
     Curve("Gradient norm", "norm", r"grad_norm", limits=(0, None)),
     Curve("Learning rate", "rate", r"learning_rate", limits=(0, None)),
     Curve("Calls of tools", "calls per conversation", r"tools/call_frequency", limits=(0, None)),
@@ -140,7 +140,6 @@ class Curves:
         """Step and metrics under eval/ of the first row that has any; `last_evaluation` those of the last."""
         self.last_evaluation: dict[str, float] = {}
         self._tokens: float | None = 0.0
-        self._places: dict[str, list[tuple[int, str]]] = {}
 
     def take(self, row: Mapping[str, Any]) -> None:
         """One more row of metrics.jsonl, in the order of the steps."""
@@ -157,12 +156,14 @@ class Curves:
             evaluation["step"] = step
             self.first_evaluation = self.first_evaluation or evaluation
             self.last_evaluation = evaluation
-        for name, value in row.items():
-            for curve, label in self._places_of(name):
-                self._trace(curve, label, step, _number(value))
+        values = {name: _number(value) for name, value in row.items()}
         if seconds and tokens is not None and self._tokens is not None:
-            for curve, label in self._places_of("tokens_per_second"):
-                self._trace(curve, label, step, (tokens - self._tokens) / seconds)
+            values["tokens_per_second"] = (tokens - self._tokens) / seconds
+        for name, value in values.items():
+            for place, label in places_of(name):
+                traces = self.traces[place]
+                if label in traces or len(traces) < MOST_LINES:
+                    traces.setdefault(label, Trace()).add(step, value)
         if step > 0:
             self._tokens = tokens
 
@@ -179,38 +180,20 @@ class Curves:
             "last_evaluation": self.last_evaluation,
         }
 
-    def _trace(self, curve: int, label: str, step: int, value: float | None) -> None:
-        traces = self.traces[curve]
-        if label not in traces and len(traces) >= MOST_LINES:
-            return
-        traces.setdefault(label, Trace()).add(step, value)
 
-    def _places_of(self, name: str) -> Sequence[tuple[int, str]]:
-        """The curves that a metric belongs to, with its name there."""
-        if (known := self._places.get(name)) is not None:
-            return known
-        found = places_of(name)
-        if len(self._places) < 10_000:
-            self._places[name] = found
-        return found
-
-
+@functools.lru_cache(10_000)
 def places_of(metric: str) -> list[tuple[int, str]]:
     """The places in CURVES of those that draw a metric, with the name of its line there.
 
     >>> [(CURVES[place].title, line) for place, line in places_of("eval/heldout/accuracy")]
     [('Evaluation accuracy', 'heldout')]
     """
-    return [
-        (
-            i,
-            ((match[1] if match.re.groups else None) or curve.title.lower())
-            .removeprefix("time/")
-            .replace("step_time", "whole step"),
-        )
-        for i, curve in enumerate(CURVES)
-        if (match := re.fullmatch(curve.pattern, metric))
-    ]
+    found = []
+    for place, curve in enumerate(CURVES):
+        if match := re.fullmatch(curve.pattern, metric):
+            label = (match[1] if match.re.groups else None) or curve.title.lower()
+            found.append((place, label.removeprefix("time/").replace("step_time", "whole step")))
+    return found
 
 
 def _number(value: Any) -> float | None:

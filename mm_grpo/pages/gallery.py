@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,13 +143,10 @@ def read_rows(path: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
     lines = data.split(b"\n")
     for line in (
         lines[:-1] or lines
-    ):  # what follows the last line feed was cut: by the limit, or by a killed process
-        try:
-            row = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and "uid" in row:
-            rows.append(row)
+    ):  # what follows the last line feed was cut, by the limit or a killed process
+        with suppress(ValueError):
+            row = parse_json(line, dict)
+            rows += [row] if isinstance(row.get("step"), int) and "uid" in row else []
     return rows, len(data)
 
 
@@ -227,14 +225,12 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
     """
     tags = list(_THINKING.finditer(text))
     if tags or opened:
-        if not tags or not tags[-1][1]:
-            return text, ""
-        return text[: tags[-1].end()], text[tags[-1].end() :].lstrip()
+        end = tags[-1].end() if tags and tags[-1][1] else len(text)
+        return text[:end], text[end:].lstrip()
     if len(text) < FOLDED_FROM:
         return "", text
     answer = final_part(text)
-    at = text.rfind(answer) if answer != text else len(text)
-    at = min(at, len(text) - IN_VIEW)
+    at = min(text.rfind(answer) if answer != text else len(text), len(text) - IN_VIEW)
     return text[:at], text[at:]
 
 
@@ -321,5 +317,5 @@ def _prompt(head: Mapping[str, Any], run: int) -> dict[str, Any]:
 
 
 def _names(names: Any) -> list[str]:
-    """Names of images that a run gives: anything else is left out."""
+    """Names of a run's images, without anything else."""
     return [name for name in names or [] if isinstance(name, str) and IMAGE_NAME.fullmatch(name)]

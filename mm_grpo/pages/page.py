@@ -60,8 +60,10 @@ def render(title: str, data: Mapping[str, Any], pictures: Mapping[str, Picture])
 
     `data["kind"]` is what page.js draws: run or check.
     """
-    style, script = (
-        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    here = Path(__file__)
+    style, script = (here.with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    stored = (
+        f'<script type="text/plain" id="u-{name}">{each.uri}</script>' for name, each in pictures.items()
     )
     sizes = {name: [picture.width, picture.height] for name, picture in pictures.items()}
     return SHELL.format(
@@ -72,10 +74,7 @@ def render(title: str, data: Mapping[str, Any], pictures: Mapping[str, Picture])
         style_hash=policy_hash(style),
         script_hash=policy_hash(script),
         data=inert_json({**data, "pictures": sizes}),
-        pictures="\n".join(
-            f'<script type="text/plain" id="u-{name}">{picture.uri}</script>'
-            for name, picture in pictures.items()
-        ),
+        pictures="\n".join(stored),
     )
 
 

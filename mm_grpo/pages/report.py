@@ -62,25 +62,23 @@ class Report:
         share = Budget(*(part // len(self.runs) for part in (budget.texts, budget.images, budget.read)))
         pictures = Pictures(0)
         runs, galleries, blind = [], [], [blind_kind(paths) for paths in self.runs]
-        for i, (paths, name, curves) in enumerate(
-            zip(self.runs, run_names(self.runs), self.curves, strict=True)
-        ):
+        for i, (paths, name) in enumerate(zip(self.runs, run_names(self.runs), strict=True)):
             pictures.limit += share.images
-            gallery, summary = gather_gallery(paths, share, pictures, i), read_summary(paths)
-            galleries.append(gallery)
-            runs.append(
-                {
-                    "name": name,
-                    "summary": summary,
-                    "blind": blind[i],
-                    **curves.numbers(),
-                    "events": read_events(paths.events)[-MOST_EVENTS:],
-                    "config": config_text(paths),
-                    "changed": changed_settings(paths),
-                    "environment": environment_of(paths),
-                    "shown": gallery.counts,
-                }
-            )
+            galleries.append(gather_gallery(paths, share, pictures, i))
+            one = {
+                "name": name,
+                "summary": read_summary(paths),
+                "blind": blind[i],
+                **self.curves[i].numbers(),
+                "events": read_events(paths.events)[-MOST_EVENTS:],
+                "config": str(redact(paths.config.read_text(encoding="utf-8")))
+                if paths.config.is_file()
+                else "",
+                "changed": changed_settings(paths),
+                "environment": read_json(paths.environment, dict) if paths.environment.is_file() else {},
+                "shown": galleries[i].counts,
+            }
+            runs.append(one)
         expected = [expected_of(paths) for paths in self.runs]
         data = {
             "kind": "run",
@@ -225,29 +223,17 @@ def changed_settings(paths: RunPaths) -> list[tuple[str, str]]:
         default = GRPOConfig.from_dict({"model": {"path": config.model.path}})
     except (UserError, OSError, ValueError):
         return []
-    found = [("model.path", str(config.model.path))]
 
-    def walk(now: Any, then: Any, before: str) -> None:
+    def walk(now: Any, then: Any, before: str) -> Iterator[tuple[str, str]]:
         for key, value in now.items():
-            known = then.get(key) if isinstance(then, Mapping) else None
+            known = then.get(key)
             if isinstance(value, dict) and isinstance(known, dict) and value and known:
-                walk(value, known, f"{before}{key}.")
+                yield from walk(value, known, f"{before}{key}.")
             elif value != known:
-                found.append((before + key, json.dumps(value, ensure_ascii=False, default=str)))
+                yield before + key, json.dumps(value, ensure_ascii=False, default=str)
 
-    walk(redact(config.model_dump(mode="json")), default.model_dump(mode="json"), "")
-    return found
-
-
-def config_text(paths: RunPaths) -> str:
-    return str(redact(paths.config.read_text(encoding="utf-8"))) if paths.config.is_file() else ""
-
-
-def environment_of(paths: RunPaths) -> dict[str, Any]:
-    if not paths.environment.is_file():
-        return {}
-    found: dict[str, Any] = read_json(paths.environment, dict)
-    return found
+    found = walk(redact(config.model_dump(mode="json")), default.model_dump(mode="json"), "")
+    return [("model.path", str(config.model.path)), *found]
 
 
 def run_names(runs: Sequence[RunPaths]) -> list[str]:

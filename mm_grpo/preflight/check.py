@@ -7,10 +7,11 @@ answer and on wrong ones (gold_answers.py). All failing rows are listed, not onl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -41,7 +42,7 @@ SHOWN = 20
 
 
 WIDTH = 120
-"""Least width of the tables, in characters: a terminal wraps, a table that is cut tells less."""
+"""Least width of the tables, in characters."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class PageSettings:
     rows: int = ROWS
 
 
-def check_config(  # noqa: C901, PLR0915
+def check_config(  # noqa: PLR0915
     config: GRPOConfig,
     *,
     call_judges: bool = False,
@@ -68,29 +69,23 @@ def check_config(  # noqa: C901, PLR0915
     if not console.is_terminal:
         console = Console(width=max(console.width, WIDTH))
     toolbox = toolbox_of(config, None, None)
-    own = [] if toolbox is None else toolbox.rewards
+    several_turns, own = toolbox is not None, [] if toolbox is None else toolbox.rewards
     config.require_rewards(given=bool(own))
-    scorer = Scorer([*config.rewards, *own], several_turns=toolbox is not None)
+    scorer = Scorer([*config.rewards, *own], several_turns=several_turns)
     EvalMetric.of(config, [spec.name for spec in scorer.specs])
     train = load_train(config, verify=False, needs=scorer.check)
     evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
     sets = {dataset.name: dataset for dataset in (train, *evaluations)}
     specs = scorer.specs[: len(scorer.specs) - len(own)]  # an environment's own has no right answer
     scorer.close()
-    plan = plan_run(config, train, several_turns=toolbox is not None)
-    steps = plan.max_steps
-    processor = processor_of(config)
-    vllm = config.rollout.vllm if config.rollout.engine != "transformers" else None
+    plan = plan_run(config, train, several_turns=several_turns)
+    processor, template = processor_of(config), config.data.gold_template
     transformers_config = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    length = None if vllm is None else vllm.max_model_len
-    prompt_builder = PromptBuilder(
-        processor, config, context_of(transformers_config), length, toolbox=toolbox
-    )
-
-    shown = None
-    if page is not None:
-        answer = partial(gold_text, template=config.data.gold_template)
-        shown = CheckPage(page.path, processor, specs, rows=page.rows, answer=answer)
+    length = None if config.rollout.engine == "transformers" else config.rollout.vllm.max_model_len
+    context = context_of(transformers_config)
+    prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
+    answer = partial(gold_text, template=template)
+    shown = page and CheckPage(page.path, processor, specs, rows=page.rows, answer=answer)
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
@@ -101,13 +96,13 @@ def check_config(  # noqa: C901, PLR0915
         )
     reports: dict[str, list[RewardReport]] = {}
     for name, dataset in sets.items():
+        conversational = True
+        with suppress(DataError):  # the first row is wrong, and will be listed
+            conversational = dataset.conversational
         rewards = RewardCheck(
-            specs,
-            template=config.data.gold_template,
-            conversational=_conversational(dataset),
-            several_turns=toolbox is not None,
+            specs, template=template, conversational=conversational, several_turns=several_turns,
             call_judges=call_judges,
-        )
+        )  # fmt: skip
         looked = dataset if rows is None else dataset.head(rows)
         limit = partial(_broken_limit, config=config, trained=dataset is train)
         builder = prompt_builder if dataset is train else prompt_builder.evaluation
@@ -117,14 +112,11 @@ def check_config(  # noqa: C901, PLR0915
             notes.append(f"{name}: rows in the layout {' and '.join(dataset.layouts)} (data.layout)")
         spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
         table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(images), spread)
-        failures += failed[:SHOWN]
-        if len(failed) > SHOWN:
-            failures.append(f"{name}: {len(failed) - SHOWN} more rows fail")
+        failures += _listed(name, failed)
         if dropped and not lengths:
             failures.append(
-                f"{name}: no row is left: {dropped} of {len(looked)} prompts are longer than "
-                f"{builder.limit_name} allows ({builder.limit} tokens); raise the limit, or lower "
-                "data.max_pixels"
+                f"{name}: no row is left: {dropped} of {len(looked)} prompts are longer than {builder.limit_name} "
+                f"allows ({builder.limit} tokens); raise the limit, or lower data.max_pixels"
             )
         elif dropped:
             notes.append(
@@ -133,19 +125,20 @@ def check_config(  # noqa: C901, PLR0915
     if config.run.eval_blind is not None and not failures:
         first = {dataset.name: dataset for dataset in evaluations[:1]}
         try:
-            blind_controls(first, config.run.eval_blind, several_turns=toolbox is not None)
+            blind_controls(first, config.run.eval_blind, several_turns=several_turns)
         except UserError as error:
             failures.append(str(error))
     console.print(table)
     for note in notes:
         print_line(note, console)
     _print_rewards(console, reports)
-    print_line(config.batch_sentence(processes=1) + f", {steps} steps", console)
+    print_line(config.batch_sentence(processes=1) + f", {plan.max_steps} steps", console)
     for failure in failures:
         print_line(failure, console, style="red")
-    wrong = _print_failures(console, [report for of_set in reports.values() for report in of_set])
+    _print_failures(console, [report for of_set in reports.values() for report in of_set])
     idle = [] if rows is not None else [report for report in reports[train.name] if report.applies_nowhere]
     _print_faults(console, reports, idle)
+    wrong = sum(len(report.failures) for of_set in reports.values() for report in of_set)
     problems = len(failures) + wrong + len(idle)
     if shown is not None:
         print_line(shown.write(), console)
@@ -191,26 +184,21 @@ def _walk(
         disable=not console.is_terminal,
     )
     for index in indices:
-        row = dataset.row_name(index)
+        row, drops = dataset.row_name(index), False
+        # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
+        uid = f"{dataset.uid(index)}: "
         try:
             prompt = prompt_builder.process(dataset.sample(index))
+            message = uid + broken if (broken := broken_limit(prompt)) else ""
         except UserError as error:
-            # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
-            message, uid = str(error), f"{dataset.uid(index)}: "
-            drops = isinstance(error, TooLong) and prompt_builder.policy == "drop"
+            message, drops = str(error), isinstance(error, TooLong) and prompt_builder.policy == "drop"
+        if message:
+            dropped += drops
+            failed += (
+                [] if drops else [f"{row}: {message[len(uid) :]}" if message.startswith(uid) else message]
+            )
             if page is not None:
                 page.refuse(dataset.name, row, "left out: " * drops + message.removeprefix(uid))
-            if drops:
-                dropped += 1
-            else:
-                named = message.startswith(uid)
-                failed.append(f"{row}: {message.removeprefix(uid)}" if named else message)
-            continue
-        broken = broken_limit(prompt)
-        if broken is not None:
-            failed.append(f"{row}: {broken}")
-            if page is not None:
-                page.refuse(dataset.name, row, broken)
             continue
         lengths.append(len(prompt.token_ids))
         images += len(prompt.engine_prompt.images)
@@ -220,11 +208,9 @@ def _walk(
     return lengths, images, failed, dropped
 
 
-def _conversational(dataset: Dataset) -> bool:
-    try:
-        return dataset.conversational
-    except DataError:  # the first row is wrong, and will be listed
-        return True
+def _listed(name: str, failed: Sequence[str]) -> list[str]:
+    more = [f"{name}: {len(failed) - SHOWN} more rows fail"] if len(failed) > SHOWN else []
+    return [*failed[:SHOWN], *more]
 
 
 def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> None:
@@ -234,16 +220,9 @@ def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> 
     for name, of_set in reports.items():
         for report in of_set:
             time = f"{1000 * report.seconds / report.calls:.3g}" if report.calls else "-"
-            table.add_row(
-                cell(name),
-                cell(report.name),
-                f"{report.weight:g}",
-                str(len(report.gold)) if report.gold else "-",
-                _spread(report.gold),
-                _spread(report.wrong),
-                time,
-                cell(_result(report)),
-            )
+            counted = (f"{report.weight:g}", str(len(report.gold) or "-"))
+            scores = (_spread(report.gold), _spread(report.wrong))
+            table.add_row(cell(name), cell(report.name), *counted, *scores, time, cell(_result(report)))
     console.print(table)
 
 
@@ -259,35 +238,25 @@ def _result(report: RewardReport) -> str:
     return "ok" + (f", does not apply to {report.none} row(s)" if report.none else "")
 
 
-def _print_failures(console: Console, reports: Sequence[RewardReport]) -> int:
-    """The table of failures by row; the count of all failures."""
+def _print_failures(console: Console, reports: Sequence[RewardReport]) -> None:
+    """The table of failures by row, and the rewards that raise."""
     titles = ("row", "reward", "right answer", "score", "wrong answer", "score", "what is wrong")
     table = _table("rewards that fail, by row", *titles, right=("score",))
     raised: list[str] = []
-    count = 0
     for report in reports:
-        count += len(report.failures)
         for failure in report.failures[:SHOWN]:
             row = failure.row.rsplit("/", 1)[-1]
             if not failure.gold:
                 raised.append(f"{row}: {failure.fault}")
                 continue
-            table.add_row(
-                cell(row),
-                cell(failure.reward),
-                cell(_short(failure.gold)),
-                _number(failure.gold_score),
-                cell(_short(failure.wrong)),
-                _number(failure.wrong_score) if failure.wrong else "",
-                cell(failure.fault),
-            )
-        if len(report.failures) > SHOWN:
-            raised.append(f"{report.name}: {len(report.failures) - SHOWN} more rows fail")
+            right = (cell(_short(failure.gold)), _number(failure.gold_score))
+            wrong = (cell(_short(failure.wrong)), _number(failure.wrong_score) if failure.wrong else "")
+            table.add_row(cell(row), cell(failure.reward), *right, *wrong, cell(failure.fault))
+        raised += _listed(report.name, [""] * len(report.failures))[SHOWN:]
     if table.row_count:
         console.print(table)
     for line in raised:
         print_line(line, console, style="red")
-    return count
 
 
 def _print_faults(
@@ -296,15 +265,13 @@ def _print_faults(
     """What is wrong with rewards as a whole: those that apply to no row of the training set, and those that do not
     tell right from wrong on most, of any set."""
     lines = [
-        f"reward {report.name!r} applies to no row of train: in all {report.rows} a column that it needs is "
-        "null, or it gives None to the right answer too; fill the column, name another (data.columns), say which form "
-        "answers have (data.gold_template), or take it out of rewards (one of weight 0 is only watched, and may stay)"
+        f"reward {report.name!r} applies to no row of train: in all {report.rows} a column that it needs is null, or "
+        "the right answer too gets None; fill it, name another (data.columns, data.gold_template), or set weight 0"
         for report in idle
     ]
     lines += [
         f"reward {report.name!r} cannot tell right from wrong: on {report.alike} of {len(report.gold)} rows of {name} "
-        "a wrong answer scores no less than the right one; see the table above, its arguments, and data.gold_template "
-        "if answers have a form"
+        "a wrong answer scores no less than the right one; see its arguments, and data.gold_template"
         for name, of_set in reports.items()
         for report in of_set
         if report.cannot_tell
@@ -316,16 +283,13 @@ def _print_faults(
 def _table(title: str, *columns: str, right: Sequence[str] = ("rows", "usable", "images")) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(
-            column, justify="right" if column in right else "left", no_wrap=column in ("row", "reward")
-        )
+        justify: Literal["right", "left"] = "right" if column in right else "left"
+        table.add_column(column, justify=justify, no_wrap=column in ("row", "reward"))
     return table
 
 
 def _spread(scores: Sequence[float]) -> str:
-    if not scores:
-        return "-"
-    return " / ".join(_number(value) for value in (min(scores), fmean(scores), max(scores)))
+    return " / ".join(map(_number, (min(scores), fmean(scores), max(scores)))) if scores else "-"
 
 
 def _number(score: float | None) -> str:

@@ -14,9 +14,9 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +119,13 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     report.limit = limit
     places = list(islice(parts.prompt_builder.first(rows, plan.order), count))
     if not places:
+        limit_name = parts.prompt_builder.limit_name
         raise DataError(
-            f"data.train: all {len(rows)} prompts are longer than {parts.prompt_builder.limit_name} allows and were "
-            "dropped; lower data.max_pixels or raise the limit"
+            f"data.train: all {len(rows)} prompts are longer than {limit_name} allows; raise the limit"
         )
     prompts = [prompt for _, _, prompt in places]
-    requests = requests_for(
-        prompts,
-        [plan.seeds.group(step, slot) for step, slot, _ in places],
-        Sampling(rollout.max_completion_length, rollout.temperature),
-    )
+    seeds = [plan.seeds.group(step, slot) for step, slot, _ in places]
+    requests = requests_for(prompts, seeds, Sampling(rollout.max_completion_length, rollout.temperature))
 
     def sample() -> list[tuple[Completion, ...]]:
         completions = parts.engine.generate(requests)
@@ -139,7 +136,7 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     report.ids_equal = False
     with _timed(report, "generate"):
         answers = sample()
-    report.ids_equal = True
+    report.ids_equal = True  # require_answers found them so
     groups = [_group(i, p, a) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]
     with _timed(report, "compare"):
         report.before = [compare(parts.engine, parts.learner, g.prompt, g.completions) for g in groups]
@@ -151,9 +148,8 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     done = report.update
     if not done.logp_moved >= CLEARLY * limit:
         report.failures.append(
-            f"{done.learner_steps} updates at learning rates up to {done.learning_rate:.3g} moved the learner's "
-            f"log-probs by {done.logp_moved:.3g} per token; to show whether an update arrives it takes "
-            f"{CLEARLY * limit:.3g}. Perhaps too much is frozen"
+            f"{done.learner_steps} updates at learning rates up to {done.learning_rate:.3g} moved log-probs by "
+            f"{done.logp_moved:.3g} per token, and {CLEARLY * limit:.3g} would show an update: too much is frozen"
         )
     with _timed(report, "sync"):
         done.tensors, done.bytes = parts.sync.send(1)
@@ -165,28 +161,19 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
         ]
     late = [m for p in report.after for m in past_limit(p, limit)]
     if late and not report.failures:
-        first = (
-            "before the weight update the two sides agreed, after it they do not: it did not reach the engine"
-        )
-        report.failures.append(first)
+        report.failures.append("the two sides agreed before the weight update: it did not reach the engine")
     report.failures += late
     parts.engine.close()
 
 
 def memory() -> dict[str, int | None]:
     """Bytes: resident now and at its peak in this process, and allocated on the GPU at its peak (None without)."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        resident: int | None = pages * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        resident = None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resident: int | None = None
+    with suppress(OSError):
+        resident = int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return {
-        "resident": resident,
-        "resident_peak": peak if sys.platform == "darwin" else peak * 1024,
-        "gpu_allocated_peak": gpu,
-    }
+    return {"resident": resident, "resident_peak": peak, "gpu_allocated_peak": gpu}
 
 
 def _for_updates(config: GRPOConfig) -> GRPOConfig:
@@ -249,29 +236,34 @@ def _finite(value: Any) -> Any:
 def show(report: DoctorReport, console: Console | None = None) -> None:
     """Print `report`; each failure stands at the end, in red."""
     console = console or Console(highlight=False)
+    where = f"{report.dtype} on {report.device}"
+    lines = []
     print_line(
-        f"engine {report.engine}, model {report.model} ({report.dtype} on {report.device}), "
-        f"limit {report.limit:g} nats per token",
+        f"engine {report.engine}, model {report.model} ({where}), limit {report.limit:g} nats per token",
         console,
     )
     if report.before:
-        console.print(_prompt_table(report))
-        print_line(
-            "gaps of log-probs per token, mean / max: of given completions, then of the samples themselves",
-            console,
-        )
-        print_line(_sampling(report), console)
-    print_line(f"prompt ids equal: {'yes' if report.ids_equal else 'not shown'}", console)
+        lines += [
+            "gaps of log-probs per token, mean / max: of given completions, then of the samples themselves"
+        ]
+        seeds = [seed for p in report.before for seed in p.seeds]
+        versions = sorted({v for p in (*report.before, *report.after) for v in p.versions})
+        distinct = f"seeds: {len(set(seeds))} of {len(seeds)} distinct, the first {seeds[0]}"
+        lines += [f"{distinct}; weight versions sampled under: {versions}"]
+    lines += [f"prompt ids equal: {'yes' if report.ids_equal else 'not shown'}"]
     if (done := report.update) is not None:
-        print_line(
+        lines += [
             f"weight update: {done.learner_steps} learner step(s) up to learning rate {done.learning_rate:.3g} moved "
-            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {byte_size(done.bytes)}",
-            console,
-        )
+            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {byte_size(done.bytes)}"
+        ]
     held = [(report.memory.get(key), what) for key, what in MEMORY]
-    print_line("memory: " + ", ".join(f"{byte_size(n)} {what}" for n, what in held if n is not None), console)
-    print_line("seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in report.seconds.items()), console)
-    print_line("versions: " + ", ".join(f"{k} {v}" for k, v in report.versions.items()), console)
+    lines += ["memory: " + ", ".join(f"{byte_size(n)} {what}" for n, what in held if n is not None)]
+    lines += ["seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in report.seconds.items())]
+    lines += ["versions: " + ", ".join(f"{k} {v}" for k, v in report.versions.items())]
+    if report.before:
+        console.print(_prompt_table(report))
+    for line in lines:
+        print_line(line, console)
     for failure in report.failures:
         print_line(failure, console, style="red")
     print_line("ok" if report.ok else f"{len(report.failures)} problem(s)", console)
@@ -282,26 +274,10 @@ def _prompt_table(report: DoctorReport) -> Table:
     for title in COLUMNS:
         wide = title == "row"  # gives way on a narrow terminal
         table.add_column(title, justify="left" if wide else "right", overflow="fold", no_wrap=not wide)
-    for i, before in enumerate(report.before):
-        after = report.after[i] if i < len(report.after) else None
-        table.add_row(
-            cell(before.uid),
-            str(before.prompt_tokens),
-            str(before.images),
-            f"{before.distinct} of {before.completions}",
-            _gaps(before),
-            _gaps(after) if after else "-",
-        )
+    for before, after in zip_longest(report.before, report.after):
+        counts = (str(before.prompt_tokens), str(before.images), f"{before.distinct} of {before.completions}")
+        table.add_row(cell(before.uid), *counts, _gaps(before), _gaps(after) if after else "-")
     return table
-
-
-def _sampling(report: DoctorReport) -> str:
-    seeds = [seed for p in report.before for seed in p.seeds]
-    versions = sorted({v for p in (*report.before, *report.after) for v in p.versions})
-    return (
-        f"seeds: {len(set(seeds))} of {len(seeds)} distinct, the first {seeds[0]}; "
-        f"weight versions sampled under: {versions}"
-    )
 
 
 def _gaps(parity: PromptParity) -> str:

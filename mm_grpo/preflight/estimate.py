@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText
 
 from mm_grpo.build import processor_of
 from mm_grpo.config import GRPOConfig
+from mm_grpo.config.messages import yaml_repr
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.lora import add_adapters
 from mm_grpo.preflight.memory import (
@@ -63,9 +64,8 @@ def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(found, dtype=dtype, **options)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ConfigError(
-            f"model.path = '{config.model.path}': no model can be built by its config.json ({quoted(error)})"
-        ) from None
+        where = f"model.path = '{config.model.path}'"
+        raise ConfigError(f"{where}: no model can be built by its config.json ({quoted(error)})") from None
     family.check(model)
     if config.model.freeze_vision:
         family.tower(model).requires_grad_(False)
@@ -80,9 +80,9 @@ def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
     try:
         sizes = ModelSizes.of(model, _reference(config, model))
     except (AttributeError, TypeError) as error:
+        where = f"model.path = '{config.model.path}'"
         raise ConfigError(
-            f"model.path = '{config.model.path}': its text config does not name the axes of its layers as Llama's does "
-            f"({quoted(error)}), so nothing can be estimated"
+            f"{where}: its text config names its axes unlike Llama's ({quoted(error)})"
         ) from None
     return sizes, _image(config, model, family)
 
@@ -137,7 +137,9 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
         fewer = {n: v for n, v in taken.items() if n != name}
         if _fits(found := tried(fewer), card):
             taken, current = fewer, found
-    shown = (f"{n} {v}" if n == PROCESSES else f"{n}={_as_yaml(v)}" for n, v in taken.items())
+    shown = (
+        f"{n} {v}" if n == PROCESSES else f"{n}={yaml_repr(v)}".replace("'", "") for n, v in taken.items()
+    )
     return Remedy(tuple(shown), current.peak + CONTEXT)
 
 
@@ -148,8 +150,7 @@ def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> 
         if vllm.sleep_level == 0:
             yield "rollout.vllm.sleep_level", 1
         sequences = sizes.cache_token * longest(config) * config.rollout.num_generations
-        least = sizes.sent + FORWARD + sequences
-        share = -(-100 * least // card) / 100
+        share = -(-100 * (sizes.sent + FORWARD + sequences) // card) / 100
         if share <= 1 and share != vllm.gpu_memory_utilization:
             yield "rollout.vllm.gpu_memory_utilization", share
     if optim.gradient_checkpointing is False:
@@ -174,12 +175,6 @@ def _fits(found: Phases, card: int) -> bool:
     return not found.fault and found.peak + CONTEXT <= card
 
 
-def _as_yaml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {v}" for k, v in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 # what is shown -------------------------------------------------------------------------------
 
 
@@ -190,21 +185,17 @@ def show(
     console = console or Console(highlight=False)
     sizes, image = sizes_of(config)
     how = "without" if config.optim.gradient_checkpointing is False else "with"
+    length = longest(config)
     print_line(
-        f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, "
-        f"{8 * sizes.numbers}-bit; {processes} process(es), packs of at most "
-        f"{largest_pack(config, processes):,} tokens {how} gradient checkpointing",
-        console,
-    )
-    print_line(
-        f"an image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a prompt, prompts of "
-        f"{prompt_tokens(config):,} tokens (data.max_prompt_length)",
+        f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, {8 * sizes.numbers}-bit; "
+        f"{processes} process(es), packs of at most {largest_pack(config, processes):,} tokens {how} gradient "
+        f"checkpointing\nan image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a "
+        f"prompt, prompts of {prompt_tokens(config):,} tokens (data.max_prompt_length)",
         console,
     )
     for card in cards:
         found = phases(sizes, image, config, round(card * GB), processes=processes)
         console.print(_table(found, card))
-        length = longest(config)
         notes = {
             "vllm_server": "vLLM servers have GPUs of their own, which are not counted",
             "vllm": f"vLLM's cache: {found.cache:,} tokens, {found.cache // length:,} sequences of {length:,}",
@@ -231,18 +222,17 @@ def _table(found: Phases, card: float) -> Table:
     table = Table(title=f"GB of one process on a GPU of {card:g} GB")
     for title in ("", "while it learns", "while it samples"):
         table.add_column(title, justify="left" if not title else "right")
-    for name in dict.fromkeys([*found.learner, *found.rollout]):
-        one, other = found.learner.get(name, 0), found.rollout.get(name, 0)
-        if one or other:
-            table.add_row(name, _cell(one), _cell(other))
-    table.add_row("CUDA's context", _cell(CONTEXT), _cell(CONTEXT))
+    columns = [{**phase, "CUDA's context": CONTEXT} for phase in (found.learner, found.rollout)]
+
+    def add(name: str, counts: Sequence[int]) -> None:
+        if any(counts):
+            table.add_row(name, *(f"{count / GB:.2f}" if count else "-" for count in counts))
+
+    for name in dict.fromkeys([*found.learner, *found.rollout, "CUDA's context"]):
+        add(name, [phase.get(name, 0) for phase in columns])
     table.add_section()
-    table.add_row("sum", *(_cell(sum(phase.values()) + CONTEXT) for phase in (found.learner, found.rollout)))
+    add("sum", [sum(phase.values()) for phase in columns])
     return table
-
-
-def _cell(count: int) -> str:
-    return f"{count / GB:.2f}" if count else "-"
 
 
 # parts ---------------------------------------------------------------------------------------
@@ -252,27 +242,23 @@ def _reference(config: GRPOConfig, model: Any) -> Any:
     """The model that the reference policy is a copy of, if it is one of its own."""
     if config.algorithm.beta == 0:
         return None
-    if config.algorithm.reference_path is not None:
-        return build_on_meta(
-            config.with_values({"model.path": config.algorithm.reference_path, "model.lora": None})
-        )[0]
+    if (path := config.algorithm.reference_path) is not None:
+        return build_on_meta(config.with_values({"model.path": path, "model.lora": None}))[0]
     return model if config.model.lora is None else None
 
 
 def _image(config: GRPOConfig, model: Any, family: Any) -> Image:
     """The largest image, by the processor's files, or for Qwen-VL by the model's config where they are not there."""
     folder = Path(config.model.path)
-    has_files = any(
-        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
-    )
+    files = ("preprocessor_config.json", "processor_config.json")
+    has_files = any((folder / name).is_file() for name in files)
     if not folder.is_dir() or has_files:
         processor: Any = processor_of(config)
         tokens = processor.max_image_tokens() if hasattr(processor, "max_image_tokens") else 0
         return Image(processor.max_pixels, tokens)
     if not isinstance(family, QwenVLFamily):
         raise ConfigError(
-            f"model.path = '{folder}': how large an image may be stands in its preprocessor_config.json, which is not "
-            "there; copy the small files of the model beside config.json"
+            f"model.path = '{folder}': has no preprocessor_config.json, which bounds images; copy it beside config.json"
         )
     vision = model.config.vision_config
     area = (vision.patch_size * vision.spatial_merge_size) ** 2

@@ -88,11 +88,8 @@ class RewardReport:
         return 2 * self.alike > len(self.gold)
 
 
-@dataclass(frozen=True)
-class _Row:
-    name: str
-    prompt: Prompt
-    gold: str = ""  # empty where the row has no right answer
+_Row = tuple[str, Prompt, str]
+"""A row's name, its prompt, and its right answer, empty where it has none."""
 
 
 class RewardCheck:
@@ -115,10 +112,6 @@ class RewardCheck:
         self._checks = [_Check(spec, template, conversational, several_turns, call_judges) for spec in specs]
         self._rows: list[tuple[str, Prompt]] = []
 
-    @property
-    def reports(self) -> list[RewardReport]:
-        return [check.report for check in self._checks]
-
     def add(self, row: str, prompt: Prompt) -> None:
         """Take a row; `row` is what messages call it."""
         self._rows.append((row, prompt))
@@ -132,7 +125,7 @@ class RewardCheck:
         finally:
             for check in self._checks:
                 check.scorer.close()
-        return self.reports
+        return [check.report for check in self._checks]
 
     def _flush(self) -> None:
         for check in self._checks:
@@ -144,21 +137,15 @@ class _Check:
     """One reward, and what is known of it so far."""
 
     def __init__(
-        self,
-        spec: RewardSpec,
-        template: str | None,
-        conversational: bool,
-        several_turns: bool,
-        call_judges: bool,
+        self, spec: RewardSpec, template: str | None, conversational: bool, several_turns: bool, call: bool
     ) -> None:
         self.spec, self.template, self.several_turns = spec, template, several_turns
         self.builtin = builtin_name(spec)
         self.scorer = Scorer([alone(spec)], conversational=conversational, several_turns=several_turns)
         idle = spec.weight == 0 or bool(spec.options.only_if)
         self.report = RewardReport(spec.name, spec.weight, may_be_idle=idle)
-        self.may_call = call_judges or not (spec.is_async or self.builtin in JUDGES)
-        self.form = self.builtin in FORMS and template is not None
-        self.judged = self.form
+        self.may_call = call or not (spec.is_async or self.builtin in JUDGES)
+        self.judged = self.form = self.builtin in FORMS and template is not None
         self.pool: dict[str, None] = {}
         if not self.may_call:
             self.report.skipped = "not called: it may use a network (--call-judges calls it)"
@@ -167,14 +154,17 @@ class _Check:
         if not rows or not self.may_call:
             return
         self._settle([prompt for _, prompt in rows])
-        needed = [row for row in rows if not lacks_column(self.spec, row[1])]
+        always = not self.judged or self.form
+        needed = [
+            (name, prompt, gold_text(self.spec, prompt, self.template, always=always) or "")
+            for name, prompt in rows
+            if not lacks_column(self.spec, prompt)
+        ]
         self.report.rows += len(rows)
         self.report.none += len(rows) - len(needed)
         self.report.unapplied += len(rows) - len(needed)
-        always = not self.judged or self.form
-        golds = [gold_text(self.spec, prompt, self.template, always=always) or "" for _, prompt in needed]
-        self.pool |= dict.fromkeys(filter(None, golds))
-        self._score([_Row(*row, gold) for row, gold in zip(needed, golds, strict=True)])
+        self.pool |= dict.fromkeys(gold for _, _, gold in needed if gold)
+        self._score(needed)
         self.pool = dict.fromkeys(list(self.pool)[-CHUNK:])
 
     def _settle(self, prompts: Sequence[Prompt]) -> None:
@@ -192,7 +182,7 @@ class _Check:
     def _score(self, rows: Sequence[_Row]) -> None:
         if not rows or self.report.errors >= MOST_ERRORS:
             return
-        tried = [[row.gold, *self._others(row.gold), GARBAGE] if row.gold else [GARBAGE] for row in rows]
+        tried = [[gold, *self._others(gold), GARBAGE] if gold else [GARBAGE] for _, _, gold in rows]
         try:
             scores = self._call(rows, tried)
         except RewardError as error:
@@ -202,7 +192,7 @@ class _Check:
                 return
             self.report.errors += 1
             end = "; not called again" if self.report.errors == MOST_ERRORS else ""
-            self.report.failures.append(Failure(rows[0].name, self.report.name, f"{error}{end}"))
+            self.report.failures.append(Failure(rows[0][0], self.report.name, f"{error}{end}"))
             return
         for row, texts, answers in zip(rows, tried, scores, strict=True):
             self._judge(row, texts, answers)
@@ -216,9 +206,9 @@ class _Check:
 
     def _call(self, rows: Sequence[_Row], tried: Sequence[Sequence[str]]) -> list[list[float | None]]:
         # an answer by itself, without the thinking that the chat template may have begun
-        bare = [dataclasses.replace(row.prompt, opens_thinking=False) for row in rows]
-        pairs = [(prompt, text) for prompt, texts in zip(bare, tried, strict=True) for text in texts]
-        prompts, completions = [prompt for prompt, _ in pairs], [self._completion(text) for _, text in pairs]
+        bare = [dataclasses.replace(prompt, opens_thinking=False) for _, prompt, _ in rows]
+        prompts = [prompt for prompt, texts in zip(bare, tried, strict=True) for _ in texts]
+        completions = [self._completion(text) for texts in tried for text in texts]
         start = time.perf_counter()
         flat = iter(self.scorer.score(prompts, completions, 1).parts[self.spec.name])
         self.report.seconds += time.perf_counter() - start
@@ -231,15 +221,13 @@ class _Check:
 
     def _judge(self, row: _Row, texts: Sequence[str], scores: Sequence[float | None]) -> None:
         gold, others, garbage = scores[0], scores[1:-1], scores[-1]
+        name, _, right = row
         report = self.report
         report.unapplied += self.judged and all(score is None for score in scores)
-        if not row.gold:
-            report.none += 1
-            return
-        if not self.judged:
+        if right and not self.judged:
             report.wrong += [score for score in scores if score is not None]
             return
-        if gold is None:
+        if not right or gold is None:
             report.none += 1
             return
         report.gold.append(gold)
@@ -257,7 +245,7 @@ class _Check:
             fault = "the right answers of other rows score no less"
         if fault:
             shown = ("", None) if wrong is None else (texts[wrong], scores[wrong])
-            report.failures.append(Failure(row.name, report.name, fault, row.gold, gold, *shown))
+            report.failures.append(Failure(name, report.name, fault, right, gold, *shown))
 
 
 def alone(spec: RewardSpec) -> RewardSpec:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mm_grpo.rewards.builtins.boxes import Box, Frame, gold_box
+from mm_grpo.rewards.builtins.boxes import Frame, gold_box
 from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
 from mm_grpo.rewards.builtins.ordering import gold_order
 from mm_grpo.rewards.builtins.temporal import gold_segments
@@ -47,12 +47,7 @@ def gold_text(
         options = {**columns, **spec.bound}
         try:
             gold = writer(prompt, options)
-        except (
-            ValueError,
-            TypeError,
-            OverflowError,
-            RecursionError,
-        ):  # the reward says what is wrong with it
+        except (ValueError, TypeError, OverflowError, RecursionError):  # the reward says what is wrong
             gold = str(options[spec.needs[0]])[:UNREADABLE]
     else:
         names = read_columns(spec, columns) or (tuple(columns) if always or spec.takes_kwargs else ())
@@ -72,9 +67,7 @@ def lacks_column(spec: RewardSpec, prompt: Prompt) -> bool:
 def read_columns(spec: RewardSpec, columns: Mapping[str, Any]) -> tuple[str, ...]:
     """The dataset's columns that a reward takes by name."""
     asked = dict.fromkeys((*spec.needs, *spec.required, *spec.optional))
-    return tuple(
-        name for name in asked if name in columns and name not in spec.supplied and name not in spec.bound
-    )
+    return tuple(name for name in asked if name in columns and name not in (*spec.supplied, *spec.bound))
 
 
 def as_text(value: Any) -> str:
@@ -92,10 +85,6 @@ def as_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _box(prompt: Prompt, options: Options) -> str:
-    return _written(options["box"], prompt, options)
-
-
 def _boxes(prompt: Prompt, options: Options) -> str | None:
     """All boxes, one after the other; None for an empty list, whose right answer is any text without a box."""
     return " ".join(_written(box, prompt, options) for box in options["boxes"]) or None
@@ -104,14 +93,9 @@ def _boxes(prompt: Prompt, options: Options) -> str | None:
 def _written(box: Any, prompt: Prompt, options: Options) -> str:
     """A gold box in the space and the layout that the reward expects of the model."""
     gold = gold_box(box, options.get("gold_layout", "xyxy"))
-    corners = _frame(prompt, options).moved(gold, *_spaces(options))
-    return as_text(_laid_out(corners, options.get("layout", "xyxy")))
-
-
-def _laid_out(box: Box, layout: str) -> list[float]:
-    x0, y0, x1, y1 = box
+    x0, y0, x1, y1 = corners = _frame(prompt, options).moved(gold, *_spaces(options))
     orders = {"xywh": (x0, y0, x1 - x0, y1 - y0), "yxyx": (y0, x0, y1, x1)}
-    return [round(number, DIGITS) for number in orders.get(layout, box)]
+    return as_text([round(number, DIGITS) for number in orders.get(options.get("layout", "xyxy"), corners)])
 
 
 def _mask(prompt: Prompt, options: Options) -> str:
@@ -127,16 +111,6 @@ def _click(prompt: Prompt, options: Options) -> str:
     shapes = gold_shapes(options["target"], frame, options.get("gold_layout", "xyxy"), gold_space)
     point = point_inside(moved_shapes(shapes, frame, gold_space, space)[0])
     return as_text([round(number, DIGITS) for number in point])
-
-
-def _segments(prompt: Prompt, options: Options) -> str:
-    """One segment as [start, end], several one after the other."""
-    return " ".join(as_text(list(segment)) for segment in gold_segments(options["segment"]))
-
-
-def _order(prompt: Prompt, options: Options) -> str:
-    """The items as a JSON list, which every item can stand in."""
-    return json.dumps(gold_order(options["order"]), ensure_ascii=False)
 
 
 def _points(value: Any, factors: tuple[float, float]) -> Any:
@@ -164,14 +138,18 @@ def _all_texts(prompt: Prompt, options: Options) -> str:
 
 
 GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
-    "iou": _box,
-    "giou": _box,
-    "point_in_box": _box,
+    **dict.fromkeys(
+        ("iou", "giou", "point_in_box"),
+        lambda prompt, options: _written(options["box"], prompt, options),
+    ),
     "box_match": _boxes,
     "clicking": _click,
     "mask_iou": _mask,
-    "temporal_iou": _segments,
-    "ordering": _order,
+    # one segment as [start, end], several one after the other
+    "temporal_iou": lambda prompt, options: " ".join(
+        as_text(list(segment)) for segment in gold_segments(options["segment"])
+    ),
+    "ordering": lambda prompt, options: json.dumps(gold_order(options["order"]), ensure_ascii=False),
     "contains": _all_texts,
 }
 """Built-in → its right answer, from the prompt and the reward's arguments."""

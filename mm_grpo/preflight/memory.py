@@ -243,10 +243,10 @@ def run_sentence(learner: Learner) -> str:
     except (AttributeError, TypeError):
         return ""
     config, processes, checkpointing = learner.config, learner.ranks.world, learner.checkpointing
-    gpu, available = model.device.type == "cuda", device_memory(model.device)
+    available = device_memory(model.device)
     found = memory_of_run(
         sizes, config, available, processes=processes, checkpointing=checkpointing,
-        max_pixels=learner.processor.max_pixels, gpu=gpu,
+        max_pixels=learner.processor.max_pixels, gpu=model.device.type == "cuda",
     ).learner  # fmt: skip
     how = f"of a pack of {largest_pack(config, processes)} tokens {'with' if checkpointing else 'without'} gradient"
     names = {"activations": f"activations {how} checkpointing"}

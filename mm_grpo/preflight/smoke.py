@@ -8,7 +8,7 @@ that a config works from end to end; what it learns, and its token counts, mean 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -58,11 +58,7 @@ def smoke_config(
         elif (beside / FIXTURE).parent.is_dir():  # a mixture's, with a folder for each of its files
             data["train"] = _stand_in(data["train"], (beside / FIXTURE).parent)
             data.update(eval=_stand_in(data["eval"], (beside / FIXTURE).parent), image_dir=None)
-    data["train"] = _short(data["train"])
-    if isinstance(data["eval"], dict) and not is_source(data["eval"]):
-        data["eval"] = {name: _short(source) for name, source in data["eval"].items()}
-    else:
-        data["eval"] = _short(data["eval"])
+    data.update(train=_short(data["train"]), eval=_short(data["eval"]))
     data["max_prompt_length"] = None  # it counts the tokens of the real tokenizer
     data["chat_template_kwargs"] = {}  # they are read by the real chat template
 
@@ -94,26 +90,30 @@ def smoke_sets(config: GRPOConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 def _stand_in(source: Any, fixture: Path) -> Any:
     """A source with the fixture's files in place of its own: for data/charts/eval.jsonl fixture/charts/train.jsonl."""
-    if isinstance(source, list):
-        return [_stand_in(each, fixture) for each in source]
-    if isinstance(source, dict) and "task" in source and "path" not in source:
-        return source
-    if isinstance(source, dict) and "path" in source:
-        return {**source, "path": _stand_in(source["path"], fixture)}
-    if isinstance(source, dict):
-        return {name: _stand_in(each, fixture) for name, each in source.items()}
-    if isinstance(source, str):
-        file = fixture / Path(source).parent.name / FIXTURE.name
-        return str(file) if file.is_file() else source
-    return source
+
+    def found(path: Any) -> Any:
+        file = fixture / Path(path).parent.name / FIXTURE.name if isinstance(path, str) else fixture
+        return str(file) if file.is_file() else path
+
+    return _each(source, found)
 
 
 def _short(source: Any) -> Any:
-    """A task that makes few rows, also in a mixture; anything else as it is."""
+    """A task that makes few rows, also in a mixture or an evaluation set; anything else as it is."""
+
+    def few(task: Any) -> Any:
+        is_sized = isinstance(task, dict) and isinstance(task.get("size"), int)
+        return {**task, "size": min(ROWS, task["size"])} if is_sized else task
+
+    return _each(source, few)
+
+
+def _each(source: Any, change: Callable[[Any], Any]) -> Any:
+    """A source, a mixture or sets by name, with every path and task in it changed."""
     if isinstance(source, list):
-        return [_short(each) for each in source]
+        return [_each(each, change) for each in source]
     if isinstance(source, dict) and "path" in source:
-        return {**source, "path": _short(source["path"])}
-    if isinstance(source, dict) and isinstance(source.get("size"), int):
-        return {**source, "size": min(ROWS, source["size"])}
-    return source
+        return {**source, "path": _each(source["path"], change)}
+    if isinstance(source, dict) and not is_source(source):
+        return {name: _each(each, change) for name, each in source.items()}
+    return change(source)

@@ -18,13 +18,12 @@ from mm_grpo.data.rows import read_row
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.model import load_model, resolve_device, resolve_dtype
 from mm_grpo.processors.base import Processor
-from mm_grpo.processors.model_folder import quoted
 from mm_grpo.rollout.engine import Request, Sampling
 from mm_grpo.rollout.evaluate import sampling_of
 from mm_grpo.rollout.prompts import context_of
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.trained.export import read_export_mark
-from mm_grpo.trained.model import load_trained
+from mm_grpo.trained.model import as_config_error, load_trained
 from mm_grpo.trained.proof import load_plain
 from mm_grpo.trained.source import RunCheckpoint, WholeModel, find_model, refuse_code
 from mm_grpo.types import Completion, Sample
@@ -57,21 +56,17 @@ def load_answering(
     path = Path(source)
     mark = read_export_mark(path)
     settings: dict[str, Any] = mark["settings"] if mark else {}
-    place: dict[str, Any] = {"device": device} if device else {}
-    if trust:
-        place["trust_remote_code"] = True
-    adapter = found.is_adapter
-    base = _base_of(path) if adapter else source
-    config = GRPOConfig.from_dict({**settings, "model": {**settings.get("model", {}), "path": base, **place}})
+    base = _base_of(path) if found.is_adapter else source
+    model_section = {**settings.get("model", {}), "path": base}
+    model_section |= ({"device": device} if device else {}) | ({"trust_remote_code": True} if trust else {})
+    config = GRPOConfig.from_dict({**settings, "model": model_section})
     if not trust:
         refuse_code(source, config.model)
     processor = processor_of(config)
-    if adapter:
+    if found.is_adapter:
         dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
-        try:
+        with as_config_error(f"'{source}' is no adapter for '{base}'"):
             model = load_plain(path, config, dtype, adapter=True).get_base_model()
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise ConfigError(f"'{source}' is no adapter for '{base}' ({quoted(error)})") from None
     else:
         model = load_model(config.model, processor.family).eval()
     sampling = sampling_of(config) if mark else Sampling(MAX_TOKENS, temperature=0.0)
@@ -79,15 +74,17 @@ def load_answering(
 
 
 def _of_run(found: RunCheckpoint | WholeModel, config: GRPOConfig) -> Answering:
-    notes: tuple[str, ...] = ()
-    if config.rollout.tools or config.rollout.environment:
-        notes = ("the run's tools and environment are not called: the answer is one turn",)
+    notes: list[str] = []
     if isinstance(found, RunCheckpoint):
         trained = load_trained(found)
-        return Answering(trained.model, trained.processor, config, sampling_of(config), notes)
-    processor = processor_of(config)
-    model = load_model(config.model, processor.family).eval()
-    return Answering(model, processor, config, sampling_of(config), (f"asked is {found.name}", *notes))
+        model, processor = trained.model, trained.processor
+    else:
+        processor = processor_of(config)
+        model = load_model(config.model, processor.family).eval()
+        notes.append(f"asked is {found.name}")
+    if config.rollout.tools or config.rollout.environment:
+        notes.append("the run's tools and environment are not called: the answer is one turn")
+    return Answering(model, processor, config, sampling_of(config), tuple(notes))
 
 
 def ask(
@@ -111,15 +108,14 @@ def ask(
     row = {"prompt": [{"role": "user", "content": content}], "images": list(pictures)}
     fields = read_row(row, row_name="the question", system_prompt=config.data.system_prompt)
     prompt = processor.prompt(Sample(uid="the question", messages=fields.messages, images=pictures))
-    sampling = answering.sampling
-    if temperature is not None:
-        sampling = replace(sampling, temperature=temperature)
-    sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
-    context = context_of(answering.model.config)
-    if context is not None and len(prompt.token_ids) + sampling.max_tokens > context:
+    own = answering.sampling
+    heat = own.temperature if temperature is None else temperature
+    sampling = replace(own, temperature=heat, max_tokens=max_tokens or own.max_tokens)
+    context, length = context_of(answering.model.config), len(prompt.token_ids)
+    if context is not None and length + sampling.max_tokens > context:
         raise ConfigError(
-            f"--max-tokens {sampling.max_tokens}: the question has {len(prompt.token_ids)} tokens, and the model's "
-            f"context is {context}; lower it, or ask with fewer or smaller images"
+            f"--max-tokens {sampling.max_tokens}: the question has {length} tokens, and the model's context is "
+            f"{context}; lower it, or ask with fewer or smaller images"
         )
     engine, request = TransformersEngine(answering.model, processor), Request(prompt, seed, sampling)
     if on_text is None:
@@ -168,10 +164,7 @@ def _base_of(path: Path) -> str:
     """The base model that an adapter's config names."""
     from peft import PeftConfig
 
-    try:
-        base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"'{path}/adapter_config.json' cannot be read ({quoted(error)})") from None
-    if not base:
-        raise ConfigError(f"'{path}/adapter_config.json' names no base model (base_model_name_or_path)")
+    with as_config_error(f"'{path}/adapter_config.json' cannot be read"):
+        if not (base := PeftConfig.from_pretrained(str(path)).base_model_name_or_path):
+            raise ValueError("base_model_name_or_path is missing")
     return str(base)

@@ -143,14 +143,9 @@ def shortened(value: Any) -> Any:
 
 
 def _sources(source: Any) -> str:
-    if source is None:
-        return "passed in Python, or none"
-    text = (
-        json.dumps(shortened(source), ensure_ascii=False)
-        if not isinstance(source, str)
-        else shortened(source)
-    )
-    return f"`{text}`"
+    short = shortened(source)
+    text = short if isinstance(source, str) else json.dumps(short, ensure_ascii=False)
+    return "passed in Python, or none" if source is None else f"`{text}`"
 
 
 def _usage(base: str, *, adapter: bool) -> str:

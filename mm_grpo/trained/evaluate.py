@@ -74,8 +74,10 @@ def evaluate_config(
     sets = load_eval(config, None, needs=scorer.check)
     if not sets:
         raise ConfigError("data.eval = null: there are no rows to evaluate on; name some")
-    if by is not None:
-        _check_column(by, {name: rows.columns for name, rows in sets.items()})
+    for name, rows in sets.items() if by is not None else ():
+        if by not in (known := rows.columns):
+            hint = f"{did_you_mean(str(by), known)}They have {', '.join(known) or 'none'}"
+            raise ConfigError(f"--by {by}: the rows of {name} have no such column. {hint}")
     evaluations = Evaluations(config, sets, headline, several_turns=toolbox is not None, controlled=None)
     if toolbox is not None:
         columns = [c for rows in sets.values() for c in rows.columns]
@@ -83,13 +85,8 @@ def evaluate_config(
     scorer.conversational = next(iter(sets.values())).conversational
     model = config.model if found.config is None else found.config.model
     changed = config.model_copy(update={"model": model})
-    parts = build_sampler(
-        changed,
-        evaluations.datasets,
-        toolbox=toolbox,
-        put_in=partial(put_in, found=found) if isinstance(found, RunCheckpoint) else None,
-        phase=tell,
-    )
+    put = partial(put_in, found=found) if isinstance(found, RunCheckpoint) else None
+    parts = build_sampler(changed, evaluations.datasets, toolbox=toolbox, put_in=put, phase=tell)
     repeats = config.rollout.eval.num_generations
     turns = config.rollout.max_turns if toolbox is not None else 1
     seeds = SeedPlan(config.run.seed, 1, max(repeats, 2), 1, 1, turns)
@@ -99,14 +96,13 @@ def evaluate_config(
         if ranks.first:
             scorer.start()
         given = (parts.prompt_builder, sampler, scorer, ranks)
-        for name, rows, control, kind in evaluations.rows(given, 0, report=report):
-            results[name] = _result(rows, control, kind, headline, repeats)
+        for name, scored, control, kind in evaluations.rows(given, 0, report=report):
+            results[name] = _result(scored, control, kind, headline, repeats)
             if by is not None:
-                blind, split = rows_by(control, by), rows_by(rows, by)
+                blind, split = rows_by(control, by), rows_by(scored, by)
                 if len(split) > MOST_VALUES:
                     raise ConfigError(
-                        f"--by {by}: the rows of {name} have {len(split)} values of it; a column of at most "
-                        f"{MOST_VALUES} makes a table"
+                        f"--by {by}: the rows of {name} have {len(split)} values; at most {MOST_VALUES}"
                     )
                 groups[name] = {
                     value: _result(own, blind.get(value, []), kind, headline, repeats)
@@ -133,18 +129,7 @@ def _result(
     evaluation = summarise(rows, headline, blind=control, blind_kind=kind)
     passed: dict[int, float] = {}
     if headline.is_share and repeats > 1:
-        powers = [2**n for n in range(repeats.bit_length()) if 2**n < repeats]
-        for k in (*powers, repeats):
-            value = pass_at([row.values for row in rows], k)
-            if value is not None:
-                passed[k] = value
+        values = [row.values for row in rows]
+        ks = (*(2**n for n in range(repeats.bit_length()) if 2**n < repeats), repeats)
+        passed = {k: value for k in ks if (value := pass_at(values, k)) is not None}
     return SetResult(evaluation, passed)
-
-
-def _check_column(by: str, columns: Mapping[str, Sequence[str]]) -> None:
-    for name, known in columns.items():
-        if by not in known:
-            raise ConfigError(
-                f"--by {by}: the rows of {name} have no such column. {did_you_mean(by, known)}"
-                f"They have {', '.join(known) or 'none'}"
-            )

@@ -24,7 +24,7 @@ from mm_grpo.files import read_json
 from mm_grpo.learner.lora import adapter_factors, checked_merge, has_adapters, merged_tensors, save_adapter
 from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.trained.card import History, write_card
-from mm_grpo.trained.model import Trained, load_trained
+from mm_grpo.trained.model import Trained, as_config_error, load_trained
 from mm_grpo.trained.prompts import prompts_of_run
 from mm_grpo.trained.proof import Expected, Proof, expected_of, prove
 from mm_grpo.trained.source import find_checkpoint
@@ -64,9 +64,8 @@ def export_run(
     rows = [json.loads(line) for line in (found.checkpoint.log or b"").splitlines()]
     rewards = [str(reward["name"]) for reward in found.checkpoint.extra["rewards"]]
     history = History([row for row in rows if row["step"] <= found.step], rewards)
-    return write_export(
-        trained, history, out, adapter=adapter, overwrite=overwrite, max_shard_size=max_shard_size
-    )
+    options: dict[str, Any] = {"overwrite": overwrite, "max_shard_size": max_shard_size}
+    return write_export(trained, history, out, adapter=adapter, **options)
 
 
 def write_export(
@@ -85,10 +84,8 @@ def write_export(
         tmp.mkdir(parents=True)
         asked = prompts_of_run(trained.paths, trained.processor, trained.config)
         config, step = trained.config, trained.step
-        try:
+        with as_config_error("the merge is wrong, and nothing was kept"):
             expected = expected_of(trained, asked, _tensors(trained, adapter=adapter))
-        except ValueError as error:
-            raise ConfigError(f"the merge is wrong: {error}; nothing was kept") from None
         write_model(trained, tmp, adapter=adapter, max_shard_size=max_shard_size)
         proof = prove(tmp, config, expected, adapter=adapter)
         write_card(tmp, config, history, step=step, adapter=adapter, proof=str(proof))
@@ -96,7 +93,7 @@ def write_export(
         _rename(tmp, out, overwrite=overwrite)
     except OSError as error:
         raise ConfigError(
-            f"'{out}' cannot be written ({error.strerror or error}); name a folder that can, with room for the model"
+            f"'{out}' cannot be written ({error.strerror or error}); name another folder"
         ) from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -122,17 +119,14 @@ def check_out(out: Path, *, overwrite: bool) -> None:
         return
     mark = read_export_mark(out)
     if mark is None:
-        raise ConfigError(
-            f"'{out}' exists and is no export of mm_grpo (it has no {MARK}): somebody else's files are not touched; "
-            "name a folder that does not exist"
-        )
+        raise ConfigError(f"'{out}' exists and is no export of mm_grpo (it has no {MARK}); name a new folder")
     if not overwrite:
         raise ConfigError(f"'{out}' holds an export; name another folder, or replace it with --overwrite")
     other = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_symlink() or not p.is_dir())
     if added := [name for name in other if name not in mark["files"]]:
+        count = f"{len(added)} such file{'s' * (len(added) > 1)}"
         raise ConfigError(
-            f"--overwrite: '{out}' holds {added[0]}, which no export wrote ({len(added)} such files); move it away, or "
-            "name another folder"
+            f"--overwrite: '{out}' holds {added[0]}, which no export wrote ({count}); move it away"
         )
 
 

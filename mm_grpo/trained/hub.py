@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
 from mm_grpo.processors.base import Processor
-from mm_grpo.processors.model_folder import quoted
 from mm_grpo.run.metrics import read_metrics
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.trained.card import History
 from mm_grpo.trained.export import MARK, write_export
-from mm_grpo.trained.model import Trained
+from mm_grpo.trained.model import Trained, as_config_error
 
 
 def check_hub(name: str, *, overwrite: bool = False) -> str:
@@ -32,10 +30,9 @@ def check_hub(name: str, *, overwrite: bool = False) -> str:
         raise ConfigError(f"--push {name}: HF_HUB_OFFLINE is set; unset it, or leave --push out")
     if not get_token():
         raise ConfigError(
-            f"--push {name}: there is no token of the Hub; log in with `hf auth login`, or set HF_TOKEN to one that "
-            "may write"
+            f"--push {name}: there is no token of the Hub; run `hf auth login`, or set HF_TOKEN"
         )
-    with _as_config_error(name):
+    with as_config_error(f"--push {name}: the Hub cannot be used"):
         validate_repo_id(name)
         api = HfApi()
         full = name if "/" in name else f"{api.whoami()['name']}/{name}"
@@ -43,12 +40,10 @@ def check_hub(name: str, *, overwrite: bool = False) -> str:
             return full
         if not api.file_exists(full, MARK):
             raise ConfigError(
-                f"--push {name}: '{full}' is there already, and no export of mm_grpo was pushed to it; name another"
+                f"--push {name}: '{full}' is there already and no export of mm_grpo; name another"
             )
     if not overwrite:
-        raise ConfigError(
-            f"--push {name}: '{full}' holds an export; name another, or replace it with --overwrite"
-        )
+        raise ConfigError(f"--push {name}: '{full}' holds an export; name another, or give --overwrite")
     return full
 
 
@@ -60,7 +55,7 @@ def push(folder: Path, name: str, *, private: bool = True) -> str:
     """
     from huggingface_hub import HfApi
 
-    with _as_config_error(name):
+    with as_config_error(f"--push {name}: the Hub cannot be used, and '{folder}' stays"):
         api = HfApi()
         api.create_repo(name, private=private, exist_ok=True)
         found = api.upload_folder(
@@ -94,16 +89,3 @@ def push_trained(
         trained = Trained(model, processor, config, paths, step)
         write_export(trained, history, folder / "export", adapter=adapter)
         return push(folder / "export", full, private=private)
-
-
-@contextmanager
-def _as_config_error(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:  # the hub's, httpx's or requests', by the version of huggingface_hub
-        raise ConfigError(
-            f"--push {name}: the Hub cannot be used ({type(error).__name__}: {quoted(error)}); mend the connection, "
-            "the token or the name, or leave it out: a folder that was written stays"
-        ) from error

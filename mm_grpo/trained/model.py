@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-from safetensors import SafetensorError
 
 from mm_grpo.build import processor_of
 from mm_grpo.config import GRPOConfig
@@ -14,6 +13,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.model import check_saveable, load_model
 from mm_grpo.learner.state import frozen_digest, load_weights
 from mm_grpo.processors.base import Processor
+from mm_grpo.processors.model_folder import quoted
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.trained.source import RunCheckpoint
 
@@ -49,22 +49,26 @@ def put_in(model: Any, found: RunCheckpoint) -> None:
     parameters = dict(model.named_parameters())
     shapes = {name: list(p.shape) for name, p in parameters.items()}
     if wrong := sorted(name for name, shape in trained.items() if shapes.get(name) != shape):
-        name = wrong[0]
-        raise ConfigError(
-            f"{where}: '{path}' is of another model: {name} has shape {trained[name]} there and "
-            f"{shapes.get(name, 'none')} here; give the base model of the run (model.path=...)"
-        )
+        differs = f"{wrong[0]} has shape {trained[wrong[0]]} there and {shapes.get(wrong[0], 'none')} here"
+        raise ConfigError(f"{where}: '{path}' is of another model: {differs}; give the run's base model")
     for name, parameter in parameters.items():  # a model that was passed in may have had more of it frozen
         parameter.requires_grad_(name in trained)
     if frozen_digest(model) != manifest["frozen"]:
         raise ConfigError(
-            f"{where} in {section.dtype}: the weights that are not trained are not those of '{path}'; give the base "
-            "model of the run (model.path=...), in its number format (model.dtype=...)"
+            f"{where} in {section.dtype}: the weights that are not trained are not those of '{path}'; give the run's "
+            "base model in its number format (model.dtype=...)"
         )
     files = [path / str(mark["name"]) for mark in manifest["files"]]
-    try:
+    with as_config_error(f"'{path}' cannot be read"):
         load_weights({name: parameters[name] for name in trained}, files)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(
-            f"'{path}' cannot be read ({type(error).__name__}: {error}); take another checkpoint"
-        ) from None
+
+
+@contextmanager
+def as_config_error(what: str) -> Iterator[None]:
+    """Raise whatever error of a library as ConfigError behind `what`, which says what it is about."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what} ({type(error).__name__}: {quoted(error)})") from error

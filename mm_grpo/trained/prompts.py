@@ -37,10 +37,7 @@ def prompts_of_run(paths: RunPaths, processor: Processor, config: GRPOConfig, co
         prompts = [processor.prompt(rows.sample(i)) for i in range(min(count, len(rows)))]
         found = [(prompt, _text_ids(processor, config, "The answer is 12.")) for prompt in prompts]
     if not found:
-        raise ConfigError(
-            f"'{paths.root}' has no rollouts/ and its config no data.train: there is no prompt of the run to compare "
-            "the saved model on; put rollouts/ back"
-        )
+        raise ConfigError(f"'{paths.root}' has no rollouts/ and its config no data.train: put rollouts/ back")
     found.sort(key=lambda asked: not asked[0].engine_prompt.images)
     return found[:count]
 
@@ -49,9 +46,8 @@ def _logged(paths: RunPaths, processor: Processor, config: GRPOConfig) -> Iterat
     seen: set[str] = set()
     for step in reversed(logged_steps(paths)):
         for row in read_rollouts(paths, step):
-            if row["uid"] in seen or not all(
-                IMAGE_NAME.fullmatch(n) and (paths.images / n).is_file() for n in row["images"]
-            ):
+            kept = all(IMAGE_NAME.fullmatch(n) and (paths.images / n).is_file() for n in row["images"])
+            if row["uid"] in seen or not kept:
                 continue
             seen.add(row["uid"])
             images = tuple(open_image(str(paths.images / n), row=row["uid"]) for n in row["images"])

@@ -23,7 +23,7 @@ from mm_grpo.learner.score import score
 from mm_grpo.parity.gaps import Gap, gap_of
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.rollout.weights import digest
-from mm_grpo.trained.model import Trained
+from mm_grpo.trained.model import Trained, as_config_error
 from mm_grpo.trained.prompts import Asked
 from mm_grpo.types import Prompt
 
@@ -70,24 +70,15 @@ def expected_of(trained: Trained, asked: Asked, tensors: Iterator[tuple[str, Ten
 
 def prove(folder: Path, config: GRPOConfig, expected: Expected, *, adapter: bool) -> Proof:
     """Load `folder` and compare. ConfigError, naming what differs, when it is not the trained model."""
-    try:
+    trust = config.model.trust_remote_code
+    with as_config_error("what was written cannot be loaded"):
         model = load_plain(folder, config, expected.dtype, adapter=adapter)
-        processor: Any = AutoProcessor.from_pretrained(
-            folder, trust_remote_code=config.model.trust_remote_code
-        )
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever it is, nobody could load what was written
-        raise ConfigError(
-            f"what was written cannot be loaded ({type(error).__name__}: {quoted(error)})"
-        ) from error
+        processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trust)
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, wanted in expected.digests.items():
         if name not in named or digest(named[name]) != wanted:
             how = "differs from what was written" if name in named else "is missing"
-            raise ConfigError(
-                f"{name} {how} where it is read back; the disk or the copy is faulty: try again"
-            )
+            raise ConfigError(f"{name} {how} where it is read back: the disk or the copy is faulty")
     found: Scores = []
     kwargs = config.data.chat_template_kwargs
     with torch.no_grad():
@@ -95,19 +86,14 @@ def prove(folder: Path, config: GRPOConfig, expected: Expected, *, adapter: bool
             inputs = plain_inputs(processor, prompt, ids, kwargs)
             made = tuple(inputs["input_ids"][0].tolist())
             if made != (*prompt.token_ids, *ids):
-                raise ConfigError(
-                    f"{prompt.uid}: the saved processor makes {len(made) - len(ids)} tokens of the prompt, and the "
-                    f"trainer made {len(prompt.token_ids)} others; the saved processor is not the run's"
-                )
+                counts = f"{len(made) - len(ids)} tokens, and the trainer made {len(prompt.token_ids)} others"
+                raise ConfigError(f"{prompt.uid}: the saved processor is not the run's: it makes {counts}")
             found.append(plain_logprobs(model, inputs, ids))
     gap, dtype = gap_of(found, expected.scores), str(expected.dtype).removeprefix("torch.")
     exact = dtype == "float32"
     proof = Proof(gap, len(found), LARGEST if exact else LIMITS["bfloat16"], dtype)
     if not (gap.max if exact else gap.mean) <= proof.limit:
-        raise ConfigError(
-            f"what was written is not the trained model: {proof}. The merge is wrong, or this machine computes the two "
-            "differently; nothing was kept"
-        )
+        raise ConfigError(f"what was written is not the trained model: {proof}; nothing was kept")
     return proof
 
 
@@ -120,10 +106,8 @@ def load_plain(folder: Path, config: GRPOConfig, dtype: torch.dtype, *, adapter:
     )
     model, info = loaded
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[what]:
-            raise ConfigError(
-                f"{what.replace('_', ' ')} in '{base}': {', '.join(map(str, sorted(info[what])[:3]))}"
-            )
+        if keys := sorted(map(str, info[what])):
+            raise ConfigError(f"{what.replace('_', ' ')} in '{base}': {', '.join(keys[:3])}")
     if adapter:
         from peft import PeftModel
 

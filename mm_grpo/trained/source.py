@@ -28,6 +28,7 @@ from mm_grpo.run.paths import STEP_NAME, RunPaths
 
 CHANGEABLE = ("model.path", "model.device", "model.dtype")
 """Fields that may be other than the run's: where the base model is, and how it is held here."""
+NO_RUN = f"neither a run folder (config.yaml) nor a checkpoint in one's checkpoints/ ({MANIFEST})"
 DEFAULT = "last"
 """The checkpoint that is meant where none is named."""
 STEP = re.compile(r"step-0*(\d{1,18})")
@@ -91,15 +92,10 @@ def find_model(
     if is_run(path):
         return _of_run(path, which, overrides, user, trust)
     if which is not None:
-        raise ConfigError(
-            f"--checkpoint {which}: says which checkpoint of a run folder, and '{given}' is no run folder; leave it out"
-        )
+        raise ConfigError(f"--checkpoint {which}: '{given}' is no run folder; leave it out")
     found = WholeModel(given)
     if path.is_dir() and not (path / "config.json").is_file() and not found.is_adapter:
-        raise ConfigError(
-            f"'{given}' is neither a model folder (config.json), nor a run folder (config.yaml), nor a checkpoint "
-            f"({MANIFEST})"
-        )
+        raise ConfigError(f"'{given}' is no model folder (config.json), and {NO_RUN}")
     return found
 
 
@@ -110,24 +106,20 @@ def model_to_evaluate(
     the model of `config`. Adapters without their base model have no weights of their own: ConfigError.
     """
     if given is None and which is not None:
-        raise ConfigError(
-            f"--checkpoint {which}: says which checkpoint of a run folder, and there is no --model; leave it out"
-        )
+        raise ConfigError(f"--checkpoint {which}: there is no --model; leave it out")
     if given is not None:
-        found = find_model(
-            given, which, [f"model.device={config.model.device}"], user=config.model, trust=trust
-        )
+        place = [f"model.device={config.model.device}"]
+        found = find_model(given, which, place, user=config.model, trust=trust)
         if isinstance(found, RunCheckpoint) or found.config is not None:
             return found
         if found.is_adapter:
             raise ConfigError(
-                f"--model '{given}': holds adapters without their base model; name the run folder or the checkpoint "
-                "that they are of, or the merged model"
+                f"--model '{given}': holds adapters without their base model; name the run folder"
             )
-    path = config.model.path if given is None else given
-    return WholeModel(
-        path, _with_model(config, path=path, lora=None, **({"trust_remote_code": True} if trust else {}))
+    update = {"path": given or config.model.path, "lora": None} | (
+        {"trust_remote_code": True} if trust else {}
     )
+    return WholeModel(str(update["path"]), _with_model(config, **update))
 
 
 def find_checkpoint(
@@ -136,13 +128,11 @@ def find_checkpoint(
     """As `find_model`, but a checkpoint it must be. Raises ConfigError for any other model too."""
     _check_word(which)
     if not is_run(path):
-        raise ConfigError(
-            f"'{path}' is neither a run folder (config.yaml) nor a checkpoint in one's folder checkpoints/ ({MANIFEST})"
-        )
+        raise ConfigError(f"'{path}' is {NO_RUN}")
     found = _of_run(path, which, overrides, None, trust)
     if isinstance(found, WholeModel):
         raise ConfigError(
-            f"--checkpoint {which or DEFAULT}: this is no checkpoint, but '{found.path}', {found.note}"
+            f"--checkpoint {which or DEFAULT}: is no checkpoint, but '{found.path}', {found.note}"
         )
     return found
 
@@ -152,25 +142,15 @@ def refuse_code(folder: str | Path, asked: ModelConfig, user: ModelConfig | None
     does not: whoever sent the folder wrote them."""
     own = {} if user is None or user.path != asked.path else user.model_dump()
     named = {name: getattr(asked, name) for name in ("processor", "trust_remote_code")}
-    code = [
-        f"model.{name} = {yaml_repr(value)}"
-        for name, value in named.items()
-        if value not in (None, False, own.get(name))
-    ]
-    if code:
-        raise ConfigError(
-            f"'{folder}' asks to run code, by {' and '.join(code)} in its own files; read that code, and give "
-            "--trust-remote-code if you trust it"
-        )
+    asking = {name: value for name, value in named.items() if value not in (None, False, own.get(name))}
+    if asking:
+        code = " and ".join(f"model.{name} = {yaml_repr(value)}" for name, value in asking.items())
+        raise ConfigError(f"'{folder}' asks to run code, by {code}; give --trust-remote-code if you trust it")
 
 
 def is_run(path: Path) -> bool:
     """Whether `path` is a run's folder or that of a checkpoint."""
-    return _is_checkpoint(path) or _has(path, "config.yaml")
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return _has(path, MANIFEST)
+    return _has(path, MANIFEST) or _has(path, "config.yaml")
 
 
 def _has(path: Path, name: str) -> bool:
@@ -185,16 +165,14 @@ def _check_word(which: str | None) -> None:
 def _of_run(
     path: Path, which: str | None, overrides: Sequence[str], user: ModelConfig | None, trust: bool
 ) -> RunCheckpoint | WholeModel:
-    own = _is_checkpoint(path)
+    own = _has(path, MANIFEST)
     if own and which is not None:
         raise ConfigError(
             f"--checkpoint {which}: '{path}' is one checkpoint; name its run, or leave this out"
         )
     paths = RunPaths(path.resolve().parents[1] if own else path)
     if not paths.config.is_file() or (own and STEP_NAME.fullmatch(path.resolve().name) is None):
-        raise ConfigError(
-            f"'{path}' is no checkpoints/step-000010 of a run with a config.yaml, which says what it is of; put it back"
-        )
+        raise ConfigError(f"'{path}' is no checkpoints/step-000010 of a run with a config.yaml; put it back")
     config, changed = _config_of(paths, overrides, user.path if user else None)
     chosen = path.resolve() if own else _chosen(paths, which or DEFAULT, config)
     loaded = chosen.config if isinstance(chosen, WholeModel) and chosen.config else config
@@ -207,10 +185,8 @@ def _of_run(
     then = {name: value for name, value in checkpoint.manifest["config"].items() if name not in changed}
     if differing := differing_field(config, now, then):
         field, value, known = differing
-        raise ConfigError(
-            f"'{paths.config}': {field} = {json.dumps(value)}, and '{checkpoint.path}' was made with "
-            f"{json.dumps(known)}; put it back"
-        )
+        made = f"'{checkpoint.path}' was made with {json.dumps(known)}"
+        raise ConfigError(f"'{paths.config}': {field} = {json.dumps(value)}, and {made}; put it back")
     name = str(path) if own else f"{paths.root}, {which or DEFAULT} checkpoint (step {checkpoint.step})"
     return RunCheckpoint(paths, config, checkpoint, name)
 
@@ -219,16 +195,15 @@ def _config_of(
     paths: RunPaths, overrides: Sequence[str], elsewhere: str | None
 ) -> tuple[GRPOConfig, frozenset[str]]:
     """The run's config with `overrides` and its number format, and the fields that are not as the run had them."""
-    for override in overrides:
-        if override.partition("=")[0] not in CHANGEABLE:
-            raise ConfigError(
-                f"'{override}': the run's own config decides; only {', '.join(CHANGEABLE)} can be changed here"
-            )
+    changed = {override.partition("=")[0] for override in overrides}
+    if other := changed - set(CHANGEABLE):
+        raise ConfigError(
+            f"'{min(other)}': is the run's own; only {', '.join(CHANGEABLE)} can be changed here"
+        )
     values = read_yaml(paths.config)
     # not from_yaml: a relative path of the run's own copy starts at the working folder, not at the copy
     run = GRPOConfig.from_dict(values)
     config = GRPOConfig.from_dict(apply_overrides(values, overrides))
-    changed = {override.partition("=")[0] for override in overrides}
     update: dict[str, Any] = {}
     if elsewhere is not None and os.path.exists(elsewhere) and not os.path.exists(config.model.path):
         update["path"] = elsewhere  # the run was started on another machine, or from another folder
@@ -271,10 +246,8 @@ def _chosen(paths: RunPaths, which: str, config: GRPOConfig) -> Path | WholeMode
             note = f"the base model: the best evaluation of '{root}' was before its first step ({score:.3g})"
             return WholeModel(config.model.path, whole, f"{note}; its checkpoints are {known}")
         if step not in found:
-            raise ConfigError(
-                f"the best evaluation of '{root}' was after step {step} ({score:.3g}), which has no checkpoint any "
-                f"more; there are {known}"
-            )
+            best_step = f"the best evaluation of '{root}' was after step {step} ({score:.3g})"
+            raise ConfigError(f"{best_step}, which has no checkpoint any more; there are {known}")
         return found[step]
     step = int(which.removeprefix("step-"))
     if step not in found:

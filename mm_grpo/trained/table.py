@@ -23,14 +23,10 @@ def show(results: Results, write: Callable[[str], None] = print_phase) -> None:
     times = f", {how['num_generations']} completions a row" if how["num_generations"] > 1 else ""
     write(f"{results.model} ({drawn}{times}; {results.seconds:.0f} s)")
     ks = sorted({k for one in results.sets.values() for k in one.pass_at if k > 1})
-    listed = [
-        (label, one)
-        for name, result in results.sets.items()
-        for label, one in [
-            (name, result),
-            *((f"  {results.by} = {value}", own) for value, own in results.groups.get(name, {}).items()),
-        ]
-    ]
+    listed: list[tuple[str, SetResult]] = []
+    for name, result in results.sets.items():
+        listed.append((name, result))
+        listed += [(f"  {results.by} = {value}", own) for value, own in results.groups.get(name, {}).items()]
     titles = ["", "rows", results.headline, "mean reward", *[f"pass@{k}" for k in ks], "tokens", "clipped"]
     lines = [titles, *[_cells(label, one, ks) for label, one in listed]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
@@ -39,9 +35,9 @@ def show(results: Results, write: Callable[[str], None] = print_phase) -> None:
         write("  ".join([first[0].ljust(first[1]), *[text.rjust(width) for text, width in others]]))
     for label, one in listed:
         if (blind := one.evaluation.blind) is not None:
+            gap = _number(blind.gap, blind.gap_interval)
             write(
-                f"{label}, images {blind.kind}: {_number(blind.score, blind.interval)}; the images add "
-                f"{_number(blind.gap, blind.gap_interval)}"
+                f"{label}, images {blind.kind}: {_number(blind.score, blind.interval)}; the images add {gap}"
             )
     write("[...]: 95 % intervals, of shares by Wilson, of means by the normal approximation")
     if how["num_generations"] > 1 and not ks:
@@ -56,21 +52,16 @@ def as_dict(results: Results) -> dict[str, Any]:
         del values["tasks"]
         return {**values, "pass_at": {str(k): v for k, v in result.pass_at.items()}}
 
-    return {
-        "model": results.model,
-        "headline": results.headline,
-        "sampling": dict(results.sampling),
-        "seconds": round(results.seconds, 3),
-        "sets": {name: one(result) for name, result in results.sets.items()},
-        **(
-            {
-                "by": results.by,
-                "groups": {n: {v: one(r) for v, r in own.items()} for n, own in results.groups.items()},
-            }
-            if results.by is not None
-            else {}
-        ),
-    }
+    found: dict[str, Any] = {
+        "model": results.model, "headline": results.headline, "sampling": dict(results.sampling),
+        "seconds": round(results.seconds, 3), "sets": {name: one(each) for name, each in results.sets.items()},
+    }  # fmt: skip
+    if results.by is not None:
+        groups = {
+            name: {value: one(each) for value, each in own.items()} for name, own in results.groups.items()
+        }
+        found |= {"by": results.by, "groups": groups}
+    return found
 
 
 def _cells(label: str, result: SetResult, ks: list[int]) -> list[str]:
