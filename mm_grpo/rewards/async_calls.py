@@ -62,9 +62,8 @@ class AsyncCalls:
         except TimeoutError as error:
             names = ", ".join(repr(one.spec.name) for one in rewards)
             raise RewardError(
-                f"async rewards ({names}): the event loop does not answer, for one of them blocks it without "
-                f"`await`, or goes on when it is cancelled. It runs in the trainer's process and cannot be killed, so "
-                f"the run stops. Use an async library in it, or set isolated: true"
+                f"async rewards ({names}): the event loop does not answer, for one of them blocks it without `await`, "
+                f"or goes on when it is cancelled; use an async library in it, or set isolated: true"
             ) from error
         finally:
             self._watched.close()
