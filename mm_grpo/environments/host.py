@@ -33,11 +33,9 @@ REMEDY = "rollout.environment_workers > 0 runs it in a process that can be kille
 
 @dataclass(eq=False)
 class Episode:
-    """One conversation's tools. `opening` is what its environment showed at the reset, None where it showed nothing,
-    `done` whether the environment says that the conversation is over. `masked` is why the conversation is kept out of
-    the loss, `lost` why its environment is gone. `environment` is None where it is in another process. `step_reward` is
-    what its calls were paid since it was last taken, None where nothing was said.
-    """
+    """One conversation's tools. `opening` is what its environment showed at the reset, `done` whether it says that the
+    conversation is over. `masked` is why the conversation is kept out of the loss, `lost` why its environment is gone.
+    `environment` is None where it is in another process. `step_reward` is the sum of its calls' since it was taken."""
 
     uid: str
     host: Host
@@ -257,11 +255,8 @@ class Host(ABC):
 
 
 class LocalHost(Host):
-    """Calls tools and environments in this process, one after the other, in a thread of their own.
-
-    A thread cannot be ended, so a call that is late stops the run; where it lets nothing else run, a watchdog ends the
-    process.
-    """
+    """Calls tools and environments in this process, one after the other, in a thread of their own. A thread cannot be
+    ended, so a call that is late stops the run; where it lets nothing else run, a watchdog ends the process."""
 
     _thread: CallThread[CallResult] | None = None
 

@@ -29,8 +29,8 @@ OVERHEAD = 2**20
 
 @dataclass(frozen=True)
 class ToolSources:
-    """Imports of a worker: functions and factories by name, at `file.py:name`, `module:name` or the name of an
-    adapter, with the SHA-256 of the file as the trainer imported it; and the limits on what they answer."""
+    """Imports of a worker: functions and factories by name, each an address (or the name of an adapter) and the SHA-256
+    of its file as the trainer imported it; and the limits on what they answer."""
 
     functions: Mapping[str, tuple[str, str | None]]
     factories: Mapping[str, tuple[str, str | None]]

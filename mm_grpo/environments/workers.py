@@ -43,11 +43,8 @@ class _Slot:
 
 
 class WorkerHost(Host):
-    """Calls tools and environments in `count` processes, which start when they are first needed.
-
-    ConfigError where another process cannot import one of them. `close` ends the processes, as does the end of this
-    one however it ends.
-    """
+    """Calls tools and environments in `count` processes, which start when they are first needed and end with this one.
+    ConfigError where another process cannot import one of them."""
 
     def __init__(
         self,

@@ -1,10 +1,9 @@
 """One call of a reward function: its arguments by name, the checks of its answer, the messages of what fails.
 
 `Batch` holds the step's rows as rewards see them, `Call` is one call of one function, `RewardCalls` one reward's
-calls in a step and what came of them. Trainer and workers check answers by the same functions, so an isolated
-reward scores as it would without. A score is a finite number or None ("does not apply"); what is no score is
-described in a text (`scores.py`), never replaced by a number. Not here: weights, totals, metrics and the order of calls
-(`scorer.py`) and processes (`isolation.py`). Axis letters: n = P·G rows, flat.
+calls in a step and what came of them. Trainer and workers check answers by the same functions (`scores.py`), so an
+isolated reward scores as it would without. Not here: weights, totals, metrics and the order of calls (`scorer.py`) and
+processes (`isolation.py`). Axis letters: n = P·G rows, flat.
 """
 
 from __future__ import annotations

@@ -39,10 +39,8 @@ def check_isolation(spec: RewardSpec) -> None:
 
 
 class WorkerPool:
-    """The workers of all isolated rewards: `size` for each that is called per completion, one for the others.
-
-    They start when they are first needed. `close` ends them, as does the end of this process.
-    """
+    """The workers of all isolated rewards: `size` for each that is called per completion, one for the others. They
+    start when they are first needed. `close` ends them, as does the end of this process."""
 
     def __init__(self, size: int | None = None) -> None:
         self.size = size or default_size()

@@ -95,11 +95,8 @@ def describe(spec: RewardSpec) -> dict[str, str | None]:
 
 
 def describe_code(fn: Callable[..., Any]) -> dict[str, str | None]:
-    """The identity of a user's function or class: its module, qualified name and its source's SHA-256.
-
-    `sha256` is None where Python has no source (a function typed at a prompt). A closure's values
-    and a partial's arguments are not part of the identity.
-    """
+    """The identity of a user's function or class: its module, qualified name and its source's SHA-256, None where
+    Python has no source. A closure's values and a partial's arguments are not part of it."""
     inner = innermost(fn)
     if not hasattr(inner, "__qualname__"):
         inner = type(inner)

@@ -1,7 +1,4 @@
-"""What is a score: a finite number, or None where a reward does not apply; anything else is described, never replaced.
-
-Trainer and workers check answers by the same functions, so an isolated reward scores as it would without.
-"""
+"""What is a score: a finite number, or None where a reward does not apply; all else is described, never replaced."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from mm_grpo.types import LARGEST
 
 LEGAL = "legal is a finite number, or None where the reward does not apply"
 LEGAL_TURNS = "legal is a list with a finite number or None for each turn of the model, for per_turn is true"
-
-
 Checked = float | None | str | list[float | None]
 """A score, None, or why an answer is no score; of a reward with `per_turn` a list of scores and None."""
 

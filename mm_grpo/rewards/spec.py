@@ -1,11 +1,9 @@
 """What a reward is: `RewardSpec`, made from a function's parameters, and sums of rewards.
 
 `make_spec` reads a function's signature; `RewardSum` is what `0.8 * get("iou") + 0.2 * get("format")` gives.
-A sum is no reward of its own: where it stands in a list of rewards it is replaced by its parts, each with
-its weight. So the total is the sum, each part keeps its own metrics, time-out and process, and a part that
-does not apply leaves the rest. Where one reward should count under a condition that another sets, see
-`only_if` in `options.py`, and for a condition on the row `when`. Not here: rewards by name (`registry.py`)
-and config entries (`resolve.py`).
+Where a sum stands in a list of rewards it is replaced by its parts, each with its weight, metrics and time-out; a part
+that does not apply leaves the rest. Conditions are options (`only_if` and `when` in `options.py`). Not here:
+rewards by name (`registry.py`) and config entries (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -99,8 +97,8 @@ class RewardSpec(_Weighted):
 
     @property
     def takes_texts(self) -> bool:
-        """Whether a batch function gets completions as texts even where prompts are messages: its options ask
-        for it, or its class derives from one named ORM, as ms-swift's do."""
+        """Whether a batch function gets texts even where prompts are messages: by its options, or where its class
+        derives from one named ORM, as ms-swift's do."""
         if self.options.completions is not None:
             return self.options.completions == "text"
         return any(base.__name__ in ("ORM", "AsyncORM") for base in type(innermost(self.fn)).__mro__)
