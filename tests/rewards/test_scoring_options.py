@@ -53,17 +53,6 @@ def test_a_plain_function_that_hangs_stops_the_run_whatever_the_policy(rows, cap
     release.set()
 
 
-def test_errors_in_the_thread_keep_their_policy(rows):
-    def f(completion):
-        return 1 / (completion != "b")
-
-    scores = Scorer([named("f", f, timeout=5, on_error="mask")]).score(*rows("abc"), step=1)
-    assert scores.totals == [1.0, None, 1.0] and scores.metrics["rewards/f/errors"] == 1
-    with fails("on row 'row:1' with the completion 'b', raised ZeroDivisionError") as caught:
-        Scorer([named("f", f, timeout=5)]).score(*rows("abc"), step=1)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
 def test_retries_of_a_plain_function(rows):
     calls = []
 

@@ -67,10 +67,3 @@ def test_plain_texts_when_prompts_are_texts(rows):
     scores = Scorer([f], conversational=False).score(*rows(["ab", "c"]), step=1)
     assert scores.totals == [2.0, 1.0]
     assert seen == {"prompts": ["question 0", "question 1"], "completions": ["ab", "c"]}
-
-
-def test_a_function_may_look_at_environments_alone():
-    def of_environments(environments, **kwargs):
-        return [0.0 for _ in environments]
-
-    assert Scorer([of_environments]).specs[0].kind == "batch"
