@@ -52,12 +52,15 @@ def load_named(address: str, field: str, error: type[UserError], base: Path | No
         raise error(f"{field} = {address!r}: must be path/to/file.py:Name or package.module:Name")
     what = f"{field} = {address!r}"
     module = load_file(what, place, error, base) if place.endswith(".py") else load_module(what, place, error)
-    if not hasattr(module, name):
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
         public = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
         raise error(
             f"{what}: {place} has no {name!r}; {did_you_mean(name, public)}it has {', '.join(public)}"
         )
-    return getattr(module, name)
+    return found
 
 
 def load_file(what: str, place: str, error: type[UserError], base: Path | None = None) -> ModuleType:

@@ -11,11 +11,15 @@ from PIL import Image, ImageDraw
 DIRECTIONS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 
 
-class Zoom:
-    """The row's images at full resolution, of which the model asks for parts."""
+class _Images:
+    """Keeps the row's images."""
 
     def reset(self, images: Sequence[Image.Image]) -> None:
         self._images = list(images)
+
+
+class Zoom(_Images):
+    """The row's images at full resolution, of which the model asks for parts."""
 
     def zoom(self, bbox: list[float], image: int = 0) -> Any:
         """Look at a part of an image at full resolution.
@@ -29,11 +33,8 @@ class Zoom:
         return picture.crop((left, top, right, bottom))
 
 
-class Rotate:
+class Rotate(_Images):
     """The row's images, which the model may have turned."""
-
-    def reset(self, images: Sequence[Image.Image]) -> None:
-        self._images = list(images)
 
     def rotate(self, degrees: float, image: int = 0) -> Any:
         """Look at an image turned counterclockwise.
@@ -88,11 +89,8 @@ class GridWorld:
             (self._goal, "green", draw.rectangle),
             (self._at, "blue", draw.ellipse),
         ):
-            corner, far = (
-                (x * self.CELL + 5, y * self.CELL + 5),
-                ((x + 1) * self.CELL - 6, (y + 1) * self.CELL - 6),
-            )
-            shape([corner, far], fill=colour)
+            left, top, size = x * self.CELL + 5, y * self.CELL + 5, self.CELL - 11
+            shape([left, top, left + size, top + size], fill=colour)
         return {"type": "image", "image": picture}
 
 

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from mm_grpo.environments.observation import described
-from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools
+from mm_grpo.environments.own_tools import EnvironmentGone
 from mm_grpo.environments.session import methods
 from mm_grpo.errors import ConfigError, UserError, did_you_mean
 from mm_grpo.import_path import address_in_module, in_this_process_alone, load_named
@@ -46,9 +46,8 @@ def source_of(factory: Callable[[], Any]) -> Callable[..., Any] | None:
     """The user's code that makes environments; None where it is on a server."""
     if not isinstance(factory, Adapter):
         return factory
-    found: Callable[..., Any] | None = import_module(f"mm_grpo.environments.{factory.kind}").source(
-        factory.rest
-    )
+    module = import_module(f"mm_grpo.environments.{factory.kind}")
+    found: Callable[..., Any] | None = module.source(factory.rest)
     return found
 
 
@@ -85,19 +84,16 @@ def factory_named(name: str) -> Callable[[], Any]:
 def made(factory: Callable[[], Any]) -> Any:
     """An environment. ConfigError where none can be made."""
     if not callable(factory):
-        raise ConfigError(
-            f"rollout.environment: {factory!r} cannot be called without arguments to make an environment; name a class"
-        )
+        raise _refused(f"{factory!r} cannot be called without arguments; name a class")
     name = getattr(factory, "__qualname__", repr(factory))
     try:
         with at_start(f"rollout.environment: {name}(), which makes an environment,"):
             return factory()
     except UserError as error:
-        raise ConfigError(f"rollout.environment: {error}") from error
+        raise _refused(str(error)) from error
     except Exception as error:
-        raise ConfigError(
-            f"rollout.environment: {name} raised {described(error)} when an environment was made; it is called without "
-            "arguments, and gets the row in reset"
+        raise _refused(
+            f"{name}() raised {described(error)}; it gets no arguments, and the row in reset"
         ) from error
 
 
@@ -105,28 +101,20 @@ def tools_of(environment: Any) -> Mapping[str, Callable[..., Any]]:
     """The tools of an environment by name. ConfigError where it cannot be begun, or cannot say them."""
     name = type(environment).__name__
     if not callable(getattr(environment, "reset", None)):
-        raise ConfigError(
-            f"rollout.environment: {name} has no method `reset`, which begins each conversation"
-        )
+        raise _refused(f"{name} has no method `reset`")
     paid = getattr(type(environment), "step_reward", None)
     if isinstance(paid, property) and paid.fset is None:
-        raise ConfigError(
-            f"rollout.environment: {name}.step_reward is a property that cannot be set, and it is set to None before "
-            "each call; give it a setter, or make it an attribute"
-        )
+        raise _refused(f"{name}.step_reward is a property without a setter; give it one")
     try:
         found = methods(environment)
     except (UserError, EnvironmentGone) as error:
-        raise ConfigError(f"rollout.environment: {error}") from error
+        raise _refused(str(error)) from error
     except Exception as error:
-        raise ConfigError(
-            f"rollout.environment: {name} could not say its tools: {described(error)}"
-        ) from error
+        raise _refused(f"{name}.tools raised {described(error)}") from error
     if not found:
-        what = "its method `tools` names none" if isinstance(environment, OwnTools) else (
-            "its class has no public method besides reset, get_reward and close"
-        )  # fmt: skip
-        raise ConfigError(
-            f"rollout.environment: {name}: {what}, so there is nothing that the model could call"
-        )
+        raise _refused(f"{name} has no tools, that is no public method besides reset, get_reward and close")
     return found
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"rollout.environment: {why}")

@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Functions = Mapping[str, Callable[..., Any]]
+REMEDY = "rollout.environment_workers > 0 runs it in a process that can be killed"
 
 
 @dataclass(eq=False)
 class Episode:
-    """One conversation's tools. `opening` is what its environment showed at the reset, None where it showed nothing,
-    `done` whether the environment says that the conversation is over. `masked` is why the conversation is kept out of
-    the loss, `lost` why its environment is gone. `environment` is None where it is in another process. `step_reward` is
-    what its calls were paid since it was last taken, None where nothing was said.
-    """
+    """One conversation's tools. `opening` is what its environment showed at the reset, `done` whether it says that the
+    conversation is over. `masked` is why the conversation is kept out of the loss, `lost` why its environment is gone.
+    `environment` is None where it is in another process. `step_reward` is the sum of its calls' since it was taken."""
 
     uid: str
     host: Host
@@ -70,10 +69,7 @@ class Episode:
 
 @dataclass(eq=False)
 class Task:
-    """One call of the user's code, and what came of it; None where it was not made, for nothing hangs on it.
-
-    `finished` says that it was made, or will not be.
-    """
+    """One call of the user's code, and its outcome; None when it was skipped. `finished`: made or skipped."""
 
     episode: Episode
     what: What
@@ -128,13 +124,10 @@ class Host(ABC):
         return episodes
 
     def call_all(self, calls: Sequence[tuple[Episode, str, Mapping[str, Any]]]) -> list[Observation]:
-        """The answers to calls of many conversations, in order; calls of one conversation are made in their order.
-
-        A conversation that is masked by one of its calls has a fault for its later ones, which are not made. Raises
-        ToolError where the config says that a failure stops the run.
-        """
-        tasks = [Task(episode, "call", name, arguments) for episode, name, arguments in calls]
-        self.run(tasks)
+        """The answers to calls of many conversations, in order. A conversation that is masked by one of its calls has a
+        fault for its later ones, which are not made. ToolError where the config says that a failure stops the run."""
+        tasks = self.start(calls)
+        self.finish(tasks)
         return [task.answer for task in tasks]
 
     def start(self, calls: Sequence[tuple[Episode, str, Mapping[str, Any]]]) -> list[Task]:
@@ -173,6 +166,10 @@ class Host(ABC):
     def run(self, tasks: Sequence[Task]) -> None:
         """Make calls, and return when all are finished."""
         self.begin(tasks)
+        self.finish(tasks)
+
+    def finish(self, tasks: Sequence[Task]) -> None:
+        """Go on until these calls are finished."""
         while not all(task.finished for task in tasks):
             self.work(wait=True)
 
@@ -185,8 +182,7 @@ class Host(ABC):
         """End what calls tools; another call starts anew."""
 
     def work(self, wait: bool) -> None:  # noqa: B027
-        """Go on with the calls that were begun: take what has been answered, or with `wait` wait for an answer, a
-        deadline or the end of a worker. Does nothing where `begin` makes them."""
+        """Take answers to calls that were begun; with `wait`, wait for one, a deadline or the end of a worker."""
 
     def abandon(self) -> None:  # noqa: B027
         """Give up the calls that were begun and are not finished, with the environments that they are made in."""
@@ -229,22 +225,17 @@ class Host(ABC):
             if task.what != "call" or rollout.on_tool_error == "stop" or about_reward:
                 raise self._stop(task, f"{task} {answer.raised}")
             self._fail(task, failed("raised", answer.raised.removeprefix("raised ")), rollout.on_tool_error)
-        elif answer.gone is not None:
+        elif answer.gone is not None or answer.late or answer.died is not None:
             policy = self.if_late if answer.late else rollout.on_tool_error
-            episode.lost = episode.lost or answer.gone
+            if answer.gone is not None:
+                why, episode.lost = answer.gone, episode.lost or answer.gone
+            elif answer.late:
+                why = f"{task} had not answered after {self.timeout:g} s (rollout.tool_timeout)"
+            else:
+                why = f"{task} ended its worker process, which {answer.died}"
             if policy == "stop" and task.what != "close":
-                raise self._stop(task, f"{task}: {answer.gone}")
-            self._fail(task, failed("timed_out" if answer.late else "died", answer.gone), policy)
-        elif answer.late:
-            why = f"{task} had not answered after {self.timeout:g} s (rollout.tool_timeout)"
-            if self.if_late == "stop" and task.what != "close":
-                raise self._stop(task, why)
-            self._fail(task, failed("timed_out", why), self.if_late)
-        elif answer.died is not None:
-            why = f"{task} ended its worker process, which {answer.died}"
-            if rollout.on_tool_error == "stop" and task.what != "close":
-                raise self._stop(task, why)
-            self._fail(task, failed("died", why), rollout.on_tool_error)
+                raise self._stop(task, why if answer.gone is None else f"{task}: {why}")
+            self._fail(task, failed("timed_out" if answer.late else "died", why), policy)
         elif task.what == "reset" and answer.observation is not None and answer.observation.fault:
             raise self._stop(task, f"{task}: {answer.observation.text}")
 
@@ -264,21 +255,10 @@ class Host(ABC):
 
 
 class LocalHost(Host):
-    """Calls tools and environments in this process, one after the other, in a thread of their own.
+    """Calls tools and environments in this process, one after the other, in a thread of their own. A thread cannot be
+    ended, so a call that is late stops the run; where it lets nothing else run, a watchdog ends the process."""
 
-    A thread cannot be ended, so a call that is late stops the run; where it lets nothing else run, a watchdog ends the
-    process.
-    """
-
-    def __init__(
-        self,
-        config: GRPOConfig,
-        functions: Functions,
-        factories: Factories,
-        scores: Collection[str] | None,
-    ) -> None:
-        super().__init__(config, functions, factories, scores)
-        self._thread: CallThread[CallResult] | None = None
+    _thread: CallThread[CallResult] | None = None
 
     def begin(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
@@ -289,11 +269,7 @@ class LocalHost(Host):
             try:
                 answer = self._answer(task, late)
             except TimeoutError:
-                raise ToolError(
-                    f"{task.episode.uid}: {task} {late}. It runs in the trainer's process, where nothing can end it, "
-                    "so the run stops; with rollout.environment_workers > 0 it runs in one that can be killed, and the "
-                    "run goes on"
-                ) from None
+                raise ToolError(f"{task.episode.uid}: {task} {late}; {REMEDY}") from None
             self.settle(task, answer)
 
     def end(self) -> None:
@@ -307,9 +283,8 @@ class LocalHost(Host):
             episode.place = Session(self.functions, self.factories, self.limits)
         self._thread = self._thread or CallThread("tools")
         call = partial(episode.place.answer, task.what, task.name, own_copy(task.arguments))
-        remedy = "rollout.environment_workers > 0 runs it in a process that can be killed"
         try:
-            answer = self._thread.result(call, self.timeout, f"a tool {late}", remedy)
+            answer = self._thread.result(call, self.timeout, f"a tool {late}", REMEDY)
         except BaseException as error:  # late, or Ctrl-C: the thread is not ours any more, nor what it holds
             self._thread = None
             for one in self.opened:

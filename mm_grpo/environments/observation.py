@@ -96,15 +96,14 @@ def checked(seen: Observation, limits: Limits) -> Observation:
         return failed("bad_result", f"the answer has {text} characters; at most {LONGEST_TEXT} are shown")
     pixels = sum(3 * image.width * image.height for image in seen.images)
     if pixels > limits.all_bytes:
-        return failed(
-            "bad_result", f"the answer's images have {pixels} bytes; at most {limits.all_bytes} are shown"
-        )
+        why = f"the answer's images have {pixels} bytes; at most {limits.all_bytes} are shown"
+        return failed("bad_result", why)
     return seen
 
 
 @dataclass(frozen=True)
 class _Image:
-    """What an answer gives as an image, not opened yet."""
+    """An answer's image, not opened yet."""
 
     source: Any
 

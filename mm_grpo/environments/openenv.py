@@ -12,7 +12,8 @@ import binascii
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -34,8 +35,7 @@ _KNOWN: dict[tuple[str, bool], tuple[bool, Mapping[str, Any] | None, list[Mappin
 
 
 class OpenEnv(OwnTools):
-    """A conversation with an OpenEnv server. Its tool takes the fields of the server's action; where the server has MCP
-    tools, it has those instead.
+    """A conversation with an OpenEnv server. Its tool takes the fields of the server's action, or are its MCP tools.
 
     Args:
         base_url: http://HOST:PORT of the server; ws://HOST:PORT to ask it over WebSockets alone.
@@ -76,10 +76,7 @@ class OpenEnv(OwnTools):
             return {tool.__name__: tool for tool in made}
         schema = self.action or schema
         if not schema:
-            raise ConfigError(
-                f"{self._server} has no /schema, so the model cannot be told of its action; give `action`, its JSON "
-                "schema, in a subclass of OpenEnv"
-            )
+            raise ConfigError(f"{self._server} has no /schema; give `action` in a subclass of OpenEnv")
         title = str(schema.get("title", ""))
         name = self.tool or _snake(title.removesuffix("Action")) or "step"
         properties = dict(schema.get("properties", {}))
@@ -94,11 +91,11 @@ class OpenEnv(OwnTools):
         alone where it has none."""
         self.close()
         self.done, self._rewards = False, []
-        sent = {
-            key: value for key, value in row.items() if key not in ("prompt", "images") and _is_json(value)
-        }
+        columns = row.keys() - {"prompt", "images"}
+        sent = {key: value for key, value in row.items() if key in columns and _is_json(value)}
         if "seed" not in sent:
-            digest = sha256(json.dumps([sent, _texts(row.get("prompt"))], sort_keys=True).encode()).digest()
+            texts = [str(m.get("content")) for m in row.get("prompt") or () if isinstance(m, Mapping)]
+            digest = sha256(json.dumps([sent, texts], sort_keys=True).encode()).digest()
             sent["seed"] = int.from_bytes(digest[:4], "big") >> 1
         self._connection = self._connect()
         step = self._asked(self._connection.reset, sent)
@@ -134,13 +131,12 @@ class OpenEnv(OwnTools):
             self._rewards.append(step.reward)
         return step
 
-    def _asked(self, ask: Any, data: Mapping[str, Any]) -> Step:
+    def _asked(self, ask: Callable[[Mapping[str, Any]], Step], data: Mapping[str, Any]) -> Step:
         try:
-            step: Step = ask(data)
+            return ask(data)
         except EnvironmentGone:
             self.close()
             raise
-        return step
 
     def _mcp_tool(self, listed: Mapping[str, Any]) -> Tool:
         name = str(listed.get("name"))
@@ -171,26 +167,23 @@ class OpenEnv(OwnTools):
     def _ask_server(self) -> tuple[bool, Mapping[str, Any] | None, list[Mapping[str, Any]]]:
         """Ask the server once: over WebSockets or not, the schema of its action, and its MCP tools."""
         key = self.base_url, self.alone
-        if key not in _KNOWN:
-            status, found = self._server.request("GET", "/schema")
-            schema = found.get("action") if status == 200 and isinstance(found, Mapping) else None
-            listed: list[Mapping[str, Any]] = []
-            try:
-                socket = WebSocketConnection(self._server)
-            except LookupError as error:
-                if self._server.websockets_only:
-                    raise EnvironmentGone(f"{self._server}: /ws {error}") from None
-                if not self.alone:
-                    self._check_apart()
-                _KNOWN[key] = False, schema, listed
-                return _KNOWN[key]
-            try:
-                if schema and "tool_name" in schema.get("properties", {}):
-                    listed = socket.step({"type": "list_tools"}).observation.get("tools", [])
-            finally:
-                socket.close()
-            _KNOWN[key] = True, schema, listed
-        return _KNOWN[key]
+        if key in _KNOWN:
+            return _KNOWN[key]
+        status, found = self._server.request("GET", "/schema")
+        schema = found.get("action") if status == 200 and isinstance(found, Mapping) else None
+        listed: list[Mapping[str, Any]] = []
+        try:
+            socket = WebSocketConnection(self._server)
+        except LookupError as error:
+            if self._server.websockets_only:
+                raise EnvironmentGone(f"{self._server}: /ws {error}") from None
+            if not self.alone:
+                self._check_apart()
+            return _KNOWN.setdefault(key, (False, schema, listed))
+        with closing(socket):
+            if schema and "tool_name" in schema.get("properties", {}):
+                listed = socket.step({"type": "list_tools"}).observation.get("tools", [])
+        return _KNOWN.setdefault(key, (True, schema, listed))
 
     def _check_apart(self) -> None:
         """ConfigError where a server without WebSockets has one world for all conversations, or forgets each."""
@@ -201,9 +194,8 @@ class OpenEnv(OwnTools):
             state = connection.state()
             if not isinstance(state, Mapping) or state.get("episode_id") != connection.episode_id:
                 raise ConfigError(
-                    f"{self._server} does not tell conversations apart over HTTP (its /state does not say the "
-                    "episode_id that /reset was given), and conversations run side by side; let it serve /ws "
-                    "(openenv-core from 0.2 on), or give each OpenEnv a server of its own with alone=True"
+                    f"{self._server} does not tell conversations apart over HTTP (its /state has not the episode_id of "
+                    "/reset); let it serve /ws, or give each OpenEnv a server of its own with alone=True"
                 )
 
 
@@ -221,12 +213,9 @@ def shown(observation: Any) -> list[Any]:
     WebP, and arrays [height][width][3 or 4] of 0 to 255."""
     images: list[Any] = []
     rest = _without_images(observation, images)
-    if (
-        isinstance(rest, Mapping)
-        and len(rest) == 1
-        and isinstance(only := next(iter(rest.values())), str | list)
-    ):
-        rest = only
+    if isinstance(rest, Mapping) and len(rest) == 1:
+        (only,) = rest.values()
+        rest = only if isinstance(only, str | list) else rest
     if isinstance(rest, list) and rest and all(_is_text_part(part) for part in rest):
         rest = "\n".join(part["text"] for part in rest)
     text = rest if isinstance(rest, str) else json.dumps(rest, ensure_ascii=False) if rest else ""
@@ -239,13 +228,12 @@ def _without_images(value: Any, images: list[Any]) -> Any:
     if (image := _image(value)) is not None:
         images.append(image)
         return None
+    before = len(images)
     if isinstance(value, Mapping):
-        before = len(images)
         found = {key: _without_images(each, images) for key, each in value.items()}
         kept = {key: each for key, each in found.items() if each is not None and each != {}}
         return None if len(images) > before and kept.keys() <= ABOUT_IMAGES else kept
     if isinstance(value, list):
-        before = len(images)
         found_in = [_without_images(each, images) for each in value]
         kept_in = [each for each in found_in if each is not None] if len(images) > before else found_in
         return None if len(images) > before and not kept_in else kept_in
@@ -262,20 +250,9 @@ def _image(value: Any) -> Any:
             except binascii.Error:
                 return None
             return data if data[:4] != b"RIFF" or data[8:12] == b"WEBP" else None
-    if isinstance(value, list) and len(value) >= 8 and _is_row(value[0]):
+    if isinstance(value, list) and len(value) >= 8 and isinstance(value[0], list) and len(value[0]) >= 8:
         return _picture(value)
     return None
-
-
-def _is_row(value: Any) -> bool:
-    """True when a list is a row of pixels, by its first one."""
-    return (
-        isinstance(value, list)
-        and len(value) >= 8
-        and isinstance(value[0], list)
-        and len(value[0]) in (3, 4)
-        and all(type(number) is int for number in value[0])
-    )
 
 
 def _picture(rows: list[Any]) -> Any:
@@ -286,9 +263,9 @@ def _picture(rows: list[Any]) -> Any:
         array = np.asarray(rows)
     except ValueError:
         return None
-    if array.ndim != 3 or array.dtype.kind != "i" or array.min() < 0 or array.max() > 255:
+    if array.ndim != 3 or array.shape[2] not in (3, 4) or array.dtype.kind != "i":
         return None
-    return Image.fromarray(array.astype(np.uint8))
+    return Image.fromarray(array.astype(np.uint8)) if array.min() >= 0 and array.max() <= 255 else None
 
 
 def _is_text_part(part: Any) -> bool:
@@ -301,10 +278,6 @@ def _is_json(value: Any) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
-
-
-def _texts(prompt: Any) -> list[str]:
-    return [str(message.get("content")) for message in prompt or () if isinstance(message, Mapping)]
 
 
 def _message(error: Any) -> str:

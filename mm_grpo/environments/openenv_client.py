@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Union
 from urllib.parse import urlsplit
 
 from mm_grpo.environments.own_tools import EnvironmentGone
@@ -36,14 +36,6 @@ class Step:
     done: bool
 
 
-class Connection(Protocol):
-    """One conversation with a server."""
-
-    def reset(self, arguments: Mapping[str, Any]) -> Step: ...
-    def step(self, action: Mapping[str, Any]) -> Step: ...
-    def close(self) -> None: ...
-
-
 class Server:
     """An address, and how long each request to it may take, in seconds."""
 
@@ -51,8 +43,7 @@ class Server:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
             raise ConfigError(
-                f"openenv: the server's address is {redact(base_url)!r}; it must be http://HOST:PORT, or "
-                "ws://HOST:PORT for one that is to be asked over WebSockets alone"
+                f"openenv: the server's address is {redact(base_url)!r}; it must be http://HOST:PORT or ws://HOST:PORT"
             )
         self.timeout = timeout
         self.local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
@@ -78,9 +69,7 @@ class Server:
                 for chunk in response.iter_bytes():
                     data += chunk
                     if len(data) > MOST_BYTES:
-                        raise EnvironmentGone(
-                            f"{self} answered more than {MOST_BYTES} bytes to {what}; let it send less"
-                        )
+                        raise EnvironmentGone(f"{self} answered more than {MOST_BYTES} bytes to {what}")
                     if time.monotonic() > end:
                         raise self.late(what)
         except httpx.TimeoutException:
@@ -89,10 +78,8 @@ class Server:
             raise self.unreachable(error) from None
         text = data.decode(errors="replace")
         if response.status_code >= 500:
-            raise EnvironmentGone(
-                f"{self} answered {response.status_code} {response.reason_phrase} to {what}: {text[:SHOWN]!r}; look "
-                "into its log"
-            )
+            status = f"{response.status_code} {response.reason_phrase}"
+            raise EnvironmentGone(f"{self} answered {status} to {what}: {text[:SHOWN]!r}; look into its log")
         try:
             return response.status_code, parse_json(text)
         except ValueError:
@@ -124,6 +111,10 @@ class Server:
         return Step(payload["observation"], None if reward is None else float(reward), done)
 
 
+Connection = Union["HttpConnection", "WebSocketConnection"]
+"""One conversation with a server."""
+
+
 class HttpConnection:
     """A conversation over HTTP, which a server knows again by its `episode_id`, if by anything."""
 
@@ -149,9 +140,7 @@ class HttpConnection:
         if status in (400, 422):
             raise ValueError(f"refused: {json.dumps(found)[:SHOWN]}")
         if status != 200:
-            raise EnvironmentGone(
-                f"{self.server} answered {status} to POST {path}; is this an OpenEnv server?"
-            )
+            raise EnvironmentGone(f"{self.server} answered {status} to POST {path}; is it an OpenEnv server?")
         return self.server.step_of(f"POST {path}", found)
 
 
@@ -166,16 +155,11 @@ class WebSocketConnection:
         from websockets.sync.client import connect
 
         self.server, self._open = server, ExitStack()
+        limits: dict[str, Any] = {"open_timeout": server.timeout, "close_timeout": 1, "max_size": MOST_BYTES}
+        if server.local:
+            limits["proxy"] = None
         try:
-            self._socket = self._open.enter_context(
-                connect(
-                    server.ws,
-                    open_timeout=server.timeout,
-                    close_timeout=1,
-                    max_size=MOST_BYTES,
-                    proxy=None if server.local else True,
-                )
-            )
+            self._socket = self._open.enter_context(connect(server.ws, **limits))
         except TimeoutError:
             raise server.late("the opening of /ws") from None
         except InvalidHandshake as error:
@@ -233,7 +217,5 @@ class WebSocketConnection:
             raise RuntimeError(message)
         why = f"{self.server} refused {what} ({code}: {message})"
         if code == "CAPACITY_REACHED":
-            why += (
-                "; let its max_concurrent_envs be at least the conversations of a step, prompts x generations"
-            )
+            why += "; let its max_concurrent_envs be at least prompts x generations of a step"
         raise RuntimeError(why) if what == "reset" else EnvironmentGone(why)

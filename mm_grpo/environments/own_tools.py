@@ -14,10 +14,7 @@ from typing import Any
 
 class EnvironmentGone(Exception):
     """The environment of a conversation cannot be used any more: what holds it is not there, or `late` with an answer.
-
-    The run then stops where `rollout.on_tool_error` is stop, else the conversation is masked; the model is not told,
-    for nothing can follow.
-    """
+    The run stops where `rollout.on_tool_error` is stop, else the conversation is masked."""
 
     def __init__(self, why: str, late: bool = False) -> None:
         super().__init__(why)
@@ -37,9 +34,7 @@ class Tool:
         self.function = function
         inlined = _inlined(parameters, parameters.get("$defs", {}), ())
         if inlined.get("type", "object") != "object":
-            raise ValueError(
-                f"the arguments of {name} are of type {inlined['type']!r}; they must be an object"
-            )
+            raise ValueError(f"the arguments of {name} are of type {inlined['type']!r}, and no object")
         properties = dict(inlined.get("properties", {}))
         required = [key for key in inlined.get("required", ()) if key in properties]
         told = {"type": "object", "properties": properties, "required": required}
@@ -48,15 +43,10 @@ class Tool:
             "function": {"name": name, "description": description.strip(), "parameters": told},
         }
         if all(key.isidentifier() for key in properties) and not inlined.get("additionalProperties"):
+            known = inspect.Parameter
+            defaults = {key: known.empty if key in required else None for key in properties}
             self.__signature__ = inspect.Signature(
-                [
-                    inspect.Parameter(
-                        key,
-                        inspect.Parameter.KEYWORD_ONLY,
-                        default=inspect.Parameter.empty if key in required else None,
-                    )
-                    for key in properties
-                ]
+                [known(key, known.KEYWORD_ONLY, default=default) for key, default in defaults.items()]
             )
 
     def __call__(self, **arguments: Any) -> Any:

@@ -26,12 +26,10 @@ Factories = Mapping[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class CallResult:
-    """Outcome of one call. `observation` is what `reset` or a tool answered, None where a reset showed nothing,
-    `reward` what `get_reward` said, or after a call what the environment's `step_reward` was, `done` whether the
-    conversation is over by its environment. Else there is no answer: the call `raised` something, was `late`, or its
-    process `died`; where a call was answered and yet `raised`, that is about its reward. `gone` says why the
-    environment alone is lost with the call, which is then `late` or not.
-    """
+    """Outcome of one call. `observation` is what `reset` (None: nothing) or a tool answered, `reward` that of
+    `get_reward`, or the `step_reward` after a call, `done` whether the conversation is over. Else the call `raised`
+    (with an observation: about its reward), was `late`, or its process `died`. `gone` says why the environment alone
+    is lost with the call, which is then `late` or not."""
 
     observation: Observation | None = None
     reward: float | None = None
@@ -53,8 +51,7 @@ class Session:
         self.tools = dict(functions)
 
     def answer(self, what: What, name: str, arguments: Mapping[str, Any]) -> CallResult:
-        """Make one call: `reset` of the environment `name` with the row, `call` of a tool by its name, `get_reward`,
-        which may ask for what is in `arguments`, or `close`."""
+        """Make one call; `name` is the environment's for `reset`, and the tool's for `call`."""
         try:
             if what == "reset":
                 if name not in self.factories:

@@ -12,7 +12,7 @@ methods begins, and what the method sets it to is a reward of the turn that call
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from mm_grpo.environments.host import Episode, Host, LocalHost
 from mm_grpo.environments.own_tools import Tool
 from mm_grpo.environments.session import Factories
 from mm_grpo.environments.workers import WorkerHost
-from mm_grpo.errors import ConfigError, DataError, ToolError, did_you_mean
+from mm_grpo.errors import ConfigError, DataError, ToolError
 from mm_grpo.import_path import load_named
 from mm_grpo.rewards.spec import RewardSpec, make_spec
 from mm_grpo.user_code.workers import default_size
@@ -51,28 +51,26 @@ class Toolbox:
     ):
         for tool in tools:
             if not callable(tool) or not hasattr(tool, "__name__"):
-                raise ConfigError(
-                    f"rollout.tools: {tool!r} is no function with a name, by which the model could call it; give a "
-                    "plain function (def)"
-                )
+                raise _refused(f"{tool!r} is no function with a name; give a plain function (def)")
         if isinstance(factory, Mapping) and not factory:
             raise ConfigError("environment_factory = {}: give at least one environment, by name")
         self.config = config
         self.several = isinstance(factory, Mapping)
-        self.factories: Factories = (
-            dict(factory) if isinstance(factory, Mapping) else {} if factory is None else {"": factory}
-        )
+        one: dict[str, Factory] = {} if factory is None or isinstance(factory, Mapping) else {"": factory}
+        self.factories: Factories = dict(factory) if isinstance(factory, Mapping) else one
         self.functions = {function.__name__: function for function in tools}
         self._host: Host | None = None
         self._made = {name: made(each) for name, each in self.factories.items()}
         plain = [_schema(tool) for tool in self.functions.values()]
         if len(self.functions) < len(tools):
-            _refuse_twice([tool.__name__ for tool in tools])
+            raise _refused(
+                f"two tools have one name ({', '.join(tool.__name__ for tool in tools)}); rename one"
+            )
         self._schemas = {"": tuple(plain)}
         for name, environment in self._made.items():
             found = tools_of(environment)
             if twice := [tool for tool in self.functions if tool in found]:
-                _refuse_twice(twice)
+                raise _refused(f"two tools have one name ({', '.join(twice)}); rename one")
             self._schemas[name] = (*plain, *(_schema(tool) for tool in found.values()))
         own = [schema for schemas in self._schemas.values() for schema in schemas[len(plain) :]]
         self.schemas = (*plain, *own)
@@ -84,10 +82,7 @@ class Toolbox:
         found: list[Callable[..., Any] | RewardSpec] = []
         for kind in dict.fromkeys(type(one) for one in self._made.values()):
             names = [name for name, one in self._made.items() if type(one) is kind] if self.several else None
-            if hasattr(kind, "get_reward"):
-                found.append(_own_reward(kind.__name__, names))
-            if hasattr(kind, "step_reward"):
-                found.append(_step_reward(f"{kind.__name__}.step_reward", names))
+            found += _own_rewards(kind, names)
         return found
 
     @property
@@ -111,8 +106,8 @@ class Toolbox:
         """
         if rewards and processes > 1:
             raise ConfigError(
-                f"rewards: reward {rewards[0]!r} asks for the environment itself, and of several processes only the "
-                "first one's would be there; give the environment a method get_reward, or train in one process"
+                f"rewards: reward {rewards[0]!r} asks for the environment itself, which is in one of several "
+                "processes; give the environment a method get_reward, or train in one process"
             )
         given = self.config.rollout.environment_workers
         what = [*self.functions.values(), *self.factories.values()]
@@ -121,9 +116,8 @@ class Toolbox:
             count = 0 if rewards or any(address_of(one) is None for one in what) else default_size()
         elif given > 0 and rewards:
             raise ConfigError(
-                f"rollout.environment_workers = {given}: reward {rewards[0]!r} asks for the environment itself, which "
-                "is then in another process; set rollout.environment_workers=0, or give the environment a method "
-                "get_reward"
+                f"rollout.environment_workers = {given}: reward {rewards[0]!r} asks for the environment itself; set it "
+                "to 0, or give the environment a method get_reward"
             )
         self.close()
         scoring = [m for one in self._made.values() if (m := getattr(type(one), "get_reward", None))]
@@ -156,9 +150,8 @@ class Toolbox:
         *before, last = sample.messages
         content = last["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-        parts += [
-            {"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in shown.parts
-        ]
+        for part in shown.parts:
+            parts.append({"type": "text", "text": part} if isinstance(part, str) else {"type": "image"})
         return replace(
             sample,
             messages=[*before, {**last, "content": parts}],
@@ -193,11 +186,8 @@ class Toolbox:
             return ""
         name = sample.columns.get(COLUMN)
         if not isinstance(name, str) or name not in self.factories:
-            known = list(self.factories)
-            near = did_you_mean(name, known) if isinstance(name, str) else ""
-            raise DataError(
-                f"{sample.uid}: its column '{COLUMN}' = {name!r}; it chooses one of {', '.join(known)}. {near}".rstrip()
-            )
+            known = ", ".join(self.factories)
+            raise DataError(f"{sample.uid}: its column '{COLUMN}' = {name!r}; it chooses one of {known}")
         return name
 
 
@@ -207,14 +197,11 @@ def _check_opening(episode: Episode, sample: Sample) -> None:
     shown = episode.opening.images if episode.opening is not None else ()
     promised = sample.images[len(before.images) :]
     text = episode.opening.text if episode.opening is not None else ""
-    same = len(shown) == len(promised) and all(
-        a.size == b.size and a.tobytes() == b.tobytes() for a, b in zip(shown, promised, strict=True)
-    )
+    same = [(i.size, i.tobytes()) for i in shown] == [(i.size, i.tobytes()) for i in promised]
     if not same or (text and text not in _text_of(sample.messages[-1])):
         raise ToolError(
-            f"{sample.uid}: reset of the environment showed another beginning than before for the same row; the "
-            "completions of a group answer one prompt, so reset must depend on the row alone (seed its random "
-            "numbers from a column)"
+            f"{sample.uid}: reset of the environment showed another beginning than before for the same row; it must "
+            "depend on the row alone (seed its random numbers from a column)"
         )
 
 
@@ -236,9 +223,8 @@ def toolbox_of(
     if not tools and factory is None:
         if config.algorithm.turn_gamma is not None:
             raise ConfigError(
-                f"algorithm.turn_gamma = {config.algorithm.turn_gamma:g}: gives each turn of a conversation its own "
-                "advantage, and without tools there is one turn; set rollout.tools or rollout.environment, or leave it "
-                "out"
+                f"algorithm.turn_gamma = {config.algorithm.turn_gamma:g}: there is one turn without tools; set "
+                "rollout.tools or rollout.environment, or leave it out"
             )
         return None
     return Toolbox(config, tools, factory)
@@ -255,35 +241,28 @@ def reward_entries(config: GRPOConfig, given: Sequence[Any] | None, toolbox: Too
     return [*given, *own]
 
 
-def _own_reward(name: str, environments: Sequence[str] | None) -> Callable[..., Any]:
-    """Score conversations by the environments of one class; None for those of others."""
+def _own_rewards(kind: type, environments: Sequence[str] | None) -> Iterator[Callable[..., Any] | RewardSpec]:
+    """The rewards of one class's environments; None for the conversations of others."""
+
+    def is_own(sample: Sample) -> bool:
+        return environments is None or sample.columns.get(COLUMN) in environments
 
     def own(completion: str, environment_reward: float | None, sample: Sample) -> float | None:
-        return environment_reward if _is_of(sample, environments) else None
-
-    own.__name__ = own.__qualname__ = name
-    return own
-
-
-def _step_reward(name: str, environments: Sequence[str] | None) -> RewardSpec:
-    """Read `step_reward` of the environments of one class, turn by turn; None for conversations of others."""
+        return environment_reward if is_own(sample) else None
 
     def steps(completion: str, turns: list[dict[str, Any]], sample: Sample) -> list[float | None]:
-        own = _is_of(sample, environments)
-        return [turn["reward"] if own else None for turn in turns if turn["role"] == "assistant"]
+        return [t["reward"] if is_own(sample) else None for t in turns if t["role"] == "assistant"]
 
-    steps.__name__ = steps.__qualname__ = name
-    return make_spec(steps, options={"per_turn": True})
+    own.__name__ = own.__qualname__ = kind.__name__
+    steps.__name__ = steps.__qualname__ = f"{kind.__name__}.step_reward"
+    if hasattr(kind, "get_reward"):
+        yield own
+    if hasattr(kind, "step_reward"):
+        yield make_spec(steps, options={"per_turn": True})
 
 
-def _is_of(sample: Sample, environments: Sequence[str] | None) -> bool:
-    return environments is None or sample.columns.get(COLUMN) in environments
-
-
-def _refuse_twice(names: Sequence[str]) -> None:
-    raise ConfigError(
-        f"rollout.tools: two tools have one name ({', '.join(names)}); rename one, for the model calls them by it"
-    )
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"rollout.tools: {why}")
 
 
 def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
@@ -295,15 +274,10 @@ def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
         parameters = inspect.signature(tool).parameters.values()
         schema: dict[str, Any] = get_json_schema(tool)
     except Exception as error:
-        raise ConfigError(
-            f"rollout.tools: {tool.__qualname__}: {error}; a tool needs a docstring, a type hint for each argument "
-            "and a line for each under `Args:`, for that is what the model is told"
-        ) from None
+        needed = "a docstring, a type hint for each argument and a line for each under `Args:`"
+        raise _refused(f"{tool.__qualname__}: {error}; a tool needs {needed}") from None
     if alone := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-        raise ConfigError(
-            f"rollout.tools: {tool.__qualname__} takes {alone[0]!r} by position alone, and tools are called by "
-            "keyword; take the / out of its signature"
-        )
+        raise _refused(f"{tool.__qualname__} takes {alone[0]!r} by position alone; take the / out")
     schema["function"].pop("return", None)  # an image has no schema
     return schema
 

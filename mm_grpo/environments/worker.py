@@ -18,7 +18,7 @@ from mm_grpo.environments.factories import adapter_of
 from mm_grpo.environments.observation import LONGEST_TEXT, Limits, Observation, checked, described, failed
 from mm_grpo.environments.session import CallResult, Session
 from mm_grpo.errors import ToolError
-from mm_grpo.import_path import load_file, load_module
+from mm_grpo.import_path import load_named
 from mm_grpo.user_code.kept_state import own_copy
 from mm_grpo.user_code.worker import require_unchanged
 
@@ -29,8 +29,8 @@ OVERHEAD = 2**20
 
 @dataclass(frozen=True)
 class ToolSources:
-    """Imports of a worker: functions and factories by name, at `file.py:name`, `module:name` or the name of an
-    adapter, with the SHA-256 of the file as the trainer imported it; and the limits on what they answer."""
+    """Imports of a worker: functions and factories by name, each an address (or the name of an adapter) and the SHA-256
+    of its file as the trainer imported it; and the limits on what they answer."""
 
     functions: Mapping[str, tuple[str, str | None]]
     factories: Mapping[str, tuple[str, str | None]]
@@ -82,9 +82,8 @@ def packed_answer(answer: CallResult, limits: Limits) -> bytes:
     text = json.dumps(header, ensure_ascii=False).encode()
     if len(text) > 4 * LONGEST_TEXT + OVERHEAD:
         return packed_answer(CallResult(failed("bad_result", "the answer has too many parts")), limits)
-    return b"".join(
-        [HEADER.pack(len(text)), text, *(i.tobytes() for i in (() if seen is None else seen.images))]
-    )
+    images = () if seen is None else seen.images
+    return b"".join([HEADER.pack(len(text)), text, *(image.tobytes() for image in images)])
 
 
 def unpacked_answer(body: bytes, limits: Limits) -> CallResult:
@@ -116,12 +115,6 @@ def most_bytes(limits: Limits) -> int:
 
 
 def _loaded(address: str, digest: str | None) -> Callable[..., Any]:
-    if (adapter := adapter_of(address)) is not None:
-        return adapter
-    place, _, name = address.rpartition(":")
-    load = load_file if place.endswith(".py") else load_module
-    found: Any = load(address, place, ToolError)
+    found: Callable[..., Any] = adapter_of(address) or load_named(address, "a tool", ToolError)
     require_unchanged(address, digest)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+    return found

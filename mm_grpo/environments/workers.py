@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.environments.factories import address_of
@@ -28,25 +29,22 @@ if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
 
 
+@dataclass(eq=False)
 class _Slot:
-    """A place for one worker after the other, with the conversations that are its. `queue` are the calls that wait,
-    `task` is the one that is next or being made. `rows` are those that the worker was sent."""
+    """A place for one worker after the other, with its conversations. `queue` are the calls that wait, `task` is the
+    next or current one. `rows` are those that the worker was sent."""
 
-    def __init__(self) -> None:
-        self.worker: Worker | None = None
-        self.conversations = 0
-        self.environments: set[Episode] = set()
-        self.rows: set[int] = set()
-        self.queue: deque[Task] = deque()
-        self.task: Task | None = None
+    worker: Worker | None = None
+    conversations: int = 0
+    environments: set[Episode] = field(default_factory=set)
+    rows: set[int] = field(default_factory=set)
+    queue: deque[Task] = field(default_factory=deque)
+    task: Task | None = None
 
 
 class WorkerHost(Host):
-    """Calls tools and environments in `count` processes, which start when they are first needed.
-
-    ConfigError where another process cannot import one of them. `close` ends the processes, as does the end of this
-    one however it ends.
-    """
+    """Calls tools and environments in `count` processes, which start when they are first needed and end with this one.
+    ConfigError where another process cannot import one of them."""
 
     def __init__(
         self,
@@ -63,13 +61,8 @@ class WorkerHost(Host):
             {name: _located(factory) for name, factory in factories.items()},
             self.limits,
         )
-        self.workers = Workers(
-            "mm_grpo.environments.worker:ToolWorker",
-            sources,
-            "the tools of the run",
-            _start_failed,
-            most_bytes(self.limits),
-        )
+        target, most = "mm_grpo.environments.worker:ToolWorker", most_bytes(self.limits)
+        self.workers = Workers(target, sources, "the tools of the run", _start_failed, most)
         self._numbers: weakref.WeakKeyDictionary[Episode, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()
         self._packed: dict[int, tuple[Any, int, bytes]] = {}
@@ -209,8 +202,7 @@ def _located(what: Any) -> tuple[str, str | None]:
     if address is None:
         name = getattr(what, "__qualname__", repr(what))
         raise ConfigError(
-            f"rollout.environment_workers > 0: {name} cannot be imported by a worker process, for a lambda, a closure, "
-            "or what a notebook or the script that runs defines exists in this process alone; put it into a file of "
+            f"rollout.environment_workers > 0: {name} cannot be imported by a worker process; put it into a file of "
             "its own, or set rollout.environment_workers=0"
         )
     return address, digest_of(address)
@@ -221,6 +213,6 @@ def _packed(task: Task) -> bytes:
         return packed(task.arguments)
     except Unsendable as error:
         raise ToolError(
-            f"{task.episode.uid}: the column {error.name!r} cannot be sent to a worker process ({error.why}); let "
-            "reset name the columns that it needs, or set rollout.environment_workers=0"
+            f"{task.episode.uid}: the column {error.name!r} cannot be sent to a worker process ({error.why}); set "
+            "rollout.environment_workers=0"
         ) from None

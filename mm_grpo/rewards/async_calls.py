@@ -26,11 +26,8 @@ WITHOUT_LOCK = 30.0
 
 
 class AsyncCalls:
-    """The calls of async rewards that do not wait for each other, made together on the loop.
-
-    A call begins when it is added. `close` says that all have been added: time-outs count from then on, so a step whose
-    calls begin early never has less time than one whose calls begin together. `finish` waits for the answers.
-    """
+    """The calls of async rewards that do not wait for each other, made together on the loop. A call begins when it is
+    added. `close` says that all have been added: time-outs count from then on. `finish` waits for the answers."""
 
     def __init__(self, loop: background.BackgroundLoop, rewards: Iterable[RewardCalls]) -> None:
         self.loop, self.running = loop, {one.spec.name: _RewardTasks(one) for one in rewards}
@@ -62,9 +59,8 @@ class AsyncCalls:
         except TimeoutError as error:
             names = ", ".join(repr(one.spec.name) for one in rewards)
             raise RewardError(
-                f"async rewards ({names}): the event loop does not answer, for one of them blocks it without "
-                f"`await`, or goes on when it is cancelled. It runs in the trainer's process and cannot be killed, so "
-                f"the run stops. Use an async library in it, or set isolated: true"
+                f"async rewards ({names}): the event loop does not answer, for one of them blocks it without `await`, "
+                f"or goes on when it is cancelled; use an async library in it, or set isolated: true"
             ) from error
         finally:
             self._watched.close()

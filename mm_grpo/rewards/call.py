@@ -1,18 +1,18 @@
 """One call of a reward function: its arguments by name, the checks of its answer, the messages of what fails.
 
 `Batch` holds the step's rows as rewards see them, `Call` is one call of one function, `RewardCalls` one reward's
-calls in a step and what came of them. Trainer and workers check answers by the same functions, so an isolated
-reward scores as it would without. A score is a finite number or None ("does not apply"); what is no score is
-described in a text (`scores.py`), never replaced by a number. Not here: weights, totals, metrics and the order of calls
-(`scorer.py`) and processes (`isolation.py`). Axis letters: n = P·G rows, flat.
+calls in a step and what came of them. Trainer and workers check answers by the same functions (`scores.py`), so an
+isolated reward scores as it would without. Not here: weights, totals, metrics and the order of calls (`scorer.py`) and
+processes (`isolation.py`). Axis letters: n = P·G rows, flat.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
@@ -25,6 +25,8 @@ from mm_grpo.user_code.kept_state import end_fork, own_copy
 if TYPE_CHECKING:
     from mm_grpo.types import Completion, Prompt, Sample, Turn
 
+Faults = dict[int, RewardError]
+"""Errors by the row that is masked for them."""
 LONGEST = 2000
 """Characters kept of an exception's message."""
 
@@ -56,8 +58,7 @@ class WorkerTrace(Exception):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What rewards may read of the run: the step being scored, from 0 or from 1 as the trainer counts, and the
-    last one (0 when the run has no bound)."""
+    """What rewards may read of the run: the step being scored and the last one (0 when the run has no bound)."""
 
     global_step: int
     max_steps: int = 0
@@ -142,7 +143,8 @@ class Call:
         if self.spec.kind == "completion":
             ours, columns = self._ours_of_completion(), self.batch.prompts[self.rows[0]].sample.columns
         else:
-            ours, columns = self._ours_of_batch(), self._columns_of_batch()
+            ours, samples = self._ours_of_batch(), self._samples()
+            columns = {name: [sample.columns.get(name) for sample in samples] for name in self.batch.columns}
         ours = {n: v for n, v in ours.items() if n not in TURN_ARGUMENTS or n not in self.batch.columns}
         spec, known = self.spec, self.batch.columns
         given: dict[str, Any] = {}
@@ -156,12 +158,8 @@ class Call:
         if spec.takes_kwargs:
             if spec.kind == "batch":  # TRL's functions look these up in their **kwargs
                 given.update({name: value for name, value in ours.items() if name not in given})
-            free = [
-                c
-                for c in known
-                if c not in given and c not in ours and c not in spec.optional + spec.config_only
-            ]
-            given.update({name: columns.get(name) for name in free})
+            taken = {*given, *ours, *spec.optional, *spec.config_only}
+            given.update({name: columns.get(name) for name in known if name not in taken})
         return given | dict(spec.bound)
 
     def checked(self, answer: Any) -> list[Checked]:
@@ -179,17 +177,15 @@ class Call:
         """The message for an exception out of the function; the caller chains it with `from`."""
         fault = error if isinstance(error, Fault) else fault_of(error, self.spec.fn, __file__)
         at = f" at {fault.file}:{fault.line}" if fault.file else ""
-        return RewardError(
-            f"{self.blame()} raised {fault.what}{at}{self._absent()}. The function must answer; {LEGAL}"
-        )
+        return RewardError(f"{self.blame()} raised {fault.what}{at}{self._absent()}. It must answer; {LEGAL}")
 
     def too_late(self, late: int, of: int, *, began: bool = True) -> RewardError:
         """The error for a call without an answer at the deadline, one of `late` such among `of` calls."""
         also = f"; {late} of {of} calls had not" if of > 1 else ""
         waited = "" if began else " (nor had it been begun, for others took the time)"
         return RewardError(
-            f"{self.blame()} had not answered after timeout = {self.spec.options.deadline:g} s{waited}{also}. Give "
-            f"the reward a longer timeout, or set on_timeout: mask to go on without such completions"
+            f"{self.blame()} had not answered after timeout = {self.spec.options.deadline:g} s{waited}{also}; set a "
+            f"longer timeout, or on_timeout: mask"
         )
 
     def log(self, logged: Iterable[tuple[str, str, Any]]) -> None:
@@ -205,15 +201,13 @@ class Call:
         if row is None and len(self.rows) > 1:
             uids = list(dict.fromkeys(self.batch.prompts[r].uid for r in self.rows))
             listed = ", ".join(repr(uid) for uid in uids[:3]) + (", ..." if len(uids) > 3 else "")
-            return (
-                f"reward {self.spec.name!r}, on a batch of {len(self.rows)} completions (rows {listed}; the "
-                f"first completion is {shown(self.batch.completions[self.rows[0]].text)}),"
-            )
-        row = self.rows[0] if row is None else row
-        text = shown(self.batch.completions[row].text)
-        return (
-            f"reward {self.spec.name!r}, on row {self.batch.prompts[row].uid!r} with the completion {text},"
-        )
+            first = shown(self.batch.completions[self.rows[0]].text)
+            where = f"a batch of {len(self.rows)} completions (rows {listed}; the first is {first})"
+        else:
+            row = self.rows[0] if row is None else row
+            text = shown(self.batch.completions[row].text)
+            where = f"row {self.batch.prompts[row].uid!r} with the completion {text}"
+        return f"reward {self.spec.name!r}, on {where},"
 
     def _ours_of_completion(self) -> dict[str, Any]:
         row = self.rows[0]
@@ -258,23 +252,15 @@ class Call:
     def _samples(self) -> list[Sample]:
         return [self.batch.prompts[row].sample for row in self.rows]
 
-    def _columns_of_batch(self) -> Mapping[str, list[Any]]:
-        samples = self._samples()
-        return {name: [sample.columns.get(name) for sample in samples] for name in self.batch.columns}
-
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
         values = list(values)
         if len(values) != len(self.rows):
-            raise RewardError(
-                f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions"
-            )
-        owner, held = self.batch.extra.setdefault(
-            column, (self.spec.name, [None] * len(self.batch.completions))
-        )
+            wrong = f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions"
+            raise RewardError(wrong)
+        mine = self.spec.name, [None] * len(self.batch.completions)
+        owner, held = self.batch.extra.setdefault(column, mine)
         if owner != self.spec.name:
-            raise RewardError(
-                f"log_extra({column!r}): reward {owner!r} logs that column too; give it another name"
-            )
+            raise RewardError(f"log_extra({column!r}): reward {owner!r} logs that column too; rename it")
         for row, value in zip(self.rows, values, strict=True):
             held[row] = value
 
@@ -286,9 +272,7 @@ class Call:
         if number is None:
             raise RewardError(f"log_metric({name!r}) got {shown(value)}; legal is a finite number")
         if name.startswith(("rewards/", "time/")):
-            raise RewardError(
-                f"log_metric({name!r}): names under rewards/ and time/ are the trainer's; choose another"
-            )
+            raise RewardError(f"log_metric({name!r}): names under rewards/ and time/ are the trainer's")
         self.batch.logged.setdefault(name, []).append(number)
 
     def _absent(self) -> str:
@@ -317,11 +301,17 @@ class RewardCalls:
     on_timeout: Action
     scores: list[float | None]
     calls: Sequence[Call] = ()
-    errors: dict[int, RewardError] = field(default_factory=dict)
-    timeouts: dict[int, RewardError] = field(default_factory=dict)
+    errors: Faults = field(default_factory=dict)
+    timeouts: Faults = field(default_factory=dict)
     seconds: float = 0.0
     turns: dict[int, list[float | None]] = field(default_factory=dict)
     """Of a reward with `per_turn`, by row the scores of its turns, of which `scores` holds the sum."""
+
+    @cached_property
+    def weighted(self) -> list[float | None]:
+        """The scores as they enter the totals; read when all calls are settled."""
+        weight, clipped = self.spec.weight, self.spec.options.clipped
+        return [None if score is None else weight * clipped(score) for score in self.scores]
 
     def answered(self, call: Call, answer: Any) -> None:
         """Take the raw answer of a call that this process made."""
@@ -343,27 +333,20 @@ class RewardCalls:
                     continue
                 value = f"returned {len(value)} numbers where the model had {count} turns; {LEGAL_TURNS}"
             if isinstance(value, str):
-                self._fault(self.on_error, self.errors, (row,), call.refused(value, row))
+                self._fault(self.errors, (row,), call.refused(value, row))
             else:
                 self.scores[row] = value
 
     def failed(self, call: Call, fault: RewardError, cause: BaseException | None = None) -> None:
         """Note that a call raised, died or answered with no scores, which concerns all its completions."""
-        self._fault(self.on_error, self.errors, call.rows, fault, cause)
+        self._fault(self.errors, call.rows, fault, cause)
 
     def late(self, call: Call, fault: RewardError) -> None:
         """Note that a call had no answer at the deadline."""
-        self._fault(self.on_timeout, self.timeouts, call.rows, fault)
+        self._fault(self.timeouts, call.rows, fault)
 
-    @staticmethod
-    def _fault(
-        action: Action,
-        kept: dict[int, RewardError],
-        rows: Sequence[int],
-        fault: RewardError,
-        cause: BaseException | None = None,
-    ) -> None:
-        if action == "stop":
+    def _fault(self, kept: Faults, rows: Sequence[int], fault: RewardError, cause: Any = None) -> None:
+        if (self.on_timeout if kept is self.timeouts else self.on_error) == "stop":
             raise fault from cause
         kept.update(dict.fromkeys(rows, fault))
 
@@ -383,8 +366,7 @@ def _message(turn: Turn) -> dict[str, Any]:
 
 
 def fault_of(error: BaseException, fn: Callable[..., Any], *own_files: str) -> Fault:
-    """An exception out of `fn` in plain text, with the innermost frame in the function's own file, else the
-    innermost one outside `own_files`. An exception that cannot be shown is named by its type."""
+    """An exception out of `fn` in plain text, with the innermost frame in its file, else outside `own_files`."""
     name = type(error).__name__
     try:
         message = str(error)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 from mm_grpo.errors import RewardError
@@ -34,16 +33,14 @@ def check_isolation(spec: RewardSpec) -> None:
         packed(settings)
     except Unsendable as error:
         raise RewardError(
-            f"reward {spec.name!r} cannot be isolated: its setting {error.name!r} is {settings[error.name]!r}, which "
-            f"cannot be sent to a worker process ({error.why}). Set plain values, or leave out isolated"
+            f"reward {spec.name!r} cannot be isolated: its setting {error.name!r} is {settings[error.name]!r}, and "
+            f"only plain values can be sent to a worker process ({error.why})"
         ) from None
 
 
 class WorkerPool:
-    """The workers of all isolated rewards: `size` for each that is called per completion, one for the others.
-
-    They start when they are first needed. `close` ends them, as does the end of this process.
-    """
+    """The workers of all isolated rewards: `size` for each that is called per completion, one for the others. They
+    start when they are first needed. `close` ends them, as does the end of this process."""
 
     def __init__(self, size: int | None = None) -> None:
         self.size = size or default_size()
@@ -95,9 +92,10 @@ class IsolatedCalls(PooledCalls):
     def add_calls(self, calls: Iterable[Call]) -> None:
         """Add calls to make."""
         first = len(self.calls)
-        self.calls += calls
-        self.found += [None] * (len(self.calls) - first)
-        self.tries += [0] * (len(self.calls) - first)
+        for call in calls:
+            self.calls.append(call)
+            self.found.append(None)
+            self.tries.append(0)
         self.add(range(first, len(self.calls)))
 
     def body(self, number: int) -> bytes:
@@ -142,17 +140,13 @@ def _workers(spec: RewardSpec) -> Workers:
     source = RewardSource(
         address, dict(spec.made_with), digest_of(address), spec.kind, options.memory_limit, options.per_turn
     )
-    error = partial(_start_failed, spec.name)
-    return Workers("mm_grpo.rewards.worker:RewardWorker", source, address, error, LONGEST_ANSWER)
-
-
-def _start_failed(name: str, how: str) -> RewardError:
-    return RewardError(f"reward {name!r}: a worker process {how}")
+    target, blame = "mm_grpo.rewards.worker:RewardWorker", f"reward {spec.name!r}: a worker process"
+    return Workers(target, source, address, lambda how: RewardError(f"{blame} {how}"), LONGEST_ANSWER)
 
 
 def _pickled(spec: RewardSpec, call: Call) -> bytes:
-    """A call as a worker gets it: without the logging functions, but the names of those. `samples` hold the images
-    at their full size, so they go only to a function that names them."""
+    """A call as a worker gets it: with the names of the logging functions, and `samples`, which hold the images at
+    their full size, only where the function names them."""
     arguments = call.arguments()
     logs = tuple(name for name in ("log_extra", "log_metric") if arguments.pop(name, None))
     if "samples" not in spec.required + spec.optional:

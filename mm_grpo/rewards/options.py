@@ -119,15 +119,9 @@ class RewardOptions(Section):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.memory_limit is not None and not self.isolated:
-            raise CheckError(
-                f"memory_limit = {self.memory_limit}: needs isolated: true; in the trainer's process it would hold the"
-                " trainer to it"
-            )
+            raise CheckError(f"memory_limit = {self.memory_limit}: needs isolated: true")
         if self.per_turn and self.clip is not None:
-            raise CheckError(
-                f"clip = {list(self.clip)}: bounds one number for a completion, and per_turn is true; bound the numbers"
-                " in the function"
-            )
+            raise CheckError(f"clip = {list(self.clip)}: with per_turn, bound the numbers in the function")
         return self
 
     def is_for(self, columns: Mapping[str, Any]) -> bool:
@@ -150,21 +144,18 @@ class RewardOptions(Section):
 
     def check_kind(self, name: str, *, is_async: bool, kind: str) -> None:
         """RewardError for options that this kind of function cannot have."""
-        if self.max_concurrency is not None and not (is_async or self.isolated):
-            raise RewardError(
-                f"reward {name!r}: max_concurrency = {self.max_concurrency}: is for async and for isolated rewards;"
-                " this one is a plain function that is called once after the other. Leave it out, or set isolated: true"
+        plain = not (is_async or self.isolated)
+        if self.max_concurrency is not None and plain:
+            wrong = f"max_concurrency = {self.max_concurrency}: is for async and isolated rewards; set isolated: true"
+        elif self.on_timeout == "mask" and self.timeout is not None and plain:
+            wrong = "on_timeout = 'mask': a plain function cannot be ended; set isolated: true, or on_timeout: stop"
+        elif self.completions is not None and kind != "batch":
+            wrong = (
+                f"completions = {self.completions!r}: is for functions that take `completions`; leave it out"
             )
-        if self.on_timeout == "mask" and self.timeout is not None and not (is_async or self.isolated):
-            raise RewardError(
-                f"reward {name!r}: on_timeout = 'mask': with timeout = {self.timeout:g} needs isolated: true, for a"
-                " plain function in the trainer's process cannot be ended; or set on_timeout: stop"
-            )
-        if self.completions is not None and kind != "batch":
-            raise RewardError(
-                f"reward {name!r}: completions = {self.completions!r}: is for functions that take `completions`;"
-                " `completion` is always the text"
-            )
+        else:
+            return
+        raise RewardError(f"reward {name!r}: {wrong}")
 
 
 KEYS = RewardOptions.all_paths = tuple(RewardOptions.model_fields)

@@ -31,9 +31,9 @@ def run_plain(results: RewardCalls) -> None:
     try:
         thread.result(run, deadline, f"reward {name!r} {late}", _ISOLATE)
     except TimeoutError:
+        blame = calls[min(done, len(calls) - 1)].blame()
         raise RewardError(
-            f"{calls[min(done, len(calls) - 1)].blame()} {late}. A plain function runs in the trainer's process, in a "
-            f"thread that cannot be killed, so the run stops. {_ISOLATE}"
+            f"{blame} {late}, and a thread of the trainer cannot be killed. {_ISOLATE}"
         ) from None
     finally:
         thread.close()

@@ -1,7 +1,7 @@
 """Rewards by name: the `@reward` decorator, `get` and `names`, and the table of built-ins.
 
 What a reward is lies in `spec.py`, what a config entry means in `resolve.py`. To add a built-in, write one
-file in `builtins/` and one line in `BUILTINS`; it is imported when it is first looked up.
+file in `builtins/` and one line in `_MODULES`; it is imported when it is first looked up.
 """
 
 from __future__ import annotations
@@ -16,35 +16,24 @@ from mm_grpo.rewards.spec import RewardSpec, code_of, innermost, make_spec, plac
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-BUILTINS = {
-    "anls": "mm_grpo.rewards.builtins.text",
-    "box_match": "mm_grpo.rewards.builtins.grounding",
-    "chart_relaxed": "mm_grpo.rewards.builtins.numeric",
-    "choice": "mm_grpo.rewards.builtins.text",
-    "clicking": "mm_grpo.rewards.builtins.clicking",
-    "contains": "mm_grpo.rewards.builtins.text",
-    "cosine_length": "mm_grpo.rewards.builtins.shaping",
-    "count": "mm_grpo.rewards.builtins.numeric",
-    "edit_similarity": "mm_grpo.rewards.builtins.text",
-    "exact_match": "mm_grpo.rewards.builtins.text",
-    "format": "mm_grpo.rewards.builtins.shaping",
-    "giou": "mm_grpo.rewards.builtins.grounding",
-    "iou": "mm_grpo.rewards.builtins.grounding",
-    "json_schema": "mm_grpo.rewards.builtins.documents",
-    "judge": "mm_grpo.rewards.builtins.judge",
-    "language": "mm_grpo.rewards.builtins.shaping",
-    "length": "mm_grpo.rewards.builtins.shaping",
-    "mask_iou": "mm_grpo.rewards.builtins.masks",
-    "math": "mm_grpo.rewards.builtins.maths",
-    "numeric": "mm_grpo.rewards.builtins.numeric",
-    "ordering": "mm_grpo.rewards.builtins.ordering",
-    "point_in_box": "mm_grpo.rewards.builtins.grounding",
-    "repetition_penalty": "mm_grpo.rewards.builtins.shaping",
-    "reward_model": "mm_grpo.rewards.builtins.reward_model",
-    "soft_overlong": "mm_grpo.rewards.builtins.shaping",
-    "table_f1": "mm_grpo.rewards.builtins.documents",
-    "temporal_iou": "mm_grpo.rewards.builtins.temporal",
+_MODULES = {
+    "clicking": ("clicking",),
+    "documents": ("json_schema", "table_f1"),
+    "grounding": ("box_match", "giou", "iou", "point_in_box"),
+    "judge": ("judge",),
+    "masks": ("mask_iou",),
+    "maths": ("math",),
+    "numeric": ("chart_relaxed", "count", "numeric"),
+    "ordering": ("ordering",),
+    "reward_model": ("reward_model",),
+    "shaping": ("cosine_length", "format", "language", "length", "repetition_penalty", "soft_overlong"),
+    "temporal": ("temporal_iou",),
+    "text": ("anls", "choice", "contains", "edit_similarity", "exact_match"),
 }
+BUILTINS = {
+    name: f"mm_grpo.rewards.builtins.{module}" for module, names in _MODULES.items() for name in names
+}
+"""The module of each reward that ships, by the reward's name."""
 
 _REGISTRY: dict[str, RewardSpec] = {}
 
@@ -84,10 +73,8 @@ def _register(fn: F, name: str | None, weight: float, needs: Sequence[str], opti
     if held is None and spec.name in BUILTINS and not builtin:
         held = _load_builtin(spec.name)
     if held is not None and not _same_function(held.fn, fn):
-        raise RewardError(
-            f"reward {spec.name!r} is already registered by {place_of(held.fn)}, so {place_of(fn)} cannot take "
-            f'the name; give one of them another: @reward("other_name")'
-        )
+        taken = f"{place_of(held.fn)}, so {place_of(fn)} cannot take the name; give one of them another"
+        raise RewardError(f"reward {spec.name!r} is already registered by {taken}")
     _REGISTRY[spec.name] = spec
     return fn
 
@@ -115,9 +102,8 @@ def unknown(name: str, known: Iterable[str]) -> str:
     """The message for a name that is no reward's."""
     known = sorted(known)
     return (
-        f"rewards: unknown reward {name!r}; {did_you_mean(name, known)}known names: "
-        f"{', '.join(known)}. A reward may also be "
-        f"path/to/file.py:function, package.module:function or an entry point in the group mm_grpo.rewards"
+        f"rewards: unknown reward {name!r}; {did_you_mean(name, known)}known names: {', '.join(known)}. A reward may "
+        f"also be path/to/file.py:function, package.module:function or an entry point in the group mm_grpo.rewards"
     )
 
 
@@ -128,10 +114,9 @@ def _load_builtin(name: str) -> RewardSpec:
 
 def _same_function(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
     one, other = innermost(one), innermost(other)
-    qualnames = [getattr(fn, "__qualname__", None) for fn in (one, other)]
     if one is other:
         return True
-    if qualnames[0] is None or qualnames[0] != qualnames[1]:
+    if getattr(one, "__qualname__", None) != getattr(other, "__qualname__", ""):
         return False
     files = [os.path.realpath(code.co_filename) for fn in (one, other) if (code := code_of(fn))]
     same_file = len(files) == 2 and files[0] == files[1] and os.path.exists(files[0])

@@ -25,16 +25,15 @@ def routing_faults(
 ) -> Iterator[str]:
     """What is wrong with a reward that has `when`, given the columns of each row; without rows, what the names show.
 
-    Rows are looked at until one was found that the reward is for, and all columns that it asks for. That it is for none
-    is a fault where the rows are `trained` on: an evaluation set may be of one task.
+    Reads rows until all columns that it asks for were in its rows. That it has none is a fault where the rows are
+    `trained` on: an evaluation set may be of one task.
     """
     named = list(spec.options.when)
     if unknown := [column for column in named if column not in columns]:
         yield (
             f"reward {spec.name!r}: when names the column {unknown[0]!r}, which the dataset lacks; "
-            f"{did_you_mean(unknown[0], columns)}its columns: {', '.join(columns) or 'none'}. Name one of these, or "
-            "map it in data.columns; an entry {path: ..., task: ...} of data.train or data.eval puts the column task "
-            "on its rows"
+            f"{did_you_mean(unknown[0], columns)}its columns: {', '.join(columns) or 'none'}. An entry "
+            "{path: ..., task: ...} of data.train puts the column task on its rows"
         )
         return
     if rows is None:
@@ -61,19 +60,8 @@ def routing_faults(
             f"{column} is {', '.join(list(kept)[:SHOWN])}{', ...' if len(kept) > SHOWN else ''}"
             for column, kept in values.items()
         )
-        yield (
-            f"reward {spec.name!r}: when is {written(spec)}, and no row of the dataset has that; in its rows {there}. "
-            "Name one of these values, or leave the reward out"
-        )
-
-
-def written(spec: RewardSpec) -> str:
-    """The option `when` as an entry has it."""
-    one = {
-        column: values[0] if len(values) == 1 else list(values)
-        for column, values in spec.options.when.items()
-    }
-    return repr(one)
+        when = {name: each[0] if len(each) == 1 else list(each) for name, each in spec.options.when.items()}
+        yield f"reward {spec.name!r}: when is {when}, and no row of the dataset has that; in its rows {there}"
 
 
 def column_faults(spec: RewardSpec, columns: Sequence[str]) -> Iterator[str]:
@@ -82,23 +70,18 @@ def column_faults(spec: RewardSpec, columns: Sequence[str]) -> Iterator[str]:
     for asked in spec.required:
         if asked not in spec.supplied and asked not in spec.bound and asked not in columns:
             yield (
-                f"reward {name!r} asks for {asked!r}, which has no default and which no column supplies; "
-                f"the dataset's columns: {listed}; always there: {', '.join(sorted(spec.supplied))}. Name "
-                f"the column to use in data.columns ({{{asked}: its_name}}), or set the value in the entry "
-                f"({{name: {name}, {asked}: ...}})"
+                f"reward {name!r} asks for {asked!r}, which has no default and which no column supplies; the dataset's "
+                f"columns: {listed}. Map one in data.columns ({{{asked}: its_name}}), or set it in the entry"
             )
     for asked in spec.needs:
         if asked not in spec.bound and asked not in columns:
             yield (
-                f"reward {name!r} needs the column {asked!r}, which the dataset lacks; its columns: "
-                f"{listed}. Name the column to use in data.columns ({{{asked}: its_name}}), or leave the "
-                f"reward out"
+                f"reward {name!r} needs the column {asked!r}, which the dataset lacks; its columns: {listed}. Map one "
+                f"in data.columns ({{{asked}: its_name}}), or leave the reward out"
             )
     for option in spec.config_only:
         if option not in spec.bound and option in columns:
             yield (
-                f"reward {name!r}: {option!r} is an option (keyword-only, with a default), and the dataset "
-                f"has a column of that name, which would not be used. Set it in the entry ({{name: {name}, "
-                f"{option}: ...}}), or remove the '*' before it in the function, so that the column "
-                f"supplies it"
+                f"reward {name!r}: {option!r} is an option (keyword-only, with a default), and the dataset has a "
+                f"column of that name, which would not be used; set it in the entry, or remove the '*' before it"
             )

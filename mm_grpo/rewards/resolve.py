@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,13 +25,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from mm_grpo.config.messages import describe_type
 from mm_grpo.errors import RewardError, did_you_mean
+from mm_grpo.files import expand_home
 from mm_grpo.import_path import (
     FILE_MODULE,
     address_in_module,
     import_failed,
     in_this_process_alone,
-    load_file,
-    load_module,
+    load_named,
 )
 from mm_grpo.rewards import registry
 from mm_grpo.rewards.options import KEYS, read_options
@@ -54,10 +53,7 @@ def resolve_entries(entries: Iterable[Entry], *, base: Path | None = None) -> li
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
-            raise RewardError(
-                f"rewards: two entries are named {spec.name!r}, and their scores would mix; rename one with "
-                f"`as`: {{name: {spec.name}, as: other}}"
-            )
+            raise RewardError(f"rewards: two entries are named {spec.name!r}; rename one with `as: other`")
         seen.add(spec.name)
     return specs
 
@@ -72,13 +68,11 @@ def _specs_of(entry: Any, base: Path | None) -> list[RewardSpec]:
 def resolve_entry(entry: Entry, *, base: Path | None = None) -> RewardSpec:
     """One entry as a spec. `base` is the folder of relative paths: the current one by default."""
     if not isinstance(entry, Mapping):
-        return _find(entry, base)
+        return _find(entry, base, {})
     if "name" not in entry:
-        raise RewardError(
-            f"rewards: the entry {dict(entry)!r} has no `name`; write {{name: exact_match, weight: 0.5}}"
-        )
+        raise RewardError(f"rewards: the entry {dict(entry)!r} has no `name`; add it")
     bound = {key: value for key, value in entry.items() if key not in RESERVED_KEYS}
-    spec = _find(entry["name"], base, alias=entry.get("as"), settings=bound)
+    spec = _renamed(_find(entry["name"], base, bound), entry.get("as"))
     bound = {key: value for key, value in bound.items() if key not in spec.made_with}
     for key, value in bound.items():
         if key not in spec.settable:
@@ -101,11 +95,8 @@ def describe(spec: RewardSpec) -> dict[str, str | None]:
 
 
 def describe_code(fn: Callable[..., Any]) -> dict[str, str | None]:
-    """The identity of a user's function or class: its module, qualified name and its source's SHA-256.
-
-    `sha256` is None where Python has no source (a function typed at a prompt). A closure's values
-    and a partial's arguments are not part of the identity.
-    """
+    """The identity of a user's function or class: its module, qualified name and its source's SHA-256, None where
+    Python has no source. A closure's values and a partial's arguments are not part of it."""
     inner = innermost(fn)
     if not hasattr(inner, "__qualname__"):
         inner = type(inner)
@@ -128,36 +119,29 @@ def entry_point_names() -> list[str]:
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
-def _find(
-    what: Any, base: Path | None, alias: str | None = None, settings: Mapping[str, Any] | None = None
-) -> RewardSpec:
+def _find(what: Any, base: Path | None, settings: Mapping[str, Any]) -> RewardSpec:
+    """The spec of what an entry names; `settings` are those of the entry, for the constructor of a class."""
     if isinstance(what, RewardSpec):
-        spec = what
-    elif callable(what):
-        return _of_function(what, "callable", alias, settings=settings)
-    elif not isinstance(what, str):
+        return what
+    if callable(what):
+        return _of_function(what, "callable", None, settings)
+    if not isinstance(what, str):
         raise RewardError(
-            f"rewards: {what!r} is not a reward; legal are a name, path/to/file.py:function, "
-            f"package.module:function, a function, or a mapping with `name`"
+            f"rewards: {what!r} is not a reward; legal are a name, path/to/file.py:function, package.module:function, "
+            f"a function, or a mapping with `name`"
         )
-    elif ":" in what:
-        return _from_place(what, base, alias, settings)
-    elif what.endswith(".py"):
+    if ":" in what:
+        return _from_place(what, base, settings)
+    if what.endswith(".py"):
         raise RewardError(f"rewards: {what!r} names a file; name a function in it too: {what}:function")
-    elif what in registry.names():
-        spec = registry.get(what)
-        _require_library(spec)
-    else:
-        return _from_entry_point(what, alias, settings)
-    return _renamed(spec, alias)
-
-
-def _require_library(spec: RewardSpec) -> None:
-    """RewardError when a built-in needs a package that is not installed: now, and not after a rollout."""
+    if what not in registry.names():
+        return _from_entry_point(what, settings)
+    spec = registry.get(what)
     if spec.source == "built-in":
         from mm_grpo.rewards.builtins import require
 
-        require(spec.name)
+        require(spec.name)  # a package that is not installed: now, and not after a rollout
+    return spec
 
 
 def _renamed(spec: RewardSpec, alias: str | None) -> RewardSpec:
@@ -168,11 +152,7 @@ def _renamed(spec: RewardSpec, alias: str | None) -> RewardSpec:
 
 
 def _of_function(
-    fn: Callable[..., Any],
-    source: str,
-    alias: str | None,
-    address: str | None = None,
-    settings: Mapping[str, Any] | None = None,
+    fn: Callable[..., Any], source: str, address: str | None, settings: Mapping[str, Any]
 ) -> RewardSpec:
     """The spec of a function: as it was decorated, if it was. Of a class, that of the object it makes."""
     held = registry.registered_as(fn)
@@ -181,12 +161,9 @@ def _of_function(
     if held is None and inspect.isclass(fn):
         address = address or address_in_module(fn)
         constructor = _constructor(fn)
-        fn, made_with = _made(fn, source, settings or {})
-    spec = held or make_spec(fn, name=alias, source=source)
-    spec = dataclasses.replace(
-        spec, source=source, address=address, made_with=made_with, constructor=constructor
-    )
-    return _renamed(spec, alias)
+        fn, made_with = _made(fn, source, settings)
+    how: dict[str, Any] = {"source": source, "address": address, "made_with": made_with}
+    return dataclasses.replace(held or make_spec(fn), constructor=constructor, **how)
 
 
 def _made(of: type, source: str, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -199,9 +176,8 @@ def _made(of: type, source: str, settings: Mapping[str, Any]) -> tuple[Callable[
         return of(**made_with), made_with
     except (Exception, SystemExit) as error:
         raise RewardError(
-            f"rewards: the class {what} cannot be called with ({', '.join(made_with)}): "
-            f"{type(error).__name__}: {error}; its constructor's arguments go into the entry: "
-            f"{{name: ..., argument: value}}"
+            f"rewards: the class {what} cannot be called with ({', '.join(made_with)}): {type(error).__name__}: "
+            f"{error}; its constructor's arguments go into the entry: {{name: ..., argument: value}}"
         ) from error
 
 
@@ -213,43 +189,25 @@ def _constructor(of: type) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
-def _from_place(
-    what: str, base: Path | None, alias: str | None, settings: Mapping[str, Any] | None = None
-) -> RewardSpec:
-    place, _, attribute = what.rpartition(":")
-    if not place or not attribute:
-        raise RewardError(
-            f"rewards: {what!r} is incomplete; write path/to/file.py:function or package.module:function"
-        )
-    is_file = place.endswith(".py") or os.sep in place
-    where = f"rewards: {what!r}"
-    module = load_file(where, place, RewardError, base) if is_file else load_module(where, place, RewardError)
-    fn: Any = module
-    for part in attribute.split("."):
-        fn = getattr(fn, part, None)
+def _from_place(what: str, base: Path | None, settings: Mapping[str, Any]) -> RewardSpec:
+    fn = load_named(what, "rewards", RewardError, base)
     if not callable(fn):
-        found = vars(module).items()
-        functions = [n for n, f in found if inspect.isfunction(f) and f.__module__ == module.__name__]
-        hint = did_you_mean(attribute, functions)
-        raise RewardError(
-            f"rewards: {what!r}: {place} has no function {attribute!r}; {hint}its functions: "
-            f"{', '.join(functions) or 'none'}"
-        )
-    address = f"{module.__file__ if is_file else place}:{attribute}"
-    return _of_function(fn, what, alias, address, settings)
+        raise RewardError(f"rewards: {what!r} is {fn!r}, which is not a function")
+    place, _, attribute = what.rpartition(":")
+    if place.endswith(".py"):
+        place = str(((base or Path.cwd()) / expand_home(place)).resolve())
+    return _of_function(fn, what, f"{place}:{attribute}", settings)
 
 
-def _from_entry_point(what: str, alias: str | None, settings: Mapping[str, Any] | None = None) -> RewardSpec:
+def _from_entry_point(what: str, settings: Mapping[str, Any]) -> RewardSpec:
     from importlib.metadata import entry_points
 
     points = list(entry_points(group=GROUP, name=what))
     if not points:
         raise RewardError(registry.unknown(what, {*registry.names(), *entry_point_names()}))
     if len({point.value for point in points}) > 1:
-        raise RewardError(
-            f"rewards: several packages offer an entry point {what!r}: {', '.join(p.value for p in points)}; "
-            f"name one of these instead"
-        )
+        values = ", ".join(point.value for point in points)
+        raise RewardError(f"rewards: several packages offer {what!r}: {values}; name one of these")
     try:
         fn = points[0].load()
     except (Exception, SystemExit) as error:
@@ -257,7 +215,8 @@ def _from_entry_point(what: str, alias: str | None, settings: Mapping[str, Any] 
     if not callable(fn):
         raise RewardError(f"rewards: the entry point {what!r} ({points[0].value}) is not a function")
     value = points[0].value
-    return _of_function(fn, f"entry point {value}", alias or what, value.partition("[")[0].strip(), settings)
+    spec = _of_function(fn, f"entry point {value}", value.partition("[")[0].strip(), settings)
+    return _renamed(spec, what)
 
 
 def _check_kind(spec: RewardSpec, key: str, value: Any) -> None:
@@ -274,9 +233,8 @@ def _check_kind(spec: RewardSpec, key: str, value: Any) -> None:
     try:
         TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError:
-        raise RewardError(
-            f"rewards: reward {spec.name!r}: {key} = {value!r}: must be {describe_type(kind)}"
-        ) from None
+        wrong = f"{key} = {value!r}: must be {describe_type(kind)}"
+        raise RewardError(f"rewards: reward {spec.name!r}: {wrong}") from None
 
 
 def _unknown_key(spec: RewardSpec, key: str) -> str:
@@ -295,30 +253,22 @@ def _parts_of(entry: Mapping[str, Any]) -> list[RewardSpec]:
     total: RewardSum = entry["name"]
     if strange := sorted(set(entry) - {"name", "weight", "as"}):
         raise RewardError(
-            f"rewards: the sum {total} has no setting {strange[0]!r}; legal keys of its entry are name, weight "
-            f"and as. Set it on a part: resolve_entry({{'name': ..., {strange[0]!r}: ...}})"
+            f"rewards: the sum {total} has no setting {strange[0]!r}; legal keys of its entry are name, weight and as"
         )
     prefix = entry.get("as")
     if prefix is not None:
         check_name(prefix)
-        total = RewardSum(
-            tuple(dataclasses.replace(part, name=f"{prefix}.{part.name}") for part in total.parts)
-        )
+        total = RewardSum(tuple(_renamed(part, f"{prefix}.{part.name}") for part in total.parts))
     return list((total * check_weight(str(total), entry.get("weight", 1.0))).parts)
 
 
 def address_of(spec: RewardSpec) -> str:
-    """The address of a reward's function.
-
-    RewardError for what lives in this process alone: lambdas, closures, functions of a notebook, and those
-    of the script that runs, which would have to run again.
-    """
+    """The address of a reward's function. RewardError for lambdas, closures, and functions of a notebook or of the
+    script that runs, which would have to run again."""
     address = spec.address or address_in_module(spec.fn)
     if address is None or in_this_process_alone(address):
         raise RewardError(
-            f"reward {spec.name!r} cannot be isolated: a worker process imports its function, and a lambda, a "
-            f"closure, a function of a notebook or of the script that runs exists in this process alone. Put "
-            f"it into a file of its own and name it as path/to/file.py:function or package.module:function, "
-            f"or leave out isolated (then a time-out stops the run)"
+            f"reward {spec.name!r} cannot be isolated: its function exists in this process alone; put it into a file "
+            f"of its own and name it as path/to/file.py:function, or leave out isolated"
         )
     return address

@@ -1,13 +1,11 @@
 """From completions to scores: every reward called, its answers checked, weighted, summed and measured.
 
-Nothing here invents a score (law 9). `None` means that a reward does not apply; an exception, a NaN, an
-infinity, a non-number, a wrong count, a process that died or a time-out stops the run with a RewardError,
-or where its options say "mask" leaves the completions concerned without a total, counted in the metrics.
-Totals and raw parts stay apart. Plain functions are called in this thread or beside it (`plain.py`), one call after
-the other. Isolated rewards run in worker processes (`isolation.py`) and async ones on an event loop
-(`async_calls.py`), beside the others of the step, and while the engine samples (`streaming_rewards.py`). One call's
-arguments and messages are in `call.py`. Rewards that wait for a gate (`only_if`) come after it. Axis letters: n = P·G
-rows, flat.
+Nothing here invents a score (law 9). `None` means that a reward does not apply; an exception, a NaN, a non-number, a
+wrong count, a process that died or a time-out stops the run with a RewardError, or where its options say "mask" leaves
+the completions concerned without a total, counted in the metrics. Plain functions are called one after the other
+(`plain.py`), isolated rewards in worker processes (`isolation.py`) and async ones on an event loop (`async_calls.py`),
+beside the others and while the engine samples (`streaming_rewards.py`); what waits for a gate (`only_if`) comes after
+it. One call's arguments and messages are in `call.py`. Axis letters: n = P·G rows, flat.
 """
 
 from __future__ import annotations
@@ -67,14 +65,12 @@ class Scores:
 class Scorer:
     """Scores completions with a list of rewards.
 
-    `entries` is the config's `rewards` list (see `resolve.py`). `on_error` and `on_timeout` ("stop" or
-    "mask") hold for rewards whose own options set none: under "mask" the completions of a call that
-    fails, or that get a score that is none, have no total and are counted. A batch function's call has all
-    of its completions. With `conversational` prompts are messages, and batch functions get
-    completions as `[{"role": "assistant", "content": text}]` and not as strings. `max_steps` is what
-    rewards read in `trainer_state`; `base` the folder of relative paths; `workers` the number of processes
-    for isolated rewards, by default the cores that this rank may use. They start at the first step. Without
-    `several_turns` completions are single answers, and a reward with `per_turn` is refused.
+    `entries` is the config's `rewards` list (see `resolve.py`). `on_error` and `on_timeout` ("stop" or "mask") hold for
+    rewards whose own options set none: under "mask" the completions of a call that fails, or that get a score that is
+    none, have no total and are counted. With `conversational` prompts are messages, and batch functions get
+    completions as `[{"role": "assistant", "content": text}]` and not as strings. `max_steps` is what rewards read in
+    `trainer_state`; `base` the folder of relative paths; `workers` the number of processes for isolated rewards, by
+    default the cores that this rank may use. Without `several_turns` a reward with `per_turn` is refused.
     """
 
     def __init__(
@@ -108,8 +104,8 @@ class Scorer:
         for spec in self.specs:
             if spec.options.per_turn and not several_turns:
                 raise RewardError(
-                    f"reward {spec.name!r}: per_turn = true scores the turns of conversations, and without tools there "
-                    "are none; set rollout.tools or rollout.environment, or leave it out"
+                    f"reward {spec.name!r}: per_turn = true scores the turns of conversations; set rollout.tools or "
+                    "rollout.environment"
                 )
             if spec.options.isolated:
                 from mm_grpo.rewards.isolation import check_isolation
@@ -117,9 +113,7 @@ class Scorer:
                 check_isolation(spec)
             elif spec.options.timeout is not None and not spec.is_async:
                 log.info(
-                    "reward %r has a time-out and runs in the trainer's process, where nothing can end it: a "
-                    "time-out stops the run (isolated: true runs it in a process that can be killed)",
-                    spec.name,
+                    "reward %r runs in the trainer's process, so that its time-out stops the run", spec.name
                 )
 
     def check(
@@ -130,23 +124,18 @@ class Scorer:
     ) -> None:
         """Compare what the rewards ask for with the dataset's columns, before anything is sampled.
 
-        `rows` goes through the columns of all rows, which rewards with `when` need; as far as they need it.
-
-        Raises RewardError for a parameter or a needed column that nothing supplies, and for an option
-        that shares its name with a column; of a reward with `when` the rows that it names must supply them. Also for a
-        `when` that names an unknown column, or where the rows are `trained` on, none of them. Call it once for each
-        dataset; `score` does it with the columns of its batch when it was never done.
+        `rows` goes through the columns of all rows, which rewards with `when` need. Raises RewardError for a parameter
+        or a needed column that nothing supplies, an option that shares its name with a column, and a `when` that names
+        an unknown column, or where the rows are `trained` on, none of them. Call it once for each dataset; `score` does
+        it with the columns of its batch when it was never done.
         """
         columns = tuple(dict.fromkeys(columns))
-        faults = [
-            fault
-            for spec in self.specs
-            for fault in (
-                column_faults(spec, columns)
-                if not spec.options.when
-                else routing_faults(spec, columns, rows, trained=trained)
-            )
-        ]
+        faults: list[str] = []
+        for spec in self.specs:
+            if spec.options.when:
+                faults += routing_faults(spec, columns, rows, trained=trained)
+            else:
+                faults += column_faults(spec, columns)
         if faults:
             raise RewardError("\n".join(faults))
         self._checked.append(columns)
@@ -163,10 +152,8 @@ class Scorer:
             self._worker_pool().start(isolated)
 
     def begin(self, count: int, columns: Iterable[str], step: int) -> StreamedCalls | None:
-        """Begin the calls that can be made before all `count` completions of a step are there (streaming_rewards.py).
-
-        `columns` are those of its prompts. None where no reward is one, where nothing was checked before, and while
-        other calls are on their way.
+        """Begin the calls that can be made before all `count` completions of a step are there, whose prompts have these
+        `columns`. None where no reward streams, where nothing was checked before, and while other calls are under way.
         """
         if not (self.streams and self._checked):
             return None
@@ -191,15 +178,10 @@ class Scorer:
         step: int,
         early: StreamedCalls | None = None,
     ) -> Scores:
-        """Score completions, where `completions[i]` answers `prompts[i]` (n = P·G of each, flat).
-
-        `early` has the calls that have begun, for completions of the same rows. One thread at a time: an evaluation may
-        meet the rewards of steps that are sampled ahead.
-        """
+        """Score completions, where `completions[i]` answers `prompts[i]` (n = P·G of each, flat); `early` has the calls
+        that have begun. One thread at a time: an evaluation may meet the rewards of steps that are sampled ahead."""
         if len(prompts) != len(completions):
-            raise ValueError(
-                f"{len(prompts)} prompts for {len(completions)} completions; there must be as many"
-            )
+            raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions")
         if early is None:
             columns, state = self._columns(prompts), TrainerState(step, self.max_steps)
             early = self._calls_of(Batch(prompts, completions, columns, self.conversational, state))
@@ -244,15 +226,10 @@ class Scorer:
 
     def _calls(self, spec: RewardSpec, batch: Batch, results: Mapping[str, RewardCalls]) -> list[Call]:
         """The calls to make: where every gate of the reward has scored above 0."""
-        gates = [results[name].scores for name in spec.options.only_if]
-        if not gates:
-            return batch.calls(spec)
-        rows = [
-            row
-            for row in range(len(batch.completions))
-            if all((score := gate[row]) is not None and score > 0 for gate in gates)
-        ]
-        return batch.calls(spec, rows)
+        rows = set(range(len(batch.completions)))
+        for name in spec.options.only_if:
+            rows &= {row for row, score in enumerate(results[name].scores) if score is not None and score > 0}
+        return batch.calls(spec, sorted(rows))
 
     def _run(self, rewards: Sequence[RewardCalls], streamed: StreamedCalls, *, gated: bool) -> None:
         """Make the calls of rewards that do not wait for each other; of those that have begun, the rest."""
@@ -320,31 +297,17 @@ class Scorer:
         return min((c for c in self._checked if set(columns) <= set(c)), key=len, default=columns)
 
     def _scores(self, batch: Batch, results: Mapping[str, RewardCalls]) -> Scores:
-        masked = {row for one in results.values() for row in (*one.errors, *one.timeouts)}
-        counted = [(one.spec, one.scores) for one in results.values() if one.spec.weight != 0]
-        totals = [
-            None
-            if row in masked
-            else total_of(  # a part of weight 0 is only watched: alone it would make an invented 0
-                [
-                    spec.weight * spec.options.clipped(score)
-                    for spec, scores in counted
-                    if (score := scores[row]) is not None
-                ]
-            )
-            for row in range(len(batch.completions))
-        ]
+        # A part of weight 0 is only watched: alone it would make an invented 0.
+        counted = [one for one in results.values() if one.spec.weight != 0]
+        parts = [one.weighted for one in counted]
+        totals = [total_of([part[row] for part in parts]) for row in range(len(batch.completions))]
         metrics: dict[str, float] = {}
         for name, one in results.items():
             metrics.update(_metrics(name, one))
-            for kept in (one.errors, one.timeouts):
-                if kept:
-                    log.warning(
-                        "%d completions masked at step %d: %s",
-                        len(kept),
-                        batch.state.global_step,
-                        next(iter(kept.values())),
-                    )
+            for kept in filter(None, (one.errors, one.timeouts)):
+                totals = [None if row in kept else total for row, total in enumerate(totals)]
+                step, first = batch.state.global_step, next(iter(kept.values()))
+                log.warning("%d completions masked at step %d: %s", len(kept), step, first)
         metrics.update({name: math.fsum(values) / len(values) for name, values in batch.logged.items()})
         return Scores(
             totals=totals,
@@ -352,25 +315,23 @@ class Scorer:
             metrics=metrics,
             extra={column: values for column, (_, values) in batch.extra.items()},
             turns=[
-                _turn_totals(row, len(done.turn_lengths), results.values(), masked=totals[row] is None)
+                _turn_totals(row, len(done.turn_lengths), [] if totals[row] is None else counted)
                 for row, done in enumerate(batch.completions)
             ],
         )
 
 
-def _turn_totals(
-    row: int, turns: int, results: Iterable[RewardCalls], *, masked: bool
-) -> tuple[float | None, ...]:
+def _turn_totals(row: int, turns: int, counted: Iterable[RewardCalls]) -> tuple[float | None, ...]:
     """The total of each turn of one completion, as `_scores` makes that of all of it."""
     parts: list[list[float | None]] = [[] for _ in range(turns)]
-    for one in results:
-        spec, score = one.spec, one.scores[row]
-        if masked or not turns or score is None or spec.weight == 0:
-            continue
-        # a score that is one for all turns is paid when the conversation has ended
-        scores = one.turns.get(row, [None] * (turns - 1) + [spec.options.clipped(score)])
+    for one in counted if turns else ():
+        scores: list[float | None]
+        if row in one.turns:
+            scores = [None if score is None else one.spec.weight * score for score in one.turns[row]]
+        else:  # a score that is one for all turns is paid when the conversation has ended
+            scores = [*[None] * (turns - 1), one.weighted[row]]
         for own, value in zip(parts, scores, strict=True):
-            own.append(None if value is None else spec.weight * value)
+            own.append(value)
     return tuple(map(total_of, parts))
 
 
@@ -398,18 +359,15 @@ def _levels(specs: Sequence[RewardSpec]) -> list[list[RewardSpec]]:
         for gate in spec.options.only_if:
             if gate not in names or gate == spec.name:
                 hint = did_you_mean(gate, [n for n in names if n != spec.name])
-                raise RewardError(
-                    f"reward {spec.name!r}: only_if is {gate!r}, which is no other reward of the list; {hint}"
-                    f"its rewards: {', '.join(names)}"
-                )
+                listed = f"no other reward of the list; {hint}its rewards: {', '.join(names)}"
+                raise RewardError(f"reward {spec.name!r}: only_if is {gate!r}, which is {listed}")
     levels: list[list[RewardSpec]] = []
     done: set[str] = set()
     while left := [spec for spec in specs if spec.name not in done]:
         level = [spec for spec in left if done.issuperset(spec.options.only_if)]
         if not level:
             raise RewardError(
-                f"rewards: only_if goes in a circle among {', '.join(spec.name for spec in left)}; one of "
-                f"them must be scored without waiting for the others"
+                f"rewards: only_if goes in a circle among {', '.join(spec.name for spec in left)}"
             )
         levels.append(level)
         done.update(spec.name for spec in level)

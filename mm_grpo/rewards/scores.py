@@ -1,7 +1,4 @@
-"""What is a score: a finite number, or None where a reward does not apply; anything else is described, never replaced.
-
-Trainer and workers check answers by the same functions, so an isolated reward scores as it would without.
-"""
+"""What is a score: a finite number, or None where a reward does not apply; all else is described, never replaced."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from mm_grpo.types import LARGEST
 
 LEGAL = "legal is a finite number, or None where the reward does not apply"
 LEGAL_TURNS = "legal is a list with a finite number or None for each turn of the model, for per_turn is true"
-
-
 Checked = float | None | str | list[float | None]
 """A score, None, or why an answer is no score; of a reward with `per_turn` a list of scores and None."""
 
@@ -38,9 +33,7 @@ def score_of(value: Any) -> float | None:
     return float(value)
 
 
-def scores_of(
-    answer: Any, kind: Literal["completion", "batch"], n: int, per_turn: bool = False
-) -> list[Checked]:
+def scores_of(answer: Any, kind: Literal["completion", "batch"], n: int, per_turn: bool) -> list[Checked]:
     """A function's answer as n checked scores; ValueError when a batch's is no list of n.
 
     With `per_turn` each is a list of scores, or None. How many turns a completion has is not known here.
@@ -85,15 +78,11 @@ def shown(value: Any, limit: int = 80) -> str:
 
 
 def _list(answer: Any, n: int, axes: int) -> list[Any]:
-    if getattr(answer, "ndim", None) in range(1, axes + 1) and hasattr(
-        answer, "tolist"
-    ):  # a numpy array, a torch tensor
+    # a numpy array, a torch tensor
+    if getattr(answer, "ndim", None) in range(1, axes + 1) and hasattr(answer, "tolist"):
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):
         raise ValueError(f"returned {shown(answer)}; legal is a list of {n} numbers or None")
     if len(answer) != n:
-        raise ValueError(
-            f"returned {len(answer)} scores; legal is a list of {n}, one number or None for each completion, "
-            f"in their order"
-        )
+        raise ValueError(f"returned {len(answer)} scores; legal is a list of {n} numbers or None, in order")
     return list(answer)

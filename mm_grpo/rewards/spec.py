@@ -1,11 +1,9 @@
 """What a reward is: `RewardSpec`, made from a function's parameters, and sums of rewards.
 
 `make_spec` reads a function's signature; `RewardSum` is what `0.8 * get("iou") + 0.2 * get("format")` gives.
-A sum is no reward of its own: where it stands in a list of rewards it is replaced by its parts, each with
-its weight. So the total is the sum, each part keeps its own metrics, time-out and process, and a part that
-does not apply leaves the rest. Where one reward should count under a condition that another sets, see
-`only_if` in `options.py`, and for a condition on the row `when`. Not here: rewards by name (`registry.py`)
-and config entries (`resolve.py`).
+Where a sum stands in a list of rewards it is replaced by its parts, each with its weight, metrics and time-out; a part
+that does not apply leaves the rest. Conditions are options (`only_if` and `when` in `options.py`). Not here:
+rewards by name (`registry.py`) and config entries (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -16,39 +14,52 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.options import KEYS, RewardOptions, read_options
+from mm_grpo.rewards.options import RewardOptions, read_options
 from mm_grpo.types import is_number
 
 Kind = Literal["completion", "batch"]
 
 # What we supply by name, whatever the dataset holds; every other parameter is a column or an option.
-COMPLETION_ARGUMENTS = frozenset(
-    ("completion", "completion_ids", "prompt", "images", "sample", "trainer_state", "log_extra", "log_metric")
-)
-BATCH_ARGUMENTS = frozenset(
-    (
-        "completions",
-        "completion_ids",
-        "prompts",
-        "images",
-        "samples",
-        "trainer_state",
-        "log_extra",
-        "log_metric",
-    )
-)
-
-
+_ARGUMENTS = frozenset(("completion_ids", "images", "trainer_state", "log_extra", "log_metric"))
+COMPLETION_ARGUMENTS = _ARGUMENTS | {"completion", "prompt", "sample"}
+BATCH_ARGUMENTS = _ARGUMENTS | {"completions", "prompts", "samples"}
 # Of runs with tools alone; a column of the same name goes before.
 TURN_ARGUMENTS = frozenset(("turns", "environment", "environments", "environment_reward"))
 _OF_KIND = {"completion": TURN_ARGUMENTS - {"environments"}, "batch": TURN_ARGUMENTS - {"environment"}}
 
 
+class _Weighted:
+    """Arithmetic of rewards and their sums: `2 * a`, `-a`, `a + b`, `a - b` and `sum([a, b])`."""
+
+    def __mul__(self, factor: float) -> Self:
+        """The same with each weight times `factor`."""
+        raise NotImplementedError
+
+    def __rmul__(self, factor: float) -> Self:
+        return self * factor
+
+    def __neg__(self) -> Self:
+        return self * -1
+
+    def __add__(self, other: RewardSpec | RewardSum | Literal[0]) -> RewardSum:
+        own = _parts(self)
+        if not isinstance(other, _Weighted) and not (isinstance(other, int) and other == 0):
+            total = f"{RewardSum(own)}; legal are rewards and their sums"
+            raise RewardError(f"rewards: {other!r} cannot be added to {total}")
+        return RewardSum(own + _parts(other))
+
+    def __radd__(self, other: Literal[0]) -> RewardSum:  # sum() starts with 0
+        return self + other
+
+    def __sub__(self, other: RewardSpec | RewardSum) -> RewardSum:
+        return self + -other
+
+
 @dataclass(frozen=True)
-class RewardSpec:
+class RewardSpec(_Weighted):
     """One reward, ready to be called.
 
     `kind` is "completion" when `fn` takes `completion` (called once per completion) and "batch" when
@@ -86,8 +97,8 @@ class RewardSpec:
 
     @property
     def takes_texts(self) -> bool:
-        """Whether a batch function gets completions as texts even where prompts are messages: its options ask
-        for it, or its class derives from one named ORM, as ms-swift's do."""
+        """Whether a batch function gets texts even where prompts are messages: by its options, or where its class
+        derives from one named ORM, as ms-swift's do."""
         if self.options.completions is not None:
             return self.options.completions == "text"
         return any(base.__name__ in ("ORM", "AsyncORM") for base in type(innermost(self.fn)).__mro__)
@@ -97,23 +108,8 @@ class RewardSpec:
         needed = (column for column in self.needs if column not in self.bound)
         return self.options.is_for(columns) and all(columns.get(column) is not None for column in needed)
 
-    def __mul__(self, factor: float) -> RewardSpec:
-        """The same reward with its weight times `factor`."""
+    def __mul__(self, factor: float) -> Self:
         return replace(self, weight=self.weight * check_weight(self.name, factor))
-
-    __rmul__ = __mul__
-
-    def __neg__(self) -> RewardSpec:
-        return self * -1
-
-    def __add__(self, other: RewardSpec | RewardSum | Literal[0]) -> RewardSum:
-        return RewardSum((self,)) + other
-
-    def __radd__(self, other: Literal[0]) -> RewardSum:  # sum() starts with 0
-        return self + other
-
-    def __sub__(self, other: RewardSpec | RewardSum) -> RewardSum:
-        return self + -other
 
     @property
     def supplied(self) -> frozenset[str]:
@@ -127,39 +123,20 @@ class RewardSpec:
 
 
 @dataclass(frozen=True)
-class RewardSum:
+class RewardSum(_Weighted):
     """Several rewards whose weighted scores are added. Usable wherever a list of rewards is."""
 
     parts: tuple[RewardSpec, ...]
 
-    def __mul__(self, factor: float) -> RewardSum:
-        return RewardSum(tuple(part * factor for part in self.parts))
-
-    __rmul__ = __mul__
-
-    def __neg__(self) -> RewardSum:
-        return self * -1
-
-    def __add__(self, other: RewardSpec | RewardSum | Literal[0]) -> RewardSum:
-        if isinstance(other, RewardSum):
-            return RewardSum(self.parts + other.parts)
-        if isinstance(other, RewardSpec):
-            return RewardSum((*self.parts, other))
-        if isinstance(other, int) and other == 0:  # sum() starts with it
-            return self
-        raise RewardError(
-            f"rewards: {other!r} cannot be added to {self}; legal are rewards from get('name') or "
-            f"resolve_entry(...), and sums of them"
-        )
-
-    def __radd__(self, other: Literal[0]) -> RewardSum:
-        return self + other
-
-    def __sub__(self, other: RewardSpec | RewardSum) -> RewardSum:
-        return self + -other
+    def __mul__(self, factor: float) -> Self:
+        return replace(self, parts=tuple(part * factor for part in self.parts))
 
     def __str__(self) -> str:
         return " + ".join(f"{part.weight:g} * {part.name}" for part in self.parts)
+
+
+def _parts(of: object) -> tuple[RewardSpec, ...]:
+    return of.parts if isinstance(of, RewardSum) else (of,) if isinstance(of, RewardSpec) else ()
 
 
 def make_spec(
@@ -182,8 +159,7 @@ def make_spec(
         raise RewardError(f"reward {name!r}: {fn!r} is not a function whose parameters can be read") from None
     if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
         raise RewardError(
-            f"reward {name!r}: arguments are passed by name, so {', '.join(positional)} cannot be "
-            f"positional-only; remove the '/' from its parameters"
+            f"reward {name!r}: {', '.join(positional)} cannot be positional-only; remove the '/'"
         )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -198,7 +174,7 @@ def make_spec(
         for p in named
         if p.name in keyword_only and p.default is not p.empty and p.name not in COMPLETION_ARGUMENTS
     ]
-    how = _read(name, options or {})
+    how = read_options(name, options or {})
     how.check_kind(name, is_async=is_async(fn), kind=kind)
     return RewardSpec(
         name=name,
@@ -220,10 +196,7 @@ def make_spec(
 def check_weight(name: str, weight: Any) -> float:
     """`weight` as a float; RewardError unless it is a finite number."""
     if not is_number(weight):
-        raise RewardError(
-            f"reward {name!r}: weight is {weight!r}; it must be a finite number (1.0 is the default, 0 logs "
-            f"the reward without training on it)"
-        )
+        raise RewardError(f"reward {name!r}: weight is {weight!r}; it must be a finite number")
     return float(weight)
 
 
@@ -232,8 +205,8 @@ def check_name(name: Any, fn: Callable[..., Any] | None = None) -> None:
     if not isinstance(name, str) or not re.fullmatch(r"[^\W\d][\w.-]*", name):
         what = f" for {place_of(fn)}" if fn is not None else ""
         raise RewardError(
-            f"reward name {name!r}{what} is not legal: letters, digits, '_', '-' and '.', starting with a "
-            f'letter. Name it with @reward("name"), or with `as` in its entry: {{name: ..., as: my_name}}'
+            f"reward name {name!r}{what} is not legal: letters, digits, '_', '-' and '.', starting with a letter; "
+            f"give one by `as`"
         )
 
 
@@ -273,8 +246,8 @@ def _kind(name: str, parameters: Sequence[str], takes_kwargs: bool) -> Kind:
     if per_completion == per_batch:
         fault = "takes both `completion` and `completions`" if per_batch else "takes neither"
         raise RewardError(
-            f"reward {name!r} {fault}; its parameters are ({', '.join(parameters)}). A reward takes "
-            f"`completion` (a text, called per completion) or `completions` (a list, called per batch)"
+            f"reward {name!r} {fault}; its parameters are ({', '.join(parameters)}). A reward takes `completion` (a "
+            f"text) or `completions` (a list, for all at once)"
         )
     return "completion" if per_completion else "batch"
 
@@ -282,16 +255,6 @@ def _kind(name: str, parameters: Sequence[str], takes_kwargs: bool) -> Kind:
 def is_async(fn: Callable[..., Any]) -> bool:
     inner = innermost(fn)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
-
-
-def _read(name: str, given: Mapping[str, Any]) -> RewardOptions:
-    """The keywords of `@reward(...)` as options."""
-    if strange := [key for key in given if key not in KEYS]:
-        raise RewardError(
-            f"reward {name!r}: @reward has no setting {strange[0]!r}; legal are name, weight, needs, "
-            f"{', '.join(KEYS)}"
-        )
-    return read_options(name, given)
 
 
 def place_of(fn: Callable[..., Any]) -> str:

@@ -1,13 +1,11 @@
 """Rewards that are called while other completions are still being sampled.
 
-Which may be: those that are called for one completion at a time and not in the thread that samples, that is isolated
-and async functions that take `completion`, unless they wait for a gate (`only_if`). What takes `completions` is
-promised all of a step at once, and a plain function runs in the thread that samples and may look at, or change, the
-state of the process; both are called when all have been sampled.
+These are isolated and async functions that take `completion`, unless they wait for a gate (`only_if`): a function of
+`completions` gets all of a step at once, and a plain one runs in the thread that samples.
 
-Scores do not depend on it, nor does what a call sees. Calls begin in the order in which completions end; with
-`max_concurrency: 1` in the order of the rows, one after the other, as ever. An error that stops the run is raised when
-all have been sampled. A time-out counts from then on; a call of an isolated reward may not take longer than it.
+Scores do not depend on it. Calls begin in the order in which completions end; with `max_concurrency: 1` in the order of
+the rows, one after the other. An error that stops the run is raised when all have been sampled. A time-out counts from
+then on; a call of an isolated reward may not take longer than it.
 """
 
 from __future__ import annotations

@@ -28,11 +28,8 @@ LONGEST_TRACE = 20_000
 
 @dataclass(frozen=True)
 class RewardSource:
-    """The function that a worker imports, from `address`: `file.py:function` or `module:function`.
-
-    `made_with` are the arguments of a class; `digest` is the SHA-256 of the file as the trainer imported it.
-    `kind`, `memory_limit` and `per_turn` are the reward's.
-    """
+    """The function that a worker imports. `made_with` are the arguments of a class; `digest` is the SHA-256 of the file
+    as the trainer imported it; `kind`, `memory_limit` and `per_turn` are the reward's."""
 
     address: str
     made_with: Mapping[str, Any]
@@ -69,8 +66,7 @@ class RewardWorker:
             return json.dumps({"raised": [what, None, None, ""]}).encode()
 
     def answer(self, rows: int, logs: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What became of a call: its checked `scores` and what it `logged`; or the exception that it `raised`; or
-        why its answer is `refused`."""
+        """Call the function: `scores` and what it `logged`, or what it `raised`, or why its answer is `refused`."""
         fn, limit, kind = self.fn, self.source.memory_limit, self.source.kind
         process = os.getpid()
         logged: list[tuple[str, str, Any]] = []

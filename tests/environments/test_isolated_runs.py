@@ -25,8 +25,6 @@ from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.user_code.workers import default_size
 
 Make = Callable[..., Toolbox]
-TIMEOUT = 0.6
-HERE = Path(__file__).parent
 
 
 def begun(box: Toolbox, count: int = 1, **columns: Any) -> list[Episode]:
@@ -46,12 +44,12 @@ def ids(completion: str, completion_ids: list[int]) -> float:
     return float(sum(completion_ids) % 7)
 
 
-def run(path: Path, folder: Path, how: str, rewards: Any = (ids,), **rollout: Any) -> tuple[Any, list[int]]:
+def run(path: Path, folder: Path, how: str, **rollout: Any) -> tuple[Any, list[int]]:
     """A run of two steps whose model counts in an environment, and in one of three conversations does `how`. The
     trainer, and the processes that its tools ran in."""
     values = {"max_completion_length": 200, "max_turns": 3, "environment_workers": 2, **rollout}
     config = config_for(path, folder, rollout=values, run={"max_steps": 2})
-    trainer: Any = GRPOTrainer(config, train=ROWS, rewards=list(rewards), environment_factory=World)
+    trainer: Any = GRPOTrainer(config, train=ROWS, rewards=[ids], environment_factory=World)
     acts = ("count", how, "count")
     trainer.sampler.engine = ScriptedEngine(
         trainer.sampler.engine, lambda seed, turn: "done" if turn == 2 else call("act", how=acts[seed % 3])
@@ -108,20 +106,6 @@ def test_a_run_goes_on_without_the_conversations_that_a_call_took(
         run(models["qwen2_5_vl"], tmp_path / "stops", "hang", **{**rollout, "on_tool_error": "stop"})
 
 
-@pytest.mark.long
-def test_a_run_whose_reward_looks_at_the_environment(models: dict[str, Path], tmp_path: Path) -> None:
-    def total(completion_ids: list[int], completion: str, environment: Any) -> float:
-        return float(environment.total + sum(completion_ids) % 7)
-
-    with pytest.raises(ConfigError, match="reward 'total' asks for the environment itself"):
-        run(models["qwen2_5_vl"], tmp_path / "refused", "count", rewards=[total])
-    trainer, workers = run(
-        models["qwen2_5_vl"], tmp_path / "run", "count", rewards=[total], environment_workers=None
-    )
-    assert isinstance(trainer.toolbox.host, LocalHost) and workers == []
-    assert rows_of(tmp_path / "run")[0]["rewards/total/mean"] > 0
-
-
 # where tools run -----------------------------------------------------------------------------
 
 
@@ -139,9 +123,7 @@ def test_tools_run_in_processes_where_others_can_import_them(make: Make) -> None
         assert isinstance(box.host, WorkerHost) and len(box.host.slots) == default_size()
     for tools, factory in (([closure], None), ([nap, closure], None), ((), lambda: World())):
         assert isinstance(make(tools, factory, environment_workers=None).host, LocalHost)
-    with pytest.raises(
-        ConfigError, match=r"environment_workers > 0: .*closure cannot be imported by a worker"
-    ):
+    with pytest.raises(ConfigError, match=r"environment_workers > 0: .*closure cannot be imported"):
         WorkerHost(small_config("m"), {"closure": closure}, {}, None, 1)
 
 
@@ -150,9 +132,10 @@ def test_a_reward_that_asks_for_the_environment_keeps_it_in_the_process(make: Ma
     assert isinstance(box.place(["mine"]), LocalHost)
     (one,) = begun(box)
     assert isinstance(one.environment, World)
-    with pytest.raises(
-        ConfigError, match=r"rollout.environment_workers = 2: reward 'mine' asks for the environment"
-    ):
+    box.place([], processes=2)
+    with pytest.raises(ConfigError, match=r"reward 'mine' asks for the environment itself, .* several"):
+        box.place(["mine"], processes=2)
+    with pytest.raises(ConfigError, match=r"environment_workers = 2: reward 'mine' asks for the environment"):
         make((), World).place(["mine"])
 
 
@@ -166,19 +149,14 @@ def test_a_tool_that_a_worker_cannot_import(make: Make, tmp_path: Path) -> None:
     assert box is not None and begun(box)[0].call("twice", {"a": 4}).text == "8"
     box.close()
     file.write_text(file.read_text() + "\n")
-    with pytest.raises(
-        ToolError,
-        match=r"cannot import the tools of the run: .* the file has changed since the trainer .*mine.py",
-    ):
+    with pytest.raises(ToolError, match=r"cannot import the tools of the run: .* has changed .*mine.py"):
         begun(box)[0].call("twice", {"a": 4})
     box.close()
 
 
 def test_a_row_that_cannot_be_sent(make: Make) -> None:
     box = make((), World)
-    with pytest.raises(
-        ToolError, match=r"train:0: the column 'key' cannot be sent to a worker process .*lambda"
-    ):
+    with pytest.raises(ToolError, match=r"train:0: the column 'key' cannot be sent .*lambda"):
         begun(box, key=lambda: 1)
 
 
@@ -194,9 +172,7 @@ def test_a_call_that_hangs_in_the_trainers_process_stops_the_run() -> None:
 
     box = Toolbox(small_config("m", rollout={"environment_workers": 0, "tool_timeout": 0.3}), [hang], None)
     (one,) = begun(box)
-    with pytest.raises(
-        ToolError, match=r"train:0: hang had not answered after rollout.tool_timeout = 0.3 s. It"
-    ):
+    with pytest.raises(ToolError, match=r"train:0: hang had not answered after rollout.tool_timeout = 0.3 s"):
         one.call("hang", {})
     assert one.call("hang", {}).fault == "died"  # what it held is not ours any more
     box.close()
@@ -204,11 +180,8 @@ def test_a_call_that_hangs_in_the_trainers_process_stops_the_run() -> None:
     release.set()
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [("exit", "SystemExit: os._exit(3)"), ("sys.exit", "SystemExit: 0"), ("raise", "KeyError: ")],
-)
+@pytest.mark.parametrize(("how", "told"), [("exit", "os._exit(3)"), ("sys.exit", "0")])
 def test_a_tool_does_not_end_the_trainers_process(how: str, told: str) -> None:
     box = Toolbox(small_config("m", rollout={"environment_workers": 0}), [misbehave], None)
-    assert begun(box)[0].call("misbehave", {"how": how}).text.startswith(f"error: {told}")
+    assert begun(box)[0].call("misbehave", {"how": how}).text == f"error: SystemExit: {told}"
     box.close()

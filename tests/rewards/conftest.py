@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from helpers.chat_server import Server
+from helpers.sessions import died, workers
 from PIL import Image
 
-from mm_grpo.rewards import registry
+from mm_grpo.rewards import Scorer, registry
 from mm_grpo.rewards.builtins import chat
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
 from mm_grpo.user_code import loop
@@ -47,6 +48,22 @@ def rows() -> Callable[..., Rows]:
         return prompts, completions
 
     return make
+
+
+@pytest.fixture
+def scorer() -> Iterator[Callable[..., Scorer]]:
+    """Scorers of these entries, with two workers, of which none is left at the end."""
+    made: list[Scorer] = []
+
+    def make(*entries: Any, **settings: Any) -> Scorer:
+        made.append(Scorer(entries, **{"workers": 2, **settings}))
+        return made[-1]
+
+    yield make
+    started = workers()
+    for one in made:
+        one.close()
+    assert died(started)
 
 
 @pytest.fixture

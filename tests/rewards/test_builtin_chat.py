@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from helpers.chat_server import Answer, Server, ask, entry, says
 from helpers.patience import PATIENCE, until
+from reward_entries import fails
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
@@ -42,7 +43,7 @@ def test_dropped_connections_slow_answers_and_server_errors_are_tried_again(serv
     assert len(server.requests) >= 5  # a machine that is busy may make more of them late
 
 
-def test_429_with_retry_after_holds_back_all_calls(server: Server, rows: Any) -> None:
+def test_429_with_retry_after_holds_back_all_calls(server: Server, rows: Any, scorer: Any) -> None:
     refused = threading.Event()
 
     def answer(_: Server, body: dict[str, Any]) -> Any:
@@ -52,10 +53,9 @@ def test_429_with_retry_after_holds_back_all_calls(server: Server, rows: Any) ->
         return says("Score: 8")
 
     server.answer = answer
-    scorer = Scorer([entry(server, max_concurrency=2)])
+    made = scorer(entry(server, max_concurrency=2))
     texts = [f"cat {i}" for i in range(6)]
-    scores = scorer.score(*rows(texts, answer=["cat"] * 6), step=1)
-    scorer.close()
+    scores = made.score(*rows(texts, answer=["cat"] * 6), step=1)
     assert scores.parts["judge"] == [0.8] * 6
     # one more call may have been under way; the rest kept away
     early = [t for t in server.times[1:] if t - server.times[0] < 0.45]
@@ -66,13 +66,13 @@ def test_retry_after_as_a_date_and_one_that_is_too_far(server: Server) -> None:
     assert chat._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
     assert chat._retry_after("soon") is None and chat._retry_after(None) is None
     server.answer = lambda *_: says("slow down", 429, Retry_After="3600")
-    with pytest.raises(RewardError, match=r"asks to come back in 3600 s \(status 429: "):
+    with fails(r"asks to come back in 3600 s \(status 429: "):
         ask(server)
     assert len(server.requests) == 1
 
 
 @pytest.mark.slow
-def test_no_more_calls_are_in_flight_than_allowed(server: Server, rows: Any) -> None:
+def test_no_more_calls_are_in_flight_than_allowed(server: Server, rows: Any, scorer: Any) -> None:
     texts = [f"cat {i}" for i in range(24)]
     for limit, settings in ((8, {}), (3, {"max_concurrency": 3})):
         together = threading.Barrier(limit)  # so many come before one is answered
@@ -82,9 +82,8 @@ def test_no_more_calls_are_in_flight_than_allowed(server: Server, rows: Any) -> 
             return says("Score: 5")
 
         server.answer, server.most = answer, 0
-        scorer = Scorer([entry(server, cache=False, **settings)])
-        assert scorer.score(*rows(texts, answer=["cat"] * 24), step=1).totals == [0.5] * 24
-        scorer.close()
+        made = scorer(entry(server, cache=False, **settings))
+        assert made.score(*rows(texts, answer=["cat"] * 24), step=1).totals == [0.5] * 24
         assert server.most == limit
 
 
@@ -96,9 +95,11 @@ def test_nonsense_is_asked_again_and_is_never_a_score(server: Server, rows: Any)
     with pytest.raises(RewardError, match="'m' gave no verdict from 0 to 10 in 3 replies; the last: 'What"):
         ask(server, "a dog", attempts=3)
     masking = Scorer([entry(server, attempts=1), "exact_match"], on_error="mask")
-    server.answer = lambda _, body: says(
-        "Score: 4" if "a cat" in body["messages"][0]["content"][-1]["text"] else "?"
-    )
+
+    def answer(_: Server, body: dict[str, Any]) -> Any:
+        return says("Score: 4" if "a cat" in body["messages"][0]["content"][-1]["text"] else "?")
+
+    server.answer = answer
     scores = masking.score(*rows(["a cat", "a dog"], answer=["a cat?", "dog"]), step=1)
     masking.close()
     assert scores.parts["judge"] == [0.4, None] and scores.totals == [1.4, None]
@@ -194,9 +195,7 @@ def test_a_key_that_is_none(server: Server, value: str | None, monkeypatch: pyte
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("JUDGE_KEY", value)
-    with pytest.raises(
-        RewardError, match=r"the environment variable JUDGE_KEY (is not set|holds no key)"
-    ) as raised:
+    with fails("the environment variable JUDGE_KEY (is not set|holds no key)") as raised:
         ask(server, key_env="JUDGE_KEY")
     assert value is None or not value.strip() or value not in str(raised.value)
     assert server.requests == []
@@ -234,9 +233,8 @@ def test_a_key_that_changes_and_two_keys_for_one_server(
             monkeypatch.setenv("JUDGE_KEY", key)
             await judge("a cat", **settings, key_env="JUDGE_KEY")
         monkeypatch.setenv("OTHER_KEY", "three")
-        await asyncio.gather(
-            *(judge("a cat", **settings, key_env=key) for key in ("JUDGE_KEY", "OTHER_KEY", None))
-        )
+        keys = ("JUDGE_KEY", "OTHER_KEY", None)
+        await asyncio.gather(*(judge("a cat", **settings, key_env=key) for key in keys))
 
     asyncio.run(both())
     assert server.keys[:2] == ["Bearer one", "Bearer two"]

@@ -55,9 +55,8 @@ def test_rles_of_both_forms_are_read(height, width, data):
 def test_a_compressed_rle_with_long_runs():
     mask = np.zeros((400, 500), dtype=np.uint8)
     mask[0:5, 250], mask[8:, 250], mask[:, 251:] = 1, 1, 1
-    assert read_mask({"size": [400, 500], "counts": compressed(mask)}) == Rle(
-        400, 500, (100_000, 5, 3, 99_992)
-    )
+    long = read_mask({"size": [400, 500], "counts": compressed(mask)})
+    assert long == Rle(400, 500, (100_000, 5, 3, 99_992))
     # the example in COCO's own documentation
     assert read_mask({"size": [9, 10], "counts": "61X13mN000`0"}) == Rle(9, 10, (6, 1, 40, 4, 5, 4, 5, 4, 21))
 
@@ -121,7 +120,7 @@ def test_mask_iou_against_an_rle():
     for size, smaller in (
         ([3, 1], [2, 1]),
         ([1, 3], [1, 2]),
-    ):  # the middle cell of three is under no centre of two
+    ):  # the middle one of three is under no centre of two
         ends = {"size": size, "counts": [0, 1, 1, 1]}
         assert mask_iou(json.dumps(ends), {"size": smaller, "counts": [0, 2]}) == 1.0
 

@@ -50,7 +50,6 @@ def test_percent_and_units():
         ("Seventeen dogs and twenty-three cats", [17, 23]),
         ("twenty thirty", [20, 30]),
         ("ten five", [10, 5]),
-        ("two hundred thousand", [200_000]),
         ("two million three thousand", [2_003_000]),
         ("three thousand four hundred and twelve", [3412]),
         ("a dozen", [12]),
@@ -68,13 +67,11 @@ def test_numbers_in_words(text, values):
 @pytest.mark.parametrize(
     ("completion", "answer", "score"),
     [
-        ("3", 3, 1.0),
         ("<think>4</think> three", 3, 1.0),
         ("\\boxed{3} is not 4", 3, 1.0),
         ("\\boxed{\\frac{\\pi}{2}}", 2, 0.0),
         ("50%", 0.5, 1.0),
         ("50%", 50, 1.0),
-        ("3 or 4", 4, 1.0),
         ("three or four", 4, 1.0),
         ("0.5", "50%", 1.0),
         ("0.5%", "50%", 0.0),
@@ -98,10 +95,8 @@ def test_numeric_with_its_options():
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numeric_reads_every_float_as_python_writes_it(value):
     assert numeric(f"so <answer>{value!r}</answer>", repr(value)) == 1.0
-    assert numeric(repr(value + max(1.0, abs(value))), value, tolerance=1e-9) in (
-        0.0,
-        float(math.isinf(value * 2)),
-    )
+    other = repr(value + max(1.0, abs(value)))
+    assert numeric(other, value, tolerance=1e-9) in (0.0, float(math.isinf(value * 2)))
 
 
 # count -----------------------------------------------------------------------------------------
@@ -110,7 +105,6 @@ def test_numeric_reads_every_float_as_python_writes_it(value):
 @pytest.mark.parametrize(
     ("completion", "answer", "score"),
     [
-        ("3", 3, 1.0),
         ("3", "three", 1.0),
         ("3.0", 3, 1.0),
         ("-3", 3, 0.0),
@@ -132,7 +126,6 @@ def test_count(completion, answer, score):
 @pytest.mark.parametrize(
     ("completion", "answer", "score"),
     [
-        ("100", "100", 1.0),
         ("105", 100, 1.0),
         ("0", 0, 1.0),
         ("12%", "0.12", 1.0),
@@ -162,7 +155,6 @@ def test_chart_relaxed_with_its_options():
     ("completion", "answer", "score"),
     [
         ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
-        ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}", 1.0),
         ("<answer>2\\sqrt{2}</answer>", "\\sqrt{8}", 1.0),
         ("2\\sqrt{2}", "2", 0.0),
         ("\\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
@@ -176,15 +168,12 @@ def test_chart_relaxed_with_its_options():
         ("\\boxed{9^{9^{9^9}}}", 3, 0.0),
         ("\\boxed{100000!}", 3, 0.0),
         ("2", None, None),
+        ("\\boxed{\\text{Monday}}", "\\text{Monday}", 1.0),
+        ("\\boxed{\\text{Friday}}", "\\text{Monday}", 0.0),
     ],
 )
 def test_math(completion, answer, score):
     assert maths(completion, answer) == score
-
-
-def test_math_compares_words_as_they_are():
-    assert maths("\\boxed{\\text{Monday}}", "\\text{Monday}") == 1.0
-    assert maths("\\boxed{\\text{Friday}}", "\\text{Monday}") == 0.0
 
 
 def test_math_runs_isolated_and_masks_what_hangs():

@@ -91,14 +91,14 @@ def test_several_outputs(make: Any, rows: Any) -> None:
 
 def test_what_cannot_be_scored(make: Any, rows: Any, tmp_path: Path) -> None:
     folder = make()
-    with pytest.raises(RewardError, match=r"prompt and completion 1 have 74 tokens, and .* takes 64"):
-        scored(folder, rows, ["a", "a " * 70])
-    with pytest.raises(RewardError, match="activation='softmax' is 1 for a single output"):
-        scored(folder, rows, ["a"], activation="softmax")
-    with pytest.raises(RewardError, match=r"is no trained sequence classifier; it lacks score.weight"):
-        scored(make(head=False), rows, ["a"])
-    with pytest.raises(RewardError, match="cannot be loaded as a sequence classifier"):
-        scored(str(tmp_path / "none"), rows, ["a"])
+    for model, text, settings, message in (
+        (folder, "a " * 70, {}, r"prompt and completion 1 have 74 tokens, and .* takes 64"),
+        (folder, "a", {"activation": "softmax"}, "activation='softmax' is 1 for a single output"),
+        (make(head=False), "a", {}, "is no trained sequence classifier; it lacks score.weight"),
+        (str(tmp_path / "none"), "a", {}, "cannot be loaded as a sequence classifier"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            scored(model, rows, ["a", text], **settings)
     with pytest.raises(RewardError, match=r"model=\['x'\].*set a folder or hub name"):
         Scorer(["reward_model"]).score(*rows(["a"], model=["x"]), step=1)
 
@@ -114,10 +114,8 @@ def test_code_that_a_reward_model_brings_along_is_not_run_and_nobody_is_asked(
         "AutoTokenizer": ["own.T", None],
         "AutoModelForSequenceClassification": "own.M",
     }
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": classes}))
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "Own", "auto_map": classes})
-    )
+    for name, key, value in (("config", "model_type", "own"), ("tokenizer_config", "tokenizer_class", "Own")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({key: value, "auto_map": classes}))
     with pytest.raises(RewardError, match="cannot be loaded as a sequence classifier"):
         scored(str(tmp_path), rows, ["a"])
     assert asked == []

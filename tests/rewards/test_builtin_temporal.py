@@ -36,7 +36,6 @@ def test_segments_in_a_text(text: str, found: list[tuple[float, float]]) -> None
 @pytest.mark.parametrize(
     ("completion", "gold", "score"),
     [
-        ("[2, 6]", [2, 6], 1.0),
         ("[2, 4]", [2, 6], 0.5),
         ("nowhere", [2, 6], 0.0),
         ("[2, 6] or [9, 10]", [2, 6], 0.0),

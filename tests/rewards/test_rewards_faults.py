@@ -1,58 +1,33 @@
 """Law 9: nothing that a reward does wrong turns into a score."""
 
 import math
-from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
 import pytest
+from reward_entries import fails, named
 
-from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
 
 HERE = Path(__file__).name
 
 
-def fails(match: str):
-    return pytest.raises(RewardError, match=match)
-
-
-def named(name, fn, **settings):
-    return {"name": fn, "as": name, **settings}
-
-
 @pytest.mark.parametrize(
     "value, message",
     [
-        (float("nan"), "nan, which is not finite.*"),
-        (float("-inf"), "-inf, which is not finite.*"),
+        (float("nan"), "nan, which is not finite"),
         ("0.5", "'0.5', a str"),
         ([1.0], r"\[1.0\], a list"),
-        (10**400, "1000.*, which is not finite.*"),
+        (10**400, "1000.*, which is not finite"),
         (-1e308, r"-1e\+308, which is not finite, or beyond 9.22e\+18"),
-        (Decimal("1"), r"Decimal\('1'\), a Decimal"),
         (1j, "1j, a complex"),
-        (np.float32("nan"), ".*nan.*, which is not finite.*"),
-        ({}, "{}, a dict"),
+        (np.float32("nan"), ".*nan.*, which is not finite"),
     ],
 )
 def test_what_is_no_score_stops_the_run(rows, value, message):
     scorer = Scorer([named("a", lambda completion: value)])
     with fails(rf"reward 'a', on row 'row:0' .*returned {message}"):
         scorer.score(*rows(["some text"]), step=1)
-
-
-def test_numbers_whose_sums_overflow_are_refused(rows, number=10**400):
-    for settings in ({"weight": number}, {"timeout": number}, {"clip": [0, number]}):
-        with fails(f"'a'.*{next(iter(settings))}"):
-            Scorer([named("a", lambda completion: 1.0, **settings)])
-
-    def logs(completion, log_metric):
-        log_metric("m", number)
-        return 1.0
-
-    with fails("log_metric.*'m'"):
-        Scorer([named("a", logs)]).score(*rows(["x", "y"]), step=1)
 
 
 def test_an_exception_stops_the_run_and_names_its_line(rows):
@@ -64,10 +39,8 @@ def test_an_exception_stops_the_run_and_names_its_line(rows):
 
     prompts, completions = rows(["x" * 100, "y"], box=[0, 1])
     line = inner.__code__.co_firstlineno + 1
-    with fails(
-        rf"^reward 'f', on row 'row:0' with the completion '{'x' * 80}'... \(100 characters\), raised "
-        rf"ZeroDivisionError: division by zero at .*{HERE}:{line}. The function must answer; legal is"
-    ) as caught:
+    blamed = rf"row 'row:0' with the completion '{'x' * 80}'... \(100 characters\)"
+    with fails(rf"^reward 'f', on {blamed}, raised ZeroDivisionError: .* at .*{HERE}:{line}\.") as caught:
         Scorer([named("f", f)]).score(prompts, completions, step=1)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -84,45 +57,38 @@ def test_a_failure_on_an_absent_column_names_the_remedy(rows):
     def f(completion, box):
         return box[0]
 
-    with fails(
-        r"raised TypeError: .*\(here 'box' is None; @reward\(\.\.\., needs=\('box',\)\) skips such rows\)"
-    ):
+    with fails(r"raised TypeError: .*'box' is None; .*needs=\('box',\)"):
         Scorer([named("f", f)]).score(*rows("xy", box=[None, (1,)]), step=1)
 
 
 @pytest.mark.parametrize(
     "answer, message",
     [
-        ([1.0], "returned 1 scores; legal is a list of 2, one number or None for each completion"),
-        ([], "returned 0"),
-        (None, "returned None; legal is a list of 2 numbers or None"),
-        (1.0, "returned 1.0; legal is a list"),
-        ("ab", "returned 'ab'; legal"),
-        ({1.0: 1, 2.0: 2}, "legal is a list"),
-        ((1.0 for _ in "ab"), "generator"),
-        (np.zeros((2, 1)), "legal is a list"),
+        (
+            [1.0],
+            "a batch of 2 completions .rows 'row:0', 'row:1'; .* 'x'.*returned 1 scores; legal is a list of 2",
+        ),
+        (None, "a batch .*returned None; legal is a list of 2"),
+        ("ab", "a batch .*returned 'ab'; legal"),
+        ((1.0 for _ in "ab"), "a batch .*generator"),
+        (np.zeros((2, 1)), "a batch .*legal is a list"),
+        ([1.0, math.nan], "row 'row:1' with the completion 'y', returned nan"),
     ],
 )
 def test_a_batch_answers_with_one_score_per_completion(rows, answer, message):
-    where = (
-        r"reward 'f', on a batch of 2 completions \(rows 'row:0', 'row:1'; the first completion is 'x'\), .*"
-    )
-    with fails(where + message):
+    with fails(f"reward 'f', on {message}"):
         Scorer([named("f", lambda completions, **kwargs: answer)]).score(*rows("xy"), step=1)
-
-
-def test_a_bad_score_in_a_batch_names_its_row(rows):
-    with fails("reward 'f', on row 'row:1' with the completion 'y', returned nan"):
-        Scorer([named("f", lambda completions, **kwargs: [1.0, math.nan])]).score(*rows("xy"), step=1)
 
 
 def test_masking_leaves_that_completion_without_a_total(rows, caplog):
     def f(completion):
         return {"x": 1.0, "y": math.nan, "n": None}[completion]
 
-    scorer = Scorer([named("f", f), named("b", lambda completions, **kwargs: [0.5] * 4)], on_error="mask")
-    scores = scorer.score(*rows("xyzn"), step=3)
+    others = named("b", lambda completions, **kwargs: [0.5] * 4)
+    scores = Scorer([named("f", f), others], on_error="mask").score(*rows("xyzn"), step=3)
     assert scores.totals == [1.5, None, None, 0.5]
+    watched = Scorer([named("f", f, weight=0), others], on_error="mask").score(*rows("xyzn"), step=3)
+    assert watched.totals == [0.5, None, None, 0.5]
     assert scores.parts == {"f": [1.0, None, None, None], "b": [0.5] * 4}
     assert [scores.metrics[f"rewards/f/{what}"] for what in ("errors", "timeouts", "none")] == [2, 0, 1]
     assert scores.metrics["rewards/b/errors"] == 0
@@ -140,8 +106,9 @@ def test_masking_a_batch_masks_all_of_its_completions(rows):
         assert (scores.metrics["rewards/f/errors"], scores.metrics["rewards/f/none"]) == (2, 0)
     nan = Scorer([named("f", lambda completions, **kwargs: [1.0, math.nan])], on_error="mask")
     assert nan.score(*rows("xy"), step=1).totals == [1.0, None]
-    with fails("on_error is 'skip'; legal are 'stop' and 'mask'"):
-        Scorer(["length"], on_error="skip")
+    for key in ("on_error", "on_timeout"):
+        with fails(f"{key} is 'skip'; legal are 'stop' and 'mask'"):
+            Scorer(["length"], **{key: "skip"})
 
 
 @pytest.mark.parametrize(
@@ -149,10 +116,8 @@ def test_masking_a_batch_masks_all_of_its_completions(rows):
     [
         (lambda metric, extra: metric("m", math.nan), r"log_metric\('m'\) got nan; legal is a finite number"),
         (lambda metric, extra: metric("m", None), r"log_metric\('m'\) got None"),
-        (
-            lambda metric, extra: metric("rewards/f/mean", 1),
-            "names under rewards/ and time/ are the trainer's",
-        ),
+        (lambda metric, extra: metric("m", 10**400), r"log_metric\('m'\) got 1000"),
+        (lambda metric, extra: metric("rewards/f/mean", 1), r"log_metric\('rewards/f/mean'\)"),
         (lambda metric, extra: extra("e", [1, 2, 3]), r"log_extra\('e'\) got 3 values for 2 completions"),
     ],
 )

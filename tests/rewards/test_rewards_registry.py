@@ -3,15 +3,11 @@ import subprocess
 import sys
 
 import pytest
+from reward_entries import fails
 
-from mm_grpo.errors import RewardError
-from mm_grpo.rewards import get, names, registry, reward
+from mm_grpo.rewards import get, names, reward
 from mm_grpo.rewards.resolve import resolve_entries
 from mm_grpo.rewards.spec import make_spec
-
-
-def fails(match: str):
-    return pytest.raises(RewardError, match=match)
 
 
 def test_the_decorator_returns_the_function_unchanged_and_registers_it():
@@ -45,9 +41,7 @@ def test_a_name_is_held_by_one_function():
     def one(completion):
         return 1.0
 
-    with fails(
-        r"reward 'mine' is already registered by .*\.one, so .*\.two cannot take the name; give one of"
-    ):
+    with fails(r"reward 'mine' is already registered by .*\.one, so .*\.two cannot"):
 
         @reward("mine")
         def two(completion):
@@ -72,16 +66,12 @@ def test_one_file_under_two_module_names_is_one_function(tmp_path):
     assert get("mine").fn.__module__ == "own"
 
 
-def test_an_unknown_name_is_refused_with_the_nearest():
-    with fails("unknown reward 'exact_mach'; did you mean 'exact_match'. known names: anls, box_match,"):
-        get("exact_mach")
-
-
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
         ("completion, completions", "takes both `completion` and `completions`"),
         ("answer, **kwargs", r"takes neither; its parameters are \(answer\)"),
+        ("**kwargs", r"takes neither; its parameters are \(\)"),
         ("prompts", r"takes neither; its parameters are \(prompts\)"),
         ("completion, /", "completion cannot be positional-only; remove the '/'"),
     ],
@@ -93,21 +83,23 @@ def test_parameters_without_completions_are_refused(parameters, message):
         make_spec(scope["f"])
 
 
-@pytest.mark.parametrize("weight", [float("nan"), float("inf"), "1", True, None])
-def test_a_weight_is_a_finite_number(weight):
-    with fails("reward 'f': weight is .*; it must be a finite number"):
-        reward("f", weight=weight)(lambda completion: 1.0)
-
-
-def test_needs_is_no_string():
-    with fails("needs is a tuple of column names, not the string 'box'"):
-        reward("f", needs="box")(lambda completion: 1.0)
-
-
-@pytest.mark.parametrize("name", ["", "a b", "f.py:fn", "a/b", "1st"])
-def test_a_name_fits_in_configs_and_metric_keys(name):
-    with fails("reward name .* is not legal: letters, digits"):
-        reward(name)(lambda completion: 1.0)
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("f", {"weight": float("nan")}, "reward 'f': weight is nan"),
+        ("f", {"weight": "1"}, "reward 'f': weight is '1'"),
+        ("f", {"weight": True}, "reward 'f': weight is True"),
+        ("f", {"weight": 10**400}, "reward 'f': weight is 1000"),
+        ("f", {"needs": "box"}, "needs is a tuple of column names, not the string 'box'"),
+        ("", {}, "reward name '' .*is not legal"),
+        ("a b", {}, "reward name 'a b' .*is not legal"),
+        ("a/b", {}, "reward name 'a/b' .*is not legal"),
+        ("1st", {}, "reward name '1st' .*is not legal"),
+    ],
+)
+def test_what_the_decorator_refuses(name, settings, message):
+    with fails(message):
+        reward(name, **settings)(lambda completion: 1.0)
 
 
 def test_a_lambda_is_called_lambda():
@@ -139,11 +131,6 @@ def test_objects_methods_partials_and_wrapped_functions():
     assert (part.name, part.optional, part.config_only) == ("plain", ("label",), ("threshold",))
     assert part.bound == {"threshold": 0.9}
     assert make_spec(wrapped, name="w").is_async
-
-
-def test_every_built_in_of_the_table_is_registered_by_its_module():
-    for name, module in registry.BUILTINS.items():
-        assert get(name).fn.__module__ == module
 
 
 def test_the_import_is_light():

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from reward_entries import fails, isolated
 
-from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer, reward
 from mm_grpo.rewards.options import read_options
 from mm_grpo.rewards.thinking import without_thinking
@@ -24,14 +24,13 @@ def entry(fn: Callable[..., Any], **settings: Any) -> dict[str, Any]:
     return {"name": fn, "as": fn.__name__, **settings}
 
 
-def check(scorer: Scorer, rows: list[dict[str, Any]] = DATASET, **options: Any) -> None:
-    scorer.check(dict.fromkeys(name for row in rows for name in row), lambda: iter(rows), **options)
+def near(completion: str, box: Any) -> float:
+    return 1.0
 
 
-def refused(scorer: Scorer, rows: list[dict[str, Any]] = DATASET, **options: Any) -> str:
-    with pytest.raises(RewardError) as caught:
-        check(scorer, rows, **options)
-    return str(caught.value)
+def check(given: Any, rows: list[dict[str, Any]] = DATASET, **options: Any) -> None:
+    columns = dict.fromkeys(name for row in rows for name in row)
+    Scorer([given]).check(columns, lambda: iter(rows), **options)
 
 
 # which rows ------------------------------------------------------------------------------------
@@ -90,76 +89,42 @@ def test_when_and_only_if_and_needed_columns_go_together(rows):
     assert scorer.score(*made, step=1).parts["gated"] == [1.0, None, None, None]
 
 
-def test_an_isolated_reward_is_for_its_rows_alone(rows):
-    name = f"{__file__.replace('test_rewards_when', 'rewards_to_isolate')}:length_of"
-    how = {"isolated": True, "timeout": 20, "when": {"task": "x"}, "strip_thinking": True}
-    scorer = Scorer([{"name": name, **how}], workers=1)
-    try:
-        scores = scorer.score(*rows(["<think>a</think>bcd", "e", "f"], task=["x", "y", "x"]), step=1)
-    finally:
-        scorer.close()
-    assert scores.parts["length_of"] == [3.0, None, 1.0]
+def test_an_isolated_reward_is_for_its_rows_alone(rows, scorer):
+    made = scorer(isolated("length_of", when={"task": "x"}, strip_thinking=True))
+    scores = made.score(*rows(["<think>a</think>bcd", "e", "f"], task=["x", "y", "x"]), step=1)
+    assert scores.parts["r"] == [3.0, None, 1.0]
 
 
 def test_columns_are_demanded_of_the_rows_that_a_reward_is_for():
-    def near(completion, box):
-        return 1.0
-
-    def right(completion, answer):
-        return 1.0
-
-    check(Scorer([entry(near, when={"task": "grounding"}), entry(right, when={"task": "count"})]))
+    check(entry(near, when={"task": "grounding"}))
+    check({"name": "exact_match", "when": {"task": "count"}})
+    check(entry(near, when={"task": "count"}), DATASET[:1], trained=False)  # an evaluation set of one task
     # the dataset has the column, but not in these rows
-    message = refused(Scorer([entry(near, when={"task": "count"})]))
-    assert "reward 'near' asks for 'box', which has no default" in message
-    assert "the dataset's columns: task, answer, level;" in message
-    with pytest.raises(RewardError, match="'exact_match' asks for 'answer'"):
-        check(Scorer([{"name": "exact_match", "when": {"task": "grounding"}}]))
-    check(
-        Scorer([entry(near, when={"task": "count"})]), DATASET[:1], trained=False
-    )  # an evaluation set of one task
+    with fails("reward 'near' asks for 'box', .*columns: task, answer, level"):
+        check(entry(near, when={"task": "count"}))
+    with fails("'exact_match' asks for 'answer'"):
+        check({"name": "exact_match", "when": {"task": "grounding"}})
 
 
 def test_a_when_that_no_row_has_is_refused_with_the_values_that_exist():
-    def near(completion):
-        return 1.0
-
-    scorer = Scorer([entry(near, when={"task": "grouding"})])
-    assert refused(scorer) == (
-        "reward 'near': when is {'task': 'grouding'}, and no row of the dataset has that; in its rows task is "
-        "'grounding', 'count'. Name one of these values, or leave the reward out"
-    )
-    check(scorer, trained=False)
-    both = Scorer([entry(near, when={"task": "grounding", "level": 2})])
-    assert "in its rows task is 'grounding', 'count'; level is None, 2." in refused(both)
-    many = [{"task": str(i)} for i in range(40)]
-    assert "task is '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', '10', '11', .... Name" in refused(
-        scorer, many
-    )
-    late = [*({"task": "count"} for _ in range(500)), {"task": "grouding"}]
-    check(scorer, late)
+    absent = entry(near, when={"task": "grouding"})
+    with fails("reward 'near': when is {'task': 'grouding'}, .* in its rows task is 'grounding', 'count'"):
+        check(absent)
+    check(absent, trained=False)
+    with fails("task is 'grounding', 'count'; level is None, 2"):
+        check(entry(near, when={"task": "grounding", "level": 2}))
+    with fails("task is '0', '1', '2', .*'11', ...$"):
+        check(absent, [{"task": str(i)} for i in range(40)])
+    check(absent, [*({"task": "count"} for _ in range(500)), {"task": "grouding", "box": []}])
 
 
-def test_a_when_on_an_unknown_column_is_refused_in_every_set():
-    def near(completion):
-        return 1.0
-
-    scorer = Scorer([entry(near, when={"taks": "grounding"})])
-    for trained in (True, False):
-        message = refused(scorer, trained=trained)
-        assert message.startswith(
-            "reward 'near': when names the column 'taks', which the dataset lacks; did you mean 'task'? its columns: "
-            "task, box, answer, level."
-        )
-        assert "{path: ..., task: ...}" in message
-    with pytest.raises(RewardError, match="'taks', which the dataset lacks"):
-        scorer.check(["task"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_when_on_an_unknown_column_is_refused_in_every_set(trained):
+    with fails("'near': when names the column 'taks', .*did you mean 'task'. .*task, box, answer, level"):
+        check(entry(near, when={"taks": "grounding"}), trained=trained)
 
 
 def test_no_more_rows_are_read_than_needed():
-    def near(completion, answer):
-        return 1.0
-
     read: list[int] = []
 
     def going():
@@ -167,7 +132,8 @@ def test_no_more_rows_are_read_than_needed():
             read.append(number)
             yield row
 
-    Scorer([entry(near, when={"task": "count"})]).check(["task", "box", "answer", "level"], going)
+    right = {"name": "exact_match", "when": {"task": "count"}}
+    Scorer([right]).check(["task", "box", "answer", "level"], going)
     assert read == [0, 1]
 
 
@@ -175,7 +141,7 @@ def test_no_more_rows_are_read_than_needed():
     "value", ["grounding", {}, ["task"], {"task": []}, {"task": {"a": 1}}, {3: "a"}, None]
 )
 def test_a_wrong_when_is_refused(value):
-    with pytest.raises(RewardError, match=r"^reward 'length': when"):
+    with fails("^reward 'length': when"):
         Scorer([{"name": "length", "max_length": 3, "when": value}])
 
 
@@ -189,7 +155,6 @@ def test_a_wrong_when_is_refused(value):
         ("a</think>b", "b", "b"),
         ("<think>a", "", ""),
         ("a", "a", ""),
-        ("", "", ""),
         ("  a ", "  a ", ""),
         ("<think></think>", "", ""),
         ("<think>a</think>b<think>c", "", ""),
@@ -215,11 +180,7 @@ def test_only_the_rewards_that_ask_for_it_get_no_thinking(rows):
         return 0.0
 
     def batch(completions, **kwargs):
-        got["batch"] = completions
-        return [0.0] * len(completions)
-
-    def texts(completions, **kwargs):
-        got["texts"] = completions
+        got.setdefault("batch", []).append(completions)
         return [0.0] * len(completions)
 
     scorer = Scorer(
@@ -227,7 +188,7 @@ def test_only_the_rewards_that_ask_for_it_get_no_thinking(rows):
             entry(whole),
             entry(stripped, strip_thinking=True),
             entry(batch, strip_thinking=True),
-            entry(texts, strip_thinking=True, completions="text"),
+            {"name": batch, "as": "texts", "strip_thinking": True, "completions": "text"},
             {"name": "contains", "strip_thinking": True},
             {"name": "contains", "as": "of_all"},
         ]
@@ -237,8 +198,8 @@ def test_only_the_rewards_that_ask_for_it_get_no_thinking(rows):
     scores = scorer.score(prompts, completions, step=1)
     assert got["whole"] == ["<think>3?</think> 4", "4", "hm</think>4", "it is 4"]
     assert got["stripped"] == [("4", 19), ("4", 1), ("4", 11), ("", 7)]
-    assert got["batch"] == [[{"role": "assistant", "content": text}] for text in ("4", "4", "4", "")]
-    assert got["texts"] == ["4", "4", "4", ""]
+    messages = [[{"role": "assistant", "content": text}] for text in ("4", "4", "4", "")]
+    assert got["batch"] == [messages, ["4", "4", "4", ""]]
     # the built-ins read what follows </think> themselves, but take thinking that is never closed for an answer
     assert scores.parts["contains"] == [1.0, 1.0, 1.0, 0.0]
     assert scores.parts["of_all"] == [1.0, 1.0, 1.0, 1.0]

@@ -11,28 +11,18 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import rewards_to_isolate as functions
 from helpers.patience import PATIENCE
-from helpers.sessions import died, workers
+from helpers.sessions import workers
+from reward_entries import FILE, fails, isolated
 
-from mm_grpo.errors import RewardError
-from mm_grpo.rewards import Scorer, resolve_entry, reward
+from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.call import WorkerTrace
 
-FILE = Path(__file__).with_name("rewards_to_isolate.py")
 TIMEOUT = 2.0
 """Seconds, in which the calls that do not hang are made, also on a busy machine."""
-
-
-def fails(match: str):
-    return pytest.raises(RewardError, match=match)
-
-
-def isolated(name, **settings):
-    return {"name": f"{FILE}:{name}", "as": "r", "isolated": True, "timeout": 20, **settings}
 
 
 def ready(scorer):
@@ -42,21 +32,6 @@ def ready(scorer):
         while not all(worker.ready for worker in group):
             group.wait()
     return scorer
-
-
-@pytest.fixture
-def scorer():
-    made = []
-
-    def make(*entries, **settings):
-        made.append(Scorer(entries, **{"workers": 2, **settings}))
-        return made[-1]
-
-    yield make
-    started = workers()
-    for one in made:
-        one.close()
-    assert died(started)
 
 
 def counts(scores):
@@ -80,17 +55,18 @@ def test_a_batch_function_in_a_worker(rows, scorer):
     assert scores.extra == {"first": [1, 3]}
 
 
-def test_an_async_function_in_a_worker(rows, scorer):
-    made = scorer(isolated("behave_async"))
-    assert made.score(*rows(["a", "none", "b"]), step=1).totals == [4.0, None, 4.0]
+@pytest.mark.parametrize(
+    ("name", "settings", "scores"),
+    [
+        ("behave_async", {}, [4.0, None]),
+        ("judge", {}, [0.25, 0.25]),
+        ("Judge", {"mark": 0.75}, [0.75, 0.75]),
+    ],
+)
+def test_async_functions_objects_and_classes_in_a_worker(rows, scorer, name, settings, scores):
+    made = scorer(isolated(name, **settings))
+    assert made.score(*rows(["a", "none"]), step=1).totals == scores
     assert made._loop is None
-
-
-@pytest.mark.parametrize("name", ["judge", "Judge"])
-def test_objects_and_classes_in_a_worker(rows, scorer, name):
-    settings = {"mark": 0.75} if name == "Judge" else {}
-    scores = scorer(isolated(name, **settings)).score(*rows("x"), step=1)
-    assert scores.totals == [0.75 if name == "Judge" else 0.25]
 
 
 def test_the_same_workers_serve_all_steps_and_threads(rows, scorer):
@@ -180,7 +156,7 @@ def test_bad_answers_and_exceptions_read_the_same_with_and_without_isolation(row
     with fails(r"raised RewardError: log_metric\('m'\) got nan"):
         scorer(isolated("bad_log", isolated=apart)).score(*rows("x"), step=1)
     line = next(i for i, text in enumerate(FILE.read_text().splitlines(), 1) if "raise Opaque" in text)
-    with fails(rf"on row 'row:0' with the completion 'opaque', raised Opaque: .* at {FILE}:{line}\. The"):
+    with fails(rf"on row 'row:0' with the completion 'opaque', raised Opaque: .* at {FILE}:{line}\."):
         scorer(entry).score(*rows(["opaque"]), step=1)
     with fails("raised Mute: its message cannot be shown at") as caught:
         scorer(entry).score(*rows(["mute"]), step=1)
@@ -235,9 +211,7 @@ def test_calls_behind_many_that_hang_are_made(rows, scorer):
 
 @pytest.mark.slow
 def test_a_time_out_stops_the_run_by_default(rows, scorer):
-    with fails(
-        r"^reward 'r', on row 'row:1' with the completion 'loop', had not answered after timeout = 2 s; 2 of 4 calls"
-    ):
+    with fails("^reward 'r', on row 'row:1' with the completion 'loop', had not answered .*; 2 of 4 calls"):
         ready(scorer(isolated("behave", timeout=TIMEOUT))).score(*rows(["a", "loop", "loop", "b"]), step=1)
 
 
@@ -284,9 +258,7 @@ def test_a_file_that_changed_since_the_start_is_not_run(rows, scorer, tmp_path):
     (tmp_path / "own.py").write_text("def f(completion):\n    return 1.0\n")
     made = scorer({"name": f"{tmp_path}/own.py:f", "isolated": True})
     (tmp_path / "own.py").write_text("def f(completion):\n    return 2.0\n")
-    with fails(
-        r"a worker process cannot import .*own.py:f: RuntimeError: the file has changed since the trainer"
-    ):
+    with fails("a worker process cannot import .*own.py:f: .*has changed"):
         made.score(*rows("x"), step=1)
 
 
@@ -313,15 +285,6 @@ in_main.__module__ = "__main__"
 def test_functions_that_no_other_process_finds_are_refused_at_the_start(fn):
     with fails("reward 'own' cannot be isolated: .*path/to/file.py:function"):
         Scorer([{"name": fn, "as": "own", "isolated": True}])
-
-
-def test_an_isolated_closure_is_refused_at_the_start():
-    @reward("inner", isolated=True)
-    def inner(completion):
-        return 1.0
-
-    with fails("reward 'inner' cannot be isolated"):
-        Scorer(["inner"])
 
 
 def test_values_that_cannot_be_sent(rows, scorer):
@@ -351,10 +314,3 @@ def test_a_script_is_not_run_again(tmp_path):
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert done.stdout.count("reward 'own' cannot be isolated") == 2
-
-
-def test_classes_that_cannot_serve():
-    with fails(r"rewards: '.*:Opaque' is a class whose objects cannot be called; give it __call__"):
-        resolve_entry(f"{FILE}:Opaque")
-    with fails(r"has no setting 'marks'; did you mean 'mark'"):
-        resolve_entry({"name": f"{FILE}:Judge", "marks": 1})

@@ -1,26 +1,21 @@
-"""Time-outs and retries in the trainer's process, gates, clipping, and what the policies' keys may be."""
+"""Plain and async functions in the trainer's process, time-outs and retries, policies, gates, clipping, options."""
 
 import asyncio
 import logging
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from helpers.patience import PATIENCE, until
+from reward_entries import fails, named
 
-from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer, get, resolve_entry, reward
 from mm_grpo.rewards.options import RewardOptions
 from mm_grpo.user_code import loop
 
-
-def fails(match: str):
-    return pytest.raises(RewardError, match=match)
-
-
-def named(name, fn, **settings):
-    return {"name": fn, "as": name, **settings}
+HERE = Path(__file__).name
 
 
 def marks(**scores):
@@ -52,27 +47,10 @@ def test_a_plain_function_that_hangs_stops_the_run_whatever_the_policy(rows, cap
 
     with caplog.at_level(logging.INFO):
         scorer = Scorer([named("f", f, timeout=0.5)], on_error="mask")
-    assert (
-        "reward 'f' has a time-out and runs in the trainer's process, where nothing can end it" in caplog.text
-    )
-    with fails(
-        r"reward 'f', on row 'row:1' with the completion 'b', had not answered after timeout = 0.5 s. A plain "
-        r"function runs in the trainer's process, in a thread that cannot be killed, so the run stops. With "
-        r"isolated: true it runs in a process that can be killed, and on_timeout: mask goes on"
-    ):
+    assert "reward 'f' runs in the trainer's process" in caplog.text
+    with fails("reward 'f', on row 'row:1' .* 'b', had not answered .* = 0.5 s.*isolated: true"):
         scorer.score(*rows("abc"), step=1)
     release.set()
-
-
-def test_errors_in_the_thread_keep_their_policy(rows):
-    def f(completion):
-        return 1 / (completion != "b")
-
-    scores = Scorer([named("f", f, timeout=5, on_error="mask")]).score(*rows("abc"), step=1)
-    assert scores.totals == [1.0, None, 1.0] and scores.metrics["rewards/f/errors"] == 1
-    with fails("on row 'row:1' with the completion 'b', raised ZeroDivisionError") as caught:
-        Scorer([named("f", f, timeout=5)]).score(*rows("abc"), step=1)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_retries_of_a_plain_function(rows):
@@ -96,7 +74,7 @@ def test_retries_of_a_plain_function(rows):
 
 
 @pytest.mark.slow
-def test_an_async_reward_that_is_late_is_cancelled_and_counted(rows):
+def test_an_async_reward_that_is_late_is_cancelled_and_counted(rows, scorer):
     ended = []
 
     async def f(completion):
@@ -106,31 +84,29 @@ def test_an_async_reward_that_is_late_is_cancelled_and_counted(rows):
             ended.append(completion)
         return 1.0
 
-    scorer = Scorer([named("f", f, timeout=0.5, on_timeout="mask")])
-    scores = scorer.score(*rows("abc"), step=1)
+    made = scorer(named("f", f, timeout=0.5, on_timeout="mask"))
+    scores = made.score(*rows("abc"), step=1)
     assert scores.totals == [1.0, None, 1.0] and sorted(ended) == ["a", "b", "c"]
     found = [scores.metrics[f"rewards/f/{what}"] for what in ("errors", "timeouts", "none")]
     assert found == [0, 1, 0] and 0.5 <= scores.metrics["time/reward/f"] < PATIENCE
     with fails("reward 'f', on row 'row:1' .* had not answered after timeout = 0.5 s; 1 of 3 calls had not"):
         Scorer([named("f", f, timeout=0.5)]).score(*rows("abc"), step=1)
-    scorer.close()
 
 
-def test_an_async_reward_that_takes_no_cancelling_is_left(rows):
+def test_an_async_reward_that_takes_no_cancelling_is_left(rows, scorer):
     async def f(completion):
         try:
             await asyncio.sleep(20)
         except asyncio.CancelledError:
             return 1.0
 
-    scorer = Scorer([named("f", f, timeout=0.2, on_timeout="mask")])
-    scores = scorer.score(*rows("a"), step=1)
+    made = scorer(named("f", f, timeout=0.2, on_timeout="mask"))
+    scores = made.score(*rows("a"), step=1)
     assert scores.parts == {"f": [None]} and scores.metrics["rewards/f/timeouts"] == 1
-    scorer.close()
 
 
 @pytest.mark.slow
-def test_an_async_reward_that_blocks_the_loop_stops_the_run(rows, monkeypatch):
+def test_an_async_reward_that_blocks_the_loop_stops_the_run(rows, monkeypatch, scorer):
     monkeypatch.setattr(loop, "GRACE", 0.4)
     release = threading.Event()
 
@@ -139,19 +115,15 @@ def test_an_async_reward_that_blocks_the_loop_stops_the_run(rows, monkeypatch):
             release.wait(600)
         return 1.0
 
-    scorer = Scorer([named("f", f, timeout=0.1)], on_error="mask")
-    with fails(
-        r"async rewards \('f'\): the event loop does not answer, for one of them blocks it without `await`, "
-        r"or goes on when it is cancelled. It runs in the trainer's process and cannot be killed, so the run stops"
-    ):
-        scorer.score(*rows("abc"), step=1)
+    made = scorer(named("f", f, timeout=0.1), on_error="mask")
+    with fails(r"async rewards \('f'\): the event loop does not answer"):
+        made.score(*rows("abc"), step=1)
     monkeypatch.setattr(loop, "GRACE", PATIENCE)
-    assert scorer.score(*rows("a"), step=2).totals == [1.0]  # on a new loop
+    assert made.score(*rows("a"), step=2).totals == [1.0]  # on a new loop
     release.set()
-    scorer.close()
 
 
-def test_max_concurrency_of_an_async_reward(rows, limit=3):
+def test_max_concurrency_of_an_async_reward(rows, scorer, limit=3):
     now, most = 0, 0
 
     async def f(completion):
@@ -162,13 +134,12 @@ def test_max_concurrency_of_an_async_reward(rows, limit=3):
         now -= 1
         return 1.0
 
-    scorer = Scorer([named("f", f, max_concurrency=limit)])
-    assert scorer.score(*rows("a" * 10), step=1).totals == [1.0] * 10
+    made = scorer(named("f", f, max_concurrency=limit))
+    assert made.score(*rows("a" * 10), step=1).totals == [1.0] * 10
     assert most == limit
-    scorer.close()
 
 
-def test_retries_of_an_async_reward_wait_in_between(rows):
+def test_retries_of_an_async_reward_wait_in_between(rows, scorer):
     times = []
 
     async def f(completion):
@@ -177,13 +148,12 @@ def test_retries_of_an_async_reward_wait_in_between(rows):
             raise ConnectionError
         return 1.0
 
-    scorer = Scorer([named("f", f, retries=1)])
-    assert scorer.score(*rows("a"), step=1).totals == [1.0]
+    made = scorer(named("f", f, retries=1))
+    assert made.score(*rows("a"), step=1).totals == [1.0]
     assert times[1] - times[0] >= 0.49
-    scorer.close()
 
 
-def test_async_rewards_run_beside_the_others(rows):
+def test_async_rewards_run_beside_the_others(rows, scorer):
     both = threading.Barrier(2)  # passed only where each runs while the other does
 
     async def slow(completion):
@@ -192,12 +162,11 @@ def test_async_rewards_run_beside_the_others(rows):
     def plain(completion):
         return float(both.wait(PATIENCE) >= 0)
 
-    scorer = Scorer([named("slow", slow), named("plain", plain)])
-    assert scorer.score(*rows("a"), step=1).totals == [2.0]
-    scorer.close()
+    made = scorer(named("slow", slow), named("plain", plain))
+    assert made.score(*rows("a"), step=1).totals == [2.0]
 
 
-def test_a_plain_failure_cancels_the_async_ones(rows):
+def test_a_plain_failure_cancels_the_async_ones(rows, scorer):
     begun, ended = [], []
 
     async def slow(completion):
@@ -211,11 +180,93 @@ def test_a_plain_failure_cancels_the_async_ones(rows):
         until(lambda: len(begun) == 2)
         raise ValueError("no")
 
-    scorer = Scorer([named("slow", slow), named("plain", plain)])
+    made = scorer(named("slow", slow), named("plain", plain))
     with fails("reward 'plain', .* raised ValueError: no"):
-        scorer.score(*rows("ab"), step=1)
+        made.score(*rows("ab"), step=1)
     assert ended == ["a", "b"]  # by cancelling, not by the end of their ten minutes
-    scorer.close()
+
+
+def test_async_rewards_run_together(rows, scorer):
+    begun = []
+
+    async def all_begun():
+        begun.append(1)
+        while len(begun) < 21:
+            await asyncio.sleep(0.05)
+
+    async def each(completion):
+        await all_begun()
+        return float(len(completion))
+
+    async def batch(completions, **kwargs):
+        await all_begun()
+        return [1.0 for _ in completions]
+
+    limit = {"timeout": PATIENCE}
+    made = scorer(
+        named("slow", each, **limit), named("batch", batch, **limit), named("b", lambda completion: 1.0)
+    )
+    scores = made.score(*rows(["x"] * 20), step=1)
+    assert scores.totals == [3.0] * 20 and len(begun) == 21
+    assert scores.metrics["time/reward/slow"] >= 0.04
+
+
+def test_async_rewards_work_in_a_running_loop(rows):
+    async def slow(completion):
+        await asyncio.sleep(0.05)
+        return float(len(completion))
+
+    async def notebook():
+        return Scorer([named("slow", slow)]).score(*rows(["xy"]), step=1)
+
+    assert asyncio.run(notebook()).totals == [2.0]
+
+
+def test_one_loop_serves_all_steps_and_closes(rows, scorer):
+    loops, threads = [], []
+
+    async def f(completion):
+        loops.append(asyncio.get_running_loop())
+        threads.append(threading.current_thread())
+        return 1.0
+
+    made = scorer(named("f", f))
+    for step in (1, 2):
+        made.score(*rows("x"), step=step)
+    made.close()
+    made.close()
+    assert loops[0] is loops[1] and loops[0].is_closed()
+    assert threads[0] is threads[1] is not threading.main_thread() and not threads[0].is_alive()
+    assert made.score(*rows("x"), step=3).totals == [1.0]
+
+
+def test_the_first_async_failure_stops_the_others(rows):
+    ended, error = [], SystemExit(1)
+
+    async def f(completion):
+        if completion == "bad":
+            raise error
+        try:
+            await asyncio.sleep(600)
+        finally:
+            ended.append(completion)
+
+    line = f.__code__.co_firstlineno + 2
+    with fails(rf"on row 'row:1' with the completion 'bad', raised SystemExit: .* at .*{HERE}:{line}") as e:
+        Scorer([named("f", f)]).score(*rows(["a", "bad", "b"]), step=1)
+    assert e.value.__cause__ is error
+    assert ended == ["a", "b"]  # by cancelling, not by the end of their ten minutes
+
+
+def test_a_coroutine_out_of_a_plain_function_is_no_score(rows):
+    async def inner():
+        return 1.0
+
+    def f(completion):
+        return inner()
+
+    with fails("returned <coroutine .*, a coroutine that nobody awaits"):
+        Scorer([named("f", f)]).score(*rows("x"), step=1)
 
 
 # policies --------------------------------------------------------------------------------------------
@@ -240,15 +291,6 @@ def test_a_rewards_own_policy_wins_over_the_scorers(rows):
     scorer.close()
 
 
-def test_a_masked_completion_has_no_total_whatever_else_scored(rows):
-    def bad(completion):
-        return {"x": 1.0}[completion]
-
-    scorer = Scorer([named("a", bad, on_error="mask", weight=0), named("b", lambda completion: 0.5)])
-    scores = scorer.score(*rows("xy"), step=1)
-    assert scores.totals == [0.5, None] and scores.parts["b"] == [0.5, 0.5]
-
-
 # gates and clipping ----------------------------------------------------------------------------------
 
 
@@ -268,7 +310,7 @@ def test_a_gate_decides_where_a_reward_applies(rows):
     assert scores.metrics["rewards/g/none"] == 3 and scores.metrics["rewards/g/mean"] == 10.0
 
 
-def test_gates_of_all_kinds_in_a_row(rows):
+def test_gates_of_all_kinds_in_a_row(rows, scorer):
     seen = []
 
     async def first(completion):
@@ -281,18 +323,15 @@ def test_gates_of_all_kinds_in_a_row(rows):
     async def third(completion):
         return 5.0
 
-    scorer = Scorer(
-        [
-            named("third", third, only_if=["first", "second"]),
-            named("second", second, only_if="first"),
-            named("first", first),
-        ]
+    made = scorer(
+        named("third", third, only_if=["first", "second"]),
+        named("second", second, only_if="first"),
+        named("first", first),
     )
-    scores = scorer.score(*rows("abc", box=[1, 2, 3]), step=1)
+    scores = made.score(*rows("abc", box=[1, 2, 3]), step=1)
     assert seen == [(["a", "b"], [1, 2])]
     assert scores.parts == {"third": [5.0, None, None], "second": [1.0, 0.0, None], "first": [1.0, 1.0, 0.0]}
     assert list(scores.parts) == ["third", "second", "first"] and scores.totals == [7.0, 1.0, 0.0]
-    scorer.close()
 
 
 def test_a_gate_that_failed_lets_nothing_through(rows):
@@ -318,22 +357,14 @@ def test_clipping_is_of_the_total_and_not_of_the_parts(rows):
 @pytest.mark.parametrize(
     "gates, message",
     [
-        ({"a": "c"}, "reward 'a': only_if is 'c', which is no other reward of the list; its rewards: a, b"),
-        ({"a": "a"}, "reward 'a': only_if is 'a', which is no other reward of the list"),
-        (
-            {"a": "b", "b": "a"},
-            "rewards: only_if goes in a circle among a, b; one of them must be scored without",
-        ),
+        ({"a": "c", "cc": []}, "reward 'a': only_if is 'c', .*did you mean 'cc'"),
+        ({"a": "a"}, "reward 'a': only_if is 'a'"),
+        ({"a": "b", "b": "a"}, "only_if goes in a circle among a, b"),
     ],
 )
 def test_gates_that_mean_nothing(gates, message):
-    def score(completion):
-        return 1.0
-
     with fails(message):
-        Scorer([named(name, score, **({"only_if": gates[name]} if name in gates else {})) for name in "ab"])
-    with fails("did you mean 'formats'"):
-        Scorer([named("a", score, only_if="format"), named("formats", score)])
+        Scorer([named(name, marks(), only_if=gate) for name, gate in gates.items()])
 
 
 # keys ------------------------------------------------------------------------------------------------
@@ -350,10 +381,8 @@ def test_the_decorator_and_the_entry_take_the_same_options():
     options = resolve_entry({"name": "own", "timeout": None, "only_if": [], "max_concurrency": 4}).options
     assert options == RewardOptions(retries=2, on_error="mask", clip=(0.0, None), max_concurrency=4)
     assert get("own").options.timeout == 3.0
-    assert (
-        RewardOptions(isolated=True).deadline == 120 and RewardOptions(isolated=True, timeout=5).deadline == 5
-    )
-    assert RewardOptions().deadline is None
+    kinds = ({}, {"isolated": True}, {"isolated": True, "timeout": 5})
+    assert [RewardOptions(**kind).deadline for kind in kinds] == [None, 120, 5]
 
 
 def test_memory_limits_are_bytes_or_a_text():
@@ -365,43 +394,30 @@ def test_memory_limits_are_bytes_or_a_text():
 
 
 @pytest.mark.parametrize(
-    "key, value, legal",
+    "key, value, others, legal",
     [
-        ("timeout", 0, "> 0"),
-        ("timeout", float("inf"), "a number"),
-        ("retries", -1, ">= 0"),
-        ("max_concurrency", 0, ">= 1"),
-        ("memory_limit", 0, "512MB"),
-        ("timeout", 1e30, "in size"),
-        ("memory_limit", "2 TB", "512MB"),
-        ("only_if", [""], "text"),
-        ("clip", [1, 0], "in order"),
-        ("clip", 1, "lowest, highest"),
-        ("clip", [None, None], "lowest, highest"),
-        ("clip", [0, float("nan")], "a number"),
-        ("clip", [0, 1, 2], "lowest, highest"),
-        ("timeot", 3, "did you mean 'timeout'"),
-        # what this kind of function cannot have
-        ("max_concurrency", 2, "async"),
-        ("memory_limit", 10, "isolated: true"),
-        ("completions", "text", "take `completions`"),
+        ("timeout", 0, {}, "> 0"),
+        ("timeout", "long", {}, "a number"),
+        ("timeout", 1e30, {}, "in size"),
+        ("retries", -1, {}, ">= 0"),
+        ("max_concurrency", 0, {}, ">= 1"),
+        ("memory_limit", "2 TB", {}, "512MB"),
+        ("only_if", [""], {}, "text"),
+        ("clip", [1, 0], {}, "in order"),
+        ("clip", [None, None], {}, "lowest, highest"),
+        ("clip", [0, float("nan")], {}, "a number"),
+        ("clip", [0, 10**400], {}, ""),
+        ("timeot", 3, {}, "timeout"),
+        # what does not go together, or what this kind of function cannot have
+        ("clip", [0, 1], {"per_turn": True}, "per_turn"),
+        ("on_timeout", "mask", {"timeout": 2}, "isolated: true"),
+        ("max_concurrency", 2, {}, "isolated: true"),
+        ("memory_limit", 10, {}, "isolated: true"),
+        ("completions", "text", {}, "take `completions`"),
     ],
 )
-def test_options_that_are_not_legal(key, value, legal):
+def test_options_that_are_not_legal(key, value, others, legal):
     with fails(f"(?s)^.*reward 'length'.*{key}.*{re.escape(legal)}"):
-        resolve_entry({"name": "length", key: value})
-
-
-def test_a_plain_function_cannot_be_masked_when_it_is_late():
-    with fails("reward 'length': on_timeout"):
-        resolve_entry({"name": "length", "timeout": 2, "on_timeout": "mask"})
-    with fails("reward 'length': clip"):
-        resolve_entry({"name": "length", "per_turn": True, "clip": [0, 1]})
-
-
-def test_the_decorator_refuses_what_it_does_not_know():
-    for wrong in ({"time_out": 3}, {"timeout": "long"}, {"retries": 1.5}):
-        with fails(f"reward 'f': .*{next(iter(wrong))}"):
-            reward("f", **wrong)(lambda completion: 1.0)
-    with fails("on_timeout is 'skip'"):
-        Scorer(["length"], on_timeout="skip")
+        resolve_entry({"name": "length", key: value, **others})
+    with fails(f"(?s)^reward 'f': .*{key}.*{re.escape(legal)}"):
+        reward("f", **{key: value, **others})(lambda completion: 1.0)

@@ -1,40 +1,35 @@
 """Rewards that begin while other completions are still being sampled: which, in what order, and with equal scores."""
 
 import asyncio
+import dataclasses
 import random
 import threading
 import time
-from pathlib import Path
 
 import pytest
+import reward_entries
 from helpers.patience import PATIENCE, until
 from helpers.sessions import died, workers
+from reward_entries import fails, named
 
-from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
 from mm_grpo.user_code.workers import Workers
 
-FILE = Path(__file__).with_name("rewards_to_isolate.py")
 TEXTS = ["a", "bb", "none", "dddd", "e", "ffffff"]
 
 
 def isolated(name, **settings):
-    return {"name": f"{FILE}:{name}", "as": "apart", "isolated": True, "timeout": 20, **settings}
+    return reward_entries.isolated(name, **{"as": "apart", **settings})
 
 
 @pytest.fixture
-def scorer():
-    made = []
-
+def checked(scorer):
     def make(*entries, columns=(), **settings):
-        one = Scorer(entries, **{"workers": 2, **settings})
+        one = scorer(*entries, **settings)
         one.check(columns)
-        made.append(one)
         return one
 
-    yield make
-    for one in made:
-        one.close()
+    return make
 
 
 def begun(one, batch, order, columns=(), step=1):
@@ -67,10 +62,11 @@ async def gated(completion):
 
 
 def without_times(scores):
-    return {name: value for name, value in scores.metrics.items() if not name.startswith("time/")}
+    metrics = {name: value for name, value in scores.metrics.items() if not name.startswith("time/")}
+    return dataclasses.replace(scores, metrics=metrics)
 
 
-def test_scores_are_those_of_a_batch_that_is_scored_at_once(rows, scorer, tmp_path):
+def test_scores_are_those_of_a_batch_that_is_scored_at_once(rows, checked, tmp_path):
     (tmp_path / "own.py").write_text(
         "def apart(completion, images, box, log_extra, log_metric):\n"
         "    log_extra('pixels', images[0].size)\n    log_metric('boxes', len(box))\n"
@@ -87,17 +83,11 @@ def test_scores_are_those_of_a_batch_that_is_scored_at_once(rows, scorer, tmp_pa
     columns = {"kind": [0, 1, 2, 0, 1, 2], "box": [(4, 2)] * 6}
     columns["task"] = ["x", "x", "y", "x", "y", "x"]
     batch = rows(TEXTS, **columns)
-    want = scorer(*entries, columns=columns, max_steps=9).score(*batch, step=3)
+    want = checked(*entries, columns=columns, max_steps=9).score(*batch, step=3)
     for seed in range(3):
         order = random.Random(seed).sample(range(6), 6)
-        one = scorer(*entries, columns=columns, max_steps=9)
+        one = checked(*entries, columns=columns, max_steps=9)
         got = begun(one, batch, order, columns, step=3)
-        assert (got.totals, got.parts, got.extra, got.turns) == (
-            want.totals,
-            want.parts,
-            want.extra,
-            want.turns,
-        )
         assert without_times(got) == without_times(want)
         if seed == 0:  # and again, by the same workers
             assert begun(one, batch, order[::-1], columns, step=3).totals == want.totals
@@ -105,7 +95,7 @@ def test_scores_are_those_of_a_batch_that_is_scored_at_once(rows, scorer, tmp_pa
     assert want.parts["judged"][0] == 3.125 and want.parts["judged"][2] is None
 
 
-def test_calls_are_made_before_the_others_are_there(rows, scorer, tmp_path):
+def test_calls_are_made_before_the_others_are_there(rows, checked, tmp_path):
     called = []
 
     async def noted(completion):
@@ -123,7 +113,7 @@ def test_calls_are_made_before_the_others_are_there(rows, scorer, tmp_path):
         later.append((threading.current_thread(), completion))
         return 0.0
 
-    one = scorer({"name": noted, "as": "noted"}, apart, last)
+    one = checked({"name": noted, "as": "noted"}, apart, last)
     prompts, completions = rows(["p", "q", "r"])
     early = one.begin(3, (), 1)
     early.add(1, prompts[1], completions[1])
@@ -141,21 +131,21 @@ def test_calls_are_made_before_the_others_are_there(rows, scorer, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["async", "isolated"])
-def test_one_call_at_a_time_goes_by_rows(rows, scorer, tmp_path, kind):
+def test_one_call_at_a_time_goes_by_rows(rows, checked, tmp_path, kind):
     """With max_concurrency 1 a function that counts its calls counts as it would without."""
     (tmp_path / "own.py").write_text(
         "calls = []\ndef count(completion):\n    calls.append(completion)\n    return float(len(calls))\n"
         "async def awaited(completion):\n    return count(completion)\n"
     )
     name = f"{tmp_path}/own.py:" + ("awaited" if kind == "async" else "count")
-    one = scorer({"name": name, "as": "n", "max_concurrency": 1, "isolated": kind == "isolated"})
+    one = checked({"name": name, "as": "n", "max_concurrency": 1, "isolated": kind == "isolated"})
     order = [2, 0, 5, 1, 4, 3]
     assert begun(one, rows(TEXTS), order).parts["n"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "isolated"])
-def test_a_timeout_counts_from_the_last_completion(rows, scorer, kind):
+def test_a_timeout_counts_from_the_last_completion(rows, checked, kind):
     """Sampling that takes longer than a reward's time-out is nobody's fault; a call that hangs is late as ever."""
     entry = isolated("behave", on_timeout="mask", timeout=1.5)
     if kind == "async":
@@ -165,7 +155,7 @@ def test_a_timeout_counts_from_the_last_completion(rows, scorer, kind):
             return 1.0
 
         entry = {"name": waits, "as": "apart", "on_timeout": "mask", "timeout": 1.5}
-    one, texts = scorer(entry), ["wait 0", "wait 600", "wait 0"]
+    one, texts = checked(entry), ["wait 0", "wait 600", "wait 0"]
     one.start()
     prompts, completions = rows(texts)
     one.score(prompts[:1], completions[:1], 1)  # workers have started
@@ -180,39 +170,30 @@ def test_a_timeout_counts_from_the_last_completion(rows, scorer, kind):
 
 
 @pytest.mark.parametrize("kind", ["async", "isolated"])
-def test_what_fails_early_stops_the_run_when_all_are_there(rows, scorer, kind):
-    async def fails(completion):
+def test_what_fails_early_stops_the_run_when_all_are_there(rows, checked, kind):
+    async def bad(completion):
         assert completion != "opaque", "that one"
         return 1.0
 
     def entry(**settings):
-        return (
-            isolated("behave", **settings)
-            if kind == "isolated"
-            else {"name": fails, "as": "apart", **settings}
-        )
+        return isolated("behave", **settings) if kind == "isolated" else named("apart", bad, **settings)
 
     batch = rows(["a", "opaque", "c"])
-    one = scorer(entry())
+    one = checked(entry())
     early = one.begin(3, (), 1)
     early.add(1, batch[0][1], batch[1][1])
-    until(
-        lambda: (
-            early.isolated["apart"].failed if kind == "isolated" else early.on_loop.running["apart"]._failed
-        )
-    )
+    calls = early.isolated["apart"] if kind == "isolated" else early.on_loop.running["apart"]
+    until(lambda: calls.failed if kind == "isolated" else calls._failed)
     early.add(0, batch[0][0], batch[1][0])
     early.add(2, batch[0][2], batch[1][2])
-    with pytest.raises(
-        RewardError, match="reward 'apart', on row 'row:1' with the completion 'opaque', raised"
-    ):
+    with fails("reward 'apart', on row 'row:1' with the completion 'opaque', raised"):
         one.score(*batch, 1, early)
     assert early.over and begun(one, rows(["a"]), [0]).metrics["rewards/apart/errors"] == 0  # and it goes on
-    masked = begun(scorer(entry(on_error="mask")), batch, [1, 2, 0])
+    masked = begun(checked(entry(on_error="mask")), batch, [1, 2, 0])
     assert [total is None for total in masked.totals] == [False, True, False]
 
 
-def test_calls_that_nobody_waits_for_are_ended(rows, scorer):
+def test_calls_that_nobody_waits_for_are_ended(rows, checked):
     cancelled = []
 
     async def waits(completion):
@@ -222,7 +203,7 @@ def test_calls_that_nobody_waits_for_are_ended(rows, scorer):
             cancelled.append(completion)
             raise
 
-    one = scorer(isolated("behave"), {"name": waits, "as": "waits"})
+    one = checked(isolated("behave"), {"name": waits, "as": "waits"})
     one.start()
     until(lambda: len(workers()) == 2)
     started = workers()
@@ -236,15 +217,14 @@ def test_calls_that_nobody_waits_for_are_ended(rows, scorer):
     assert one.begin(2, (), 1) is not None
 
 
-def test_workers_that_import_for_long_are_not_waited_for(rows, scorer, tmp_path):
-    entry = {"as": "f", "isolated": True, "timeout": 20}
+def test_workers_that_import_for_long_are_not_waited_for(rows, checked, tmp_path):
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import sys, time\n"
         "if 'pytest' not in sys.modules:\n    time.sleep(600)\n"
         "def f(completion):\n    return 1.0\n"
     )
-    one, start = scorer(entry | {"name": f"{slow}:f"}), time.monotonic()
+    one, start = checked({"name": f"{slow}:f", "isolated": True, "timeout": 20}), time.monotonic()
     prompts, completions = rows("a")
     early = one.begin(1, (), 1)
     early.add(0, prompts[0], completions[0])
@@ -252,24 +232,21 @@ def test_workers_that_import_for_long_are_not_waited_for(rows, scorer, tmp_path)
     assert time.monotonic() - start < PATIENCE  # it is not waited for
 
 
-def test_where_nothing_can_begin_early(rows, scorer):
-    async def waits_for_a_gate(completion):
-        return 1.0
-
-    one = scorer(plain, whole, {"name": waits_for_a_gate, "as": "g", "only_if": "plain"})
+def test_where_nothing_can_begin_early(rows, checked):
+    one = checked(plain, whole, {"name": gated, "as": "g", "only_if": "plain"})
     assert not one.streams and one.begin(3, (), 1) is None
     assert not Scorer([isolated("echo_batch")]).streams
     unchecked = Scorer([judged])
     assert unchecked.streams and unchecked.begin(3, (), 1) is None
-    one = scorer({"name": gated, "as": "g"})
+    one = checked({"name": gated, "as": "g"})
     early = one.begin(3, (), 1)
     with pytest.raises(ValueError, match="1 completions where 3 were begun"):
         one.score(*rows("a"), 1, early)
 
 
-def test_a_pool_of_one_worker_stays_one(rows, scorer, monkeypatch):
+def test_a_pool_of_one_worker_stays_one(rows, checked, monkeypatch):
     """Further workers are for calls that wait behind long ones; between two calls none is at one."""
-    one, made, start = scorer(isolated("behave"), workers=1), [], Workers.start
+    one, made, start = checked(isolated("behave"), workers=1), [], Workers.start
     monkeypatch.setattr(Workers, "start", lambda group: made.append(group) or start(group))
     for step in (1, 2):
         one.score(*rows("abcdefgh"), step=step)

@@ -1,9 +1,6 @@
 """Functions written for TRL and open-r1, called as they are."""
 
 import asyncio
-import re
-
-import pytest
 
 from mm_grpo.rewards import Scorer
 
@@ -15,11 +12,6 @@ def reward_len(completions, **kwargs):  # TRL's docs, string completions
 def accuracy_reward(completions, solution, **kwargs):  # open-r1
     contents = [completion[0]["content"] for completion in completions]
     return [1.0 if c == s else 0.0 for c, s in zip(contents, solution, strict=True)]
-
-
-def format_reward(completions, **kwargs):  # open-r1, R1-V
-    pattern = r"<think>.*?</think>\s*<answer>.*?</answer>"
-    return [1.0 if re.fullmatch(pattern, c[0]["content"], re.DOTALL) else 0.0 for c in completions]
 
 
 def whole_signature(
@@ -39,10 +31,6 @@ async def async_reward(prompts, completions, solution, **kwargs):
     return [1.0 if c[0]["content"] == s else None for c, s in zip(completions, solution, strict=True)]
 
 
-def keywords_only(**kwargs):
-    return [0.0 for _ in kwargs["completions"]]
-
-
 class LoadedJudge:
     __name__ = "judge"
 
@@ -52,14 +40,13 @@ class LoadedJudge:
 
 
 def test_trl_functions_work_unchanged(rows):
-    functions = [accuracy_reward, format_reward, whole_signature, async_reward, LoadedJudge()]
+    functions = [accuracy_reward, whole_signature, async_reward, LoadedJudge()]
     scorer = Scorer(functions, max_steps=5)
     scorer.check(["solution", "difficulty"])
     batch = rows(["3", "12"], solution=["3", "4"], difficulty=[1, 2])
     scores = scorer.score(*batch, step=2)
     assert scores.parts == {
         "accuracy_reward": [1.0, 0.0],
-        "format_reward": [0.0, 0.0],
         "whole_signature": [2.0, None],
         "async_reward": [1.0, None],
         "judge": [0.25, 0.25],
@@ -80,15 +67,3 @@ def test_plain_texts_when_prompts_are_texts(rows):
     scores = Scorer([f], conversational=False).score(*rows(["ab", "c"]), step=1)
     assert scores.totals == [2.0, 1.0]
     assert seen == {"prompts": ["question 0", "question 1"], "completions": ["ab", "c"]}
-
-
-def test_a_function_may_look_at_environments_alone():
-    def of_environments(environments, **kwargs):
-        return [0.0 for _ in environments]
-
-    assert Scorer([of_environments]).specs[0].kind == "batch"
-
-
-def test_a_function_of_keywords_alone_is_refused():
-    with pytest.raises(Exception, match="reward 'keywords_only' takes neither"):
-        Scorer([keywords_only])

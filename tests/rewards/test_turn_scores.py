@@ -73,13 +73,13 @@ def test_tensors_are_lists() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([[1, 2], [1]], "returned 2 numbers where the model had 3 turns; legal is a list with a finite number or None"),
-        ([1.0, 2.0], "returned 1.0, a float; legal is a list with a finite number or None for each turn"),
+        ([[1, 2], [1]], "returned 2 numbers where the model had 3 turns; legal is a list"),
+        ([1.0, 2.0], "returned 1.0, a float; legal is a list"),
         ([[1, 2, math.nan], [1]], "which is not finite"),
-        ([[1, 2, "x"], [1]], "a str; legal is a list with"),
+        ([[1, 2, "x"], [1]], "a str; legal is a list"),
         ([[1, 2, 3]], "returned 1 scores; legal is a list of 2"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_answer_stops_the_run_or_masks(answer: Any, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         score([by_turn(answer)], *DONE)
@@ -90,11 +90,5 @@ def test_a_wrong_answer_stops_the_run_or_masks(answer: Any, message: str) -> Non
 def test_one_number_is_refused_where_a_list_is_and_a_list_where_a_number_is() -> None:
     with pytest.raises(RewardError, match="a list; legal is a finite number"):
         score([{"name": lambda completions, **kwargs: [[1.0], [2.0]], "as": "r"}], *DONE)
-    with pytest.raises(
-        RewardError, match=r"clip = .* bounds one number for a completion, and per_turn is true"
-    ):
-        Scorer([{**by_turn([]), "clip": [0, 1]}])
-    with pytest.raises(
-        RewardError, match=r"reward 'r': per_turn = true .* set rollout.tools or rollout.environ"
-    ):
+    with pytest.raises(RewardError, match=r"reward 'r': per_turn = true .*rollout.tools or rollout.environ"):
         Scorer([by_turn([])], several_turns=False)

@@ -83,10 +83,7 @@ def test_an_environment_that_hangs_at_the_start(address: str, at_import: bool, t
 def test_a_hang_inside_vllm() -> None:
     result = ended(ENGINE.format(hang=SLEEP))
     assert result.returncode == 1
-    assert (
-        "error: vLLM has made no step for 0.5 s while it sampled or scored 4 request(s), and hangs"
-        in result.stderr
-    )
+    assert "error: vLLM has made no step for 0.5 s while it sampled or scored 4 request(s)" in result.stderr
     assert "--resume" in result.stderr and "in step" in result.stderr
 
 

@@ -209,6 +209,8 @@ sys.path[:0] = [{str(HERE)!r}]
 from mm_grpo.user_code.workers import Workers
 print("the script runs")
 group = Workers("calls_to_isolate:make", "", "the calls", RuntimeError, 1000)
+def soon(signal):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal)).start()
 def call(text):
     (worker,) = group
     while not worker.idle:
@@ -225,27 +227,15 @@ ENDS = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     "killed with its group": ("os.killpg(os.getpgid(0), signal.SIGKILL)", -signal.SIGKILL),
     "terminated": ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
-    "killed in a call": (
-        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start(); call('hang in C')",
-        -signal.SIGKILL,
-    ),
-    "interrupted in a call": (
-        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start(); call('hang')",
-        -signal.SIGINT,
-    ),
+    "killed in a call": ("soon(signal.SIGKILL); call('hang in C')", -signal.SIGKILL),
+    "interrupted in a call": ("soon(signal.SIGINT); call('hang')", -signal.SIGINT),
 }
 
 
 def trainer(program: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", TRAINER + program]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-        timeout=PATIENCE,
-        stdin=subprocess.PIPE,
-    )
+    streams = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    return subprocess.run(command, text=True, start_new_session=True, timeout=PATIENCE, **streams)
 
 
 @pytest.mark.slow
