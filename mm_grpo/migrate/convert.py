@@ -306,12 +306,12 @@ def _rewards(found: Conversion, value: Any) -> str | None:
         "think_format_reward": "format",
         "format": "format",
     }
-    weighted = isinstance(weights, list) and len(weights) == len(named)
+    weighted = weights if isinstance(weights, list) and len(weights) == len(named) else [None] * len(named)
     entries: list[Any] = []
-    for name, weight in zip(named, weights if weighted else [1.0] * len(named), strict=True):
+    for name, weight in zip(named, weighted, strict=True):
         module, _, function = str(name).rpartition(".")
         if entry := ours.get(name, f"{module}:{function}" if module else None):
-            entries.append({"name": entry, "weight": float(weight)} if weighted else entry)
+            entries.append(entry if weight is None else {"name": entry, "weight": float(weight)})
     found.put("rewards", entries)
     if same := [f"{name} -> {ours[name]}" for name in named if name in ours]:
         found.notes.append(f"rewards: {', '.join(same)}; see `mm-grpo rewards NAME` for what they compare")
