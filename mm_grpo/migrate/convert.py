@@ -142,9 +142,14 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{above}.{key}" if above else str(key)
-        is_value = path.endswith(("_kwargs", "columns")) or not isinstance(value, Mapping) or not value
-        found |= {path: value} if is_value else _flat(value, path)
+        is_section = isinstance(value, Mapping) and value and path.rpartition(".")[2] not in _MAPPINGS
+        found |= _flat(value, path) if is_section else {path: value}
     return found
+
+
+_MAPPINGS = (
+    "chat_template_kwargs", "model_init_kwargs", "generation_kwargs", "lr_scheduler_kwargs", "columns",
+)  # fmt: skip
 
 
 NEEDLESS: Mapping[str, tuple[object, ...]] = {
