@@ -15,13 +15,15 @@ import json
 import random
 import runpy
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
 
-from mm_grpo.data import digits as task
+sys.path.append(str(Path(__file__).parent / "digits"))
+import digits as task
 
 HERE = Path(__file__).resolve().parent
 COLOURS = {

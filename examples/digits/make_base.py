@@ -23,10 +23,9 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers import Qwen2_5_VLProcessor as Processor
 
-from mm_grpo.data.digits import LEVELS, PAPER, QUESTION, SIDE, Digit, digits, pair, render
-
-sys.path.append(str(Path(__file__).parents[1]))  # examples/, where small_bases.py lies
+sys.path += [str(Path(__file__).parents[n]) for n in (0, 1)]  # where the task and small_bases.py lie
 import small_bases
+from digits import LEVELS, PAPER, QUESTION, SIDE, Digit, digits, pair, render
 from small_bases import Conversation, base_arguments, encode, make_model, make_tokenizer
 
 IMAGE_SIZE = 56

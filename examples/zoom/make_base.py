@@ -31,7 +31,13 @@ from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers import Qwen2_5_VLProcessor as Processor
 from transformers.utils.chat_template_utils import get_json_schema
 
-from mm_grpo.data.patterns import (
+from mm_grpo.environments.builtins import Zoom
+from mm_grpo.processors.image_size import resize_to
+from mm_grpo.processors.qwen_vl import fixed_size
+
+sys.path += [str(Path(__file__).parents[n]) for n in (0, 1)]  # where the task and small_bases.py lie
+import small_bases
+from patterns import (
     COLUMNS,
     CUTS,
     PAPER,
@@ -45,12 +51,6 @@ from mm_grpo.data.patterns import (
     render,
     scene,
 )
-from mm_grpo.environments.builtins import Zoom
-from mm_grpo.processors.image_size import resize_to
-from mm_grpo.processors.qwen_vl import fixed_size
-
-sys.path.append(str(Path(__file__).parents[1]))  # examples/, where small_bases.py lies
-import small_bases
 from small_bases import MERGE, MIN_PIXELS, PATCH, base_arguments, make_model, make_tokenizer
 
 SIZE = {"hidden": 128, "layers": 3, "vision_hidden": 96, "vision_layers": 3}

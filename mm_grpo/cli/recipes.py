@@ -114,6 +114,8 @@ def _copy(source: Path, folder: Path, layers: Mapping[str, Path]) -> None:
         if path.is_file() and not set(LEFT_OUT) & set(path.relative_to(source).parts)
     }
     files |= {folder / "layers" / path.name: path for path in layers.values()}
+    if (source / "make_base.py").is_file():
+        files[folder / "small_bases.py"] = source.parent / "small_bases.py"  # which it imports
     _refuse_existing(files)
     _make(folder)
     for target, path in files.items():

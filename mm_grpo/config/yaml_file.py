@@ -77,16 +77,18 @@ def resolve_relative_path(value: Any, folder: Path, *, rewards: bool = False) ->
     config.yaml. What is not there may be found from the working folder, or be a hub name. `value` may
     also be `file.py:name`, `folder:split`, a glob, a list of paths, a mapping of names to any of these, or with
     `rewards` the list of them, where only `file.py:name` is a path. A mapping with the key `path` is an entry of a
-    mixture, one with the key `task` alone holds no path.
+    mixture; one with the key `task` alone may name a function in a file.
     """
     if isinstance(value, list):
         if rewards:
-            return [_resolve_reward(entry, folder) for entry in value]
+            return [_resolve_named(entry, folder) for entry in value]
         return [resolve_relative_path(entry, folder) for entry in value]
     if isinstance(value, dict) and "path" in value:
         own = {key: value[key] for key in ("path", "image_dir") if key in value}
         return {**value, **{key: resolve_relative_path(inner, folder) for key, inner in own.items()}}
-    if isinstance(value, dict) and not is_source(value):
+    if isinstance(value, dict) and "task" in value:
+        return {**value, "task": _resolve_named(value["task"], folder)}
+    if isinstance(value, dict):
         return {name: resolve_relative_path(inner, folder) for name, inner in value.items()}
     if not isinstance(value, str) or not value or value.startswith("~") or Path(value).is_absolute():
         return value
@@ -106,9 +108,9 @@ def is_source(value: Mapping[str, Any]) -> bool:
     return "path" in value or "task" in value
 
 
-def _resolve_reward(entry: Any, folder: Path) -> Any:
+def _resolve_named(entry: Any, folder: Path) -> Any:
     if isinstance(entry, dict) and isinstance(entry.get("name"), str):
-        return {**entry, "name": _resolve_reward(entry["name"], folder)}
+        return {**entry, "name": _resolve_named(entry["name"], folder)}
     return resolve_relative_path(entry, folder) if isinstance(entry, str) and ".py:" in entry else entry
 
 

@@ -19,8 +19,6 @@
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
     lazy_image   a picture that is drawn when its pixels are first asked for
     shapes    a task whose images are drawn, without any download
-    patterns  another, whose patterns are too fine to be seen without a tool
-    digits    sums of handwritten digits, whose pictures come with scikit-learn
     recipe_prepare   a dataset of the hub on disk, for a recipe's prepare.py
 
 Not here: what a sample becomes for a model (processors/). Importing this loads neither torch nor the

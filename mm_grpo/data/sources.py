@@ -5,15 +5,15 @@
     a path          what paths.py finds: files, folders, globs, a hub's dataset; or a list of such
     rows            a list or tuple of mappings
     a dataset       of the datasets library
-    a mapping       {task: shapes, ...}: rows made by a function, whose arguments the other keys are;
-                    with `shuffle_images: true` each row gets another row's images
+    a mapping       {task: shapes, ...} or {task: file.py:function, ...}: rows made by a function, whose arguments
+                    the other keys are; with `shuffle_images: true` each row gets another row's images
     a mixture       a Mixture of several of these with weights (mixture.py); in a config a list of entries
 
 Relative image paths start at `data.image_dir`; where that is not set, at the folder of the dataset's
 file, or at the working folder for rows in memory. Nothing is downloaded but a dataset of the hub that is named.
 
-To add a task: a function with keyword arguments that returns rows, and its line in `TASKS`. Kinds of file are in
-paths.py and readers.py.
+A task is a function with keyword arguments that returns rows; `TASKS` names those of this package. Kinds of file are
+in paths.py and readers.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.config.yaml_file import is_source
@@ -35,6 +34,7 @@ from mm_grpo.data.mixture import MixedDataset, Mixture, entry_settings, mixture_
 from mm_grpo.data.paths import LEGAL, find
 from mm_grpo.data.readers import JoinedRows, read
 from mm_grpo.errors import ConfigError, DataError, UserError, did_you_mean
+from mm_grpo.import_path import load_named
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -47,11 +47,7 @@ Needs = Callable[[Sequence[str], Callable[[], Iterator[Mapping[str, Any]]], bool
 raises for what is missing (`Scorer.check`)."""
 BLIND = "blind"
 """The name under which metrics have the blind control; no evaluation set may have it."""
-TASKS = {
-    "shapes": "mm_grpo.data.shapes:shapes_rows",
-    "patterns": "mm_grpo.data.patterns:patterns_rows",
-    "digits": "mm_grpo.data.digits:digits_rows",
-}
+TASKS = {"shapes": "mm_grpo.data.shapes:shapes_rows"}
 
 
 def load(
@@ -231,14 +227,14 @@ def _load_task(
 ) -> Dataset:
     options = dict(source)
     task, shuffle = options.pop("task", None), options.pop("shuffle_images", False)
-    if not isinstance(task, str) or task not in TASKS:
+    if not isinstance(task, str) or (task not in TASKS and ":" not in task):
         raise DataError(
-            f"{name}: the task is {task!r}; known tasks: {quoted(TASKS)}. Rows of your own need path: {LEGAL}"
+            f"{name}: the task is {task!r}; legal are {quoted(TASKS)} and path/to/file.py:function. Rows in files need "
+            f"path: {LEGAL}"
         )
     if not isinstance(shuffle, bool):
         raise DataError(f"{name}: shuffle_images is {shuffle!r}; legal is true or false")
-    module, function_name = TASKS[task].split(":")
-    function = getattr(import_module(module), function_name)
+    function = load_named(TASKS.get(task, task), f"{name}: task", DataError)
     signature = inspect.signature(function)
     legal = [*signature.parameters, "shuffle_images"]
     try:
@@ -250,5 +246,6 @@ def _load_task(
         rows = function(**options)
     except (TypeError, DataError) as error:  # TypeError: one that it needs is missing
         raise DataError(f"{name}: the task {task!r}: {error}") from None
-    dataset = Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({task}) row {i}", **how)
+    label = task.rpartition(":")[2]
+    dataset = Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({label}) row {i}", **how)
     return dataset.with_shuffled_images() if shuffle else dataset

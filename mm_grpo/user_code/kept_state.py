@@ -19,8 +19,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 log = logging.getLogger(__name__)
+LEFT: WeakSet[threading.Thread] = WeakSet()
+"""Threads that user code started, and for which Python waits at its end."""
 
 
 def own_copy(value: Any, memo: dict[int, tuple[Any, Any]] | None = None) -> Any:
@@ -81,8 +84,10 @@ def kept_state(who: str) -> Iterator[None]:
         yield
     finally:
         changed: list[str] = []
-        if left := [one.name for one in threading.enumerate() if one not in threads and not one.daemon]:
-            log.warning("%s started %s; Python waits at its end for threads that are no daemons", who, left)
+        if left := [one for one in threading.enumerate() if one not in threads and not one.daemon]:
+            LEFT.update(left)
+            names = [one.name for one in left]
+            log.warning("%s started %s; Python waits at its end for threads that are no daemons", who, names)
         random.setstate(python)
         if numpy is not None and numbers is not None:
             numpy.random.set_state(numbers)

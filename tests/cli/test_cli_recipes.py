@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,15 @@ def test_a_copy_is_whole_and_writes_nothing_over(tmp_path: Path, command: Callab
     assert again.code == 2 and "exists already and would be written over" in again.err
     assert (tmp_path / "mine" / "README.md").read_text() == "mine"
     assert command("recipes", "--copy", tmp_path / "x").code == 2 and not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_the_script_of_a_copied_base_finds_what_it_imports(
+    tmp_path: Path, command: Callable[..., Any]
+) -> None:
+    assert command("recipes", "zoom", "--copy", tmp_path / "mine").code == 0
+    script = [sys.executable, "make_base.py", "--help"]
+    assert subprocess.run(script, cwd=tmp_path / "mine", capture_output=True, timeout=180).returncode == 0
 
 
 def test_init_writes_what_check_accepts(tmp_path: Path, command: Callable[..., Any]) -> None:

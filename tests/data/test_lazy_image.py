@@ -10,12 +10,11 @@ from io import BytesIO
 import numpy as np
 import pytest
 from helpers.configs import small_config
+from helpers.recipe_scripts import script
 from PIL import Image, ImageChops
 
 from mm_grpo.data import Dataset
-from mm_grpo.data.digits import digits_rows
 from mm_grpo.data.lazy_image import LazyImage
-from mm_grpo.data.patterns import patterns_rows
 from mm_grpo.data.shapes import render, scene, shapes_rows
 
 
@@ -81,9 +80,9 @@ def test_reading_rows_draws_none_of_their_pictures() -> None:
 def test_the_tasks_promise_the_size_that_they_draw(task: str) -> None:
     if task == "digits":
         pytest.importorskip("sklearn")
-        (row,) = digits_rows(split="train", size=1, image_size=60)
+        (row,) = script("digits/digits.py").digits_rows(split="train", size=1, image_size=60)
     else:
-        (row,) = patterns_rows(split="train", size=1, cell_size=27)
+        (row,) = script("zoom/patterns.py").patterns_rows(split="train", size=1, cell_size=27)
     for image in row["images"]:
         assert type(image) is LazyImage
         promised = image.size

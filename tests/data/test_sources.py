@@ -118,6 +118,19 @@ def test_rows_in_memory() -> None:
         assert "'train'" in refusal(nothing) or refusal(nothing).startswith("train: ")
 
 
+def test_rows_are_made_by_a_function_of_a_file_beside_the_config(tmp_path: Path) -> None:
+    code = "def rows(size, word='red'):\n    return [{'prompt': f'{word} {n}', 'answer': n} for n in range(size)]\n"
+    (tmp_path / "own.py").write_text(code)
+    (tmp_path / "config.yaml").write_text(
+        "model: {path: m}\ndata: {train: {task: 'own.py:rows', size: 3}, text_only: true}"
+    )
+    made = GRPOConfig.from_yaml(tmp_path / "config.yaml")
+    assert [row["answer"] for row in load_train(made).columns_of_rows()] == [0, 1, 2]
+    for task, named in (("own.py:rows", "'colour'"), ("own.py:lines", "own.py"), ("none.py:rows", "none.py")):
+        with pytest.raises(DataError, match=named):
+            load({"task": f"{tmp_path}/{task}", "colour": 3}, made.data)
+
+
 def test_the_shapes_task() -> None:
     source = {"task": "shapes", "split": "train", "size": 4}
     dataset = read(source)

@@ -35,18 +35,6 @@ def test_what_vllm_itself_refuses_names_the_row(rig: Rig, monkeypatch: pytest.Mo
     still_works(rig)
 
 
-def test_an_image_that_vllm_rejects_names_the_row(one: Rig) -> None:
-    good = one.prompts()[0]
-    broken = dataclasses.replace(
-        good,
-        sample=dataclasses.replace(good.sample, uid="row-20"),
-        engine_prompt=EnginePrompt(good.engine_prompt.token_ids, (tiny.picture(1).resize((300, 1)),)),
-    )
-    with pytest.raises((DataError, GuardStop), match=r"row-20: .*"):
-        one.engine.generate([Request(good, 1, TWELVE), Request(broken, 2, TWELVE)])
-    still_works(one)
-
-
 @pytest.mark.parametrize("fault", ["expanded", "resized"])
 def test_other_ids_or_another_size_are_caught_by_the_id_contract(rig: Rig, fault: str) -> None:
     prompt = rig.prompts()[0]
@@ -80,18 +68,6 @@ def test_death_in_mid_step_has_one_error_with_its_cause_and_no_hang(
     assert isinstance(e.value.__cause__, RuntimeError)
     assert not engine.has_unfinished_requests()
     still_works(rig)
-
-
-def test_a_worker_that_fails_in_its_forward(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        raise MemoryError("no room")
-
-    with monkeypatch.context() as patched:
-        core = one.engine._handle.llm.llm_engine.engine_core.engine_core
-        patched.setattr(core.model_executor, "execute_model", fails)
-        with pytest.raises(EngineError, match="MemoryError: no room"):
-            one.engine.generate(requests_for(one.prompts(), [range(4)] * 3, TWELVE))
-    still_works(one)
 
 
 def test_an_interrupt_leaves_nothing_queued(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,19 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny
-from transformers import AutoModelForImageTextToText
+from test_vllm_parity import Both
 from vllm_rig import Rig
 
-from mm_grpo import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.gaps import check_start
-from mm_grpo.parity.sync import SyncReport, VerifiedSync
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
-from mm_grpo.types import Group
 
 pytestmark = pytest.mark.long
 ROUNDING = 0.06
@@ -71,33 +67,11 @@ def test_a_part_of_a_linear_layer_arrives(parts: tuple[str, ...], rig: Rig) -> N
     assert rig.gap(prompts, rig.engine.generate(requests)) < ROUNDING
 
 
-def test_updates_are_followed_and_checked(rig: Rig, path: Path) -> None:
-    config = GRPOConfig.from_dict(
-        {
-            "model": {"path": str(path), "dtype": "bfloat16"},
-            "data": {"train": {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size": 84}},
-            "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10},
-            "optim": {"learning_rate": 1e-2},
-        }
-    )
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16).train()
-    learner = Learner(model, rig.processor, config, 10)
-    engine = VLLMEngine(rig.settings, rig.processor)
-    sync = VerifiedSync(engine, learner, config)
-    sync.start()
-    prompt = rig.prompt("r:0", tiny.picture(1))
-    check_start(engine, learner, config, prompt, SEEDS, 0)
-
-    def step(version: int) -> SyncReport:
-        done = tuple(engine.generate(requests_for([prompt], [SEEDS], Sampling(10))))
-        group = Group(0, prompt, done, (1.0, 0.0, 1.0, 0.0), (1.0, -1.0, 1.0, -1.0))
-        canary = sync.canary([group])
-        report = learner.update([group])
-        assert report.max_gap < ROUNDING
-        return sync.update(version, canary, noise=report.max_gap)
-
+def test_updates_are_followed_and_checked(rig: Rig) -> None:
+    both = Both(rig, limit=ROUNDING)
+    check_start(both.engine, both.learner, both.config, both.prompt, SEEDS, 0)
     for version in (1, 2):
-        report = step(version)
+        report = both.step(version, rate=1e-2)
         assert report.problem is None and report.moved is not None and report.moved > 0
         assert report.score is not None and report.score.max < ROUNDING
 

@@ -56,19 +56,6 @@ def test_a_run_with_adapters_of_q_and_v_stays_in_step(models: dict[str, Path], t
         assert 0 < row["sync/bytes"] < whole / 4  # the adapted layers and their fused siblings, nothing else
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rate", [1e-6, 1e-4])
-def test_a_bfloat16_run_says_what_merging_keeps_from_the_engine(
-    rate: float, models: dict[str, Path], tmp_path: Path
-) -> None:
-    config = config_of(models["qwen2_5_vl"], tmp_path / "run", "bfloat16", LORA)
-    config = config.with_values({"optim.learning_rate": rate, "run.max_steps": 8})
-    GRPOTrainer(config, train=shapes_rows(split="train", size=40, image_size=56), rewards=[vowels]).train()
-    lost = [row["lora/merge_lost"] for row in rows_of(tmp_path / "run")]
-    assert all(0 < share <= 1 for share in lost)
-    assert min(lost) > 0.9 if rate == 1e-6 else lost[-1] < lost[0]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_is_passed_in_is_what_vllm_samples_from(
     dtype: str, models: dict[str, Path], tmp_path: Path

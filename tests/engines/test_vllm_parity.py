@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from helpers import tiny
-from torch import Tensor
+from helpers.configs import small_config
 
 from mm_grpo import GRPOConfig, build
 from mm_grpo.errors import EngineError, GuardStop
@@ -16,7 +16,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.gaps import check_start
 from mm_grpo.parity.sync import SyncReport, VerifiedSync
 from mm_grpo.preflight.doctor import examine
-from mm_grpo.rollout.engine import Digest, Request, Sampling, requests_for
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.types import Completion, Group
 
@@ -27,21 +27,19 @@ LONG = (
 
 
 def config_of(rig: Any, **rollout: Any) -> GRPOConfig:
-    return GRPOConfig.from_dict(
-        {
-            "model": {"path": rig.settings.model, "dtype": "float32"},
-            "data": {"train": {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size": 84}},
-            "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, **rollout},
-            "optim": {"learning_rate": 1e-3},
-        }
+    return small_config(
+        rig.settings.model,
+        model={"dtype": rig.settings.dtype},
+        data={"train": {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size": 84}},
+        rollout={"num_generations": 4, "max_completion_length": 10, **rollout},
     )
 
 
 class Both:
     """A learner over the rig's model and an engine of the given class, in step."""
 
-    def __init__(self, rig: Any, kind: type[VLLMEngine] = VLLMEngine) -> None:
-        self.rig, self.config = rig, config_of(rig)
+    def __init__(self, rig: Any, kind: type[VLLMEngine] = VLLMEngine, limit: float = 1e-5) -> None:
+        self.config, self.limit = config_of(rig), limit
         rig.model.train().requires_grad_(True)
         self.learner = Learner(rig.model, rig.processor, self.config, 10)
         self.engine = kind(rig.settings, rig.processor)
@@ -57,7 +55,7 @@ class Both:
         group = Group(0, self.prompt, done, (1.0, 0.0, 1.0, 0.0), (1.0, -1.0, 1.0, -1.0))
         canary = self.sync.canary([group])
         report = self.learner.update([group])
-        assert report.max_gap < 1e-5
+        assert report.max_gap < self.limit
         return self.sync.update(version, canary, noise=report.max_gap)
 
 
@@ -70,21 +68,6 @@ def test_a_sound_engine_follows_every_update(rig: Any) -> None:
         assert report.problem is None and report.bytes > 0
         assert report.score is not None and report.score.max < 1e-5
         assert report.probe is not None and report.probe.max < 1e-5
-
-
-def test_an_update_of_the_vision_tower_alone_is_followed(one: Any) -> None:
-    both = Both(one)
-    one.model.requires_grad_(False)
-    one.model.model.visual.requires_grad_(True)
-    both.learner = both.sync.learner = Learner(one.model, one.processor, both.config, 10)
-    report = both.step(1)
-    assert report.problem is None and report.moved is not None and report.moved > 1e-4
-    assert report.score is not None and report.score.max < 1e-5
-
-
-class NoTransfer(VLLMEngine):
-    def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
-        return super().update_weights(tensors if version == 0 else [], version)
 
 
 class NoEncoderReset(VLLMEngine):
@@ -113,12 +96,6 @@ class OtherImage(VLLMEngine):
             return replace(sent, images=tuple(image.transpose(1) for image in sent.images))
 
         self.requests.sampled = flipped  # type: ignore[method-assign]
-
-
-def test_a_skipped_transfer_stops_at_any_learning_rate(one: Any) -> None:
-    both = Both(one, NoTransfer)
-    with pytest.raises(GuardStop, match=r"of \d+ tensors \d+ never arrived"):
-        both.step(1, rate=1e-7)
 
 
 def test_a_prefix_cache_that_is_kept_shows(one: Any) -> None:

@@ -7,12 +7,10 @@ rollout/test_served_faults.py, weights in test_vllm_served_weights.py.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.configs import small_config
-from helpers.patience import PATIENCE
 from helpers.small_runs import rollouts_of, rows_of
 from robustness.http_proxy import Proxy
 from transformers import AutoModelForImageTextToText
@@ -31,8 +28,7 @@ from mm_grpo.errors import GuardStop
 from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.sync import VerifiedSync
 from mm_grpo.processors.base import load_processor, mm_processor_kwargs
-from mm_grpo.rollout.engine import Follows, Request, Sampling, requests_for
-from mm_grpo.rollout.served import engine as served_engine
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.command import ServerSettings
 from mm_grpo.rollout.served.engine import ServedEngine
@@ -42,7 +38,7 @@ from mm_grpo.rollout.served.transfer import FileTransfer, transfer_of
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
 from mm_grpo.rollout.weights import WeightLedger
-from mm_grpo.types import Completion, Group, Prompt
+from mm_grpo.types import Completion, Group
 
 pytestmark = pytest.mark.long
 
@@ -121,29 +117,6 @@ def test_ids_logprobs_and_scores_are_the_learners(served: Served) -> None:
             assert replica.score(prompt, completion.token_ids) == pytest.approx(plain, abs=1e-5)
 
 
-def test_media_tokens_are_never_sampled_and_leave_no_mass(served: Served) -> None:
-    """The first logits want a media token above all; what is left has to be the learner's distribution."""
-    prompt, media = served.prompts()[0], sorted(served.processor.media_token_ids)
-    unread = [t for t in media if t not in prompt.engine_prompt.token_ids]
-    states: list[torch.Tensor] = []
-    hook = served.model.lm_head.register_forward_pre_hook(lambda m, args: states.append(args[0][0, -1]))
-    served.expected(prompt, [0])
-    hook.remove()
-    kept = served.model.lm_head.weight.detach().clone()
-    try:
-        with torch.no_grad():
-            served.model.lm_head.weight[unread] = 60.0 * states[0] / states[0].norm()
-        assert max(served.expected(prompt, [t], mask=False)[0] for t in unread) > -1.5
-        engine = served.engine_of([s.url for s in served.servers])
-        for sampling in (TWELVE, Sampling(12, temperature=0.3), Sampling(12, temperature=0.0)):
-            done = engine.generate(requests_for([prompt], [range(8)], sampling))
-            assert not {t for c in done for t in c.token_ids} & set(media)
-            assert served.gap([prompt], done, temperature=sampling.temperature or 1.0) <= 1e-5
-    finally:
-        with torch.no_grad():
-            served.model.lm_head.weight.copy_(kept)
-
-
 def test_which_server_answers_and_in_what_company_changes_no_bit(served: Served) -> None:
     """In float32: one server, the other, both, one request at a time, and the engine in this process."""
     one, other = (served.engine_of([s.url]) for s in served.servers)
@@ -162,53 +135,6 @@ def test_which_server_answers_and_in_what_company_changes_no_bit(served: Served)
     inside = VLLMEngine(served.settings, served.processor)
     inside.update_weights(served.tensors(), 0)
     assert ids_of(inside.generate(asked)) == ids_of(expected)
-
-
-def test_a_conversation_goes_on_with_further_images(served: Served) -> None:
-    engine = served.engine_of([s.url for s in served.servers])
-    processor: Any = served.processor
-    prompt: Prompt = served.prompt("talk", tiny.picture(1))
-    with engine.stream() as stream:
-        number = stream.add_request(Request(prompt, 5, TWELVE))
-        for turn in range(2):
-            ((_, answer),) = stream.step()
-            assert served.gap([prompt], [answer]) <= 1e-5
-            picture = processor.picture(tiny.picture(7 + turn), row="talk")
-            observed = processor.observation([[tiny.picture(7 + turn)]], row="talk")
-            prompt = processor.extended(prompt, answer.token_ids, ())
-            prompt = processor.extended(prompt, observed, [picture])
-            number = stream.add_request(Request(prompt, 6 + turn, TWELVE), Follows(number, [picture]))
-        ((_, answer),) = stream.step()
-    assert len(prompt.engine_prompt.images) == 3
-    assert served.gap([prompt], [answer]) <= 1e-5
-
-
-def test_a_check_does_not_wait_for_the_prompts_that_were_there_before_it(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All are there before the server begins; in the order of arrival they would be answered before it."""
-    engine = served.engine_of([s.url for s in served.servers][:1])
-    replica, prompt = engine.replicas[0], served.prompts()[0]
-    client = engine.pool.servers[0].client
-    expected, answered = engine.score(prompt, [40, 41, 42]), {}
-    check = served_engine.FIRST
-    for priority in (check, 0):
-        monkeypatch.setattr(served_engine, "FIRST", priority)
-        texts = (" ".join(f"{random.random():.17f}" for _ in range(20)) for _ in range(200))
-        asked = [Request(served.prompt("long", text=text[:390]), 1, Sampling(1)) for text in texts]
-        client.call("/pause", params={"mode": "keep"})
-        futures = [engine.pool.submit(engine.requests.sampled([request])) for request in asked]
-        time.sleep(2.0)
-        with ThreadPoolExecutor(1) as thread:
-            scored = thread.submit(replica.score, prompt, [40, 41, 42])
-            time.sleep(0.5)
-            client.call("/resume")
-            assert scored.result(PATIENCE) == pytest.approx(expected, abs=1e-5)
-            answered[priority] = sum(future.done() for future in futures)
-        for future in futures:
-            future.result(PATIENCE)
-    assert answered[check] < 60
-    assert answered[0] > 140
 
 
 # runs ----------------------------------------------------------------------------------------

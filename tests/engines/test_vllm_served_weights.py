@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
-from test_vllm_lost_updates import UPDATES, Run
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from vllm_rig import Rig
@@ -184,18 +183,12 @@ def test_an_engine_over_a_server_in_bfloat16_samples_and_scores_as_the_learner(f
         engine.close()
 
 
-@pytest.mark.parametrize("kind", ["names", "shapes"])
-def test_a_server_that_another_models_trainer_spoilt_takes_the_next_whole_update(
-    fleet: Fleet, kind: str
-) -> None:
-    """`shapes` fail within a fused layer, of which one source has arrived."""
+def test_a_server_that_another_models_trainer_spoilt_takes_the_next_whole_update(fleet: Fleet) -> None:
+    """It fails within a fused layer, of which one source has arrived."""
     learner, clients = fleet.of("float32")
     tensors = list(learner.tensors())
-    if kind == "names":
-        others = [*tensors[:9], ("model.strange.weight", torch.ones(2, 2)), *tensors[9:]]
-    else:
-        at = next(i for i, (name, _) in enumerate(tensors) if "language_model" in name and "k_proj" in name)
-        others = [*tensors[:at], (tensors[at][0], torch.ones(24, 40)), *tensors[at + 1 :]]
+    at = next(i for i, (name, _) in enumerate(tensors) if "language_model" in name and "k_proj" in name)
+    others = [*tensors[:at], (tensors[at][0], torch.ones(24, 40)), *tensors[at + 1 :]]
     stranger, transfer = (FileTransfer(timeout=60.0, chunk_bytes=1 << 14) for _ in range(2))
     try:
         refused = stranger.send(clients, [(n, t.clone() * 1.5) for n, t in others], 0)
@@ -275,33 +268,3 @@ def test_requests_wait_through_an_update_and_go_on_under_the_new_weights(fleet: 
     assert 0 < spans[0]["end"] == spans[1]["start"] < spans[1]["end"] == 400
     assert learner.gap(client) < NEAR["float32"]
     transfer.close()
-
-
-SOUND = [("bfloat16", False, 1e-6), ("float32", True, 1e-4)]
-if os.environ.get("ALL_CASES"):
-    SOUND = [(dtype, *each) for dtype in NEAR for each in ((False, 1e-6), (True, 1e-5), (True, 1e-4))]
-
-
-@pytest.mark.parametrize(("dtype", "lora", "rate"), SOUND)
-def test_sound_updates_raise_no_alarm(
-    dtype: str, lora: bool, rate: float, fleet: Fleet, models: dict[str, Path]
-) -> None:
-    urls = [client.url for client in fleet.of(dtype)[1]]
-    run = Run(
-        models["qwen2_5_vl"],
-        rate,
-        dtype,
-        lora,
-        engine={
-            "engine": "vllm_server",
-            "server": {"urls": urls, "transfer": "gloo"},
-            "vllm": {"max_model_len": 256},
-        },
-    )
-    reports = [run.update(version) for version in range(1, UPDATES + 1)]
-    run.engine.close()
-    assert [r.problem for r in reports if r.problem] == []
-    assert all(r.tensors and r.score and r.moved is not None for r in reports)
-    account = fleet.of(dtype)[1][0].call("/collective_rpc", {"method": "mm_grpo_received"})["results"][0]
-    sent = {name: digest(tensor) for name, tensor in run.learner.named_tensors()}
-    assert account["digests"].items() <= sent.items()

@@ -1,20 +1,16 @@
-"""Weights reach vLLM whole and verified; each skipped safety is caught by digests or by re-scoring."""
+"""Weights reach vLLM whole and verified. Skipped safeties: test_vllm_parity.py and test_vllm_lost_updates.py."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import forkserver, processes, tiny
-from torch import Tensor
 from vllm_rig import Rig
 
-from mm_grpo.errors import EngineError, GuardStop
-from mm_grpo.parity.gaps import gap_of
-from mm_grpo.parity.sync import stale_engine
+from mm_grpo.errors import EngineError
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.weights import unit_of
@@ -35,15 +31,9 @@ def long_prompt(rig: Rig) -> Prompt:
 
 
 def proof(rig: Rig, prompt: Prompt) -> None:
-    """What a run asks after each update: a fixed completion re-scored, and new samples, caches and all."""
+    """A fixed completion has the learner's log-probs, caches and all."""
     ids = [40, 41, 42, 50, 60, 70]
-    done = rig.engine.generate([Request(prompt, 9, TWELVE)])[0]
-    score = gap_of([rig.engine.score(prompt, ids)], [rig.expected(prompt, ids, mask=False)])
-    probe = gap_of([done.logprobs], [rig.expected(prompt, done.token_ids)])
-    for gap, what in ((probe, "new samples for"), (score, "a fixed completion of")):
-        problem = stale_engine(gap, moved=0.0, noise=1.0, limit=LIMIT, what=f"{what} {prompt.uid}")
-        if problem is not None:
-            raise GuardStop(problem)
+    assert rig.engine.score(prompt, ids) == pytest.approx(rig.expected(prompt, ids, mask=False), abs=LIMIT)
 
 
 def test_every_weight_changed(rig: Rig) -> None:
@@ -92,19 +82,6 @@ def test_q_and_v_alone_take_their_whole_layer_along(rig: Rig) -> None:
     assert sampled_gap(rig, prompts) <= LIMIT
     assert transfer.bytes == sum(t.nbytes for n, t in rig.tensors() if n in attention)
     assert transfer.skipped_bytes == sum(t.nbytes for n, t in rig.tensors() if n not in attention)
-
-
-def test_nothing_changed_nothing_sent(rig: Rig) -> None:
-    assert rig.send(5).digests == {}
-    assert rig.engine.version == 5
-    assert sampled_gap(rig, rig.prompts()) <= LIMIT
-
-
-def test_all_again_after_the_engine_lost_its_weights(rig: Rig) -> None:
-    """What `sleep` at level 2 does on a GPU."""
-    rig.engine._current = False
-    assert set(rig.send(6).digests) == {n for n, _ in rig.tensors()}
-    assert sampled_gap(rig, rig.prompts()) <= LIMIT
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -204,79 +181,3 @@ def test_a_second_trainer_takes_the_engine_over_and_must_send_its_weights(one: R
     second.close()
     with pytest.raises(EngineError, match="does not hold this trainer's weights"):
         second.generate([Request(prompt, 1, TWELVE)])
-
-
-# sabotage: one safety is skipped, and the proofs say so -----------------------------------------
-
-
-def warm(rig: Rig, prompt: Prompt) -> None:
-    """Fill the caches with the weights of before, as a rollout does."""
-    rig.engine.generate(requests_for([prompt], [range(2)], TWELVE))
-
-
-def test_without_the_reset_of_the_encoder_cache(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = rig.prompts()[0]
-    warm(rig, prompt)
-    rig.change("visual")
-    with monkeypatch.context() as patched:
-        patched.setattr(rig.engine, "_reset_encoder_cache", lambda: None)
-        rig.send(1)
-    with pytest.raises((GuardStop, EngineError), match=r"one.*Encoder cache miss|differ"):
-        proof(rig, prompt)
-    rig.engine._reset_encoder_cache()
-    proof(rig, prompt)  # and the engine still works
-
-
-def test_without_the_reset_of_the_prefix_cache(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = long_prompt(rig)
-    warm(rig, prompt)
-    rig.change("language_model")
-    with monkeypatch.context() as patched:
-        patched.setattr(rig.engine, "_reset_prefix_cache", lambda: None)
-        rig.send(1)
-    with pytest.raises(GuardStop, match=r"log-probs of new samples for long differ from the learner's"):
-        proof(rig, prompt)
-
-
-Change = Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
-
-
-def sabotage(rig: Rig, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
-    """Let the engine be given something else than was sent."""
-    take = rig.engine.update_weights
-    monkeypatch.setattr(rig.engine, "update_weights", lambda tensors, version: take(change(tensors), version))
-
-
-def drop(*names: str) -> Change:
-    return lambda tensors: ((n, t) for n, t in tensors if n not in names)
-
-
-KEY = "model.language_model.layers.1.self_attn.k_proj.weight"
-QKV = "model.visual.blocks.0.attn.qkv.weight"
-SABOTAGES: dict[str, tuple[tuple[str, ...], Change, str]] = {
-    "no tied head": (("embed_tokens",), drop("lm_head.weight"), r"of 3 tensors 1 never arrived: 'lm_head.weight'"),
-    "one lost": (("q_proj", "v_proj"), drop(KEY), f"1 never arrived: '{KEY}'"),
-    "none": (("mlp",), lambda tensors: (list(tensors), [])[1], r"never arrived: .* and \d+ more"),
-    "altered": (
-        ("visual",),
-        lambda tensors: ((n, t.roll(1, 0) if n == QKV else t) for n, t in tensors),
-        f"1 arrived changed: '{QKV}'",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", SABOTAGES)
-def test_a_transfer_that_is_not_whole_stops_the_run(
-    one: Rig, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts, change, words = SABOTAGES[fault]
-    one.change(*parts)
-    sabotage(one, monkeypatch, change)
-    with pytest.raises(GuardStop, match=words):
-        one.send(1)
-
-
-def test_without_an_update_at_all(rig: Rig) -> None:
-    rig.change("mlp")
-    with pytest.raises(GuardStop, match=r"log-probs of new samples for one differ from the learner's"):
-        proof(rig, rig.prompts()[0])

@@ -10,7 +10,6 @@ from types import ModuleType
 import pytest
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data import digits as task
 
 RECIPE = Path(__file__).parents[2] / "examples" / "digits"
 
@@ -20,7 +19,7 @@ def drawn(make_base: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         make_base,
         "digits",
-        lambda split: [[task.Digit(bytes([v, n]) * 32, v) for n in range(3)] for v in range(10)],
+        lambda split: [[make_base.Digit(bytes([v, n]) * 32, v) for n in range(3)] for v in range(10)],
     )
 
 
@@ -58,7 +57,7 @@ def test_the_shipped_base_reads_but_cannot_add(make_base: ModuleType) -> None:
 
     base = RECIPE / "base"
     assert sum(file.stat().st_size for file in base.glob("*.safetensors")) <= 8_000_000
-    task.digits.cache_clear()
+    make_base.digits.cache_clear()
     model = AutoModelForImageTextToText.from_pretrained(base).eval()
     found = make_base.figures(model, AutoProcessor.from_pretrained(base), rows=19)
     assert found["pairs read"] >= 0.9 and found["in form"] >= 0.98 and found["spread"] >= 0.98

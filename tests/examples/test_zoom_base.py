@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.recipe_scripts import script
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.patterns import PATTERNS, QUESTION, bbox, place, scene
 from mm_grpo.environments.builtins import Zoom
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.tool_calls import ToolCall, knows_tools, tool_calls
 from mm_grpo.types import Sample
 
+task: Any = script("zoom/patterns.py")
+PATTERNS, QUESTION, bbox, place, scene = task.PATTERNS, task.QUESTION, task.bbox, task.place, task.scene
 RECIPE = Path(__file__).parents[2] / "examples" / "zoom"
 TINY = ["--hidden", "64", "--layers", "1", "--vision-hidden", "32", "--vision-layers", "1"]
 QUICK = ["--steps", "2", "--box-steps", "1", "--batch", "4", "--check-rows", "9"]

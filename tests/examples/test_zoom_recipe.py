@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from helpers import processes
+from helpers.recipe_scripts import script
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.patterns import bbox, place
 
 RECIPE = Path(__file__).parents[2] / "examples" / "zoom"
-BOXES = {place(cell): bbox(cell) for cell in range(9)}
+PATTERNS = script("zoom/patterns.py")
+BOXES = {PATTERNS.place(cell): PATTERNS.bbox(cell) for cell in range(9)}
 
 
 def run(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], Path]:

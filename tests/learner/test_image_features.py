@@ -167,3 +167,21 @@ def test_a_learner_encodes_the_images_of_a_group_in_many_packs_once(
     assert looked_at == (3 * 2 + 3 * 1 + 2 * 2 if attn == "eager" else 0)
     assert metrics["learner/prompts_run"] == (8 if attn == "eager" else 3)
     assert metrics["learner/images_encoded"] == (10 if attn == "eager" and not frozen else 5)
+
+
+def test_in_bfloat16_shared_features_lose_nothing(models: dict[str, Path]) -> None:
+    """The tower's gradients are as far from those of fp32 as where every row encodes its images itself."""
+    path = models["qwen3_vl"]
+    processor, config = load_processor(str(path)), config_for(models["qwen3_vl"])
+    planned = rows_of(processor, config)
+
+    def tower_gradient(dtype: torch.dtype, shared: bool) -> Tensor:
+        module = forward_of(load(path).to(dtype), processor, config, planned if shared else None)
+        found = packed_gradients(module, planned, processor.media_token_ids)
+        return torch.cat([g.flatten() for name, g in found.items() if ".visual." in name])
+
+    want = tower_gradient(torch.float32, True)
+    shared, alone = (
+        float((tower_gradient(torch.bfloat16, s) - want).norm() / want.norm()) for s in (True, False)
+    )
+    assert 0 < shared <= 1.1 * alone < 0.1

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from helpers import tiny
 from helpers.patience import until
-from helpers.small_runs import HELDOUT, ROWS, config_for, rollouts_of, rows_of, vowels
+from helpers.run_folders import metrics_of
+from helpers.small_runs import HELDOUT, ROWS, config_for, rollouts_of, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.distributed.ranks import Ranks
@@ -32,13 +33,6 @@ def run(path: Path, folder: Path, reward: Any) -> None:
     trainer = GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[{"name": reward, "as": "vowels"}])
     trainer.engine.max_rows = 3  # a group at a time, so that some end before others begin
     trainer.train()
-
-
-def numbers(folder: Path) -> list[dict[str, float]]:
-    return [
-        {n: v for n, v in row.items() if not n.startswith("time/") and n != "step_time"}
-        for row in rows_of(folder)
-    ]
 
 
 @pytest.mark.slow
@@ -69,7 +63,7 @@ def test_a_run_with_rewards_that_begin_early_is_the_run_without(
     monkeypatch.setattr(Scoring, "add", added)
     run(models["qwen2_5_vl"], tmp_path / "early", early)
     assert len(called) == 2 * 12 + 3 * 3  # each completion of the steps and of the evaluations once
-    assert numbers(tmp_path / "early") == numbers(tmp_path / "together")
+    assert metrics_of(tmp_path / "early") == metrics_of(tmp_path / "together")
     for number in (1, 2):
         assert rollouts_of(tmp_path / "early", number) == rollouts_of(tmp_path / "together", number)
     assert len(ended) == len(called) and before[0] == 0 and before[-1] >= len(ended) - 3

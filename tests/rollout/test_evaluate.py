@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.configs import merged, small_config
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
@@ -17,25 +18,21 @@ from mm_grpo.run.metrics import read_metrics
 ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
 
 
+def always_right(completion: str) -> float:
+    return 1.0
+
+
 def core(one: Evaluation) -> tuple[Any, ...]:
     return one.accuracy, one.reward, one.rows, one.score
 
 
 def made(path: Path, folder: Path, heldout: Any, reward: Any, **changes: Any) -> GRPOTrainer:
     values: dict[str, Any] = {
-        "model": {"path": str(path)},
         "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3},
-        "run": {
-            "dir": str(folder),
-            "max_steps": 1,
-            "report": False,
-            "save_model": False,
-            "guards": {"no_update": "off"},
-        },
+        "run": {"max_steps": 1, "report": False, "save_model": False, "guards": {"no_update": "off"}},
     }
-    return GRPOTrainer(
-        GRPOConfig.from_dict({**values, **changes}), train=ROWS, eval=heldout, rewards=[reward]
-    )
+    config = small_config(path, folder, **merged(values, changes))
+    return GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[reward])
 
 
 def test_what_was_not_measured_is_not_0(models: dict[str, Path], tmp_path: Path) -> None:
@@ -92,14 +89,7 @@ def test_the_headline_is_the_mean_reward_or_the_share_above_a_mark(
         found.interval == found.reward_interval == pytest.approx((0.5625 - 0.3519, 0.5625 + 0.3519), abs=1e-4)
     )
     assert str(mean.evaluations.headline) == "mean reward"
-    run = {"max_steps": 1, "report": False, "save_model": False, "guards": {"no_update": "off"}}
-    marked = made(
-        models["qwen2_vl"],
-        tmp_path / "b",
-        rows,
-        overlap,
-        run={**run, "dir": str(tmp_path / "b"), "headline": "overlap >= 0.5"},
-    )
+    marked = made(models["qwen2_vl"], tmp_path / "b", rows, overlap, run={"headline": "overlap >= 0.5"})
     found = marked.evaluate()["eval"]
     assert core(found) == (0.75, pytest.approx(0.5625), 4, 0.75)
     assert found.interval == pytest.approx((0.3006, 0.9544), abs=1e-4)  # Wilson
@@ -108,13 +98,12 @@ def test_the_headline_is_the_mean_reward_or_the_share_above_a_mark(
     summary = marked.train()
     assert summary["headline"] == "accuracy (overlap >= 0.5)" and summary["accuracy_best"] == 0.75
     assert summary["first_set"]["after"]["interval"] == pytest.approx((0.3006, 0.9544), abs=1e-4)
-    run = {**run, "dir": str(tmp_path / "c"), "headline": "overlap mean"}
-    named = made(models["qwen2_vl"], tmp_path / "c", rows, overlap, run=run)
+    named = made(models["qwen2_vl"], tmp_path / "c", rows, overlap, run={"headline": "overlap mean"})
     assert core(named.evaluate()["eval"]) == (None, pytest.approx(0.5625), 4, pytest.approx(0.5625))
     assert str(named.evaluations.headline) == "mean overlap"
     for wrong in ("overlop >= 1", "overlop mean"):
         with pytest.raises(ConfigError, match=f"run.headline = '{wrong}': no reward of the run is named"):
-            made(models["qwen2_vl"], tmp_path / "c", rows, overlap, run=run | {"headline": wrong})
+            made(models["qwen2_vl"], tmp_path / "c", rows, overlap, run={"headline": wrong})
 
 
 def test_rows_that_are_too_long_are_dropped_where_the_config_says_so(
@@ -126,7 +115,7 @@ def test_rows_that_are_too_long_are_dropped_where_the_config_says_so(
 
     def trainer(rows: Any, policy: str) -> GRPOTrainer:
         data = {"max_prompt_length": 200, "on_overlong": policy}
-        return made(models["qwen2_vl"], tmp_path / policy, rows, lambda completion: 1.0, data=data)
+        return made(models["qwen2_vl"], tmp_path / policy, rows, always_right, data=data)
 
     assert core(trainer(heldout, "drop").evaluate()["eval"]) == (None, 1.0, 2, 1.0)
     assert core(trainer([heldout[1]], "drop").evaluate()["eval"]) == (None, None, 0, None)
@@ -134,21 +123,10 @@ def test_rows_that_are_too_long_are_dropped_where_the_config_says_so(
         trainer(heldout, "stop").evaluate()
 
 
-def always_right(completion: str) -> float:
-    return 1.0
-
-
 def test_sets_are_answered_from_seeds_of_their_own(models: dict[str, Path], tmp_path: Path) -> None:
     """Two sets with the same rows, sampled: equal seeds would give equal answers."""
-    rollout = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3}
     sampled = {"eval": {"temperature": 1.0, "num_generations": 2}}
-    trainer = made(
-        models["qwen2_vl"],
-        tmp_path / "r",
-        {"a": ROWS, "b": ROWS},
-        lambda completion: 1.0,
-        rollout=rollout | sampled,
-    )
+    trainer = made(models["qwen2_vl"], tmp_path / "r", {"a": ROWS, "b": ROWS}, always_right, rollout=sampled)
     seeds: list[int] = []
     generate = trainer.engine.generate
 
@@ -183,12 +161,9 @@ def test_chunks_grow_while_their_pixels_fit_and_change_nothing(
 ) -> None:
     """The last ones are of 6 rows, as many as a step has completions; all rows but the chunks' are the same at once."""
     heldout = shapes_rows(split="heldout", size=13, seed=2, image_size=56)
-    rollout = {
-        "prompts_per_step": 2, "num_generations": 3, "max_completion_length": 3, "eval": {"temperature": 1.0},
-    }  # fmt: skip
+    rollout = {"num_generations": 3, "eval": {"temperature": 1.0}}
     monkeypatch.setattr("mm_grpo.rollout.evaluate.PREFETCH_BYTES", memory)
-    parts = {"rollout": rollout}
-    trainer = made(models["qwen2_vl"], tmp_path / "run", heldout, always_right, **parts)
+    trainer = made(models["qwen2_vl"], tmp_path / "run", heldout, always_right, rollout=rollout)
     asked, answers = list[int](), list[list[tuple[int, str]]]()
     generate = trainer.engine.generate
 
@@ -219,16 +194,9 @@ def test_chunks_grow_while_their_pixels_fit_and_change_nothing(
 def test_a_prompt_and_its_longest_answer_in_evaluation_fit_the_context(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    rollout = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3}
-    longer = {"eval": {"max_completion_length": 2048 - 40}}
-    trainer = made(models["qwen2_vl"], tmp_path / "a", ROWS[:1], always_right, rollout=rollout | longer)
+    longer, whole = ({"eval": {"max_completion_length": most}} for most in (2048 - 40, 2048))
+    trainer = made(models["qwen2_vl"], tmp_path / "a", ROWS[:1], always_right, rollout=longer)
     with pytest.raises(DataError, match=r"context of 2048 less rollout.eval.max_completion_length allows 40"):
         trainer.evaluate()
     with pytest.raises(ConfigError, match=r"rollout.eval.max_completion_length = 2048: the model's context"):
-        made(
-            models["qwen2_vl"],
-            tmp_path / "b",
-            ROWS[:1],
-            lambda completion: 1.0,
-            rollout=rollout | {"eval": {"max_completion_length": 2048}},
-        )
+        made(models["qwen2_vl"], tmp_path / "b", ROWS[:1], always_right, rollout=whole)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from helpers.configs import small_config
 from helpers.patience import until
-from helpers.small_runs import HELDOUT, config_for, rows_of, vowels
+from helpers.run_folders import metrics_of
+from helpers.small_runs import HELDOUT, config_for, vowels
 from helpers.tiny import picture
 from PIL import Image
 
@@ -228,8 +229,7 @@ def test_a_row_with_two_slots_of_a_step_has_one_prompt(processor: Processor) -> 
 def run(path: Path, folder: Path, given: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
     config = config_for(path, folder, **changes)
     GRPOTrainer(config, train=given, eval=HELDOUT, rewards=[vowels]).train()
-    rows = rows_of(folder)
-    return [{k: v for k, v in r.items() if not k.startswith("time/") and k != "step_time"} for r in rows]
+    return metrics_of(folder)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -130,28 +129,6 @@ def test_a_row_that_every_server_fails_on_ends_the_run(make: Made) -> None:
         EngineError, match=r"row-0: servers failed 8 times over one request, .*EngineDeadError"
     ):
         engine.generate(requests(1))
-
-
-@pytest.mark.slow
-def test_what_is_waited_for_is_said(
-    make: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pool, "LOG_EVERY", 0.2)
-    engine, fakes = make()
-    for fake in fakes:
-        fake.stuck.set()
-
-    def answer_later() -> None:
-        until(lambda: caplog.text.count("without an answer") >= 2)
-        for fake in fakes:
-            fake.stuck.clear()
-
-    thread = threading.Thread(target=answer_later)
-    thread.start()
-    engine.generate(requests(2))
-    thread.join()
-    assert "2 request(s) without an answer for 0 s" in caplog.text
-    assert all(f"{fake.url}: 1 request(s) on their way" in caplog.text for fake in fakes)
 
 
 # odd answers -----------------------------------------------------------------------------------

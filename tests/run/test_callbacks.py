@@ -109,16 +109,6 @@ def test_a_stop_in_an_evaluation_ends_the_run_there(models: dict[str, Path], tmp
     ]
 
 
-@pytest.mark.slow
-def test_what_a_callback_raises_ends_the_run_as_it_is(models: dict[str, Path], tmp_path: Path) -> None:
-    def fails(step: int) -> None:
-        raise ZeroDivisionError(f"in step {step}")
-
-    callback = SimpleNamespace(on_rollouts=fails)
-    with pytest.raises(ZeroDivisionError, match=r"^in step 1$"):
-        trained(callback, models["qwen2_vl"], tmp_path / "r", save_every=0)
-
-
 def test_what_all_processes_call_together_is_refused_where_one_calls_it() -> None:
     made: Any = Callbacks([SimpleNamespace(on_save=lambda: made.refuse_collective("evaluate", 2))])
     made.refuse_collective("evaluate", 2)  # outside a callback

@@ -196,29 +196,6 @@ def test_the_profile_of_a_run(profiled: Path) -> None:
     assert sum(row["step_time"] for row in rows) + own["evaluation"] < found["seconds"]
 
 
-def test_the_spans_of_a_run_nest_and_cover_its_steps(profiled: Path) -> None:
-    events = json.loads((profiled / "trace.json").read_text())["traceEvents"]
-    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    spans = [e for e in events if e["ph"] == "X"]
-    own = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in spans if rows[e["tid"]] == "MainThread"]
-    for begin, end, _ in own:  # two are one after the other, or one is in the other
-        assert all(e <= begin + 1 or b >= end - 1 or (b <= begin and e >= end) or (begin <= b and end >= e)
-                   for b, e, _ in own)  # fmt: skip
-    steps = [(begin, end) for begin, end, name in own if name == "step"]
-    durations = [(end - begin) / 1e6 for begin, end in steps]
-    assert durations == pytest.approx([row["step_time"] for row in rows_of(profiled)[1:]], abs=2e-3)
-    for begin, end in steps:
-        inside = [(b, e) for b, e, name in own if begin <= b and e <= end and name != "step"]
-        outer = [
-            (b, e) for b, e in inside if not any(o[0] <= b and e <= o[1] and o != (b, e) for o in inside)
-        ]
-        assert sum(e - b for b, e in outer) > 0.9 * (end - begin)
-    judged = [rows[e["tid"]] for e in spans if e["name"] == "reward judge"]
-    assert len(judged) == 2 * 12 + 3 and judged[0].startswith("reward judge, call ")
-    assert len(set(judged)) == 12  # as many as were waited for at once
-    assert any(row.startswith("mm_grpo prompts") for row in rows.values())
-
-
 def test_torchs_trace_is_of_one_update(profiled: Path) -> None:
     events = json.loads((profiled / "torch_trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "cpu_op"]

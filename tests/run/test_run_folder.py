@@ -136,13 +136,6 @@ def test_a_run_folder_whose_mark_a_power_cut_emptied_is_still_a_run_s(tmp_path: 
     assert not (tmp_path / "model").exists() and (tmp_path / "notes.txt").exists()
 
 
-def test_a_damaged_mark_is_refused(tmp_path: Path) -> None:
-    for text in ("{", "{}", '{"run": "a", "wrote": 3, "holder": null}'):
-        (tmp_path / "mm_grpo_run.json").write_text(text)
-        with pytest.raises(ConfigError, match=f"run.dir = '{tmp_path}': mm_grpo_run.json is damaged"):
-            RunFolder.prepare(tmp_path, overwrite=True)
-
-
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -268,19 +261,6 @@ def test_inputs_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, *args: object, **kwargs: object) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
-
-    (tmp_path / "taken").touch()
-    for path in (tmp_path / "taken" / "run", Path("a" * 300), Path("/proc/run")):
-        with pytest.raises(ConfigError, match=f"^run.dir = '{path}'"):
-            RunFolder.create(path, "x: 1\n")
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ConfigError, match=f"^run.dir = '{tmp_path}/a'.* denied: '{tmp_path}/a'"):
-        RunFolder.create(tmp_path / "a", "x: 1\n")
-
-
 def linked(path: Path) -> None:
     """What lies there is the user's, elsewhere, and a link in its place."""
     mine = path.parent.with_name("mine")
@@ -292,8 +272,6 @@ def linked(path: Path) -> None:
     ("name", "make"),
     [
         ("mm_grpo_run.json", os.mkfifo),
-        ("metrics.jsonl", Path.mkdir),
-        ("summary.json", lambda path: path.symlink_to(path.name)),
         ("model", Path.touch),
         ("metrics.jsonl", linked),
     ],
@@ -321,32 +299,6 @@ def test_cut_after_forgets_the_later_steps(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
     folder.cut_after(0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-
-
-def log_of(*steps: int) -> bytes:
-    return b"".join(b'{"step": %d, "reward": 0.5}\n' % step for step in steps)
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (log_of(0, 1, 2), None),
-        (log_of(0, 1, 2, 3), "1 lines after step 2 are cut"),
-        (log_of(0, 1, 2) + b"junk\n\x00\xff\n", "2 lines after step 2 are cut"),
-        (log_of(0, 1) + b'{"step": 2, "rew', "put back from the checkpoint of step 2"),
-        (None, "put back from the checkpoint of step 2"),
-    ],
-)
-def test_a_damaged_log_is_mended_from_the_checkpoint(
-    found: bytes | None, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = RunFolder.create(tmp_path, "x: 1\n")
-    if found is not None:
-        (tmp_path / "metrics.jsonl").write_bytes(found)
-    folder.cut_after(2, log_of(0, 1, 2))
-    assert (tmp_path / "metrics.jsonl").read_bytes() == log_of(0, 1, 2)
-    assert (said in caplog.text) if said else not caplog.records
-    folder.append_metrics(3, {"reward": 0.25})
 
 
 def test_files_that_cannot_be_written_are_one_message(

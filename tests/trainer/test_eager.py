@@ -136,24 +136,6 @@ def test_a_group_that_is_too_old_is_dropped_whole_and_sampled_again(
 
 
 @pytest.mark.slow
-def test_dynamic_sampling_replaces_groups_of_the_step(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flat(completion: str) -> float:
-        return 1.0
-
-    use_server(monkeypatch)
-    changes = config(1, rollout={"max_attempts": 2}, run={"guards": {"no_update": "warn"}})
-    trainer_of(models["qwen2_vl"], tmp_path / "r", reward=flat, **changes).train()
-    check_log(tmp_path / "r", 1, attempts=2)
-    plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=2, max_steps=STEPS)
-    for step in range(1, STEPS + 1):
-        again = [row for row in rollouts_of(tmp_path / "r", step) if row["attempt"] == 1]
-        assert len(again) == 12
-        assert all(row["seed"] == plan.group(*row["place"], 1)[row["generation"]] for row in again)
-
-
-@pytest.mark.slow
 def test_of_a_mixture_a_replacement_is_of_the_source_of_what_it_replaces(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

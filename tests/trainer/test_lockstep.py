@@ -188,39 +188,6 @@ def partly_flat(completions: list[Any], trainer_state: Any, log_extra: Any, **co
 
 
 @pytest.mark.long
-def test_conversations_that_were_ahead_of_a_kill_are_learned_from_as_they_were(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_server(monkeypatch, updates_in_flight=False)
-    changes: dict[str, Any] = {
-        "model": {"processor": f"{calling.__file__}:Calling"},
-        "rollout": {
-            "max_staleness": 1,
-            "max_completion_length": 150,
-            "max_turns": 3,
-            "environment": f"{calling.__file__}:Gallery",
-            "environment_workers": 0,
-        },
-        "algorithm": {"turn_gamma": 0.9},
-        "run": {"max_steps": 3, "save_every": 1, "save_model": True},
-    }
-    trainer_of(models["qwen2_5_vl"], tmp_path / "whole", **changes).train()
-    broken = trainer_of(models["qwen2_5_vl"], tmp_path / "r", **changes)
-    update = broken.learner.update
-    monkeypatch.setattr(broken.learner, "update", lambda g: update(g) if broken.sync.version < 1 else 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        broken.train()
-    trainer_of(models["qwen2_5_vl"], tmp_path / "r", resume=True, **changes).train()
-    rows = rollouts_of(tmp_path / "r", 2)
-    assert any(turn["role"] == "tool" and turn["images"] for row in rows for turn in row["turns"])
-    for step in (1, 2, 3):
-        assert logged(tmp_path / "r", step) == logged(tmp_path / "whole", step)
-    assert without_times(tmp_path / "r") == without_times(tmp_path / "whole")
-    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("r", "whole")]
-    assert weights[0] == weights[1]
-
-
-@pytest.mark.long
 def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

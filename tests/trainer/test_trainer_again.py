@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small_runs import HELDOUT, ROWS, config_for, rows_of, vowels
+from helpers.run_folders import metrics_of
+from helpers.small_runs import HELDOUT, ROWS, config_for, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.errors import ConfigError
-
-
-def timeless(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in row.items() if not k.startswith("time/") and k != "step_time"}
-        for row in rows_of(folder)
-    ]
 
 
 @pytest.mark.slow
@@ -33,7 +27,7 @@ def test_adapters_start_from_the_runs_seed(models: dict[str, Path], tmp_path: Pa
         trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
         assert torch.equal(torch.get_rng_state(), drawn)  # the caller's random numbers are left alone
         trainer.train()
-        return timeless(tmp_path / name)
+        return metrics_of(tmp_path / name)
 
     first = run("first")
     torch.rand(7)

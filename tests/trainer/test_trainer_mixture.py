@@ -118,25 +118,6 @@ def test_accuracy_is_split_by_task_too(models: dict[str, Path], folder: Path, tm
     assert list(found.tasks["count"]) == ["reward"] and list(found.tasks) == ["colour", "count"]
 
 
-def untimed(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if "time" not in k} for row in rows_of(folder)]
-
-
-@pytest.mark.slow
-def test_a_resumed_mixture_is_the_run_that_was_not_stopped(
-    straight: Path, models: dict[str, Path], folder: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    GRPOTrainer(config(models, folder, run, run={"max_steps": 2}), rewards=REWARDS).train()
-    made = config(models, folder, run)
-    again = GRPOTrainer(made, rewards=REWARDS, resume=True)
-    again.train()
-    assert untimed(run)[:3] == untimed(straight)[:3] and untimed(run)[4] == untimed(straight)[4]
-    assert untimed(run) == untimed(straight)
-    for step in range(1, 5):
-        assert rollouts_of(run, step) == rollouts_of(straight, step)
-
-
 @pytest.mark.slow
 def test_another_mixture_is_refused_on_resuming(
     models: dict[str, Path], folder: Path, tmp_path: Path
@@ -164,30 +145,3 @@ def test_a_reward_for_a_task_that_is_not_there_is_refused_before_a_model_loads(
     made = config(models, folder, tmp_path / "run", model={"path": str(tmp_path)})
     with pytest.raises(RewardError, match="and no row of the dataset has that; in its rows task is"):
         GRPOTrainer(made, rewards=[{"name": vowels, "as": "vowels", "when": {"task": "counting"}}])
-    # an evaluation set without the column would score nothing
-    bare = made.with_values({"data.eval": str(folder / "colours.jsonl")})
-    with pytest.raises(RewardError, match="when names the column 'task', which the dataset lacks"):
-        GRPOTrainer(bare, rewards=REWARDS)
-
-
-def test_replaced_groups_are_of_the_same_source(
-    models: dict[str, Path], folder: Path, tmp_path: Path
-) -> None:
-    def never(completion: str) -> float:
-        return 1.0
-
-    made = config(
-        models,
-        folder,
-        tmp_path / "run",
-        rollout={"max_attempts": 3},
-        run={"max_steps": 2, "eval_every": 0, "guards": {"zero_std": "off", "no_update": "off"}},
-    )
-    GRPOTrainer(made, rewards=[never]).train()
-    by_slot: dict[tuple[int, int], set[str]] = {}
-    for step in (1, 2):
-        rows = rollouts_of(tmp_path / "run", step)
-        assert {row["attempt"] for row in rows} == {0, 1, 2}
-        for row in rows:
-            by_slot.setdefault((step, row["slot"]), set()).add(row["uid"].partition(":")[0])
-    assert len(by_slot) == 8 and all(len(sources) == 1 for sources in by_slot.values())

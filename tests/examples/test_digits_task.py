@@ -7,9 +7,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from helpers.recipe_scripts import script
 
-from mm_grpo.data import digits as task
 from mm_grpo.errors import DataError
+
+task: Any = script("digits/digits.py")
 
 
 @pytest.fixture

@@ -7,29 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.recipe_scripts import EXAMPLES, script
 
 from mm_grpo.config.sections import DataConfig
 from mm_grpo.data import load
-from mm_grpo.data.patterns import (
-    FRAME,
-    HELDOUT_SHARE,
-    INKED,
-    PAPER,
-    PATTERNS,
-    QUESTION,
-    Cell,
-    Scene,
-    bbox,
-    box,
-    patterns_rows,
-    place,
-    render,
-    scene,
-)
 from mm_grpo.environments.builtins import Zoom
 from mm_grpo.errors import DataError
 from mm_grpo.processors.image_size import resize_to
 from mm_grpo.processors.qwen_vl import fixed_size
+
+task: Any = script("zoom/patterns.py")
 
 
 def pixels(image: Any) -> Any:
@@ -42,38 +29,38 @@ def seen(image: Any) -> Any:
     return resize_to(image, fixed_size(image.height, image.width, **limits))
 
 
-def shrunk(shown: Scene) -> Any:
-    return pixels(seen(render(shown)))
+def shrunk(shown: task.Scene) -> Any:
+    return pixels(seen(task.render(shown)))
 
 
-def with_cell(shown: Scene, number: int, cell: Cell) -> Scene:
+def with_cell(shown: task.Scene, number: int, cell: task.Cell) -> task.Scene:
     cells = list(shown.cells)
     cells[number] = cell
-    return Scene(tuple(cells), shown.framed)
+    return task.Scene(tuple(cells), shown.framed)
 
 
 def test_patterns_vanish_in_the_shrunk_picture() -> None:
-    shown = scene(split="train", index=0, framed=4)
+    shown = task.scene(split="train", index=0, framed=4)
     for number in (4, 5):  # the framed cell, and one beside it
         shifts = ((0, 0), (1, 0), (2, 1))
         small = [
-            shrunk(with_cell(shown, number, Cell(pattern, shift, "blue")))
-            for pattern in PATTERNS
+            shrunk(with_cell(shown, number, task.Cell(pattern, shift, "blue")))
+            for pattern in task.PATTERNS
             for shift in shifts
         ]
         assert max(np.abs(one - small[0]).max() for one in small) <= 1  # of 255 levels
-    moved = [shrunk(Scene(shown.cells, framed)) for framed in (4, 5)]
+    moved = [shrunk(task.Scene(shown.cells, framed)) for framed in (4, 5)]
     assert np.abs(moved[0] - moved[1]).max() > 100  # the frame is seen
 
 
 def test_a_cut_at_full_size_shows_the_pattern() -> None:
     zoom, patterns = Zoom(), ("horizontal", "vertical", "rising", "falling", "dotted")
     for number, pattern in enumerate(patterns):
-        shown = scene(split="train", index=1, answer=pattern, framed=number)
-        picture = render(shown)
+        shown = task.scene(split="train", index=1, answer=pattern, framed=number)
+        picture = task.render(shown)
         zoom.reset([picture])
-        cut = zoom.zoom(bbox(number))
-        assert cut.size == (84, 84) and cut.tobytes() == picture.crop(box(number, 84)).tobytes()
+        cut = zoom.zoom(task.bbox(number))
+        assert cut.size == (84, 84) and cut.tobytes() == picture.crop(task.box(number, 84)).tobytes()
         assert seen(cut) is cut
         grey = pixels(cut)[33:51, 33:51].sum(-1)
         lines = {
@@ -83,50 +70,57 @@ def test_a_cut_at_full_size_shows_the_pattern() -> None:
             "falling": grey[1:, 1:] == grey[:-1, :-1],
         }
         assert {name for name, same in lines.items() if same.all()} == {pattern} - {"dotted"}
-        assert Counter(tuple(p) for p in pixels(cut)[33:51, 33:51].reshape(-1, 3))[PAPER] == 18 * 18 * 2 // 3
+        assert (
+            Counter(tuple(p) for p in pixels(cut)[33:51, 33:51].reshape(-1, 3))[task.PAPER]
+            == 18 * 18 * 2 // 3
+        )
 
 
 def test_all_patterns_have_the_same_ink() -> None:
-    assert {len(set(inked)) for inked in INKED.values()} == {3}
+    assert {len(set(inked)) for inked in task.INKED.values()} == {3}
 
 
 def test_the_frame_is_around_the_cell_that_is_asked_for() -> None:
-    picture = render(scene(split="train", index=0, framed=5))
-    x0, y0, x1, y1 = box(5, 84)
+    picture = task.render(task.scene(split="train", index=0, framed=5))
+    x0, y0, x1, y1 = task.box(5, 84)
     assert (x0, y0, x1, y1) == (168, 84, 252, 168) and picture.size == (252, 252)
     for at in ((x0, y0), (x1 - 1, y1 - 1), (x0 + 8, y0 + 40)):
-        assert picture.getpixel(at) == FRAME
-    assert picture.getpixel((x0 + 9, y0 + 40)) != FRAME and picture.getpixel((x0 - 1, y0)) != FRAME
-    black = (pixels(picture) == FRAME).all(-1).sum()
+        assert picture.getpixel(at) == task.FRAME
+    assert picture.getpixel((x0 + 9, y0 + 40)) != task.FRAME and picture.getpixel((x0 - 1, y0)) != task.FRAME
+    black = (pixels(picture) == task.FRAME).all(-1).sum()
     assert black == 84 * 84 - 66 * 66
 
 
 def test_words_and_boxes_of_cells() -> None:
-    assert [place(n) for n in (0, 4, 8)] == ["top left", "middle middle", "bottom right"]
-    assert [bbox(n) for n in (0, 4, 8)] == [[0, 0, 333, 333], [334, 334, 667, 667], [667, 667, 1000, 1000]]
+    assert [task.place(n) for n in (0, 4, 8)] == ["top left", "middle middle", "bottom right"]
+    assert [task.bbox(n) for n in (0, 4, 8)] == [
+        [0, 0, 333, 333],
+        [334, 334, 667, 667],
+        [667, 667, 1000, 1000],
+    ]
 
 
 def test_one_row_in_full() -> None:
-    row = patterns_rows(split="heldout", size=2, seed=3, cell_size=27)[1]
-    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    row = task.patterns_rows(split="heldout", size=2, seed=3, cell_size=27)[1]
+    content = [{"type": "image"}, {"type": "text", "text": task.QUESTION}]
     assert row["prompt"] == [{"role": "user", "content": content}]
     assert (row["answer"], row["place"], row["box"]) == ("vertical", "top middle", (27, 0, 54, 27))
     assert row["images"][0].size == (81, 81) and set(row) == {"prompt", "images", "answer", "place", "box"}
 
 
 def test_answers_and_places_are_balanced() -> None:
-    rows = patterns_rows(split="train", size=90, cell_size=27)
+    rows = task.patterns_rows(split="train", size=90, cell_size=27)
     pairs = Counter((row["answer"], row["place"]) for row in rows)
     assert len(pairs) == 45 and set(pairs.values()) == {2}
 
 
 def test_rows_are_a_pure_function_of_their_options() -> None:
-    first = patterns_rows(split="train", size=4, seed=3, cell_size=27)
-    longer = patterns_rows(split="train", size=8, seed=3, cell_size=27)[:4]
+    first = task.patterns_rows(split="train", size=4, seed=3, cell_size=27)
+    longer = task.patterns_rows(split="train", size=8, seed=3, cell_size=27)[:4]
     for a, b in zip(first, longer, strict=True):
         assert a["images"][0].tobytes() == b["images"][0].tobytes()
         assert {**a, "images": None} == {**b, "images": None}
-    other = patterns_rows(split="train", size=4, seed=4, cell_size=27)
+    other = task.patterns_rows(split="train", size=4, seed=4, cell_size=27)
     assert all(
         a["images"][0].tobytes() != b["images"][0].tobytes() for a, b in zip(first, other, strict=True)
     )
@@ -134,29 +128,29 @@ def test_rows_are_a_pure_function_of_their_options() -> None:
 
 def test_the_split_is_a_property_of_the_scene_alone() -> None:
     drawn = {
-        split: {scene(split=split, index=n, seed=seed) for n in range(200) for seed in (0, 1)}
+        split: {task.scene(split=split, index=n, seed=seed) for n in range(200) for seed in (0, 1)}
         for split in ("train", "heldout")
     }
     assert all(one.split == split for split, scenes in drawn.items() for one in scenes)
     assert not drawn["train"] & drawn["heldout"]
-    first = scene(split="train", index=0)
+    first = task.scene(split="train", index=0)
     scenes = [
-        with_cell(with_cell(first, 0, Cell(p, (x, y), i)), 1, Cell(q, (x, 0), j))
-        for p in PATTERNS
-        for q in PATTERNS
+        with_cell(with_cell(first, 0, task.Cell(p, (x, y), i)), 1, task.Cell(q, (x, 0), j))
+        for p in task.PATTERNS
+        for q in task.PATTERNS
         for x in range(3)
         for y in range(3)
         for i in ("red", "green", "blue")
         for j in ("red", "green", "blue")
     ]
     share = Counter(one.split for one in scenes)["heldout"] / len(scenes)
-    assert abs(share - HELDOUT_SHARE) < 0.03  # 2,025 draws: three standard deviations
+    assert abs(share - task.HELDOUT_SHARE) < 0.03  # 2,025 draws: three standard deviations
 
 
 def test_a_scene_is_known_for_good() -> None:
     # A change here would silently give everyone's shipped base model and figures another data set.
-    shown = scene(split="train", index=0)
-    assert (shown.framed, shown.cells[0]) == (6, Cell("rising", (0, 0), "purple"))
+    shown = task.scene(split="train", index=0)
+    assert (shown.framed, shown.cells[0]) == (6, task.Cell("rising", (0, 0), "purple"))
 
 
 @pytest.mark.parametrize(
@@ -171,16 +165,21 @@ def test_a_scene_is_known_for_good() -> None:
 )
 def test_options_out_of_range(options: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        patterns_rows(**{"split": "train", "size": 1, **options})
+        task.patterns_rows(**{"split": "train", "size": 1, **options})
     for option in ({"answer": "waves"}, {"framed": 9}):
         with pytest.raises(DataError, match=next(iter(option))):
-            scene(split="train", index=0, **option)
+            task.scene(split="train", index=0, **option)
 
 
 def test_a_config_names_the_task() -> None:
-    source = {"task": "patterns", "split": "train", "size": 3, "cell_size": 27}
+    source = {
+        "task": f"{EXAMPLES}/zoom/patterns.py:patterns_rows",
+        "split": "train",
+        "size": 3,
+        "cell_size": 27,
+    }
     dataset = load(source, DataConfig())
     assert len(dataset) == 3 and list(dataset.check()) == []
     sample = dataset.sample(2)
     assert sample.columns["answer"] == "rising" and sample.images[0].size == (81, 81)
-    assert dataset.row_name(2) == "train (patterns) row 2"
+    assert dataset.row_name(2) == "train (patterns_rows) row 2"
