@@ -33,12 +33,8 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Completions of each row; from 2 on they are sampled, for pass@k."),
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Softmax temperature; 0 is greedy.")
-    ] = None,
-    by: Annotated[
-        str | None, typer.Option(help="A column of the rows, by whose values results are split.")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
+    by: Annotated[str | None, typer.Option(help="A column, by whose values results are split.")] = None,
     as_json: Annotated[str | None, typer.Option("--json", help="A file for all results, as JSON.")] = None,
 ) -> None:
     """Answer the evaluation sets of a config with a model, a checkpoint or a run; train nothing."""

@@ -1,19 +1,5 @@
-"""The application: its commands, and the exit code of each error.
+"""The application: its commands (help.EXAMPLES shows each), and the exit code of each error.
 
-    mm-grpo train CONFIG [LAYER.yaml ...] [a.b=value ...]     run a config or a shipped recipe
-    mm-grpo serve CONFIG ...                 vLLM servers of this machine, for runs to sample from
-    mm-grpo check CONFIG ...                 load every row, try every reward, train nothing
-    mm-grpo doctor CONFIG ...                compare engine and learner on the config's first prompts
-    mm-grpo eval CONFIG ...                  answer the evaluation sets with a model, a checkpoint or a run
-    mm-grpo estimate CONFIG [--gpu 80]       what it holds of a GPU's memory, and what makes it fit
-    mm-grpo export RUN OUT                   a checkpoint as a model of transformers, or an adapter for peft
-    mm-grpo ask RUN_OR_MODEL QUESTION        one question about images, to a run, an export or a model
-    mm-grpo view RUN [RUN ...]               the page of a run, or of several together
-    mm-grpo recipes [NAME [--copy DIR]]      what ships in examples/: recipes and layers
-    mm-grpo init [DIR]                       a first config, row and reward
-    mm-grpo rewards [NAME | try NAME ...]    what can score, and how
-    mm-grpo convert FILE                     a config of TRL, ms-swift or verl as one of ours
-    mm-grpo env                              versions, devices and limits of this machine
 
 Exit codes: 0 done; 2 the config, the data or the command is wrong (one message); 3 a guard stopped the
 run; 130, 143 and 129 SIGINT (Ctrl-C), SIGTERM and SIGHUP; 1 anything else (unexpected.py). Nothing heavy is imported

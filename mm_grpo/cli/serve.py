@@ -58,7 +58,8 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ended)
     print_phase(f"starting {servers} server(s)")
-    with launch.serve(settings, log_folder=logs and Path(logs), report=print_phase) as started:
+    folder = None if logs is None else Path(logs)
+    with launch.serve(settings, log_folder=folder, report=print_phase) as started:
         _describe(started, config)
         threading.Event().wait()
 
@@ -157,7 +158,8 @@ def _describe(started: list[ServerProcess], config: str) -> None:
     own = f"the key in {VARIABLE}, which the trainer needs too"
     print_phase(f"they want {own if os.environ.get(VARIABLE) else kept}")
     fields = f"rollout.engine=vllm_server 'rollout.server.urls=[{urls}]'"
-    print_phase(f"train with: mm-grpo train {config} {fields}\nCtrl-C ends them")
+    print_phase(f"train with: mm-grpo train {config} {fields}")
+    print_phase("Ctrl-C ends them")
 
 
 class ServersEnded(KeyboardInterrupt):

@@ -65,9 +65,7 @@ class GRPOConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     """How many completions a step samples, and how."""
     rewards: Annotated[
-        list[RewardEntry],
-        Accepts("a list of names or mappings with a name, such as [iou]"),
-        RelativeToFile(),
+        list[RewardEntry], Accepts("a list of names or mappings with a name, such as [iou]"), RelativeToFile()
     ] = Field(default_factory=list)
     """Registered names, path/to/file.py:function, package.module:function, or mappings {name: ..., weight: 1.0}, whose
     other keys are the reward's arguments. Default: []."""
@@ -145,9 +143,8 @@ class GRPOConfig(Section):
     def importance_sampling_mode(self) -> str:
         """The mismatch correction of the run: `algorithm.importance_sampling_mode`, or what auto stands for."""
         mode = self.algorithm.importance_sampling_mode
-        if mode != "auto":
-            return mode
-        return "token_truncate" if self.rollout.max_staleness > 0 else "none"
+        resolved = "token_truncate" if self.rollout.max_staleness > 0 else "none"
+        return resolved if mode == "auto" else mode
 
     @property
     def pack_room(self) -> int:

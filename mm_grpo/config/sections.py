@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from mm_grpo.config.lora import LoRAConfig
 from mm_grpo.config.messages import Accepts, CheckError, FieldError, RelativeToFile, Section
@@ -30,8 +30,9 @@ from mm_grpo.config.values import (
     PathText,
     ProfileChoice,
     ScaleRewards,
+    plain_mapping,
 )
-from mm_grpo.config.yaml_file import is_source, plain
+from mm_grpo.config.yaml_file import is_source
 
 
 class ModelConfig(Section):
@@ -102,7 +103,9 @@ class DataConfig(Section):
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
     system_prompt: str | None = None
     """System message put before rows that have none; null is no such message. Default: null."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(plain_mapping)] = Field(
+        default_factory=dict
+    )
     """Arguments of the model's chat template, as {enable_thinking: false}, for every prompt of training and evaluation;
     one that the template does not read is refused. Default: {}."""
     special_tokens: Literal["refuse", "as_text"] = "refuse"
@@ -121,19 +124,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise CheckError(
-                f"data.min_pixels = {self.min_pixels}: must be <= data.max_pixels, which is {self.max_pixels}"
-            )
+        least, most = self.min_pixels, self.max_pixels
+        if least and most and least > most:
+            raise CheckError(f"data.min_pixels = {least}: must be <= data.max_pixels, which is {most}")
         return self
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _held_by_a_file(cls, value: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return dict(plain(value))
-        except TypeError as error:
-            raise FieldError(f"holds {error}") from None
 
     def eval_sets(self) -> dict[str, str | list[Any] | dict[str, Any]]:
         """The evaluation sources by set name, headline first; a single source is the set `eval`."""
@@ -313,28 +307,23 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _options_of_this_loss(self) -> Self:
-        legal = {
-            **LOSS_OPTIONS.get(self.loss_type, {}),
-            **(PERCEPTION_OPTIONS if self.perception_coef > 0 else {}),
-        }
+        legal = LOSS_OPTIONS.get(self.loss_type, {}) | (
+            PERCEPTION_OPTIONS if self.perception_coef > 0 else {}
+        )
         for name, value in self.loss_options.items():
+            given, least = f"algorithm.loss_options.{name} = {value:g}", ">" if name in ABOVE_0 else ">="
+            most = " and <= 1" if name == "perception_mask_ratio" else ""
             if name not in legal:
-                raise CheckError(
-                    f"algorithm.loss_options.{name} = {value:g}: algorithm.loss_type = {self.loss_type!r} with"
-                    f" algorithm.perception_coef = {self.perception_coef:g} has"
-                    f" {', '.join(legal) or 'no options'}; leave it out"
-                )
-            above = name in ABOVE_0
-            if value < 0 or (above and value == 0) or (name == "perception_mask_ratio" and value > 1):
-                raise CheckError(
-                    f"algorithm.loss_options.{name} = {value:g}: must be a number {'>' if above else '>='} 0"
-                    f"{' and <= 1' if name == 'perception_mask_ratio' else ''}"
-                )
+                has = f"has {', '.join(legal) or 'no options'}"
+                whose = f"loss_type = {self.loss_type!r} with perception_coef = {self.perception_coef:g}"
+                raise CheckError(f"{given}: {whose} {has}; leave it out")
+            if value < 0 or (name in ABOVE_0 and value == 0) or (most and value > 1):
+                raise CheckError(f"{given}: must be a number {least} 0{most}")
         return self
 
     def option(self, name: str) -> float:
         """A constant of the loss: that of `loss_options`, else its default."""
-        defaults = {**PERCEPTION_OPTIONS, **LOSS_OPTIONS["sapo"], **LOSS_OPTIONS["vespo"]}
+        defaults = PERCEPTION_OPTIONS | LOSS_OPTIONS["sapo"] | LOSS_OPTIONS["vespo"]
         return self.loss_options.get(name, defaults[name])
 
 

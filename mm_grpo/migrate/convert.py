@@ -142,9 +142,14 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{above}.{key}" if above else str(key)
-        is_value = path.endswith(("_kwargs", "columns")) or not isinstance(value, Mapping) or not value
-        found |= {path: value} if is_value else _flat(value, path)
+        is_section = isinstance(value, Mapping) and value and path.rpartition(".")[2] not in _MAPPINGS
+        found |= _flat(value, path) if is_section else {path: value}
     return found
+
+
+_MAPPINGS = (
+    "chat_template_kwargs", "model_init_kwargs", "generation_kwargs", "lr_scheduler_kwargs", "columns",
+)  # fmt: skip
 
 
 NEEDLESS: Mapping[str, tuple[object, ...]] = {
@@ -306,12 +311,12 @@ def _rewards(found: Conversion, value: Any) -> str | None:
         "think_format_reward": "format",
         "format": "format",
     }
-    weighted = isinstance(weights, list) and len(weights) == len(named)
+    weighted = weights if isinstance(weights, list) and len(weights) == len(named) else [None] * len(named)
     entries: list[Any] = []
-    for name, weight in zip(named, weights if weighted else [1.0] * len(named), strict=True):
+    for name, weight in zip(named, weighted, strict=True):
         module, _, function = str(name).rpartition(".")
         if entry := ours.get(name, f"{module}:{function}" if module else None):
-            entries.append({"name": entry, "weight": float(weight)} if weighted else entry)
+            entries.append(entry if weight is None else {"name": entry, "weight": float(weight)})
     found.put("rewards", entries)
     if same := [f"{name} -> {ours[name]}" for name in named if name in ours]:
         found.notes.append(f"rewards: {', '.join(same)}; see `mm-grpo rewards NAME` for what they compare")

@@ -91,14 +91,11 @@ class CheckPage:
         of_set.rows.append((row, *_digests(prompt)))
         if len(of_set.lengths) > self._rows:
             return
-        if of_set.left_out or (of_set.shown and self._bytes >= MOST_BYTES):
-            of_set.left_out += 1
-            return
-        shown, pictures = self._describe(row, prompt)
+        shown, pictures = self._describe(row, prompt) if not of_set.left_out else ({}, {})
         size = sum(len(picture.uri) for picture in pictures.values()) + len(
             json.dumps(shown, ensure_ascii=False)
         )
-        if of_set.shown and self._bytes + size > MOST_BYTES:
+        if of_set.left_out or (of_set.shown and self._bytes + size > MOST_BYTES):
             of_set.left_out += 1
             return
         self._bytes += size
@@ -119,27 +116,26 @@ class CheckPage:
 
     def gather(self) -> dict[str, Any]:
         """Everything that the page shows."""
-        return {
-            "kind": "check",
-            "megabytes": MOST_BYTES // 1_000_000,
-            "sets": [
-                {
-                    "name": name,
-                    "usable": len(of_set.lengths),
-                    "shown": of_set.shown,
-                    "left_out": of_set.left_out,
-                    "refused": of_set.refused[:LISTED],
-                    "refused_count": len(of_set.refused),
-                    "lengths": describe_lengths(of_set.lengths),
-                }
-                for name, of_set in self._sets.items()
-            ],
-            "overlaps": [
-                self._overlap(name, of_set.rows, self._sets["train"].rows)
-                for name, of_set in self._sets.items()
-                if name != "train" and of_set.rows and "train" in self._sets
-            ],
-        }
+        sets = [
+            {
+                "name": name,
+                "usable": len(of_set.lengths),
+                "shown": of_set.shown,
+                "left_out": of_set.left_out,
+                "refused": of_set.refused[:LISTED],
+                "refused_count": len(of_set.refused),
+                "lengths": describe_lengths(of_set.lengths),
+            }
+            for name, of_set in self._sets.items()
+        ]
+        train = self._sets.get("train", _Set()).rows
+        others = [
+            (name, of_set.rows) for name, of_set in self._sets.items() if name != "train" and of_set.rows
+        ]
+        overlaps = (
+            [self._overlap(name, rows, train) for name, rows in others] if "train" in self._sets else []
+        )
+        return {"kind": "check", "megabytes": MOST_BYTES // 1_000_000, "sets": sets, "overlaps": overlaps}
 
     def _overlap(self, name: str, rows: Sequence[_Row], train: Sequence[_Row]) -> dict[str, Any]:
         """Rows of a set that are also rows of the training set, and those that have its images with another text."""

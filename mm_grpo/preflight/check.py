@@ -84,8 +84,8 @@ def check_config(  # noqa: PLR0915
     length = None if config.rollout.engine == "transformers" else config.rollout.vllm.max_model_len
     context = context_of(transformers_config)
     prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
-    answer = partial(gold_text, template=template)
-    shown = page and CheckPage(page.path, processor, specs, rows=page.rows, answer=answer)
+    own_page = partial(CheckPage, answer=partial(gold_text, template=template))
+    shown = None if page is None else own_page(page.path, processor, specs, rows=page.rows)
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []

@@ -30,7 +30,7 @@ from mm_grpo.data.sources import load_train
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, GuardStop
 from mm_grpo.health.duplicate_completions import duplicate_completions
-from mm_grpo.parity.gaps import Gap, PromptParity, compare, gap_of, past_limit
+from mm_grpo.parity.gaps import PromptParity, compare, gap_of, past_limit
 from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
 from mm_grpo.run.environment import describe_environment
 from mm_grpo.terminal import byte_size, cell, print_line
@@ -41,11 +41,9 @@ CLEARLY = 3.0
 """The update is large enough when it has moved log-probs by this many times the limit."""
 FIRST_RATE, LAST_RATE, FACTOR = 1e-6, 1e-2, 3.0
 COLUMNS = ("row", "tokens", "images", "distinct", "gap before", "gap after")
-MEMORY = (
-    ("resident", "resident"),
-    ("resident_peak", "at its peak"),
-    ("gpu_allocated_peak", "allocated on the GPU"),
-)
+MEMORY = {
+    "resident": "resident", "resident_peak": "at its peak", "gpu_allocated_peak": "allocated on the GPU"
+}  # fmt: skip
 
 
 @dataclass
@@ -178,14 +176,9 @@ def memory() -> dict[str, int | None]:
 
 def _for_updates(config: GRPOConfig) -> GRPOConfig:
     """The config with a schedule and a loss under which every step updates; what is loaded stays the same."""
-    return config.with_values(
-        {
-            "optim.lr_scheduler_type": "constant",
-            "optim.warmup_steps": 0,
-            "optim.updates_per_step": 1,
-            "algorithm": {"beta": config.algorithm.beta},
-        }
-    )
+    optim = {"lr_scheduler_type": "constant", "warmup_steps": 0, "updates_per_step": 1}
+    fields = {f"optim.{name}": value for name, value in optim.items()}
+    return config.with_values({**fields, "algorithm": {"beta": config.algorithm.beta}})
 
 
 def _group(slot: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Group:
@@ -256,7 +249,7 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
             f"weight update: {done.learner_steps} learner step(s) up to learning rate {done.learning_rate:.3g} moved "
             f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {byte_size(done.bytes)}"
         ]
-    held = [(report.memory.get(key), what) for key, what in MEMORY]
+    held = [(report.memory.get(key), what) for key, what in MEMORY.items()]
     lines += ["memory: " + ", ".join(f"{byte_size(n)} {what}" for n, what in held if n is not None)]
     lines += ["seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in report.seconds.items())]
     lines += ["versions: " + ", ".join(f"{k} {v}" for k, v in report.versions.items())]
@@ -281,7 +274,4 @@ def _prompt_table(report: DoctorReport) -> Table:
 
 
 def _gaps(parity: PromptParity) -> str:
-    def one(gap: Gap) -> str:
-        return f"{gap.mean:.0e} / {gap.max:.0e}"
-
-    return f"{one(parity.score)}\n{one(parity.sampled)}"
+    return "\n".join(f"{gap.mean:.0e} / {gap.max:.0e}" for gap in (parity.score, parity.sampled))

@@ -62,11 +62,9 @@ def write_card(
     for name, svg in curves.items():
         (folder / name).write_text(svg, encoding="utf-8")
     base = shortened(config.model.path)
-    on_hub = not Path(config.model.path).exists()
     header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     header |= {"pipeline_tag": "image-text-to-text", "tags": ["grpo", "mm_grpo"]}
-    if on_hub:
-        header["base_model"] = config.model.path
+    header |= {} if Path(config.model.path).exists() else {"base_model": config.model.path}
     what = "A LoRA adapter for" if adapter else "A model fine-tuned from"
     lora = config.model.lora
     how = f"LoRA (rank {lora.rank}, alpha {lora.alpha:g})" if lora else "all weights that are not frozen"
@@ -118,8 +116,6 @@ def draw_curves(history: History) -> dict[str, str]:
         what = "accuracy" if before.get("accuracy") is not None else "reward"
         key = f"eval/{name}/{what}"
         points = {row["step"]: row[key] for row in history.rows if row.get(key) is not None}
-        if before.get(what) is not None:
-            points.setdefault(0, before[what])
         if len(points) > 1:
             lines.append((f"{name} {what}", sorted(points.items())))
     if lines:

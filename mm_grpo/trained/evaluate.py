@@ -74,9 +74,9 @@ def evaluate_config(
     sets = load_eval(config, None, needs=scorer.check)
     if not sets:
         raise ConfigError("data.eval = null: there are no rows to evaluate on; name some")
-    for name, rows in sets.items() if by is not None else ():
-        if by not in (known := rows.columns):
-            hint = f"{did_you_mean(str(by), known)}They have {', '.join(known) or 'none'}"
+    for name, rows in sets.items():
+        if by is not None and by not in (known := rows.columns):
+            hint = f"{did_you_mean(by, known)}They have {', '.join(known) or 'none'}"
             raise ConfigError(f"--by {by}: the rows of {name} have no such column. {hint}")
     evaluations = Evaluations(config, sets, headline, several_turns=toolbox is not None, controlled=None)
     if toolbox is not None:

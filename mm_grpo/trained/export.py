@@ -24,7 +24,7 @@ from mm_grpo.files import read_json
 from mm_grpo.learner.lora import adapter_factors, checked_merge, has_adapters, merged_tensors, save_adapter
 from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.trained.card import History, write_card
-from mm_grpo.trained.model import Trained, as_config_error, load_trained
+from mm_grpo.trained.model import Trained, load_trained
 from mm_grpo.trained.prompts import prompts_of_run
 from mm_grpo.trained.proof import Expected, Proof, expected_of, prove
 from mm_grpo.trained.source import find_checkpoint
@@ -84,8 +84,10 @@ def write_export(
         tmp.mkdir(parents=True)
         asked = prompts_of_run(trained.paths, trained.processor, trained.config)
         config, step = trained.config, trained.step
-        with as_config_error("the merge is wrong, and nothing was kept"):
+        try:
             expected = expected_of(trained, asked, _tensors(trained, adapter=adapter))
+        except ValueError as error:
+            raise ConfigError(f"the merge is wrong: {error}; nothing was kept") from None
         write_model(trained, tmp, adapter=adapter, max_shard_size=max_shard_size)
         proof = prove(tmp, config, expected, adapter=adapter)
         write_card(tmp, config, history, step=step, adapter=adapter, proof=str(proof))

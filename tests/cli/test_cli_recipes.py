@@ -63,9 +63,8 @@ def test_the_memory_that_a_layer_states_is_that_of_the_estimate(layer: str, size
 def test_an_unknown_layer_is_one_message_with_the_names(job: Path, command: Callable[..., Any]) -> None:
     ended = command("train", job, "lorra.yaml")
     assert ended.code == 2 and len(ended.err.splitlines()) == 1
-    assert "'lorra.yaml' is no file, no layer and no section.field=value; did you mean 'lora'?" in ended.err
-    assert "embedded, full, gpu24" in ended.err and "a field such as run.seed=1" in ended.err
-    assert "did you mean 'shapes'?" in command("check", "shape").err
+    for words in ("'lorra.yaml'", "section.field=value", "did you mean 'lora'?", "embedded, full, gpu24"):
+        assert words in ended.err
 
 
 def test_a_layer_in_the_run_folder_is_refused(job: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
@@ -97,16 +96,16 @@ def test_recipes_lists_and_shows(command: Callable[..., Any]) -> None:
     assert "# Questions about charts" in shown and "chart_relaxed, exact_years: true" in shown
     assert "29.9 million numbers" in command("recipes", "lora.yaml").out
     wrong = command("recipes", "chartq")
-    assert wrong.code == 2 and "there is no recipe 'chartq'; did you mean 'chartqa'?" in wrong.err
+    assert wrong.code == 2 and "did you mean 'chartqa'?" in wrong.err
+    assert command("recipes", "lora", "--copy", "x").code == 2  # layers are copied with a recipe
 
 
 def test_a_copy_is_whole_and_writes_nothing_over(tmp_path: Path, command: Callable[..., Any]) -> None:
     ended = command("recipes", "clicking", "--copy", tmp_path / "mine")
     assert ended.code == 0 and f"mm-grpo train {tmp_path}/mine/config.yaml" in ended.out
     source = find_recipes()["clicking"].parent
-    assert (tmp_path / "mine" / "fixture" / "train.jsonl").read_bytes() == (
-        source / "fixture/train.jsonl"
-    ).read_bytes()
+    rows = (source / "fixture/train.jsonl").read_bytes()
+    assert (tmp_path / "mine" / "fixture" / "train.jsonl").read_bytes() == rows
     assert {path.stem for path in (tmp_path / "mine" / "layers").iterdir()} == set(find_layers())
     config = GRPOConfig.from_yaml(tmp_path / "mine" / "config.yaml")
     assert config == load_config("clicking", [])
@@ -146,15 +145,8 @@ def test_a_curve_that_cannot_be_read_is_said_before_a_model_loads(tmp_path: Path
     file.write_text(json.dumps(good))
     curve = read_expected_curve(file)
     assert (curve.metric, curve.steps, curve.values) == ("eval/accuracy", (0, 10), (0.1, 1.0))
-    wrong = [
-        {"steps": [10, 0]},
-        {"steps": []},
-        {"values": [1]},
-        {"values": [1, True]},
-        {"metric": ""},
-        {"colour": 1},
-    ]
-    for change in wrong:
+    shapes = [{"steps": [10, 0]}, {"steps": []}, {"values": [1]}, {"values": [1, True]}]
+    for change in [*shapes, {"metric": ""}, {"colour": 1}]:
         file.write_text(json.dumps(good | change))
         with pytest.raises(ConfigError, match="expected_curve"):
             read_expected_curve(file)

@@ -68,13 +68,11 @@ def test_the_page_of_a_batch_function(command: Any, tmp_path: Path) -> None:
         (["exact_match", "--completion", "Red.", "--column", "answer=red"], "1"),
         (["exact_match", "--completion", "3", "--column", "answer=3"], "1"),
         (["exact_match", "--completion", "Red", "--column", "answer=red", "--arg", "ignore_case=false"], "0"),
-        (
-            ["exact_match", "--completion", "x", "--column", "answer=null"],
-            "None: the reward does not apply to this row",
-        ),
+        (["exact_match", "--completion", "x", "--column", "answer=null"],
+         "None: the reward does not apply to this row"),
         (["format", "--completion", "Answer: 3", "--arg", r"pattern=Answer: \d+"], "1"),
     ],
-)
+)  # fmt: skip
 def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
     result = command("rewards", "try", *arguments)
     assert (result.code, result.out.strip()) == (0, score)
@@ -82,13 +80,7 @@ def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "future"),
-    [
-        ("str", ""),
-        ("str | None", "from __future__ import annotations\n"),
-        ("int", ""),
-        ("list[int]", ""),
-        ("", ""),
-    ],
+    [("str", ""), ("str | None", "from __future__ import annotations\n"), ("list[int]", ""), ("", "")],
 )
 def test_a_number_stays_a_text_for_a_reward_that_takes_one(
     kind: str, future: str, command: Any, tmp_path: Path

@@ -10,6 +10,8 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 
 LORA = {"lora": {"rank": 4}}
+SIXTY = {"algorithm": {"num_iterations": 3}, "run": {"max_steps": 10}}
+SEEDS = {"prompts_per_step": 3, "num_generations": 7}
 GDPO = {"multi_objective_aggregation": "normalize_then_sum"}
 MASKED = {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 2.0}
 
@@ -47,12 +49,12 @@ def line_of(**sections: Any) -> str:
         (
             "importance_sampling_level",
             {"importance_sampling_level": "sequence", "loss_type": "vespo"},
-            "whole completions",
+            "loss_type",
         ),
         (
             "importance_sampling_level",
             {"importance_sampling_level": "sequence", "loss_type": "dppo_tv"},
-            "tokens",
+            "loss_type",
         ),
         ("top_entropy_quantile", {"top_entropy_quantile": 0.5, "loss_type": "gmpo"}, "loss_type"),
         (
@@ -70,29 +72,21 @@ def test_a_contradiction_gets_one_line(field: str, algorithm: dict[str, Any], ot
 @pytest.mark.parametrize(
     ("field", "sections", "other"),
     [
-        (
-            "algorithm.sync_ref_model",
-            {"algorithm": {"sync_ref_model": True, "beta": 0.1}, "model": LORA},
-            "model.lora",
-        ),
-        (
-            "optim.offload_optimizer",
-            {"optim": {"zero_stage": 0, "offload_optimizer": True}},
-            "optim.zero_stage",
-        ),
+        ("algorithm.sync_ref_model", {"algorithm": {"sync_ref_model": True, "beta": 0.1}, "model": LORA}, "model.lora"),
+        ("optim.offload_optimizer", {"optim": {"zero_stage": 0, "offload_optimizer": True}}, "optim.zero_stage"),
         ("rollout.staleness_order", {"rollout": {"staleness_order": "eager"}}, "rollout.max_staleness"),
-        (
-            "model.lora.vision",
-            {"model": {"lora": {"vision": True}, "freeze_vision": True}},
-            "model.freeze_vision",
-        ),
-        (
-            "algorithm.perception_coef",
-            {"algorithm": {"perception_coef": 0.1}, "rollout": {"environment": "zoom"}},
-            "rollout.environment",
-        ),
+        ("model.lora.vision", {"model": {"lora": {"vision": True}, "freeze_vision": True}}, "model.freeze_vision"),
+        ("algorithm.perception_coef", {"algorithm": {"perception_coef": 0.1}, "rollout": {"environment": "zoom"}},
+         "rollout.environment"),
+        ("data.min_pixels", {"data": {"min_pixels": 4, "max_pixels": 3}}, "data.max_pixels"),
+        ("optim.updates_per_step", {"rollout": {"prompts_per_step": 4}, "optim": {"updates_per_step": 5}},
+         "rollout.prompts_per_step"),
+        # 10 steps x 2 updates x 3 iterations = 60 updates
+        ("optim.warmup_steps", {"optim": {"warmup_steps": 61, "updates_per_step": 2}, **SIXTY}, "are 60"),
+        ("run.eval_every", {"data": {"train": "a"}, "run": {"eval_every": 5}}, "data.eval"),
+        ("run.max_steps", {"rollout": SEEDS, "run": {"max_steps": 51130564}}, "1073741844 seeds"),
     ],
-)
+)  # fmt: skip
 def test_a_contradiction_between_sections_gets_one_line(
     field: str, sections: dict[str, Any], other: str
 ) -> None:
@@ -110,6 +104,12 @@ def test_a_contradiction_between_sections_gets_one_line(
         {"algorithm": {"beta": 0.1}, "model": LORA},
         {"algorithm": {"delta": 1.3, "epsilon_high": 0.28}},
         {"algorithm": {"loss_type": "vespo", "loss_options": {"vespo_k_pos": 1.0}}},
+        {"data": {"min_pixels": 3, "max_pixels": 3}},
+        {"rollout": {"prompts_per_step": 4}, "optim": {"updates_per_step": 4}},
+        {"optim": {"warmup_steps": 60, "updates_per_step": 2}, **SIXTY},
+        {"optim": {"warmup_steps": 61}},  # the length is not known yet
+        {"data": {"train": "a", "eval": "b"}, "run": {"eval_every": 5}},
+        {"rollout": SEEDS, "run": {"max_steps": 51130563}},
     ],
 )
 def test_what_agrees_is_kept_and_survives_a_file(sections: dict[str, Any]) -> None:

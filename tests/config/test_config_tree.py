@@ -11,13 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from mm_grpo.config import (
-    DataConfig,
-    EvalSampling,
-    GRPOConfig,
-    OptimConfig,
-    check_seed_plan,
-)
+from mm_grpo.config import EvalSampling, GRPOConfig, OptimConfig, check_seed_plan
 from mm_grpo.config.messages import help_text, leaves
 from mm_grpo.errors import ConfigError
 
@@ -58,20 +52,12 @@ def test_two_configs_share_nothing_and_the_defaults_are_legal() -> None:
 
 def test_help_names_path_type_default_and_description() -> None:
     by_path = {entry.path: entry for entry in GRPOConfig.field_help()}
-    assert by_path["rollout.num_generations"] == (
-        "rollout.num_generations",
-        "an integer >= 2",
-        "8",
-        "G: completions per prompt, >= 2. Default: 8.",
-    )
+    text = "G: completions per prompt, >= 2. Default: 8."
+    assert by_path["rollout.num_generations"] == ("rollout.num_generations", "an integer >= 2", "8", text)
     assert by_path["model.path"][1:3] == ("a path", "required")
     assert by_path["optim.adam_beta1"].type == "a number >= 0 and < 1"
     assert by_path["run.max_steps"][1:3] == ("an integer >= 1 or null", "null")
-    assert (
-        by_path["algorithm.loss_type"].type
-        == "one of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, dppo_tv,"
-        " dppo_kl, gmpo"
-    )
+    assert by_path["algorithm.loss_type"].type.startswith("one of grpo, bnpo, dr_grpo, dapo, ")
     assert by_path["rollout.eval.top_p"].default == "1.0"
     assert by_path["model.lora"].default == "null"
     assert by_path["model.lora.rank"][1:3] == ("an integer >= 1 and <= 16384", "16")
@@ -192,43 +178,19 @@ def test_check_finds_what_was_changed_inside_a_mapping() -> None:
         made.check()
 
 
-# Checks between sections
+# Checks between sections: contradictions are in test_config_options
 
 
-def test_pixel_limits_are_ordered() -> None:
-    assert DataConfig(min_pixels=3, max_pixels=3).max_pixels == 3
-    assert message(data={"min_pixels": 4, "max_pixels": 3}).startswith("data.min_pixels = 4")
-
-
-def test_every_update_has_a_prompt() -> None:
-    assert config(rollout={"prompts_per_step": 4}, optim={"updates_per_step": 4}).optim.updates_per_step == 4
-    line = message(rollout={"prompts_per_step": 4}, optim={"updates_per_step": 5})
-    assert line.startswith("optim.updates_per_step = 5") and "rollout.prompts_per_step, which is 4" in line
-
-
-def test_warm_up_ends_within_the_run() -> None:
-    # 10 steps x 2 updates x 3 iterations = 60 updates
-    sections = {"algorithm": {"num_iterations": 3}, "run": {"max_steps": 10}}
-    assert config(optim={"warmup_steps": 60, "updates_per_step": 2}, **sections).optim.warmup_steps == 60
-    line = message(optim={"warmup_steps": 61, "updates_per_step": 2}, **sections)
-    assert line.startswith("optim.warmup_steps = 61") and "which are 60" in line
-    assert config(optim={"warmup_steps": 61}).optim.warmup_steps == 61  # the length is not known yet
-
-
-def test_evaluation_during_the_run_needs_rows() -> None:
-    assert message(data={"train": "rows.jsonl"}, run={"eval_every": 5}).startswith("run.eval_every = 5")
-    assert config(data={"train": "a", "eval": "b"}, run={"eval_every": 5}).run.eval_every == 5
+def test_rows_and_rewards_are_needed_unless_given() -> None:
     from_python = config(run={"eval_every": 5})  # both may come with GRPOTrainer(train=..., eval=...)
-    from_python.require_eval(given=True)
-    with pytest.raises(ConfigError, match=r"run\.eval_every"):
-        from_python.require_eval()
-
-
-def test_rewards_are_needed_unless_given() -> None:
-    config().require_rewards(given=True)
+    for need, field in (
+        (from_python.require_eval, "run.eval_every = 5"),
+        (config().require_rewards, "rewards = "),
+    ):
+        need(given=True)
+        with pytest.raises(ConfigError, match=f"^{field}"):
+            need()
     config(rewards=["iou"]).require_rewards()
-    with pytest.raises(ConfigError, match=r"^rewards = \[\]"):
-        config().require_rewards()
 
 
 def test_the_seeds_suffice() -> None:
@@ -237,9 +199,6 @@ def test_the_seeds_suffice() -> None:
     with pytest.raises(ConfigError) as caught:
         check_seed_plan(51130564, 1, 3, 7)
     assert "1073741844 seeds" in str(caught.value) and "1073741823" in str(caught.value)
-    rollout = {"prompts_per_step": 3, "num_generations": 7}
-    assert message(rollout=rollout, run={"max_steps": 51130564}).startswith("run.max_steps = 51130564")
-    assert config(rollout=rollout, run={"max_steps": 51130563}).run.max_steps == 51130563
     # 2 x 8 x 8 = 128 seeds a step, 2^30 / 128 = 8388608 steps
     check_seed_plan(8388608, 2, 8, 8)
     with pytest.raises(ConfigError, match="need 1073741952 seeds, and there are 1073741824"):

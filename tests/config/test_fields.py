@@ -36,7 +36,6 @@ def refused(path: str, value: Any) -> str:
     [
         ("run.report", "yes", "true or false"),
         ("run.headline", "iou", "exact_match >= 1"),
-        ("run.profile", "x", "torch"),
         ("run.trackers", ["wandbb"], "the nearest is wandb"),
         ("run.guards", {"update_happens": "quiet"}, "one of stop, warn, off"),
         ("run.guards", {"duplicate_completion": "off"}, "the nearest is duplicate_completions"),
@@ -54,7 +53,6 @@ def refused(path: str, value: Any) -> str:
         ("algorithm.importance_sampling_level", "gspo", "write sequence"),
         ("algorithm.advantage_estimator", "GAE", "mm_grpo has none"),
         ("optim.zero_stage", 3, "stage 3 shares out the weights"),
-        ("data.columns", {"image": 3}, "text"),
         ("data.gold_template", "answer", "{gold}"),
         ("data.train", {"split": "train"}, "the key task"),
         ("data.train", {"task": "shapes", "kinds": {"a": 1}}, "kinds"),
@@ -63,7 +61,6 @@ def refused(path: str, value: Any) -> str:
         ("data.train", [{"path": "a", "layot": "trl"}, "b"], "the nearest is source.layout"),
         ("data.eval", {}, "set names"),
         ("data.eval", {"test": "a.jsonl", "size": 20}, "the set size"),
-        ("data.eval", {"a/b": "x"}, "'a/b'"),
         ("rewards", [{"name": "iou", "weight": "big"}], "weight"),
         ("rewards", [{"name": "iou", "part": {1}}], "{1}"),
         ("rewards", [len], "GRPOTrainer"),
@@ -79,10 +76,6 @@ def refused(path: str, value: Any) -> str:
 def test_a_wrong_value_gets_one_line_with_what_is_legal(path: str, value: Any, legal: str) -> None:
     line = refused(path, value)
     assert line.startswith(path) and legal in line and "\n" not in line
-
-
-def test_fewer_than_two_generations() -> None:
-    assert "num_generations" in refused("rollout.num_generations", 1)
 
 
 @pytest.mark.parametrize(
@@ -142,21 +135,5 @@ def test_options_of_a_loss_have_defaults_and_bounds() -> None:
         options = {name: algorithm.pop("value", 1)}
         with pytest.raises(ConfigError, match=f"^algorithm.loss_options.{name} = "):
             config(algorithm={**algorithm, "loss_options": options})
-    assert (
-        config(algorithm={"loss_type": "vespo", "loss_options": {"vespo_k_neg": 0}}).algorithm.option(
-            "vespo_k_neg"
-        )
-        == 0
-    )
-
-
-@pytest.mark.parametrize(
-    ("path", "now"),
-    [
-        ("rollout.dynamic_sampling", "rollout.max_attempts"),
-        ("algorithm.vespo_k_pos", "algorithm.loss_options.vespo_k_pos"),
-        ("data.num_workers", "two threads"),
-    ],
-)
-def test_a_key_that_is_no_field_says_what_to_write(path: str, now: str) -> None:
-    assert refused(path, 1).startswith(f"{path}: unknown key; ") and now in refused(path, 1)
+    vespo = {"loss_type": "vespo", "loss_options": {"vespo_k_neg": 0}}
+    assert config(algorithm=vespo).algorithm.option("vespo_k_neg") == 0

@@ -55,6 +55,9 @@ def lines_of(values: dict[str, Any]) -> list[str]:
         ("optim.deepspeed_config", "optim.zero_stage"),
         ("data.task", "data.train: {task: ...}"),
         ("data.zzz", "data has train, eval, columns, layout,"),
+        ("rollout.dynamic_sampling", "rollout.max_attempts"),
+        ("algorithm.vespo_k_pos", "algorithm.loss_options.vespo_k_pos"),
+        ("data.num_workers", "two threads"),
     ],
 )
 def test_an_unknown_key_names_ours(key: str, named: str) -> None:

@@ -168,12 +168,7 @@ def full() -> GRPOConfig:
         {
             "model": {"path": "m", "dtype": "float32"},
             "data": {
-                "train": {
-                    "task": "shapes",
-                    "split": "train",
-                    "kinds": ["colour", "shape"],
-                    "day": "2026-01-31",
-                },
+                "train": {"task": "shapes", "split": "train", "kinds": ["a", "b"], "day": "2026-01-31"},
                 "eval": {"test": {"task": "shapes", "split": "test"}, "other": "rows.jsonl"},
                 "columns": {"image": "off", "answer": "1e-6"},
                 "system_prompt": "Count # of cats: \u00e9\n\tthen 'stop'",
@@ -213,8 +208,8 @@ VALUES = st.recursive(
 @settings(
     max_examples=150,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(mapping=st.dictionaries(st.text(), VALUES, max_size=3))
 def test_any_plain_mapping_reads_back_equal(file: Path, mapping: dict[str, Any]) -> None:

@@ -72,13 +72,8 @@ def test_the_budget_of_texts_takes_both_ends_and_the_groups_that_differ_most(tmp
     steps_shown = sorted({g["step"] for g in found.groups})
     assert steps_shown[0] == 1 and steps_shown[-1] == 20 and 8 <= len(steps_shown) <= 11
     shown, steps = len(found.groups), len(steps_shown)
-    assert found.counts == {
-        "groups": shown,
-        "evaluations": 0,
-        "steps": steps,
-        "logged": 20,
-        "left_out": 4 * steps - shown,
-    }
+    counts = {"groups": shown, "evaluations": 0, "steps": steps, "logged": 20, "left_out": 4 * steps - shown}
+    assert found.counts == counts
     assert sum(len(json.dumps(g)) for g in found.groups) <= budget.texts
 
 
@@ -144,19 +139,12 @@ def test_evaluation_rows_are_shown_before_and_after(tmp_path: Path) -> None:
     own, other = sorted(file.name for file in folder.paths.images.iterdir())
     for step in (0, 4, 8):
         rows: list[dict[str, Any]] = [
-            {
-                "step": step,
-                "uid": "a:1",
-                "completion": f"{blind} {step}",
-                "set": name,
-                "blind": blind,
-                "images": [image],
-            }
+            {"step": step, "uid": "a:1", "completion": f"{blind} {step}", "set": name, "blind": blind,
+             "images": [image]}
             for name, blind, image in (("a", None, own), ("b", None, own), ("a", "shuffled", other))
-        ]
-        folder.paths.evaluation_file(step).write_text(
-            "".join(json.dumps(row) + "\n" for row in rows) + '{"torn'
-        )
+        ]  # fmt: skip
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        folder.paths.evaluation_file(step).write_text(lines + '{"torn')
     (folder.paths.rollouts / "eval-notes.jsonl").write_text("mine")
     gallery, pictures = gathered(folder)
     first, second = gallery.evaluations

@@ -90,10 +90,8 @@ def report(tmp_path: Path, site: Site) -> Path:
         texts = ["<think>" + "because " * 40 + "</think>[20, 20, 120, 100]", "[40, 40, 200, 140]", "nowhere"]
         groups = [boxed(slot, texts, image, [100, 80, 300, 240]) for slot in range(12)]
         groups[5] = boxed(5, [evil, "[1, 1, 9, 9]", evil], image, [100, 80, 300, 240], uid=evil)
-        turns = (
-            Turn("assistant", "look", 1, seed=1),
-            Turn("tool", evil, 1, None, "zoom", {evil: evil}, (image,)),
-        )
+        shown = Turn("tool", evil, 1, None, "zoom", {evil: evil}, (image,))
+        turns = (Turn("assistant", "look", 1, seed=1), shown)
         talked = replace(groups[2].completions[0], turns=turns, masked=evil)
         own: dict[str, Any] = {"turn_rewards": ((0.5,), (), ()), "turn_advantages": ((-0.5,), (), ())}
         groups[2] = replace(groups[2], completions=(talked, *groups[2].completions[1:]), **own)
@@ -110,18 +108,8 @@ def report(tmp_path: Path, site: Site) -> Path:
     folder.paths.environment.write_text(json.dumps(environment))
     folder.paths.config.write_text(f"run:\n  eval_blind: removed\n# {json.dumps(evil)}\n")
     for step, text in ((0, "before it"), (3, evil)):
-        rows = [
-            {
-                "step": step,
-                "uid": f"e:{i}",
-                "completion": text,
-                "reward": step / 3,
-                "blind": blind,
-                "set": "a",
-            }
-            for i in range(4)
-            for blind in (None, "shuffled")
-        ]
+        same = {"step": step, "completion": text, "reward": step / 3, "set": "a"}
+        rows = [{**same, "uid": f"e:{i}", "blind": blind} for i in range(4) for blind in (None, "shuffled")]
         folder.paths.evaluation_file(step).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Report([folder.paths]).write(tmp_path / "report.html")
 
@@ -242,12 +230,10 @@ def test_what_is_drawn_of_a_run(report: Path, site: Site, tmp_path: Path) -> Non
 
 
 def test_what_is_drawn_of_a_finished_run_and_of_a_long_one(site: Site, tmp_path: Path) -> None:
+    blind = {"kind": "shuffled", "score": 2.5, "gap": 0.5, "interval": None}
     ends = {
         "before": {"interval": [0.125, 0.5], "blind": None},
-        "after": {
-            "interval": [0.5, 0.875],
-            "blind": {"kind": "shuffled", "score": 2.5, "gap": 0.5, "interval": None},
-        },
+        "after": {"interval": [0.5, 0.875], "blind": blind},
     }
     scores = {"score_before": 0.25, "score_after": 0.75, "accuracy_before": None, "accuracy_after": None}
     folder = RunFolder.create(tmp_path / "run", "x: 1\n")

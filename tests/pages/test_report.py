@@ -113,10 +113,8 @@ def test_several_runs_share_the_curves_and_the_pictures(tmp_path: Path) -> None:
     one, two = run(tmp_path / "one"), run(tmp_path / "two", steps=12)
     data, pictures = Report([one.paths, two.paths]).gather()
     assert {g["run"] for g in data["groups"]} == {0, 1} and len(pictures) == 2
-    assert [(line["label"], len(line["points"])) for line in data["charts"][0]["lines"]] == [
-        ("one", 30),
-        ("two", 12),
-    ]
+    lines = data["charts"][0]["lines"]
+    assert [(line["label"], len(line["points"])) for line in lines] == [("one", 30), ("two", 12)]
     first, second = controlled(tmp_path / "a"), controlled(tmp_path / "b")
     found = charts(first, second)
     assert [line["label"] for line in found["Step time by phase"]] == ["a whole step", "b whole step"]
@@ -126,14 +124,11 @@ def test_several_runs_share_the_curves_and_the_pictures(tmp_path: Path) -> None:
 
 
 def test_what_a_chart_is_called(tmp_path: Path) -> None:
-    for reward, drawn in (
-        (0.5, False),
-        (0.75, True),
-    ):  # an evaluation's reward is left out where it is its accuracy
+    # an evaluation's reward is left out where it is its accuracy
+    for reward, drawn in ((0.5, False), (0.75, True)):
         folder = RunFolder.create(tmp_path / str(reward), "x: 1\n")
-        folder.metrics.append(
-            1, {"eval/blind/accuracy": 0.5, "eval/blind/reward": reward, "eval/b/reward": None}
-        )
+        row = {"eval/blind/accuracy": 0.5, "eval/blind/reward": reward, "eval/b/reward": None}
+        folder.metrics.append(1, row)
         found = charts(folder)
         assert ("Evaluation reward" in found) is drawn
         assert [line["label"] for line in found["Evaluation accuracy"]] == ["blind"]  # a set of that name

@@ -35,9 +35,6 @@ def test_one_gpu_by_hand() -> None:
     assert found["optimizer"] == 45_000_000_000  # two means and masters, 12 bytes each
     assert found["activations"] == 36 * 16384 * 141_312 == 83_349_209_088
     assert found["log-probs"] == 16384 * 6 * 2048 + 151_936 * 2 * 2048 + (64 << 20) == 890_765_312
-    assert sum(found.values()) == sum(
-        (7_500_000_000, 15_000_000_000, 45_000_000_000, 83_349_209_088, 890_765_312)
-    )
     kept = learner_memory(LARGE, tokens=16384, checkpointing=True)
     # 36 inputs of 4,096 bytes for a token, and one layer in full
     assert kept["activations"] == 16384 * (36 * 4096 + 141_312) == 4_731_174_912
@@ -142,14 +139,9 @@ def test_activations_are_those_that_torch_saves(dtype: torch.dtype) -> None:
     from transformers import Qwen2Config, Qwen2Model
 
     config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        attn_implementation="sdpa",
-    )
+        vocab_size=64, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, attn_implementation="sdpa",
+    )  # fmt: skip
     model, tokens = Qwen2Model(config).to(dtype), 512
     measured = kept_by_autograd(
         model, lambda: model(torch.arange(tokens)[None] % 64, use_cache=False).last_hidden_state
@@ -183,9 +175,8 @@ def test_a_towers_activations_are_within_half_of_what_autograd_keeps(
     assert sizes is not None and sizes.trained
     (image,) = prompt.engine_prompt.images
     whole = ModelSizes(1, 1, dtype.itemsize, 1, 1, 1, 1, 1, vision=sizes)
-    want = learner_memory(whole, tokens=0, checkpointing=False, pixels=image.width * image.height)[
-        "vision tower"
-    ]
+    found = learner_memory(whole, tokens=0, checkpointing=False, pixels=image.width * image.height)
+    want = found["vision tower"]
     assert want / 1.5 <= measured <= 1.5 * want, (want, measured)
 
 
