@@ -67,17 +67,17 @@ def recipes(
                 typer.echo(printable(f"  {each:<18} {first_comment(path)}"))
         typer.echo("mm-grpo recipes NAME shows one, mm-grpo recipes NAME --copy DIR copies it")
         return
-    path = known.get(name) or layers.get(name.removesuffix(".yaml"))
-    if path is None or (copy is not None and name not in known):
+    found = known.get(name) or layers.get(name.removesuffix(".yaml"))
+    if found is None or (copy is not None and name not in known):
         names = f"recipes are {', '.join(known)}; layers, which are not copied alone, are {', '.join(layers)}"
         raise ConfigError(f"there is no recipe {name!r}; {did_you_mean(name, [*known, *layers])}{names}")
     if copy is not None:
-        _copy(path.parent, copy, layers)
+        _copy(found.parent, copy, layers)
         return
-    readme = path.parent / "README.md"
+    readme = found.parent / "README.md"
     if name in known and readme.is_file():
         typer.echo(printable(readme.read_text(encoding="utf-8").strip() + "\n"))
-    typer.echo(printable(f"{path}\n\n{path.read_text(encoding='utf-8')}"))
+    typer.echo(printable(f"{found}\n\n{found.read_text(encoding='utf-8')}"))
 
 
 def init(
