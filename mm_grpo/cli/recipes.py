@@ -63,8 +63,8 @@ def recipes(
             raise ConfigError(f"--copy {copy}: name the recipe to copy: {', '.join(known)}")
         for title, files in (("recipes", known), ("layers", layers)):
             typer.echo(f"{title}:")
-            for each, path in files.items():
-                typer.echo(printable(f"  {each:<18} {first_comment(path)}"))
+            for each, file in files.items():
+                typer.echo(printable(f"  {each:<18} {first_comment(file)}"))
         typer.echo("mm-grpo recipes NAME shows one, mm-grpo recipes NAME --copy DIR copies it")
         return
     found = known.get(name) or layers.get(name.removesuffix(".yaml"))
