@@ -6,6 +6,7 @@ values          kinds of value: paths, numbers, rewards, guards, and what each a
 source_entries  sources of rows: paths, tasks, mixtures and their entries
 grpo_config     GRPOConfig, the root of the tree, and the checks between sections; seed_plan: are there seeds enough
 yaml_file       YAML files, overrides, and paths that are relative to a config file
+yaml_dialect    the YAML of these files
 messages        the base of every section, and what is raised about a wrong value
 
 The names below load on first use: a reward's options are a section too, and need no more than `messages` and `values`.

@@ -21,7 +21,7 @@ def check_seed_plan(
     if planned > seeds:
         product = f"{max_steps} steps x {attempts} attempts x {prompts} prompts x {generations} generations"
         raise ConfigError(
-            f"run.max_steps = {max_steps}: {product} need {planned} seeds, and there are {seeds}"
+            f"run.max_steps = {max_steps}: {product} (num_generations) need {planned} seeds, and there are {seeds}"
         )
     if (needed := planned * (max_turns - 1)) > TRAINING_SEEDS:
         product = f"{planned} generations x {max_turns - 1} further turns"

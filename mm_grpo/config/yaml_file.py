@@ -5,8 +5,8 @@
 file, and `plain` makes any value fit for a file. What the fields mean is in `sections`; errors about their
 values are in `messages`.
 
-The YAML is version 1.2's core schema, not PyYAML's 1.1: `1e-6` is a number, `off`, `yes` and `2026-01-31` are texts. A
-key given twice is an error. What is written reads back as the same under version 1.1 too.
+The YAML is that of yaml_dialect.py, which is imported where a text is parsed or written: whoever names a field alone
+does without.
 """
 
 from __future__ import annotations
@@ -15,19 +15,9 @@ import copy
 import glob
 import io
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from ruamel.yaml import YAML
-from ruamel.yaml.composer import Composer
-from ruamel.yaml.error import MarkedYAMLError
-from ruamel.yaml.events import AliasEvent
-from ruamel.yaml.nodes import MappingNode, ScalarNode
-from ruamel.yaml.reader import ReaderError
-from ruamel.yaml.representer import SafeRepresenter
-from ruamel.yaml.resolver import VersionedResolver
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import expand_glob, read_regular_file, short_path
@@ -65,6 +55,8 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def write_yaml(mapping: Mapping[str, Any]) -> str:
     """The YAML text that `read_yaml` reads back as an equal mapping."""
+    from mm_grpo.config.yaml_dialect import new_yaml
+
     stream = io.StringIO()
     new_yaml().dump(plain(mapping), stream)
     return stream.getvalue()
@@ -154,6 +146,10 @@ def apply_overrides(mapping: Mapping[str, Any], overrides: Iterable[str]) -> dic
 
 
 def _override_value(text: str, override: str) -> Any:
+    from ruamel.yaml.nodes import ScalarNode
+
+    from mm_grpo.config.yaml_dialect import new_yaml
+
     # A bare text is taken as it stands: YAML would cut "Count # of cats" and split "Answer: yes".
     tag = str(new_yaml().resolver.resolve(ScalarNode, text, (True, False)))
     if text[:1] in tuple("[{\"'") or tag.endswith((":null", ":bool", ":int", ":float")):
@@ -212,6 +208,11 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def _parse(text: str, origin: str) -> Any:
+    from ruamel.yaml.error import MarkedYAMLError
+    from ruamel.yaml.reader import ReaderError
+
+    from mm_grpo.config.yaml_dialect import new_yaml
+
     try:
         return new_yaml().load(text)
     except MarkedYAMLError as error:
@@ -225,87 +226,3 @@ def _parse(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}, line {line}, column {column}: not valid YAML: {error.reason}") from None
     except (ValueError, LookupError, RecursionError) as error:  # such as `!!bool x`, or brackets without end
         raise ConfigError(f"{origin}: not valid YAML: {error}") from None
-
-
-# the dialect -----------------------------------------------------------------------------------
-
-LARGEST_TREE = 20_000
-"""Values in a config file, with what each alias stands for counted where it stands."""
-
-
-class _Composer(Composer):
-    """Refuses lists as keys, doubled keys, which ruamel.yaml overlooks beside a merge, and aliases that do not end."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        sizes: dict[int, int] = self.__dict__.setdefault("sizes", {})  # of finished nodes, with their aliases
-        event = self.parser.peek_event()
-        node = super().compose_node(parent, index)
-        problem = None
-        if not isinstance(event, AliasEvent):
-            entries = [] if isinstance(node, ScalarNode) else node.value
-            inner = [each for entry in entries for each in (entry if isinstance(entry, tuple) else (entry,))]
-            sizes[id(node)] = 1 + sum(sizes[id(each)] for each in inner)
-        elif id(node) not in sizes:
-            problem = f"the alias *{event.anchor} stands inside what it names"
-        if not problem and sizes[id(node)] > LARGEST_TREE:
-            problem = f"more than {LARGEST_TREE} values, counting what aliases stand for"
-        if problem:
-            raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        return node
-
-    def compose_mapping_node(self, anchor: Any) -> MappingNode:
-        node: MappingNode = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            problem = None if isinstance(key, ScalarNode) else "found unhashable key"
-            if not problem and key.value in lines:
-                problem = f"the key {key.value!r} is given twice (first on line {lines[key.value]})"
-            if problem:
-                raise MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            lines[key.value] = key.start_mark.line + 1
-        return node
-
-
-class _Resolver(VersionedResolver):
-    """Leaves texts what ruamel.yaml reads as more than the core schema does: dates, `=`, 1_000 and 010."""
-
-    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        tag = super().resolve(kind, value, implicit)
-        name = str(tag).rpartition(":")[2]
-        odd = name in ("int", "float") and implicit[0] and re.match(r"[-+]?0\d+$|.*_", value)
-        return super().resolve(kind, "text", implicit) if odd or name in ("timestamp", "value") else tag
-
-
-class _Representer(SafeRepresenter):
-    """Writes what PyYAML, which reads version 1.1, reads as the same."""
-
-    _old = YAML(typ="safe", pure=True)
-    _old.version = (1, 1)
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_str(self, data: str) -> ScalarNode:
-        # Unusual line ends (U+0085, U+2028) would be written as they are, and read back as spaces.
-        usual = data.replace("\n", "").replace("\t", "").isprintable()
-        is_text = str(self._old.resolver.resolve(ScalarNode, data, (True, False))).endswith(":str")
-        style = '"' if not usual else "|" if "\n" in data else None if is_text else "'"
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-    def represent_float(self, data: float) -> ScalarNode:
-        node = super().represent_float(data)
-        node.value = re.sub(r"^(-?\d+)e", r"\1.0e", node.value)  # 1e-06 is a text in version 1.1
-        return node
-
-
-_Representer.add_representer(str, _Representer.represent_str)
-_Representer.add_representer(float, _Representer.represent_float)
-
-
-def new_yaml() -> YAML:
-    """A reader and writer of this dialect."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.Composer, yaml.Resolver, yaml.Representer = _Composer, _Resolver, _Representer
-    yaml.default_flow_style, yaml.width = False, 110
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    return yaml

@@ -71,4 +71,4 @@ def as_config_error(what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{what} ({type(error).__name__}: {quoted(error)})") from error
+        raise ConfigError(f"{what} ({type(error).__name__}: {quoted(error)})") from None

@@ -13,8 +13,6 @@ USER_ERRORS = {"ConfigError", "DataError", "RewardError", "ToolError"}
 # Where the cause stays, for it is the user's own code that failed, or says more than one line can.
 CHAINED = {
     "cli/view.py": "whatever a damaged run folder raises",
-    "environments/factories.py": "a class of the user's",
-    "trained/hub.py": "whatever a version of huggingface_hub raises",
     "trained/proof.py": "whatever keeps a model that was written from being loaded",
     "learner/model.py": "whatever a processor raises when it is saved",
     "rewards/async_calls.py": "a function of the user's",
