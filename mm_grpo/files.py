@@ -218,7 +218,8 @@ def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):
+        remove(old)
 
 
 @contextmanager

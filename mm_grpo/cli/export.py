@@ -45,9 +45,15 @@ def export(
 
     name = check_hub(push, overwrite=overwrite) if push is not None else None
     proof = export_run(
-        source, out, which=checkpoint, adapter=adapter, overwrite=overwrite, overrides=overrides or [],
-        max_shard_size=max_shard_size, trust=trust_remote_code,
-    )  # fmt: skip
+        source,
+        out,
+        which=checkpoint,
+        adapter=adapter,
+        overwrite=overwrite,
+        overrides=overrides or [],
+        max_shard_size=max_shard_size,
+        trust=trust_remote_code,
+    )
     typer.echo(printable(str(proof)))
     typer.echo(printable(f"done: {'adapter' if adapter else 'model'} in {out}"))
     if name is not None:

@@ -34,9 +34,21 @@ if TYPE_CHECKING:
     from mm_grpo.config.yaml_file import apply_overrides
 
 __all__ = [
-    "AlgorithmConfig", "DataConfig", "EvalSampling", "FieldHelp", "GRPOConfig", "LoRAConfig", "ModelConfig",
-    "OptimConfig", "RolloutConfig", "RunConfig", "ServerConfig", "VLLMConfig", "apply_overrides", "check_seed_plan",
-]  # fmt: skip
+    "AlgorithmConfig",
+    "DataConfig",
+    "EvalSampling",
+    "FieldHelp",
+    "GRPOConfig",
+    "LoRAConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "ServerConfig",
+    "VLLMConfig",
+    "apply_overrides",
+    "check_seed_plan",
+]
 
 
 def __getattr__(name: str) -> Any:

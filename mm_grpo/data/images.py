@@ -197,7 +197,10 @@ def _read_file(
         raise where.error(f"is not a path; legal is {LEGAL_SOURCES}")
     folder = str(image_dir or ".")
     try:
-        return read_regular_file(Path(expand_home(folder), expand_home(name)), max_bytes + 1), where
+        path = Path(expand_home(folder), expand_home(name))
+        if (size := path.stat().st_size) > max_bytes:
+            raise _too_many_bytes(size, where, max_bytes)
+        return read_regular_file(path, max_bytes + 1), where
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a character, an unknown user
         raise where.error(
             f"cannot be read ({getattr(error, 'strerror', None) or error}); relative paths start at "

@@ -148,8 +148,12 @@ def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 _MAPPINGS = (
-    "chat_template_kwargs", "model_init_kwargs", "generation_kwargs", "lr_scheduler_kwargs", "columns",
-)  # fmt: skip
+    "chat_template_kwargs",
+    "model_init_kwargs",
+    "generation_kwargs",
+    "lr_scheduler_kwargs",
+    "columns",
+)
 
 
 NEEDLESS: Mapping[str, tuple[object, ...]] = {

@@ -42,8 +42,10 @@ CLEARLY = 3.0
 FIRST_RATE, LAST_RATE, FACTOR = 1e-6, 1e-2, 3.0
 COLUMNS = ("row", "tokens", "images", "distinct", "gap before", "gap after")
 MEMORY = {
-    "resident": "resident", "resident_peak": "at its peak", "gpu_allocated_peak": "allocated on the GPU"
-}  # fmt: skip
+    "resident": "resident",
+    "resident_peak": "at its peak",
+    "gpu_allocated_peak": "allocated on the GPU",
+}
 
 
 @dataclass

@@ -155,7 +155,8 @@ def test_other_modes() -> None:
 
 def test_bytes_are_limited_before_anything_is_decoded(tmp_path: Path) -> None:
     path = tmp_path / "big.png"
-    path.write_bytes(b"x" * 101)  # not even an image: the size is looked at first
+    path.write_bytes(b"x" * 201)  # not even an image: the size is looked at first
+    assert "has 201 bytes" in refusal(path, max_bytes=100)
     for source in (
         path,
         b"x" * 101,

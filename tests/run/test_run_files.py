@@ -162,6 +162,15 @@ def test_a_swap_that_was_killed_half_way_is_mended(tmp_path: Path) -> None:
     assert names(tmp_path) == ["model", "model/weights"]
 
 
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "users").mkdir()
+    (tmp_path / "users" / "weights").write_text("theirs")
+    (tmp_path / "model").symlink_to(tmp_path / "users")
+    atomic_folder(tmp_path / "model", lambda new: (new / "weights").write_text("ours"))
+    assert names(tmp_path) == ["model", "model/weights", "users", "users/weights"]
+    assert (tmp_path / "users" / "weights").read_text() == "theirs"
+
+
 def test_temporary_folders_of_killed_processes_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
