@@ -23,7 +23,6 @@ from mm_grpo.data.sources import Source, load_eval, load_train
 from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.errors import ConfigError
-from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.health.guards import Guards
 from mm_grpo.health.logp_gap import sampled_gap
 from mm_grpo.health.update_happens import finite_loss, update_happens
@@ -45,7 +44,7 @@ from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.inflight_state import pack_ahead, unpack_ahead
 from mm_grpo.run.inputs import inputs_of
-from mm_grpo.run.metrics import finite_or_text, iter_metrics
+from mm_grpo.run.metrics import iter_metrics
 from mm_grpo.run.outputs import names_of
 from mm_grpo.run.paths import REPORT_EVERY
 from mm_grpo.run.profile import Profile
@@ -274,10 +273,7 @@ class GRPOTrainer:
             groups = rollout.groups
             with ranks.fail_together("guards"):
                 self._log_rollouts(rollout)  # the evidence, before a guard may stop the run
-                self.trackers.log_rollouts(step, rollout.sampled)
-                self.callbacks.call("on_rollouts", trainer=self, step=step, groups=rollout.sampled)
-                guards.apply("duplicate_completions", duplicate_completions(rollout.sampled), step)
-
+            self._call("on_rollouts", step=step, groups=rollout.sampled)
             with timed(times, "time/sync"), ranks.fail_together("weight sync"):
                 canary = self.sync.canary(groups)
                 images = self.images.unread(step, canary)
@@ -340,7 +336,7 @@ class GRPOTrainer:
                 self._call("on_step_end", step=step, metrics=metrics)
                 ended = bool(self.ranks.max(bool(self.stop_reason), "stopping"))
                 metrics |= self._evaluate(step) if ended and not due else {}
-                self._record(step, metrics)
+                self._call("on_log", step=step, metrics=metrics)
                 self._save_checkpoint(step, last=ended or step == last)
                 if ended:
                     self.progress.print(f"stopped after step {step}: {self.stop_reason}")
@@ -348,9 +344,6 @@ class GRPOTrainer:
             self.profile.stop(self.progress.print)
             summary = self._finish(step, started)
         self._call("on_train_end", step=step, summary=summary)
-        with self.ranks.fail_together("guards"):
-            if self.ranks.first:
-                self.guards.finish(step)
         return summary
 
     def _begin(self) -> tuple[int, Mapping[str, Any]]:
@@ -370,7 +363,7 @@ class GRPOTrainer:
     def _watched(self, done: int) -> Iterator[None]:
         """What shows the run while it goes on: page, profile, terminal and trackers."""
         config, run, first = self.config, self.folder, self.ranks.first
-        page = self.page = LivePage(run.paths, REPORT_EVERY if config.run.report else None)
+        page = LivePage(run.paths, REPORT_EVERY if config.run.report else None)
         steps = self.plan.max_steps - done
         profile = self.profile = Profile(config.run.profile, run.paths if first else None, steps)
         self._call("on_train_begin", step=done)
@@ -380,6 +373,7 @@ class GRPOTrainer:
         self.progress = Progress(
             self.plan.max_steps, headline=headline, first=done, tokens=self.tokens_seen, quiet=not first
         )
+        self.callbacks.surround([run, page, self.trackers], [self.progress, self.guards])
         with self.progress, self.trackers.open(config):
             try:
                 yield
@@ -401,28 +395,13 @@ class GRPOTrainer:
         if kept:
             self.evaluations.restore(kept)
         elif measured := self._evaluate(0):
-            if self.ranks.first:
-                self.folder.append_metrics(0, measured)
-                self.page.after(0, measured)
-            self.trackers.log(0, measured)
+            self._call("on_log", step=0, metrics=measured)
         if (stopped := self.ranks.max(self.signals.asked, "stopping")) and done < self.plan.max_steps:
             raise interrupted(stopped, done, done, self.folder.paths.root)
         self.progress.begin()
         with self.ranks.fail_together("resuming"):
             ahead = unpack_ahead(kept, self.collector, self.processor, self.ranks)
         self.pipeline.begin(done, ahead)
-
-    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and show the metrics of a step, and let the guards look at them."""
-        with span("metrics"), self.ranks.fail_together("writing metrics.jsonl"):
-            if self.ranks.first:
-                self.folder.append_metrics(step, finite_or_text(metrics))
-                self.page.after(step, metrics)
-        self.trackers.log(step, metrics)
-        self.progress.advance(step, metrics)
-        with self.ranks.fail_together("guards"):
-            if self.ranks.first:
-                self.guards.observe(step, metrics)
 
     def _save_checkpoint(self, step: int, *, last: bool) -> None:
         """Begin a checkpoint where one is due. Raises RunInterrupted after a signal, unless the run is over anyhow."""

@@ -1,9 +1,9 @@
 """All guards of a run together: what a step shows them, what is done, and what a resumed run gives them back.
 
-The trainer calls `apply` with the message of a guard of one moment, `observe` with the metrics of each finished
-step, and `finish` at the end. Guards with a history live on the first process, whose metrics are complete; their
-state is rebuilt from the rows of metrics.jsonl (`replay`), so a resumed run warns and stops where the whole run
-would have, and a checkpoint holds nothing of them.
+The trainer calls `apply` with the message of a guard of one moment; the others are callbacks of the run, which look at
+the completions and the metrics of each step, and at the end. Guards with a history live on the first process, whose
+metrics are complete; their state is rebuilt from the rows of metrics.jsonl (`replay`), so a resumed run warns and stops
+where the whole run would have, and a checkpoint holds nothing of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.health import Alarm, apply_guard
+from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.health.history import History
 from mm_grpo.health.rows import Guard, at_the_end, rows_of
 from mm_grpo.health.sight import SightLost
 from mm_grpo.rewards.spec import RewardSpec
+from mm_grpo.types import Group
 
 WARN_EVERY = 50
 """Steps from one warning of a guard to its next."""
@@ -51,9 +53,13 @@ class Guards:
                 self._log(step, name, action, message)
             apply_guard(name, message, self._actions, default)
 
-    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        """Look for seeds that repeat. Raises GuardStop as `run.guards.duplicate_completions` says."""
+        self.apply("duplicate_completions", duplicate_completions(groups), step)
+
+    def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show a finished step to all guards that need several. Raises GuardStop when one of them stops the run."""
-        for name, alarm in self._alarms(metrics):
+        for name, alarm in self._alarms(metrics) if step > 0 else ():
             self.apply(name, alarm.message, step, alarm.action)
 
     def replay(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -66,7 +72,7 @@ class Guards:
                 if self._actions.get(name, alarm.action) == "warn":
                     self._warns(name, row["step"])
 
-    def finish(self, step: int) -> None:
+    def on_train_end(self, step: int) -> None:
         """The end of a run, after everything was saved. Raises GuardStop where it was no success, or warns of it."""
         if (found := at_the_end(self._run)) is not None:
             name, alarm = found

@@ -154,7 +154,7 @@ class LivePage:
     def __init__(self, paths: RunPaths, every: int | None) -> None:
         self._report, self._path, self._every = Report([paths]), paths.report, every
 
-    def after(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the page where it is due after a step, whose `metrics` are in metrics.jsonl."""
         evaluated = any(name.startswith("eval/") for name in metrics)
         if evaluated or (self._every and step % self._every == 0):

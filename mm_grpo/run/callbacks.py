@@ -1,9 +1,9 @@
-"""Callbacks of a run: objects of the user's with methods that are called before, during and after it.
+"""Callbacks of a run: objects with methods that are called at its events, the user's and the trainer's own.
 
 Each method is given, by name, those of the event's arguments that it asks for: `on_step_end(self, step, metrics)`
 asks for two. They are called on the first process, and an exception in one ends the run on all of them. What a method
-returns is not looked at: `trainer.stop(reason)` is how one ends the run. To add an event: a line in EVENTS, and the
-call in the trainer.
+returns is not looked at: `trainer.stop(reason)` is how one ends the run. metrics.jsonl, the page, trackers, the
+terminal and the guards are callbacks too (trainer.py). To add an event: a line in EVENTS, and the call in the trainer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_rollouts": ("trainer", "step", "groups"),
     "on_step_end": ("trainer", "step", "metrics"),
     "on_evaluate": ("trainer", "step", "metrics", "evaluations"),
+    "on_log": ("trainer", "step", "metrics"),
     "on_save": ("trainer", "step", "path"),
     "on_train_end": ("trainer", "step", "summary"),
 }
@@ -55,15 +56,24 @@ class Callbacks:
                     )
             for event, method in found.items():
                 asked = _asked_for(method, event, f"{type(callback).__name__}.{event}")
-                self._methods.setdefault(event, []).append((method, asked))
-        self.calling = ""
-        if quiet:
-            self._methods.clear()
+                self._methods.setdefault(event, []).append((span("callbacks")(method), asked))
+        self.calling, self._quiet = "", quiet
 
-    @span("callbacks")
+    def surround(self, before: Sequence[Any], after: Sequence[Any]) -> None:
+        """Call the trainer's own callbacks `before` the user's and `after` them."""
+
+        def methods(own: Sequence[Any], event: str) -> list[tuple[Callable[..., Any], tuple[str, ...]]]:
+            found = [getattr(one, event) for one in own if hasattr(one, event)]
+            return [(method, _asked_for(method, event, event)) for method in found]
+
+        for event in EVENTS:
+            self._methods[event] = (
+                methods(before, event) + self._methods.get(event, []) + methods(after, event)
+            )
+
     def call(self, event: str, **values: Any) -> None:
         """Call the method `event` of each one that has it, with what it asks for of `values`."""
-        for method, asked in self._methods.get(event, ()):
+        for method, asked in () if self._quiet else self._methods.get(event, ()):
             self.calling = event
             try:
                 method(**{name: values[name] for name in asked})

@@ -24,7 +24,7 @@ from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.events import append_event, cut_events
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.lock import RunLock, RunMark, new_run, read_mark, refuse_running
-from mm_grpo.run.metrics import MetricsLog, write_summary
+from mm_grpo.run.metrics import MetricsLog, finite_or_text, write_summary
 from mm_grpo.run.outputs import (
     FILES,
     FOLDERS,
@@ -38,6 +38,7 @@ from mm_grpo.run.outputs import (
 from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
 from mm_grpo.run.rollout_budget import RolloutBudget
 from mm_grpo.run.rollout_log import write_rollouts
+from mm_grpo.timing import span
 from mm_grpo.types import Group
 
 if TYPE_CHECKING:
@@ -191,10 +192,11 @@ class RunFolder:
         with self.writing("summary.json"):
             write_summary(self.paths, summary)
 
-    def append_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """See `MetricsLog.append`."""
+    @span("metrics")
+    def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append to metrics.jsonl (`MetricsLog.append`); what is not finite as text."""
         with self.writing("metrics.jsonl"):
-            self.metrics.append(step, values)
+            self.metrics.append(step, finite_or_text(metrics))
 
     def append_event(self, step: int, name: str, action: str, message: str) -> None:
         """See `events.append_event`."""

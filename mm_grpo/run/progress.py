@@ -90,8 +90,10 @@ class Progress:
         """The first step begins now: what came before it says nothing of the time that steps take."""
         self._last = time.monotonic()
 
-    def advance(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step `step`, counted from 1, is done. Its seconds are `step_time`, or the time since the last."""
+        if step == 0:
+            return
         now = time.monotonic()
         self._recent.append(now - self._last)
         seconds = metrics.get("step_time", now - self._last)

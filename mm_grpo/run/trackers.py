@@ -99,9 +99,9 @@ TRACKERS: dict[str, tuple[str, Callable[[Any, GRPOConfig], Tracker]]] = {
 class Trackers:
     """All trackers of a run as one; with no names it does nothing.
 
-    `prepare` before a model loads, `open` around the run, `log` and `log_rollouts` in it. A tracker that raises, for a
-    network or a disk that is gone, is left out from then on with one warning: the run goes on, and metrics.jsonl has
-    all of it.
+    `prepare` before a model loads, `open` around the run, in which it is one of the callbacks. A tracker that raises,
+    for a network or a disk that is gone, is left out from then on with one warning: the run goes on, and metrics.jsonl
+    has all of it.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[GRPOConfig], Tracker]]) -> None:
@@ -132,12 +132,13 @@ class Trackers:
                     tracker.close()
 
     @span("trackers")
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send the numbers among `values`; texts and None stay in metrics.jsonl."""
-        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Send the numbers among `metrics`; texts and None stay in metrics.jsonl."""
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         self._send(step, lambda tracker: tracker.log(step, numbers))
 
-    def log_rollouts(self, step: int, groups: Sequence[Group]) -> None:
+    @span("trackers")
+    def on_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Send a table of scored groups at the first step and at every REPORT_EVERY-th, before their numbers."""
         due = self._trackers and (step == 1 or step % REPORT_EVERY == 0)
         if due and (table := rollout_table(step, groups)):

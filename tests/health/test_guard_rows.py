@@ -48,7 +48,7 @@ def fired(steps: Steps, rewards: Any = EXACT, **sections: Any) -> list[tuple[int
     )
     try:
         for step, row in enumerate(rows(*steps), start=1):
-            watching.observe(step, row)
+            watching.on_log(step, row)
     except GuardStop:
         pass
     return found
@@ -244,20 +244,20 @@ def test_a_run_without_an_update_is_stopped_at_its_end_with_the_cause(
 ) -> None:
     watching = guards()
     for step, row in enumerate(rows((2, {"learner/update_norm": 0.0, **changes})), start=1):
-        watching.observe(step, row)
+        watching.on_log(step, row)
     with pytest.raises(GuardStop, match="guard no_update: ") as stopped:
-        watching.finish(2)
+        watching.on_train_end(2)
     assert names in str(stopped.value)
-    watching.observe(3, HEALTHY)
-    watching.finish(3)
+    watching.on_log(3, HEALTHY)
+    watching.on_train_end(3)
 
 
 def test_what_held_in_some_steps_is_not_the_cause() -> None:
     watching, still = guards(), {"learner/update_norm": 0.0, "learner/updates": 0}
     for step, row in enumerate(rows((1, {**still, **CUT}), (1, still)), start=1):
-        watching.observe(step, row)
+        watching.on_log(step, row)
     with pytest.raises(GuardStop, match="guard no_update: ") as stopped:
-        watching.finish(2)
+        watching.on_train_end(2)
     assert "rollout.max_completion_length" not in str(stopped.value)
 
 
@@ -282,12 +282,12 @@ def test_a_run_ends_without_success_where_no_reward_told_completions_apart(
         EXACT, lambda step, name, action, message: events.append((step, name, action)), rollout=few
     )
     for step, row in enumerate(rows(*steps), start=1):
-        watching.observe(step, row)
+        watching.on_log(step, row)
     if found and found[-1][2] == "stop":
         with pytest.raises(GuardStop):
-            watching.finish(step)
+            watching.on_train_end(step)
     else:
-        watching.finish(step)
+        watching.on_train_end(step)
     assert events == found
 
 
@@ -314,7 +314,7 @@ def test_a_resumed_run_warns_and_stops_where_the_whole_one_would(caplog: pytest.
         resumed.replay(before)
         try:
             for step in range(done + 1, end):
-                resumed.observe(step, {**HEALTHY, **own})
+                resumed.on_log(step, {**HEALTHY, **own})
         except GuardStop:
             pass
     assert events == [(60, "warn"), (20, "stop")]  # after the warning of step 10, which it did not see itself

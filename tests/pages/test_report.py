@@ -58,8 +58,8 @@ def test_a_page_is_written_while_the_run_goes_on(tmp_path: Path, caplog: pytest.
         live, found = LivePage(folder.paths, every), []
         for step in range(5):
             row = {"reward": 0.5, **({"eval/heldout/accuracy": 0.5} if step in (0, 2) else {})}
-            folder.append_metrics(step, row)
-            live.after(step, row)
+            folder.on_log(step, row)
+            live.on_log(step, row)
             if folder.paths.report.exists():
                 found.append(step)
                 folder.paths.report.unlink()

@@ -39,6 +39,11 @@ class Record:
     def on_evaluate(self, evaluations: Any, trainer: Any, step: int) -> None:
         self.note("on_evaluate", trainer, step, evaluations["eval"].rows)
 
+    def on_log(self, trainer: Any, step: int, metrics: dict[str, Any]) -> None:
+        written = rows_of(trainer.folder.paths.root)[-1]
+        assert written["step"] == step and written.keys() == {"step", *metrics}
+        self.note("on_log", trainer, step, "eval/eval/score" in metrics)
+
     def on_save(self, trainer: Any, step: int, path: Path) -> None:
         assert path.is_dir() and any(path.iterdir())
         self.note("on_save", trainer, step, path.name)
@@ -68,15 +73,19 @@ def test_every_event_comes_with_its_step_and_a_callback_ends_the_run(
 ) -> None:
     record = Record(stop_at=3)
     trained(record, models["qwen2_vl"], tmp_path / "r")
-    steps = [[("on_rollouts", n, [3, 3, 3, 3]), ("on_step_end", n, 1)] for n in (1, 2, 3)]
+    steps = [
+        [("on_rollouts", n, [3, 3, 3, 3]), ("on_step_end", n, 1), ("on_log", n, False)] for n in (1, 2, 3)
+    ]
     assert record.events == [
         ("on_train_begin", 0),
         ("on_evaluate", 0, 3),
+        ("on_log", 0, True),
         *steps[0],
         *steps[1],
         ("on_save", 2, "step-000002"),
-        *steps[2],
+        *steps[2][:2],
         ("on_evaluate", 3, 3),  # the weights that are saved are those that were evaluated
+        ("on_log", 3, True),
         ("on_save", 3, "step-000003"),
         ("on_save", 3, "model"),
         ("on_train_end", 3, 3),
@@ -105,6 +114,7 @@ def test_a_stop_in_an_evaluation_ends_the_run_there(models: dict[str, Path], tmp
         ("on_rollouts", 2, [3, 3, 3, 3]),
         ("on_evaluate", 2, 3),
         ("on_step_end", 2, 1),
+        ("on_log", 2, True),
         ("on_train_end", 2, 2),
     ]
 

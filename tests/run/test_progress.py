@@ -32,10 +32,10 @@ def test_a_step_in_words() -> None:
 def test_without_a_terminal_each_step_is_a_line() -> None:
     where, out = console(terminal=False)
     with Progress(3, headline="8 prompts × 8 [generations]", console=where) as progress:
-        progress.advance(1, {"reward": 0.25, "step_time": 2.0, "num_tokens": 500})
+        progress.on_log(1, {"reward": 0.25, "step_time": 2.0, "num_tokens": 500})
         progress.print("[red]a guard warns[/red]")
-        progress.advance(2, {"reward": 0.5, "step_time": 1.5, "num_tokens": 3500})
-        progress.advance(3, {"reward": 0.5, "step_time": 1.5})
+        progress.on_log(2, {"reward": 0.5, "step_time": 1.5, "num_tokens": 3500})
+        progress.on_log(3, {"reward": 0.5, "step_time": 1.5})
     assert out.getvalue().splitlines() == [
         "8 prompts × 8 [generations]",
         "step 1/3  reward 0.250  2.0 s/step  250 tokens/s  0 s left",
@@ -57,7 +57,7 @@ def test_the_time_that_is_left_and_a_long_evaluation(monkeypatch: pytest.MonkeyP
         progress.evaluating("held", 128, 300)  # a line was printed 5 s ago
         progress.begin()
         now[0] = 157.5
-        progress.advance(1, {"step_time": 2.0})
+        progress.on_log(1, {"step_time": 2.0})
     assert out.getvalue().splitlines() == [
         "evaluating held 64/300",
         "step 1/101  2.0 s/step  4 min 10 s left",
@@ -69,7 +69,7 @@ def test_on_a_terminal_it_is_a_bar() -> None:
     for evaluates in (False, True):
         where, out = console(terminal=True)
         with Progress(4, first=1, console=where) as progress:
-            progress.advance(2, {"reward": 0.25, "step_time": 2.0})
+            progress.on_log(2, {"reward": 0.25, "step_time": 2.0})
             if evaluates:
                 progress.evaluating("held", 120, 300)
         shown.append(out.getvalue())
@@ -81,6 +81,6 @@ def test_on_a_terminal_it_is_a_bar() -> None:
 def test_quiet_prints_nothing(terminal: bool) -> None:
     where, out = console(terminal)
     with Progress(2, headline="hello", quiet=True, console=where) as progress:
-        progress.advance(1, {"reward": 1.0})
+        progress.on_log(1, {"reward": 1.0})
         progress.print("anything")
     assert out.getvalue() == ""

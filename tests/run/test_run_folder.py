@@ -311,7 +311,7 @@ def test_files_that_cannot_be_written_are_one_message(
 
     monkeypatch.setattr(run_folder.MetricsLog, "append", full)
     monkeypatch.setattr(run_folder, "write_rollouts", full)
-    for write, what in ((folder.append_metrics, "metrics.jsonl"), (folder.write_rollouts, "the rollouts")):
+    for write, what in ((folder.on_log, "metrics.jsonl"), (folder.write_rollouts, "the rollouts")):
         with pytest.raises(ConfigError, match=f"run.dir = '{tmp_path}': {what} cannot be written .*No space"):
             write(1, [])  # type: ignore[operator]
 
@@ -326,9 +326,9 @@ def test_a_folder_that_is_removed_while_the_run_goes_on_is_missed(tmp_path: Path
     folder = RunFolder.prepare(tmp_path / "run")
     with folder.claim():
         folder.start("x: 1\n")
-        folder.append_metrics(1, {"reward": 0.5})
+        folder.on_log(1, {"reward": 0.5})
         shutil.rmtree(tmp_path / "run")
-        for write in (lambda: folder.append_metrics(2, {}), lambda: folder.write_rollouts(2, [])):
+        for write in (lambda: folder.on_log(2, {}), lambda: folder.write_rollouts(2, [])):
             with pytest.raises(ConfigError, match=r"run.dir = '.*/run' was removed or renamed while the run"):
                 write()
     assert not (tmp_path / "run").exists()

@@ -88,7 +88,7 @@ def test_a_closed_terminal_does_not_end_the_run() -> None:
             raise OSError(5, "Input/output error")
 
     with Progress(2, headline="x", console=Console(file=Closed())) as progress:
-        progress.advance(1, {"reward": 0.5})
+        progress.on_log(1, {"reward": 0.5})
 
 
 def test_cells_are_no_markup() -> None:

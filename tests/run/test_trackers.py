@@ -35,9 +35,9 @@ def test_tensorboard_gets_every_number_the_table_and_each_picture_once(tmp_path:
     hostile = group(0, (0.0, 1.0))
     answers = tuple(replace(one, text="<b>a|b\nc") for one in hostile.completions)
     with Trackers.prepare(["tensorboard"]).open(config(tmp_path)) as trackers:
-        trackers.log(1, {"reward": 0.25, "kl": None, "note": "text"})
-        trackers.log(2, {"reward": 0.5, "rewards/iou/mean": 1})
-        trackers.log_rollouts(10, [replace(hostile, completions=answers), group(1, (0.0, 1.0))])
+        trackers.on_log(1, {"reward": 0.25, "kl": None, "note": "text"})
+        trackers.on_log(2, {"reward": 0.5, "rewards/iou/mean": 1})
+        trackers.on_rollouts(10, [replace(hostile, completions=answers), group(1, (0.0, 1.0))])
     events = events_in(tmp_path)
     assert events.Tags()["scalars"] == ["reward", "rewards/iou/mean"]
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
@@ -98,10 +98,10 @@ def test_hosted_trackers_get_the_config_the_numbers_and_tables_at_their_steps(
     trackers = Trackers.prepare([name])
     with pytest.raises(RuntimeError, match="boom"), trackers.open(config(folder)):
         for step in (1, 2, 3):
-            trackers.log_rollouts(step, [group(0, (0.0, 1.0), parts={"iou": [0.0, None]})])
-            trackers.log(step, {"reward": 0.5, "note": "text"})
+            trackers.on_rollouts(step, [group(0, (0.0, 1.0), parts={"iou": [0.0, None]})])
+            trackers.on_log(step, {"reward": 0.5, "note": "text"})
         raise RuntimeError("boom")  # a run that fails closes them too
-    trackers.log(4, {"reward": 1.0})  # closed: nothing is sent any more
+    trackers.on_log(4, {"reward": 1.0})  # closed: nothing is sent any more
     (kind, started), *later, end = package.calls
     assert (kind, end) == ("init", ("finish",))
     assert (started["project"], started["name"]) == ("mm_grpo", "shapes")
@@ -125,9 +125,9 @@ def test_a_failing_tracker_is_one_warning_and_the_others_go_on(
     monkeypatch.setitem(sys.modules, "wandb", broken)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "trackio", sound)  # type: ignore[arg-type]
     with Trackers.prepare(["wandb", "trackio"]).open(config(tmp_path)) as trackers:
-        trackers.log_rollouts(1, [group(0, (0.0, 1.0))])
-        trackers.log(1, {"reward": 0.25})
-        trackers.log(2, {"reward": 0.5})
+        trackers.on_rollouts(1, [group(0, (0.0, 1.0))])
+        trackers.on_log(1, {"reward": 0.25})
+        trackers.on_log(2, {"reward": 0.5})
     (record,) = caplog.records
     assert "run.trackers: wandb" in record.getMessage() and "ConnectionError: no route" in record.getMessage()
     assert sum(made[0] == "log" for made in broken.calls) == sent
@@ -137,7 +137,7 @@ def test_a_failing_tracker_is_one_warning_and_the_others_go_on(
 def test_ctrl_c_in_a_tracker_is_no_failure_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Recorder({"log": KeyboardInterrupt}))  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt), Trackers.prepare(["wandb"]).open(config(tmp_path)) as trackers:
-        trackers.log(1, {"reward": 0.25})
+        trackers.on_log(1, {"reward": 0.25})
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_pictures_of_tools_have_a_column_where_there_are_any(
     package = Recorder()
     monkeypatch.setitem(sys.modules, "wandb", package)  # type: ignore[arg-type]
     with Trackers.prepare(["wandb", "tensorboard"]).open(config(tmp_path)) as trackers:
-        trackers.log_rollouts(1, [looked])
+        trackers.on_rollouts(1, [looked])
     sent = package.calls[1][2]["rollouts"]
     assert [row["tool_images"] for row in sent] == [None, ("image", (36, 12))]
     events = events_in(tmp_path)
