@@ -313,7 +313,7 @@ def test_files_that_cannot_be_written_are_one_message(
     monkeypatch.setattr(run_folder, "write_rollouts", full)
     for write, what in ((folder.on_log, "metrics.jsonl"), (folder.write_rollouts, "the rollouts")):
         with pytest.raises(ConfigError, match=f"run.dir = '{tmp_path}': {what} cannot be written .*No space"):
-            write(1, [])  # type: ignore[operator]
+            write(1, {})  # type: ignore[operator]
 
     def serialize(path: Path) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
