@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -333,10 +333,13 @@ def vllm_settings(
 
 def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
     """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
+    from mm_grpo.learner.lora import has_adapters
     from mm_grpo.rollout.vllm.engine import VLLMEngine
 
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype, lora = str(model.dtype).removeprefix("torch."), config.model.lora
     settings = vllm_settings(config, processor, dtype, context_of(model.config))
+    if lora is not None and has_adapters(model):
+        settings = replace(settings, lora_rank=lora.rank, lora_vision=lora.vision)
     try:
         return VLLMEngine(settings, processor)
     except ModuleNotFoundError as error:

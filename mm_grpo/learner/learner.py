@@ -35,11 +35,13 @@ from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.forward_pass import ForwardPass
 from mm_grpo.learner.image_features import KeptFeatures
 from mm_grpo.learner.lora import (
+    adapted_layers,
     has_adapters,
     merge_lost,
     merged_layers,
     merged_tensors,
     save_adapter,
+    sent_factors,
     without_adapters,
 )
 from mm_grpo.learner.loss import LossInputs, pack_loss
@@ -73,6 +75,7 @@ from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 class Learner:
     """Trains `model` on groups. `total_updates` is the length of the learning-rate schedule.
 
+    `adapted_layers` are those with adapters, `factored` those of them that the engine runs as factors, as it says.
     `ranks` are the processes that make the updates together; None is this one alone.
     """
 
@@ -96,6 +99,8 @@ class Learner:
             )
         self.model, self.processor, self.config = model, processor, config.with_correction()
         self._shared = processor.layout == "shared_prefix"
+        self.adapted_layers = adapted_layers(model)
+        self.factored: frozenset[str] = frozenset()
         self.ranks = ranks or Ranks()
         # adapters, say, start from each process's random numbers
         self.ranks.broadcast_tensors(model.parameters())
@@ -186,12 +191,18 @@ class Learner:
         distribution that training samples from (media tokens masked, at the training temperature). With `as_sent`
         adapters are merged and rounded, as in `named_tensors`.
         """
-        with merged_layers(self.model) if as_sent else nullcontext():
+        with merged_layers(self.model, self.factored) if as_sent else nullcontext():
             return score(self.model, self.processor, self.config, prompt, completions, as_sampled=as_sampled)
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its in-memory name, tied ones under each name, adapters merged: for an engine."""
-        return merged_tensors(self.model)
+    def named_tensors(self, *, frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its in-memory name, tied ones under each name, and what adapters an engine takes apart.
+
+        Adapters of the layers `factored` come as factors behind the weights, the others are merged. Without `frozen`
+        weights are left out where all adapters are factors, and nothing else learns.
+        """
+        if frozen or not self.factored or self.factored != set(self.adapted_layers):
+            yield from merged_tensors(self.model, self.factored)
+        yield from sent_factors(self.model, self.factored)
 
     def save(self, path: str | Path) -> None:
         """Write weights (adapters merged), config, processor and chat template: a folder that loads without us."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -95,21 +95,41 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under the name it has without adapters, tied ones under each name; merged out of place."""
+def adapted_layers(model: nn.Module) -> list[str]:
+    """Names of the layers that have adapters; none without any."""
+    return [name for name, _ in _layers(model)]
+
+
+def merged_tensors(model: nn.Module, factored: Container[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under the name it has without adapters, tied ones under each name; merged out of place.
+
+    Of the layers `factored` the base's weight stays as it is.
+    """
     layers = dict(_layers(model))
     for name, tensor in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner in layers:
-            yield f"{owner}.{leaf}", _merged(layers[owner], tensor) if leaf == "weight" else tensor.detach()
+            merged = leaf == "weight" and owner not in factored
+            yield f"{owner}.{leaf}", _merged(layers[owner], tensor) if merged else tensor.detach()
         elif ".lora_" not in name:
             yield name, tensor.detach()
 
 
+def sent_factors(model: nn.Module, factored: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """The factors of the layers `factored` as an engine runs them, in the base's dtype, with the scale in lora_B."""
+    for name, layer in _layers(model):
+        if name in factored:
+            down, up = (getattr(layer, part)[ADAPTER].weight.detach() for part in ("lora_A", "lora_B"))
+            dtype = layer.base_layer.weight.dtype
+            yield f"base_model.model.{name}.lora_A.weight", down.to(dtype)
+            yield f"base_model.model.{name}.lora_B.weight", (up * layer.scaling[ADAPTER]).to(dtype)
+
+
 @contextmanager
-def merged_layers(model: nn.Module) -> Iterator[None]:
-    """The model that engines are sent, for the time of the block: each layer runs its merge, rounded once."""
-    layers = [layer for _, layer in _layers(model)]
+def merged_layers(model: nn.Module, factored: Container[str] = frozenset()) -> Iterator[None]:
+    """The model that engines are sent, for the time of the block: each layer runs its merge, rounded once, but those
+    `factored`, of which they are sent the factors."""
+    layers = [layer for name, layer in _layers(model) if name not in factored]
     for layer in layers:
         layer.forward = partial(_run_merged, layer)
     try:

@@ -135,6 +135,7 @@ class VerifiedSync:
         legal = [token for token in range(FILLING) if token not in banned]
         self._filling = tuple(random.Random(config.run.seed).choices(legal, k=CANARY_TOKENS))
         self._shared = getattr(engine, "model", None) is learner.model
+        learner.factored = engine.adapter_layers(learner.adapted_layers)
         self._ledger = WeightLedger()
         self._background = Background(1, "mm_grpo canary")
 
@@ -147,7 +148,8 @@ class VerifiedSync:
 
         Raises GuardStop, naming them, when tensors that changed did not arrive, or arrived changed.
         """
-        tensors = self.learner.named_tensors()
+        whole = self._ledger.empty or not self.engine.holds_weights
+        tensors = self.learner.named_tensors(frozen=whole)
         if self._shared:
             self.engine.update_weights(tensors, version)
             self.version = version

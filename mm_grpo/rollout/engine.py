@@ -131,6 +131,13 @@ class RolloutEngine(ABC):
         """True when the tensors of earlier updates are still there; if not, the next update brings every one."""
         return True
 
+    def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
+        """Those of the learner's adapted `layers` whose adapters it runs as factors; it is sent a merge of the others.
+
+        Factors come with the other tensors, by the names of peft's files (`learner/lora.py`).
+        """
+        return frozenset()
+
     @abstractmethod
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order. Media tokens are never sampled."""

@@ -115,6 +115,11 @@ class WeightLedger:
             raise
         return transfer
 
+    @property
+    def empty(self) -> bool:
+        """True where every tensor is due."""
+        return not self._held
+
     def forget(self) -> None:
         """The engine lost its weights: the next transfer sends everything again."""
         self._held.clear()

@@ -33,14 +33,23 @@ Load = Callable[[Any, Iterable[tuple[str, Tensor]]], None]
 class Run:
     """A learner and vLLM that make updates from two groups of random completions."""
 
-    def __init__(self, path: Path, rate: float, dtype: str = "bfloat16", lora: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rate: float,
+        dtype: str = "bfloat16",
+        lora: bool = False,
+        *,
+        vision: bool = False,
+        factors: bool = True,
+    ) -> None:
         self.processor: Processor = load_processor(str(path))
         config = small_config(
             path,
-            model={"dtype": dtype, "device": "cpu", "lora": {"rank": 8} if lora else None},
+            model={"dtype": dtype, "device": "cpu", "lora": {"rank": 8, "vision": vision} if lora else None},
             rollout={
                 "engine": "vllm",
-                "vllm": {"max_model_len": 256},
+                "vllm": {"max_model_len": 256, "engine_kwargs": {} if factors else {"enable_lora": False}},
                 "prompts_per_step": 2,
                 "num_generations": 4,
                 "max_completion_length": 24,

@@ -9,7 +9,8 @@ vLLM itself is behind `internals.py` and `launch.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.engine import Follows, Request, RequestStream, RolloutEngine
 from mm_grpo.rollout.vllm import internals
+from mm_grpo.rollout.vllm.adapters import is_factor
 from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, launch
 from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
 from mm_grpo.timing import span
@@ -50,6 +52,7 @@ class VLLMEngine(RolloutEngine):
         # a fresh engine holds what is on disk; one that is taken over, whatever its last trainer sent
         self._current = self._handle.owner is None
         self._handle.owner = self
+        self._factors: dict[str, Tensor] = {}
         self.version = 0
         self.requests = RequestFormat(
             processor,
@@ -95,9 +98,18 @@ class VLLMEngine(RolloutEngine):
         handle = self._held()
         internals.wake(handle, "weights")
         handle.read_back.begin()
+        factors: dict[str, Tensor] = {}
+        weights = _weights(tensors, factors)
+        first = next(weights, None)
+        received: dict[str, str] = {}
         try:
-            internals.reload(handle, handle.read_back.noted(tensors))
-            received = internals.read_back(handle)
+            if first is not None:
+                internals.reload(handle, handle.read_back.noted(chain([first], weights)))
+                received = internals.read_back(handle)
+            self._factors |= factors
+            if self._factors:  # vLLM forgets its adapter when it loads weights
+                held = internals.put_adapter(handle, self._factors)
+                received |= {name: held[name] for name in factors}
         except BaseException:  # what the engine holds now is a mixture: only all tensors make it whole
             self._current = False
             raise
@@ -106,6 +118,10 @@ class VLLMEngine(RolloutEngine):
         self._reset_encoder_cache()
         self.version, self._current = version, True
         return received
+
+    def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
+        """Those that vLLM has LoRA layers for (`adapters.py`)."""
+        return internals.layers_taken(self._handle, list(layers))
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
@@ -174,6 +190,17 @@ class VLLMEngine(RolloutEngine):
 
     def _reset_encoder_cache(self) -> None:
         internals.reset_encoder_cache(self._handle)
+
+
+def _weights(
+    tensors: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Those of `tensors` that are weights; the others go into `factors`."""
+    for name, tensor in tensors:
+        if is_factor(name):
+            factors[name] = tensor
+        else:
+            yield name, tensor
 
 
 class VLLMStream(RequestStream):

@@ -7,14 +7,16 @@ version must pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mm_grpo.errors import DataError, EngineError
+from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.launch import Handle, first_line
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 from mm_grpo.user_code.watchdog import Watchdog
@@ -43,7 +45,9 @@ def add(handle: Handle, item: EngineRequest) -> str:
     from vllm import SamplingParams
 
     with _given_up_on_failure(handle, [item.uid]), _eager(), _refusal(item.uid):
-        (name,) = handle.llm.enqueue([_prompt(item)], [SamplingParams(**item.params)], use_tqdm=False)
+        (name,) = handle.llm.enqueue(
+            [_prompt(item)], [SamplingParams(**item.params)], lora_request=handle.adapter, use_tqdm=False
+        )
         # newer versions run a request under names of their own, one for each of its generations, and answer under the
         # one that it was given; its states are the latest
         state = next(reversed(handle.llm.llm_engine.output_processor.request_states.values()))
@@ -208,6 +212,31 @@ def reload(handle: Handle, tensors: Iterable[tuple[str, Tensor]]) -> None:
 def read_back(handle: Handle) -> dict[str, str]:
     """Digests of the tensors that the worker was given last, of its own layers where those can be read."""
     found: dict[str, str] = handle.llm.apply_model(handle.read_back.digests)[0]
+    return found
+
+
+def layers_taken(handle: Handle, layers: Sequence[str]) -> frozenset[str]:
+    """Those of the learner's `layers` that the worker has LoRA layers for."""
+    if not handle.adapters:
+        return frozenset()
+    found: frozenset[str] = handle.llm.apply_model(partial(adapters.layers_taken, layers=layers))[0]
+    return found
+
+
+def put_adapter(handle: Handle, factors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Make `factors` the adapter that requests are answered with; returns digests of what the worker's layers hold."""
+
+    def put(model: Any) -> dict[str, str]:
+        adapters.put(model, factors)
+        return adapters.read_back(model, factors)
+
+    try:
+        with _watched(handle, "took an adapter"):
+            found: dict[str, str] = handle.llm.apply_model(put)[0]
+    except BaseException as error:
+        handle.fault = f"its worker failed while it took an adapter ({first_line(error)})"
+        raise
+    handle.adapter = handle.adapter or adapters.request()
     return found
 
 

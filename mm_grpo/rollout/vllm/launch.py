@@ -18,6 +18,7 @@ import torch
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.processors.model_folder import read_config
+from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.read_back import ReadBack
 from mm_grpo.rollout.vllm.weight_names import teach_names
 
@@ -31,6 +32,9 @@ OURS: Mapping[str, str] = {
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "tensor_parallel_size": "one engine in each process",
     "enable_sleep_mode": "rollout.vllm.sleep_level",
+    "max_lora_rank": "model.lora",
+    "max_loras": "model.lora",
+    "enable_tower_connector_lora": "model.lora",
     "mm_processor_kwargs": "data.min_pixels and data.max_pixels",
     "limit_mm_per_prompt": "the data",
     "logprobs_mode": "the learner",
@@ -50,8 +54,9 @@ class EngineSettings:
     `max_model_len` bounds prompt and completion together, in tokens; `mm_processor_kwargs` tell vLLM's processor the
     limits of one image, `max_images` bounds those of one prompt. On a GPU `gpu_memory_utilization` is the share of its
     memory that vLLM may hold, and `sleep_level` what it frees while the learner works: 0 nothing, 1 keys and values
-    (weights move to host memory), 2 the weights too. `engine_kwargs` are further arguments of `vllm.LLM`; both kwargs
-    are (name, value) pairs.
+    (weights move to host memory), 2 the weights too. `lora_rank` is that of adapters beside the language model, with
+    `lora_vision` beside the tower too; 0 for an engine without. `engine_kwargs` are further arguments of `vllm.LLM`;
+    both kwargs are (name, value) pairs.
     """
 
     model: str
@@ -62,6 +67,8 @@ class EngineSettings:
     gpu_memory_utilization: float = 0.4
     sleep_level: int = 0
     trust_remote_code: bool = False
+    lora_rank: int = 0
+    lora_vision: bool = False
     engine_kwargs: tuple[tuple[str, Any], ...] = ()
 
 
@@ -71,7 +78,8 @@ class Handle:
 
     `owner` is the last trainer's engine that used it, `fault` says why it is unusable, and `asleep` names the
     parts of its memory that are given back (`weights`, `kv_cache`). `read_back` finds the
-    weights that it was given in its layers. A call that makes no step for `timeout` seconds counts as hung.
+    weights that it was given in its layers. `adapters` says whether it has LoRA layers, and `adapter` is what requests
+    carry once factors are in them. A call that makes no step for `timeout` seconds counts as hung.
     """
 
     llm: Any
@@ -80,6 +88,8 @@ class Handle:
     fault: str | None = None
     asleep: set[str] = field(default_factory=set)
     read_back: ReadBack = field(default_factory=ReadBack)
+    adapters: bool = False
+    adapter: Any = None
     timeout: float = 600.0
 
 
@@ -108,7 +118,8 @@ def launch(settings: EngineSettings) -> Handle:
         _import_vllm()
         teach_names(read_config(settings.model, trust_remote_code=settings.trust_remote_code))
         _ensure_process_group()
-        handle = Handle(_construct(settings), settings)
+        lora = lora_arguments(settings)
+        handle = Handle(_construct(settings, lora), settings, adapters=bool(lora))
     _RUNNING[repr(settings)] = handle
     return handle
 
@@ -180,10 +191,27 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-def _construct(settings: EngineSettings) -> Any:
+def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Arguments for LoRA layers; none where there are no adapters, or vLLM or `engine_kwargs` have no such layers."""
+    if not settings.lora_rank or not dict(settings.engine_kwargs).get("enable_lora", True):
+        return {}
+    config = read_config(settings.model, trust_remote_code=settings.trust_remote_code)
+    size = next((size for size in adapters.RANKS if size >= settings.lora_rank), None)
+    if size is None or not adapters.supports(config):
+        return {}
+    tower = settings.lora_vision and adapters.supports(config, tower=True)
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": size,
+        "enable_tower_connector_lora": tower,
+    }
+
+
+def _construct(settings: EngineSettings, lora: Mapping[str, Any]) -> Any:
     from vllm import LLM
 
-    arguments = engine_arguments(settings)
+    arguments = {**engine_arguments(settings), **lora}
     try:
         return LLM(**arguments)
     except TypeError as error:

@@ -84,12 +84,13 @@ class ReadBack:
         packed: dict[str, bool] = {}
         for name, (owner, leaf, start) in self._places(model).items():
             noted = self._noted[name]
-            part = _rows(own.get(f"{owner}.{leaf}"), start, noted.shape)
+            parameter = own.get(f"{owner}.{leaf}", own.get(f"{owner}.base_layer.{leaf}"))  # in a LoRA layer
+            part = _rows(parameter, start, noted.shape)
             if part is not None and (self._views is None or name in self._views):
                 views[name] = digest(part.to(noted.dtype))
             layer = getattr(model.get_submodule(owner), "cpu_linear", None) if leaf == "weight" else None
             if layer is not None and noted.columns is not None:
-                packed[name] = _holds(layer, own.get(f"{owner}.{leaf}"), start, noted)
+                packed[name] = _holds(layer, parameter, start, noted)
         if self._views is None:
             self._views = {name for name, value in views.items() if value == self._noted[name].digest}
             self._packed = {name for name, same in packed.items() if same}

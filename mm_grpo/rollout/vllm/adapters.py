@@ -1,0 +1,112 @@
+"""The learner's adapters in vLLM's own LoRA layers: put in from memory, and read back from the layers' buffers.
+
+vLLM computes base(x) + B A x with the factors, so what it samples from follows an adapter that a merge into bfloat16
+weights would lose. One adapter is there, and every request is made for it (`request`). What comes has the scale in B
+already, so that the buffers hold the numbers that were sent, to the bit. Works on the model alone, through the manager
+that vLLM hangs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mm_grpo.rollout.weights import digest
+
+NUMBER = 1
+"""vLLM's number of the adapter; 0 stands for none."""
+PREFIX = "base_model.model."
+"""What names of factors begin with, as in peft's files."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes buffers of."""
+
+
+def is_factor(name: str) -> bool:
+    """True for the name of a factor, False for that of a weight."""
+    return name.startswith(PREFIX)
+
+
+def request() -> Any:
+    """What a request of vLLM's carries to be answered with the adapter. The path is never looked at."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", NUMBER, "memory")
+
+
+def supports(config: Any, *, tower: bool = False) -> bool:
+    """True when vLLM takes adapters of the language model for this transformers config, or also of the `tower`."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in config.architectures or ():
+        known: Any = ModelRegistry.models.get(architecture)
+        cls: Any = known.load_model_cls() if known is not None else None
+        if getattr(cls, "supports_lora", False):
+            return bool(getattr(cls, "supports_tower_connector_lora", False)) if tower else True
+    return False
+
+
+def layers_taken(model: Any, layers: Iterable[str]) -> frozenset[str]:
+    """Those of the learner's linear `layers`, by their names there, that vLLM's model has LoRA layers for."""
+    return frozenset(layer for layer in layers if _place(model, layer) is not None)
+
+
+def put(model: Any, factors: Mapping[str, Tensor]) -> None:
+    """Make `factors` the adapter: of each layer lora_A [rank, in] and lora_B [out, rank] with the scale in it."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = model.lora_manager
+    rank = next(iter(factors.values())).shape[0]
+    names = sorted({name.split(".")[-3] for name in factors})
+    helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": names})
+    # the manager keeps what it is given, which the learner's next update would change
+    own = {name: factor.clone() for name, factor in factors.items()}
+    lora = LoRAModel.from_lora_tensors(
+        NUMBER,
+        own,
+        helper,
+        device=str(manager.device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=_mapper(model),
+    )
+    manager.remove_adapter(NUMBER)
+    manager.add_adapter(lora)
+    manager.activate_adapter(NUMBER)
+    manager._last_mapping = None  # its indices lie in memory that sleep level 2 gives back
+
+
+def read_back(model: Any, factors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Digests of what the layers' buffers hold of each factor, by its name."""
+    index = model.lora_manager.lora_index_to_id.index(NUMBER)
+    found: dict[str, str] = {}
+    for name, factor in factors.items():
+        layer, part = name.removeprefix(PREFIX).rsplit(".", 2)[:2]
+        place = _place(model, layer)
+        assert place is not None
+        module, number = place
+        stacked = module.lora_a_stacked if part == "lora_A" else module.lora_b_stacked
+        rows, columns = factor.shape
+        found[name] = digest(stacked[number][index, 0, :rows, :columns].to(factor.dtype).contiguous())
+    return found
+
+
+def _place(model: Any, layer: str) -> tuple[Any, int] | None:
+    """vLLM's LoRA layer for a layer of the learner's, and which of those that it fuses it is; None without one."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    manager = model.lora_manager
+    name, _ = parse_fine_tuned_lora_name(f"{PREFIX}{layer}.lora_A.weight", _mapper(model))
+    if name in manager.modules:
+        return manager.modules[name], 0
+    for fused, sources in manager.packed_modules.items():
+        if name in sources:
+            return manager.modules[fused], sources.index(name)
+    return None
+
+
+def _mapper(model: Any) -> Any:
+    """The model's renaming of weights; newer versions keep it apart from their fusions."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
