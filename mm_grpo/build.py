@@ -194,6 +194,7 @@ def build_parts(
         limits,
         engine.sentence,
         unshared if processor.layout == "unshared" else "",
+        "" if config.rollout.engine == "transformers" else adapters_sentence(learner),
     )
     parts = (processor, model, prompt_builder, engine, tuple(filter(None, sentences)))
     return Parts(*parts, learner=learner, sync=sync)
@@ -233,6 +234,20 @@ def build_sampler(
     if replaced or engine.remote:  # servers may hold any weights
         WeightLedger().send(engine, merged_tensors(model), 0)
     return SamplerParts(processor, model, prompt_builder, engine, (limits,) if limits else ())
+
+
+def adapters_sentence(learner: Learner) -> str:
+    """How an engine of its own is given the learner's adapters; "" without any."""
+    layers = learner.adapted_layers
+    merged = [layer for layer in layers if layer not in learner.factored]
+    if not layers:
+        return ""
+    if not merged:
+        return f"adapters: the engine runs those of all {len(layers)} layers itself, and is sent their factors alone"
+    return (
+        f"adapters: those of {len(merged)} of {len(layers)} layers ({merged[0]}, ...) are merged for the engine, which "
+        "has no LoRA layers for them; what rounding takes from them is lora/merge_lost"
+    )
 
 
 def _prompts(

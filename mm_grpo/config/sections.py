@@ -54,9 +54,8 @@ class ModelConfig(Section):
     lora: Annotated[
         LoRAConfig | None, Accepts("null or a mapping of rank, alpha, target_modules and vision")
     ] = None
-    """Train low-rank adapters (fp32) and freeze every weight; null trains the weights themselves. An engine of its own
-    and the saved model get the sum, rounded to model.dtype (the metric lora/merge_lost); adapter/ has them whole.
-    Default: null."""
+    """Train low-rank adapters (fp32) and freeze every weight; null trains the weights themselves. Servers and the saved
+    model get the sum, rounded to model.dtype (the metric lora/merge_lost); adapter/ has them whole. Default: null."""
     freeze_vision: bool = False
     """Leave the weights of the vision tower as they are. Default: false."""
     device: Device = "auto"

@@ -15,6 +15,7 @@ from torch import Tensor
 from mm_grpo.errors import GuardStop
 from mm_grpo.learner.learner import Learner
 from mm_grpo.rollout.vllm import adapters
+from mm_grpo.rollout.weights import digest
 
 UPDATES = 20
 Factors = dict[str, Tensor]
@@ -69,6 +70,21 @@ def test_in_bfloat16_vllm_moves_as_far_as_the_adapters_say(models: dict[str, Pat
     exact, theirs = (after - first for after, first in zip(moved(), before, strict=True))
     assert torch.corrcoef(torch.stack([exact, theirs]))[0, 1] > 0.95
     assert 0.85 < (exact * theirs).sum() / (exact * exact).sum() < 1.15
+
+
+@pytest.mark.parametrize(("dtype", "updates"), [("float32", 1), ("bfloat16", 8)])
+def test_the_canary_alone_catches_factors_that_are_lost(
+    dtype: str, updates: int, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(models["qwen2_5_vl"], 1e-3, dtype, lora=True)
+    assert run.update(1).problem is None
+    monkeypatch.setattr(adapters, "put", lambda model, factors: None)
+    monkeypatch.setattr(
+        adapters, "read_back", lambda model, factors: {n: digest(f) for n, f in factors.items()}
+    )
+    with pytest.raises(GuardStop, match="the same to the last bit"):
+        for version in range(2, 2 + updates):
+            run.update(version)
 
 
 def lost(sent: Factors, first: Factors) -> Factors:

@@ -116,7 +116,7 @@ def test_an_update_that_is_not_loaded_stops_the_run(
     load: Callable[[Load], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Run(models["qwen2_5_vl"], rate, lora=lora)
+    run = Run(models["qwen2_5_vl"], rate, lora=lora, factors=False)
     assert run.update(1).problem is None
     if not readable:
         blind(run, monkeypatch)
