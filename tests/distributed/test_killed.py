@@ -13,8 +13,10 @@ from killed import kill_until_done
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_run_that_is_killed_at_random_moments(world: int, models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "kills"), [(1, 2), (2, 1)])
+def test_a_run_that_is_killed_at_random_moments(
+    world: int, kills: int, models: dict[str, Path], tmp_path: Path
+) -> None:
     """Of a mixture, whose places in the sources are kept too."""
     model, straight, killed = models["qwen2_5_vl"], tmp_path / "straight", tmp_path / "killed"
     values = {"max_steps": 12, "save_every": 3, "eval_every": 5, "report": False}
@@ -24,8 +26,8 @@ def test_a_run_that_is_killed_at_random_moments(world: int, models: dict[str, Pa
     notes.parent.mkdir(parents=True)
     notes.write_text("mine")
     base = digests(model)
-    log = kill_until_done(other, world, kills=2, seed=1)
-    assert log == [(None, [])] * 2, log  # each was killed before its end, and left no process
+    log = kill_until_done(other, world, kills, seed=1)
+    assert log == [(None, [])] * kills, log  # each was killed before its end, and left no process
     assert metrics_of(killed) == metrics_of(straight) and len(metrics_of(killed)) == 13
     assert rollouts_of(killed) == rollouts_of(straight)
     want = weights_of(straight)

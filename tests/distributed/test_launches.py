@@ -1,6 +1,6 @@
 """torchrun and `accelerate launch` on one and on two hosts: processes join, lose each other, or are refused.
 
-The processes are those of peers.py, which train nothing; test_cluster.py has a whole training by accelerate.
+The processes are those of peers.py, which train nothing; test_cluster.py has two hosts of accelerate.
 """
 
 from __future__ import annotations

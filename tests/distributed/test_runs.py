@@ -34,7 +34,7 @@ TURNS: dict[str, Any] = {
     "model": {"processor": f"{calling.__file__}:Calling"},
     "rollout": {
         "prompts_per_step": 3, "num_generations": 3, "max_completion_length": 150, "max_turns": 3,
-        "environment": f"{calling.__file__}:Gallery", "synchronous_turns": True,
+        "environment": f"{calling.__file__}:Gallery", "environment_workers": 0,
     },
     "algorithm": {"turn_gamma": 0.9},
     "run": {"max_steps": 3},
