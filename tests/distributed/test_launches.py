@@ -17,7 +17,7 @@ import peers
 import pytest
 import yaml
 from helpers import processes
-from launches import ACCELERATE, TORCHRUN, children, finished, running
+from launches import ACCELERATE, TORCHRUN, children, running
 
 SCRIPT = Path(peers.__file__)
 DEADLINE = 300.0
@@ -82,8 +82,9 @@ def test_processes_of_a_launcher_join(launcher: str, tmp_path: Path) -> None:
         "torchrun": [*TORCHRUN, "--standalone", "--nproc-per-node", 2],
         "accelerate": [*ACCELERATE, "--config_file", accelerate_file(tmp_path)],
     }
-    code, output = finished([*commands[launcher], SCRIPT, tmp_path], tmp_path / "output.txt")
-    assert code == 0, output
+    output = tmp_path / "output.txt"
+    with running([*commands[launcher], SCRIPT, tmp_path], output) as process:
+        assert process.wait(DEADLINE) == 0, output.read_text(errors="replace")
     assert_two_joined(tmp_path, "0", "1")
 
 

@@ -37,7 +37,7 @@ TURNS: dict[str, Any] = {
         "environment": f"{calling.__file__}:Gallery", "environment_workers": 0,
     },
     "algorithm": {"turn_gamma": 0.9},
-    "run": {"max_steps": 3},
+    "run": {"max_steps": 2},
 }  # fmt: skip
 
 

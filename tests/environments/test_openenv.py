@@ -1,10 +1,9 @@
-"""Environments on an OpenEnv server: what the model is told and shown, what becomes of failures, and a whole run."""
+"""Environments on an OpenEnv server: what the model is told and shown, what becomes of failures, and in a worker."""
 
 from __future__ import annotations
 
 import base64
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,10 @@ pytest.importorskip("websockets")
 from helpers.configs import small_config
 from helpers.openenv_server import OpenEnvServer, png
 from helpers.processes import refusing_port
-from helpers.scripted import ScriptedEngine, call
 from helpers.sessions import died, workers
-from helpers.small_runs import config_for, rollouts_of, rows_of
 from helpers.tiny import sample
 from tools_to_isolate import Impatient
 
-from mm_grpo import GRPOTrainer
-from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.environments.openenv import OpenEnv, shown
 from mm_grpo.environments.toolbox import Toolbox, toolbox_of
 from mm_grpo.errors import ConfigError, ToolError
@@ -203,36 +198,3 @@ def test_images_are_those_that_were_sent() -> None:
     assert part["image"] == base64.b64decode(png(20))
     (part,) = shown({"screenshot": ROWS})
     assert part["image"].size == (9, 8) and part["image"].getpixel((8, 7)) == (255, 0, 0)
-
-
-# a whole run ---------------------------------------------------------------------------------
-
-
-def test_a_step_with_a_server(models: dict[str, Path], tmp_path: Path) -> None:
-    rows = [{**row, "start": 2} for row in shapes_rows(split="train", size=2, seed=1, image_size=56)]
-    with OpenEnvServer() as server:
-        rollout = {
-            "environment": f"openenv:{server.url}", "max_completion_length": 300, "max_turns": 4,
-            "environment_workers": 1, "prompts_per_step": 1, "num_generations": 3,
-        }  # fmt: skip
-        trainer: Any = GRPOTrainer(
-            config_for(models["qwen2_5_vl"], tmp_path / "run", rollout=rollout, run={"max_steps": 1}),
-            train=rows,
-            rewards=[],
-        )
-        ways = ({"direction": "right", "steps": 2}, {"direction": "left"}, None)
-        trainer.sampler.engine = ScriptedEngine(
-            trainer.sampler.engine,
-            lambda seed, turn: call("walk", **way) if turn == 0 and (way := ways[seed % 3]) else "done",
-        )
-        trainer.train()
-        trainer.close()
-        assert server.closed()
-    (row,), logged = rows_of(tmp_path / "run"), rollouts_of(tmp_path / "run", 1)
-    expected = {0: (1.0, ['{"at": 4}']), 1: (0.25, ['{"at": 1}']), 2: (None, [])}
-    for line in logged:
-        tools = [turn for turn in line["turns"] if turn["role"] == "tool"]
-        assert (line["reward"], [turn["text"] for turn in tools]) == expected[line["seed"] % 3]
-        assert all(len(turn["images"]) == 1 and turn["fault"] is None for turn in tools)
-    assert len(logged) == 3 and row["tools/call_frequency"] == pytest.approx(2 / 3)
-    assert row["tools/failure_frequency"] == 0 and row["turns/max"] == 2 and row["grad_norm"] > 0
