@@ -88,8 +88,7 @@ class Ranks:
         """The values of all ranks [world] on rank 0, None on the others."""
         if self.world == 1:
             return [value]
-        own, none = self._seal(value), self._seal(None)
-        gathered = self._exchange([own, *[none] * (self.world - 1)], what)
+        gathered = self._exchange([self._seal(value), *[self._seal(None)] * (self.world - 1)], what)
         return gathered if self.first else None
 
     def broadcast(self, value: T, what: str) -> T:
@@ -223,27 +222,16 @@ def start(device: str = "auto", deadline: float = DEADLINE) -> Ranks:
         )
     from accelerate import PartialState
 
-    timeout = timedelta(seconds=deadline)
-    joined = dist.is_initialized()
-    file = os.environ.get(STORE)
-    place = (
-        {"init_method": f"file://{file}", "rank": int(os.environ["RANK"]), "world_size": world}
-        if file
-        else {}
-    )
+    timeout, joined = timedelta(seconds=deadline), dist.is_initialized()
+    place: dict[str, Any] = {}
+    if file := os.environ.get(STORE):
+        place = {"init_method": f"file://{file}", "rank": int(os.environ["RANK"]), "world_size": world}
     try:
         state = PartialState(cpu=not gpu, backend="nccl" if gpu else "gloo", timeout=timeout, **place)
     except (NotImplementedError, ValueError) as error:  # what accelerate knows of GPUs and hosts that cannot
         raise ConfigError(f"the {world} processes cannot be joined: {error}") from None
-    if state.num_processes != world:
-        raise ConfigError(
-            f"WORLD_SIZE={world}, and accelerate's PartialState was made before, for {state.num_processes} process(es) "
-            "on another device; make the GRPOTrainer first"
-        )
-    if not joined:
-        atexit.register(
-            state.destroy_process_group
-        )  # gloo's threads, left running, can abort a finished process
+    if not joined:  # gloo's threads, left running, can abort a finished process
+        atexit.register(state.destroy_process_group)
     group = dist.new_group(backend="gloo", timeout=timeout) if gpu else None
     store = dist.distributed_c10d._get_default_store()
     key = store.compare_set("mm_grpo/key", "", secrets.token_hex(32))  # the first one's

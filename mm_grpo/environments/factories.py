@@ -1,8 +1,4 @@
-"""Factories of environments: a class of this package, of another one, or at an address, and adapters.
-
-An adapter is named in a config as `kind:rest`. What it makes environments with is an `Adapter`, which other processes
-find again by that name, as they find a class by its address.
-"""
+"""What makes environments: a class of this package, of another one or at an address, or an OpenEnv server."""
 
 from __future__ import annotations
 
@@ -20,65 +16,58 @@ from mm_grpo.user_code.watchdog import at_start
 
 BUILTINS = {"zoom": "Zoom", "rotate": "Rotate", "grid_world": "GridWorld"}
 """Environments of this package by the name that `rollout.environment` gives them."""
-ADAPTERS = {"openenv": "http://127.0.0.1:8000"}
-"""Adapters, each a module of this package whose `named(rest)` makes an environment, and what may follow the name."""
 
 
-class Adapter:
-    """Makes environments of another library, by the name that a config gives them."""
+class OpenEnvFactory:
+    """Makes the environments of `openenv:URL`, the name by which other processes find them too."""
 
-    def __init__(self, name: str) -> None:
-        self.address = name
-        self.kind, _, self.rest = name.partition(":")
-        self.__qualname__ = self.__name__ = name
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.address = self.__qualname__ = f"openenv:{url}"
 
     def __call__(self) -> Any:
-        return import_module(f"mm_grpo.environments.{self.kind}").named(self.rest)
+        from mm_grpo.environments.openenv import OpenEnv
 
-
-def adapter_of(name: str) -> Adapter | None:
-    """The adapter that a name stands for; None where it is none."""
-    kind, colon, _ = name.partition(":")
-    return Adapter(name) if colon and kind in ADAPTERS else None
+        return OpenEnv(self.url)
 
 
 def source_of(factory: Callable[[], Any]) -> Callable[..., Any] | None:
     """The user's code that makes environments; None where it is on a server."""
-    if not isinstance(factory, Adapter):
-        return factory
-    module = import_module(f"mm_grpo.environments.{factory.kind}")
-    found: Callable[..., Any] | None = module.source(factory.rest)
-    return found
+    return None if isinstance(factory, OpenEnvFactory) else factory
 
 
 def address_of(what: Any) -> str | None:
     """The address at which another process finds a function or class; None where only this one has it."""
-    if isinstance(what, Adapter):
+    if isinstance(what, OpenEnvFactory):
         return what.address
     address = address_in_module(what)
     return None if address is None or in_this_process_alone(address) else address
 
 
+def found_at(address: str, field: str, error: type[UserError]) -> Any:
+    """What an address leads to. `error`, naming the `field`, where that is not there."""
+    kind, _, url = address.partition(":")
+    return OpenEnvFactory(url) if kind == "openenv" else load_named(address, field, error)
+
+
 def factory_named(name: str) -> Callable[[], Any]:
-    """Resolve `rollout.environment`: a class of this package, an adapter, an entry point, or an address."""
+    """Resolve `rollout.environment`: a class of this package, a server, an entry point, or an address."""
+    found: Callable[[], Any]
     if name in BUILTINS:
-        found: Callable[[], Any] = getattr(import_module("mm_grpo.environments.builtins"), BUILTINS[name])
+        found = getattr(import_module("mm_grpo.environments.builtins"), BUILTINS[name])
         return found
-    if (adapter := adapter_of(name)) is not None:
-        return adapter
     points = {point.name: point for point in entry_points(group="mm_grpo.environments")}
     if name in points:
-        loaded: Callable[[], Any] = points[name].load()
-        return loaded
+        found = points[name].load()
+        return found
     if ":" not in name:
         known = sorted({*BUILTINS, *points})
-        others = ", ".join(f"{kind}:{rest}" for kind, rest in ADAPTERS.items())
         raise ConfigError(
-            f"rollout.environment = {name!r}: must be one of {', '.join(known)}, {others}, path/to/file.py:Class or "
-            f"package.module:Class; {did_you_mean(name, known)}".rstrip("; ")
+            f"rollout.environment = {name!r}: must be one of {', '.join(known)}, openenv:http://HOST:PORT, "
+            f"path/to/file.py:Class or package.module:Class; {did_you_mean(name, known)}".rstrip("; ")
         )
-    at: Callable[[], Any] = load_named(name, "rollout.environment", ConfigError)
-    return at
+    found = found_at(name, "rollout.environment", ConfigError)
+    return found
 
 
 def made(factory: Callable[[], Any]) -> Any:
@@ -89,12 +78,9 @@ def made(factory: Callable[[], Any]) -> Any:
     try:
         with at_start(f"rollout.environment: {name}(), which makes an environment,"):
             return factory()
-    except UserError as error:
-        raise _refused(str(error)) from error
     except Exception as error:
-        raise _refused(
-            f"{name}() raised {described(error)}; it gets no arguments, and the row in reset"
-        ) from error
+        why = f"{name}() raised {described(error)}; it gets no arguments, but the row in reset"
+        raise _refused(str(error) if isinstance(error, UserError) else why) from error
 
 
 def tools_of(environment: Any) -> Mapping[str, Callable[..., Any]]:
@@ -107,10 +93,9 @@ def tools_of(environment: Any) -> Mapping[str, Callable[..., Any]]:
         raise _refused(f"{name}.step_reward is a property without a setter; give it one")
     try:
         found = methods(environment)
-    except (UserError, EnvironmentGone) as error:
-        raise _refused(str(error)) from error
     except Exception as error:
-        raise _refused(f"{name}.tools raised {described(error)}") from error
+        ours = isinstance(error, UserError | EnvironmentGone)
+        raise _refused(str(error) if ours else f"{name}.tools raised {described(error)}") from error
     if not found:
         raise _refused(f"{name} has no tools, that is no public method besides reset, get_reward and close")
     return found

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.data.images import MAX_BYTES, MAX_PIXELS
@@ -35,7 +36,8 @@ REMEDY = "rollout.environment_workers > 0 runs it in a process that can be kille
 class Episode:
     """One conversation's tools. `opening` is what its environment showed at the reset, `done` whether it says that the
     conversation is over. `masked` is why the conversation is kept out of the loss, `lost` why its environment is gone.
-    `environment` is None where it is in another process. `step_reward` is the sum of its calls' since it was taken."""
+    `environment` is None where it is in another process. `step_reward` is the sum of its calls' since it was taken.
+    `place` is what its host keeps of it, `number` its name in a worker."""
 
     uid: str
     host: Host
@@ -46,7 +48,7 @@ class Episode:
     environment: Any = None
     step_reward: float | None = None
     place: Any = None
-    """Place at its host."""
+    number: int = field(default_factory=count().__next__)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
         """The tool's answer, or a fault that the model is told; ToolError where the config says stop."""
@@ -62,28 +64,27 @@ class Episode:
         paid, self.step_reward = self.step_reward, None
         return paid
 
-    def close(self) -> None:
-        """Close the environment."""
-        self.host.close_episodes([self])
-
 
 @dataclass(eq=False)
 class Task:
-    """One call of the user's code, and its outcome; None when it was skipped. `finished`: made or skipped."""
+    """One call of the user's code. `result` is what came of it, an empty one when it was skipped."""
 
     episode: Episode
     what: What
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    seen: Observation | None = None
-    reward: float | None = None
-    raised: str | None = None
-    finished: bool = False
+    result: CallResult | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True when it was made or skipped."""
+        return self.result is not None
 
     @property
     def answer(self) -> Observation:
         """Return the observation of a call that is finished."""
-        return self.seen or failed("died", self.episode.masked or "")
+        seen = None if self.result is None else self.result.observation
+        return seen or failed("died", self.episode.masked or "")
 
     def __str__(self) -> str:
         return self.name if self.what == "call" else f"{self.what} of the environment"
@@ -102,8 +103,7 @@ class Host(ABC):
     ) -> None:
         self.config, self.functions, self.factories, self.scores = config, functions, factories, scores
         self.limits = Limits(MAX_PIXELS, MAX_BYTES)
-        self.if_late = "stop" if config.rollout.on_tool_error == "stop" else "mask"
-        self.timeout = config.rollout.tool_timeout
+        self.policy, self.timeout = config.rollout.on_tool_error, config.rollout.tool_timeout
         self.opened: list[Episode] = []
 
     def open(
@@ -120,14 +120,14 @@ class Host(ABC):
         if self.factories:
             self.run(tasks)
         for episode, task in zip(episodes, tasks, strict=True):
-            episode.opening = task.seen
+            episode.opening = None if task.result is None else task.result.observation
         return episodes
 
     def call_all(self, calls: Sequence[tuple[Episode, str, Mapping[str, Any]]]) -> list[Observation]:
         """The answers to calls of many conversations, in order. A conversation that is masked by one of its calls has a
         fault for its later ones, which are not made. ToolError where the config says that a failure stops the run."""
-        tasks = self.start(calls)
-        self.finish(tasks)
+        tasks = [Task(episode, "call", name, arguments) for episode, name, arguments in calls]
+        self.run(tasks)
         return [task.answer for task in tasks]
 
     def start(self, calls: Sequence[tuple[Episode, str, Mapping[str, Any]]]) -> list[Task]:
@@ -146,7 +146,7 @@ class Host(ABC):
                 for task, own in zip(tasks, turns or [()] * len(tasks), strict=True):
                     task.arguments = {"turns": [turn.shown() for turn in own]}
             self.run(tasks)
-        return [None if task.episode.masked else task.reward for task in tasks]
+        return [None if t.episode.masked or t.result is None else t.result.reward for t in tasks]
 
     def close_episodes(self, episodes: Iterable[Episode] | None = None) -> None:
         """Close the environments of some conversations, by default of all."""
@@ -160,16 +160,13 @@ class Host(ABC):
             for episode in closing:
                 episode.lost, episode.environment = episode.lost or "the conversation was closed", None
                 self.forget(episode)
-        if faults := [task for task in tasks if task.raised]:
-            raise self._stop(faults[0], f"{faults[0]} {faults[0].raised}")
+        for task in tasks:
+            if task.result is not None and task.result.raised is not None:
+                raise self._stop(task, f"{task} {task.result.raised}")
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Make calls, and return when all are finished."""
         self.begin(tasks)
-        self.finish(tasks)
-
-    def finish(self, tasks: Sequence[Task]) -> None:
-        """Go on until these calls are finished."""
         while not all(task.finished for task in tasks):
             self.work(wait=True)
 
@@ -205,44 +202,43 @@ class Host(ABC):
         episode = task.episode
         if episode.masked is None and episode.lost is not None and task.what in ("call", "get_reward"):
             why = f"{task}: the conversation's environment is gone: {episode.lost}"
-            if self.config.rollout.on_tool_error == "stop":
+            if self.policy == "stop":
                 raise self._stop(task, why)
             episode.masked = why
-        return episode.lost is None and (episode.masked is None or task.what == "close")
+        if episode.lost is None and (episode.masked is None or task.what == "close"):
+            return True
+        task.result = CallResult()
+        return False
 
     def settle(self, task: Task, answer: CallResult) -> None:
         """Note what came of a call. Raises ToolError where a failure stops the run."""
-        episode, rollout = task.episode, self.config.rollout
-        task.finished = True
-        task.seen, task.reward = answer.observation, answer.reward
+        episode, seen = task.episode, answer.observation
+        task.result = answer
         episode.done = episode.done or answer.done
         if task.what == "call" and answer.reward is not None:
             episode.step_reward = (episode.step_reward or 0.0) + answer.reward
-        if answer.raised is not None and task.what == "close":
-            task.raised = answer.raised  # the others are closed first
-        elif answer.raised is not None:
-            about_reward = answer.observation is not None  # no affair of the model's
-            if task.what != "call" or rollout.on_tool_error == "stop" or about_reward:
+        if answer.raised is not None and task.what != "close":  # there the others are closed first
+            if task.what == "call" and self.policy != "stop" and seen is None:
+                self._fail(task, failed("raised", answer.raised.removeprefix("raised ")), self.policy)
+            else:  # a bad step_reward, which comes with an observation, is no affair of the model's
                 raise self._stop(task, f"{task} {answer.raised}")
-            self._fail(task, failed("raised", answer.raised.removeprefix("raised ")), rollout.on_tool_error)
         elif answer.gone is not None or answer.late or answer.died is not None:
-            policy = self.if_late if answer.late else rollout.on_tool_error
+            policy = "mask" if answer.late and self.policy != "stop" else self.policy
+            why = f"{task} ended its worker process, which {answer.died}"
             if answer.gone is not None:
                 why, episode.lost = answer.gone, episode.lost or answer.gone
             elif answer.late:
                 why = f"{task} had not answered after {self.timeout:g} s (rollout.tool_timeout)"
-            else:
-                why = f"{task} ended its worker process, which {answer.died}"
             if policy == "stop" and task.what != "close":
                 raise self._stop(task, why if answer.gone is None else f"{task}: {why}")
             self._fail(task, failed("timed_out" if answer.late else "died", why), policy)
-        elif task.what == "reset" and answer.observation is not None and answer.observation.fault:
-            raise self._stop(task, f"{task}: {answer.observation.text}")
+        elif task.what == "reset" and seen is not None and seen.fault:
+            raise self._stop(task, f"{task}: {seen.text}")
 
     def _fail(self, task: Task, seen: Observation, policy: str) -> None:
         """Tell the model, or mask the conversation; it is masked too where its environment is gone."""
         episode, why = task.episode, f"{task}: {seen.text}"
-        task.seen = seen if task.what == "call" else None
+        task.result = CallResult(seen if task.what == "call" else None)
         if task.what == "close":
             log.warning("%s: %s", episode.uid, seen.text)
         elif task.what != "reset" and (policy == "mask" or task.what == "get_reward" or episode.lost):
@@ -261,24 +257,16 @@ class LocalHost(Host):
     _thread: CallThread[CallResult] | None = None
 
     def begin(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
-            if not self.due(task):
-                task.finished = True
-                continue
-            late = f"had not answered after rollout.tool_timeout = {self.timeout:g} s"
-            try:
-                answer = self._answer(task, late)
-            except TimeoutError:
-                raise ToolError(f"{task.episode.uid}: {task} {late}; {REMEDY}") from None
-            self.settle(task, answer)
+        for task in filter(self.due, tasks):
+            self.settle(task, self._answer(task))
 
     def end(self) -> None:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
 
-    def _answer(self, task: Task, late: str) -> CallResult:
-        episode = task.episode
+    def _answer(self, task: Task) -> CallResult:
+        episode, late = task.episode, f"had not answered after rollout.tool_timeout = {self.timeout:g} s"
         if episode.place is None:
             episode.place = Session(self.functions, self.factories, self.limits)
         self._thread = self._thread or CallThread("tools")
@@ -289,6 +277,8 @@ class LocalHost(Host):
             self._thread = None
             for one in self.opened:
                 one.lost = one.lost or f"a call was given up ({type(error).__name__})"
+            if isinstance(error, TimeoutError):
+                raise ToolError(f"{episode.uid}: {task} {late}; {REMEDY}") from None
             raise
         episode.environment = episode.place.environment
         return answer

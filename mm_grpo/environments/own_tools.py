@@ -1,13 +1,11 @@
 """Environments that name their tools themselves, with JSON schemas, instead of by their public methods.
 
-`OwnTools` is what the adapters to other libraries (openenv.py) are: which tools there are is known when a
-server or a package was asked, and what the model is told of them stands in a schema that is not ours.
+Which tools an OpenEnv server has (openenv.py) is known when it was asked, in schemas that are not ours.
 """
 
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,16 +51,12 @@ class Tool:
         return self.function(**arguments)
 
 
-class OwnTools(ABC):
+class OwnTools:
     """An environment whose tools are what `tools` says, by name; its public methods are none."""
 
-    @abstractmethod
     def tools(self) -> Mapping[str, Tool]:
         """The tools, before the first `reset` too. An exception is told to the user in one line."""
-
-    @abstractmethod
-    def reset(self, **row: Any) -> Any:
-        """Begin a conversation about a row."""
+        raise NotImplementedError
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:

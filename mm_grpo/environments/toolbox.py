@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.environments.factories import address_of, factory_named, made, source_of, tools_of
 from mm_grpo.environments.host import Episode, Host, LocalHost
+from mm_grpo.environments.observation import Observation
 from mm_grpo.environments.own_tools import Tool
 from mm_grpo.environments.session import Factories
 from mm_grpo.environments.workers import WorkerHost
@@ -52,26 +53,23 @@ class Toolbox:
         for tool in tools:
             if not callable(tool) or not hasattr(tool, "__name__"):
                 raise _refused(f"{tool!r} is no function with a name; give a plain function (def)")
-        if isinstance(factory, Mapping) and not factory:
-            raise ConfigError("environment_factory = {}: give at least one environment, by name")
-        self.config = config
-        self.several = isinstance(factory, Mapping)
-        one: dict[str, Factory] = {} if factory is None or isinstance(factory, Mapping) else {"": factory}
-        self.factories: Factories = dict(factory) if isinstance(factory, Mapping) else one
+        self.config, self.several = config, isinstance(factory, Mapping)
+        if isinstance(factory, Mapping):
+            self.factories: Factories = dict(factory)
+            if not factory:
+                raise ConfigError("environment_factory = {}: give at least one environment, by name")
+        else:
+            self.factories = {} if factory is None else {"": factory}
         self.functions = {function.__name__: function for function in tools}
         self._host: Host | None = None
         self._made = {name: made(each) for name, each in self.factories.items()}
         plain = [_schema(tool) for tool in self.functions.values()]
-        if len(self.functions) < len(tools):
-            raise _refused(
-                f"two tools have one name ({', '.join(tool.__name__ for tool in tools)}); rename one"
-            )
         self._schemas = {"": tuple(plain)}
         for name, environment in self._made.items():
             found = tools_of(environment)
-            if twice := [tool for tool in self.functions if tool in found]:
-                raise _refused(f"two tools have one name ({', '.join(twice)}); rename one")
+            _refuse_twice([*(tool.__name__ for tool in tools), *found])
             self._schemas[name] = (*plain, *(_schema(tool) for tool in found.values()))
+        _refuse_twice([tool.__name__ for tool in tools])
         own = [schema for schemas in self._schemas.values() for schema in schemas[len(plain) :]]
         self.schemas = (*plain, *own)
 
@@ -109,14 +107,13 @@ class Toolbox:
                 f"rewards: reward {rewards[0]!r} asks for the environment itself, which is in one of several "
                 "processes; give the environment a method get_reward, or train in one process"
             )
-        given = self.config.rollout.environment_workers
-        what = [*self.functions.values(), *self.factories.values()]
-        count = given
-        if given is None:
+        count = self.config.rollout.environment_workers
+        if count is None:
+            what = [*self.functions.values(), *self.factories.values()]
             count = 0 if rewards or any(address_of(one) is None for one in what) else default_size()
-        elif given > 0 and rewards:
+        elif count > 0 and rewards:
             raise ConfigError(
-                f"rollout.environment_workers = {given}: reward {rewards[0]!r} asks for the environment itself; set it "
+                f"rollout.environment_workers = {count}: reward {rewards[0]!r} asks for the environment itself; set it "
                 "to 0, or give the environment a method get_reward"
             )
         self.close()
@@ -143,7 +140,7 @@ class Toolbox:
         (episode,) = self.host.open([(sample, self._row(sample, name))], [name])
         if episode.lost is not None:
             raise ToolError(f"{sample.uid}: reset of the environment: {episode.lost}")
-        episode.close()
+        self.host.close_episodes([episode])
         shown = episode.opening
         if shown is None or not shown.parts:
             return replace(sample, row=sample)
@@ -175,10 +172,16 @@ class Toolbox:
         return episodes
 
     def _row(self, sample: Sample, name: str = "") -> dict[str, Any]:
-        row = _row(self._made[name].reset, sample) if self.factories else {}
+        """The columns of a row that `reset` takes, with `prompt` and `images` at their full size."""
+        if not self.factories:
+            return {}
+        columns = {**sample.columns, "prompt": list(sample.messages), "images": list(sample.images)}
         if self.several:
-            row.pop(COLUMN, None)
-        return row
+            columns.pop(COLUMN, None)
+        taken = inspect.signature(self._made[name].reset).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in taken):
+            return columns
+        return {p.name: columns[p.name] for p in taken if p.name in columns}
 
     def _name(self, sample: Sample) -> str:
         """Return a row's environment. DataError where its column names none of them."""
@@ -193,12 +196,11 @@ class Toolbox:
 
 def _check_opening(episode: Episode, sample: Sample) -> None:
     """ToolError where an environment showed something else than when its row was prepared."""
-    before = sample.row or sample
-    shown = episode.opening.images if episode.opening is not None else ()
-    promised = sample.images[len(before.images) :]
-    text = episode.opening.text if episode.opening is not None else ""
-    same = [(i.size, i.tobytes()) for i in shown] == [(i.size, i.tobytes()) for i in promised]
-    if not same or (text and text not in _text_of(sample.messages[-1])):
+    shown, last = episode.opening or Observation(()), sample.messages[-1]["content"]
+    promised = sample.images[len((sample.row or sample).images) :]
+    text = last if isinstance(last, str) else "".join(part.get("text", "") for part in last)
+    same = [(i.size, i.tobytes()) for i in shown.images] == [(i.size, i.tobytes()) for i in promised]
+    if not same or shown.text not in text:
         raise ToolError(
             f"{sample.uid}: reset of the environment showed another beginning than before for the same row; it must "
             "depend on the row alone (seed its random numbers from a column)"
@@ -261,6 +263,11 @@ def _own_rewards(kind: type, environments: Sequence[str] | None) -> Iterator[Cal
         yield make_spec(steps, options={"per_turn": True})
 
 
+def _refuse_twice(names: Sequence[str]) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise _refused(f"two tools have one name ({', '.join(twice)}); rename one")
+
+
 def _refused(why: str) -> ConfigError:
     return ConfigError(f"rollout.tools: {why}")
 
@@ -280,17 +287,3 @@ def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
         raise _refused(f"{tool.__qualname__} takes {alone[0]!r} by position alone; take the / out")
     schema["function"].pop("return", None)  # an image has no schema
     return schema
-
-
-def _text_of(message: Mapping[str, Any]) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
-def _row(reset: Callable[..., Any], sample: Sample) -> dict[str, Any]:
-    """The columns of a row that `reset` takes, with `prompt` and `images` at their full size."""
-    columns = {**sample.columns, "prompt": list(sample.messages), "images": list(sample.images)}
-    taken = inspect.signature(reset).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in taken):
-        return columns
-    return {p.name: columns[p.name] for p in taken if p.name in columns}

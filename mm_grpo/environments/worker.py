@@ -14,23 +14,20 @@ from typing import Any
 
 from PIL import Image
 
-from mm_grpo.environments.factories import adapter_of
-from mm_grpo.environments.observation import LONGEST_TEXT, Limits, Observation, checked, described, failed
+from mm_grpo.environments.factories import found_at
+from mm_grpo.environments.observation import LONGEST_TEXT, Limits, Observation, checked, described
 from mm_grpo.environments.session import CallResult, Session
 from mm_grpo.errors import ToolError
-from mm_grpo.import_path import load_named
 from mm_grpo.user_code.kept_state import own_copy
 from mm_grpo.user_code.worker import require_unchanged
 
 HEADER = struct.Struct("!I")
-OVERHEAD = 2**20
-"""Bytes of a frame besides text and pixels."""
 
 
 @dataclass(frozen=True)
 class ToolSources:
-    """Imports of a worker: functions and factories by name, each an address (or the name of an adapter) and the SHA-256
-    of its file as the trainer imported it; and the limits on what they answer."""
+    """Imports of a worker: functions and factories by name, each an address and the SHA-256 of its file as the trainer
+    imported it; and the limits on what they answer."""
 
     functions: Mapping[str, tuple[str, str | None]]
     factories: Mapping[str, tuple[str, str | None]]
@@ -38,19 +35,19 @@ class ToolSources:
 
 
 class ToolWorker:
-    """The conversations of this process, and the rows that they begin with: from a pickled call to its answer."""
+    """The conversations of this process: from a pickled call to its answer. `row` is the last with which one began."""
 
     def __init__(self, sources: ToolSources) -> None:
         self.functions = {name: _loaded(*at) for name, at in sources.functions.items()}
         self.factories = {name: _loaded(*at) for name, at in sources.factories.items()}
         self.limits = sources.limits
         self.sessions: dict[int, Session] = {}
-        self.rows: dict[int, Any] = {}
+        self.row: Any = None
 
     def __call__(self, body: bytes) -> bytes:
         try:
-            number, what, name, row, packed = pickle.loads(body)
-            arguments = self._row(row, packed) if row is not None else pickle.loads(packed)
+            number, what, name, packed = pickle.loads(body)
+            arguments = self._row(packed) if what == "reset" else pickle.loads(packed)
         except Exception as error:
             result = CallResult(raised=f"cannot be made in a worker process: {described(error)}")
         else:
@@ -59,62 +56,54 @@ class ToolWorker:
             result = self.sessions[number].answer(what, name, arguments)
             if what == "close" or result.gone is not None:
                 del self.sessions[number]
-        return packed_answer(result, self.limits)
+        return packed_answer(result)
 
-    def _row(self, row: tuple[int, bool], packed: bytes) -> Any:
-        """A copy of a row that several conversations may begin with; its images share their pixels until one is
-        changed."""
-        number, first = row
-        if first:
-            self.rows.clear()
-        if number not in self.rows:
-            self.rows[number] = pickle.loads(packed)
-        return own_copy(self.rows[number])
+    def _row(self, packed: bytes) -> Any:
+        """A copy of a row, by default of the last one: its images share their pixels until one is changed."""
+        if packed:
+            self.row = None
+            self.row = pickle.loads(packed)
+        return own_copy(self.row)
 
 
-def packed_answer(answer: CallResult, limits: Limits) -> bytes:
+def packed_answer(answer: CallResult) -> bytes:
     """An answer as a worker sends it."""
     seen = answer.observation
     shown = None
     if seen is not None:
         shown = {"parts": [p if isinstance(p, str) else p.size for p in seen.parts], "fault": seen.fault}
-    header = {**vars(answer), "observation": shown}
-    text = json.dumps(header, ensure_ascii=False).encode()
-    if len(text) > 4 * LONGEST_TEXT + OVERHEAD:
-        return packed_answer(CallResult(failed("bad_result", "the answer has too many parts")), limits)
+    text = json.dumps({**vars(answer), "observation": shown}, ensure_ascii=False).encode()
     images = () if seen is None else seen.images
     return b"".join([HEADER.pack(len(text)), text, *(image.tobytes() for image in images)])
 
 
 def unpacked_answer(body: bytes, limits: Limits) -> CallResult:
-    """The answer that a worker sent. ValueError for what is none."""
-    try:
-        (size,) = HEADER.unpack_from(body)
-        at = HEADER.size + size
-        given = json.loads(body[HEADER.size : at])
-        shown, parts = given.pop("observation"), list[str | Image.Image]()
-        for part in [] if shown is None else shown["parts"]:
-            if not isinstance(part, str):
-                width, height = map(int, part)
-                if not 0 < width * height <= limits.max_pixels:
-                    raise ValueError(f"an image of {width} × {height} pixels")
-                part = Image.frombytes("RGB", (width, height), body[at : at + 3 * width * height])
-                at += 3 * width * height
-            parts.append(part)
-        if at != len(body):
-            raise ValueError(f"{len(body) - at} bytes too many")
-        seen = None if shown is None else checked(Observation(tuple(parts), shown["fault"]), limits)
-        return CallResult(seen, **given)
-    except (AttributeError, KeyError, TypeError, IndexError, struct.error) as error:
-        raise ValueError(str(error)) from error
+    """The answer that a worker sent. Any exception for what is none."""
+    (size,) = HEADER.unpack_from(body)
+    at = HEADER.size + size
+    given = json.loads(body[HEADER.size : at])
+    shown, parts = given.pop("observation"), list[str | Image.Image]()
+    for part in [] if shown is None else shown["parts"]:
+        if not isinstance(part, str):
+            width, height = map(int, part)
+            if not 0 < width * height <= limits.max_pixels:
+                raise ValueError(f"an image of {width} × {height} pixels")
+            part = Image.frombytes("RGB", (width, height), body[at : at + 3 * width * height])
+            at += 3 * width * height
+        parts.append(part)
+    if at != len(body):
+        raise ValueError(f"{len(body) - at} bytes too many")
+    return CallResult(
+        None if shown is None else checked(Observation(tuple(parts), shown["fault"]), limits), **given
+    )
 
 
 def most_bytes(limits: Limits) -> int:
-    """The longest frame of an answer."""
-    return 4 * LONGEST_TEXT + limits.all_bytes + 2 * OVERHEAD
+    """The longest frame of an answer: with what is neither text nor pixels in it."""
+    return 4 * LONGEST_TEXT + limits.all_bytes + 2**21
 
 
 def _loaded(address: str, digest: str | None) -> Callable[..., Any]:
-    found: Callable[..., Any] = adapter_of(address) or load_named(address, "a tool", ToolError)
+    found: Callable[..., Any] = found_at(address, "a tool", ToolError)
     require_unchanged(address, digest)
     return found

@@ -10,10 +10,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +30,12 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class _Slot:
     """A place for one worker after the other, with its conversations. `queue` are the calls that wait, `task` is the
-    next or current one. `rows` are those that the worker was sent."""
+    next or current one. `row` is the number of the one that the worker was sent last."""
 
     worker: Worker | None = None
     conversations: int = 0
     environments: set[Episode] = field(default_factory=set)
-    rows: set[int] = field(default_factory=set)
+    row: int | None = None
     queue: deque[Task] = field(default_factory=deque)
     task: Task | None = None
 
@@ -63,22 +61,17 @@ class WorkerHost(Host):
         )
         target, most = "mm_grpo.environments.worker:ToolWorker", most_bytes(self.limits)
         self.workers = Workers(target, sources, "the tools of the run", _start_failed, most)
-        self._numbers: weakref.WeakKeyDictionary[Episode, int] = weakref.WeakKeyDictionary()
-        self._next = itertools.count()
+        self._rows = itertools.count()
         self._packed: dict[int, tuple[Any, int, bytes]] = {}
 
     def begin(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             self._slot_of(task.episode).queue.append(task)
-        self._hand_out()
+        self._go_on()
 
     def work(self, wait: bool) -> None:
-        if not any(slot.task for slot in self.slots):
-            return
-        with self._abandoning():
-            for outcome in self.workers.wait(None if wait else 0.0):
-                self._take(outcome)
-        self._hand_out()
+        if any(slot.task for slot in self.slots):
+            self._go_on(seconds=None if wait else 0.0, look=True)
 
     def abandon(self) -> None:
         for slot in self.slots:
@@ -88,37 +81,33 @@ class WorkerHost(Host):
                 self._lose(slot, "the run was stopping")
         self._packed.clear()
 
-    @contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """Give up what is under way where something is raised: a call that goes on would answer into the next one."""
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _hand_out(self) -> None:
-        with self._abandoning():
-            for slot in self.slots:
-                self._give(slot)
-        if not any(slot.task for slot in self.slots):
-            self._packed.clear()
-
     def forget(self, episode: Episode) -> None:
         if episode.place is not None:
             episode.place.conversations -= 1
             episode.place.environments.discard(episode)
-            episode.place = None
+        super().forget(episode)
 
     def end(self) -> None:
         for slot in self.slots:
             self._lose(slot, "the run was stopping")
 
+    def _go_on(self, seconds: float | None = None, look: bool = False) -> None:
+        """Take answers, where it is to `look` for them, and hand out calls."""
+        try:
+            for outcome in self.workers.wait(seconds) if look else ():
+                self._take(outcome)
+            for slot in self.slots:
+                self._give(slot)
+        except BaseException:  # a call that goes on would answer into the next one
+            self.abandon()
+            raise
+        if not any(slot.task for slot in self.slots):
+            self._packed.clear()
+
     def _slot_of(self, episode: Episode) -> _Slot:
         if episode.place is None:
-            slot = min(self.slots, key=lambda slot: slot.conversations)
-            slot.conversations += 1
-            episode.place, self._numbers[episode] = slot, next(self._next)
+            episode.place = min(self.slots, key=lambda slot: slot.conversations)
+            episode.place.conversations += 1
         found: _Slot = episode.place
         return found
 
@@ -128,29 +117,24 @@ class WorkerHost(Host):
             task = slot.queue.popleft()
             if self.due(task):
                 slot.task = task
-            else:
-                task.finished = True
         if slot.task is not None:
             slot.worker = slot.worker or self.workers.start()
             if slot.worker.idle:
                 slot.worker.call(self._call(slot, slot.task), time.monotonic() + self.timeout)
 
     def _call(self, slot: _Slot, task: Task) -> bytes:
-        key = id(task.arguments)
+        """A call as `ToolWorker` gets it; a row that a worker was just sent is not sent again."""
+        key = id(
+            task.arguments
+        )  # of the row with which the conversations of a group begin, which is kept for its id
         if key not in self._packed:
-            # the conversations of a group begin with one row, which stays alive for its id
-            self._packed[key] = task.arguments, next(self._next), _packed(task)
-        row: tuple[int, bool] | None = None
-        _, number, body = self._packed[key]
+            self._packed[key] = task.arguments, next(self._rows), _packed(task)
+        _, row, body = self._packed[key]
         if task.what == "reset":
-            row = number, not slot.environments  # where none is held, the worker forgets the rows of others
-            if not slot.environments:
-                slot.rows.clear()
-            if number in slot.rows:
-                body = b""
-            slot.rows.add(number)
+            body = b"" if row == slot.row else body
+            slot.row = row
             slot.environments.add(task.episode)
-        return pickle.dumps((self._numbers[task.episode], task.what, task.name, row, body))
+        return pickle.dumps((task.episode.number, task.what, task.name, body))
 
     def _take(self, outcome: Outcome) -> None:
         """Note what came of a call, or that a worker without one has ended."""
@@ -163,31 +147,26 @@ class WorkerHost(Host):
                     slot.environments.discard(task.episode)
             self._lose(slot, f"its worker process {outcome.died} while it waited for calls")
             return
-        uid, died = task.episode.uid, outcome.died
-        if outcome.late:
-            why = f"its worker process was ended, for {task} of {uid} had no answer after {self.timeout:g} s"
-            self._lose(slot, why)
-            self.settle(task, CallResult(late=True))
-            return
+        result = CallResult(died=outcome.died, late=outcome.late)
         if outcome.answer is not None:
             try:
                 result = unpacked_answer(outcome.answer, self.limits)
-            except ValueError as error:
-                died = f"sent what is no answer ({error})"
-            else:
-                if task.what == "close" or result.gone is not None:
-                    slot.environments.discard(task.episode)
-                self.settle(task, result)
-                return
-        self._lose(slot, f"its worker process {died} in {task} of {uid}")
-        self.settle(task, CallResult(died=died))
+            except Exception as error:  # the user's code has written it
+                result = CallResult(died=f"sent what is no answer ({error})")
+        if result.died is not None:
+            self._lose(slot, f"its worker process {result.died} in {task} of {task.episode.uid}")
+        elif outcome.late:
+            late = f"had no answer after {self.timeout:g} s"
+            self._lose(slot, f"its worker process was ended, for {task} of {task.episode.uid} {late}")
+        elif task.what == "close" or result.gone is not None:
+            slot.environments.discard(task.episode)
+        self.settle(task, result)
 
     def _lose(self, slot: _Slot, why: str) -> None:
         """End a worker; the environments that it held are gone."""
         if slot.worker is not None:
             self.workers.end(slot.worker)
-        slot.worker = None
-        slot.rows.clear()
+        slot.worker = slot.row = None
         for episode in slot.environments:
             episode.lost = episode.lost or why
         slot.environments.clear()

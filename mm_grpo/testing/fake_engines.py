@@ -26,15 +26,9 @@ from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
 
 FAULTS = (
-    "no transfer",
-    "no load",
-    "one tensor lost",
-    "stale version",
-    "old cache",
-    "wrong image",
-    "constant seed",
+    "no transfer", "no load", "one tensor lost", "stale version", "old cache", "wrong image", "constant seed",
     "constant seed, hidden",
-)
+)  # fmt: skip
 """Faults of FakeRemoteEngine."""
 
 
@@ -43,8 +37,7 @@ class FakeRemoteEngine(TransformersEngine):
 
     def __init__(self, model: Any, processor: Any, fault: str = "") -> None:
         super().__init__(copy.deepcopy(model), processor)
-        if fault and fault not in FAULTS:
-            raise ValueError(f"fault = {fault!r}: must be one of {', '.join(map(repr, FAULTS))}")
+        assert fault in ("", *FAULTS)
         self.fault = fault
         self.old = TransformersEngine(copy.deepcopy(model), processor) if fault == "old cache" else self
         self.flipped: dict[int, tuple[Prompt, Prompt]] = {}
@@ -153,9 +146,7 @@ class FakeServer(FakeRemoteEngine):
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
         with self.lock:
             if self.sampling and not self.updates_in_flight:
-                raise RuntimeError(
-                    f"version {version} was sent while {self.sampling} requests were under way"
-                )
+                raise RuntimeError(f"version {version} was sent while {self.sampling} requests ran")
             return super().update_weights(tensors, version)
 
     def close(self) -> None:

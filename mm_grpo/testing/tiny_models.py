@@ -5,7 +5,7 @@ AutoModelForImageTextToText load: the family's real architecture, a tokenizer of
 For `mm-grpo train --smoke` and the tests; such a model answers with noise.
 
 To add a family: a function in tiny_recipes.py that makes its config and processor, a line in its RECIPES, and a word of
-its published names in `_NAMES`.
+its published names in `_NAMES` where they do not hold the family's.
 """
 
 from __future__ import annotations
@@ -26,18 +26,8 @@ HYBRID = "qwen3_5"
 """The family with layers of linear attention beside."""
 ALL = tuple(RECIPES)
 """Every family that has a processor."""
-_NAMES = {
-    "qwen2_vl": "qwen2vl",
-    "qwen2_5_vl": "qwen25vl",
-    "qwen3_vl": "qwen3vl",
-    "qwen3_5": "qwen35",
-    "internvl": "internvl3",
-    "smolvlm": "smolvlm",
-    "idefics3": "idefics3",
-    "llava_onevision": "llavaonevision",
-    "gemma3": "gemma3",
-}
-"""Parts of models' published names, without dots, dashes and underscores."""
+_NAMES = {family: family.replace("_", "") for family in RECIPES} | {"internvl": "internvl3"}
+"""Parts of models' published names, without dots, dashes and underscores; InternVL 2 is another architecture."""
 _AS_DRAWN = ("embed_tokens", "in_proj_qkv", "in_proj_a", "in_proj_b", "linear_attn.conv1d")
 """Weights that are left as they are drawn: layers of linear attention lose digits where these are large."""
 
@@ -85,9 +75,7 @@ def build(
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # large enough that answers depend on the images, and are not uniform
         for name, parameter in model.named_parameters():
-            if (
-                parameter.ndim >= 2 and not parameter.any()
-            ):  # projectors and position embeddings that start at 0
+            if parameter.ndim >= 2 and not parameter.any():  # projectors and positions that start at 0
                 parameter.normal_(std=0.1)
             elif parameter.ndim >= 2 and not any(part in name for part in _AS_DRAWN):
                 parameter.mul_(4.0)

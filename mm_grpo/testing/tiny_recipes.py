@@ -64,18 +64,11 @@ def _tokenizer(*special: str, **named: str) -> Any:
 def _text(asked: Options, tokenizer: Any) -> dict[str, Any]:
     """Fields of a small text model that Qwen2, Qwen3, Llama and Gemma configs share."""
     return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": asked.context,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.pad_token_id,
-        "tie_word_embeddings": asked.tie,
-    }
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": asked.context,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.pad_token_id, "tie_word_embeddings": asked.tie,
+    }  # fmt: skip
 
 
 # Qwen-VL -------------------------------------------------------------------------------------
@@ -126,21 +119,16 @@ def _qwen_text(asked: Options, tokenizer: Any) -> dict[str, Any]:
 
 def _qwen_vision(family: str, patch: int) -> dict[str, Any]:
     common = {
-        "depth": 2,
-        "num_heads": 2,
-        "patch_size": patch,
-        "spatial_merge_size": 2,
+        "depth": 2, "num_heads": 2, "hidden_size": 64, "patch_size": patch, "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-    }
+    }  # fmt: skip
     if family == "qwen2_vl":
-        return {**common, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2}
+        return {**common, "embed_dim": 64, "mlp_ratio": 2}
+    common |= {"out_hidden_size": 64, "intermediate_size": 96}
     if family == "qwen2_5_vl":
-        shape = {"hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 96}
-        return {**common, **shape, "window_size": 112, "fullatt_block_indexes": [1]}
-    shape = {"hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 96}
-    if family == "qwen3_5":
-        return {**common, **shape, "num_position_embeddings": 64}
-    return {**common, **shape, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        return {**common, "window_size": 112, "fullatt_block_indexes": [1]}
+    common["num_position_embeddings"] = 64
+    return common if family == "qwen3_5" else {**common, "deepstack_visual_indexes": [0]}
 
 
 # families of tiles ---------------------------------------------------------------------------
@@ -148,11 +136,8 @@ def _qwen_vision(family: str, patch: int) -> dict[str, Any]:
 
 def _internvl(asked: Options) -> tuple[Any, Any]:
     tokenizer = _tokenizer(
-        start_image_token="<img>",
-        end_image_token="</img>",
-        context_image_token="<IMG_CONTEXT>",
-        video_token="<video>",
-    )
+        start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
+    )  # fmt: skip
     images = transformers.GotOcr2ImageProcessor(
         size={"height": TILE, "width": TILE}, max_patches=max(1, asked.max_pixels // TILE**2)
     )
@@ -208,9 +193,7 @@ def _smolvlm(asked: Options) -> tuple[Any, Any]:
     config_class = transformers.Idefics3Config if asked.family == "idefics3" else transformers.SmolVLMConfig
     config = config_class(
         text_config={**_text(asked, tokenizer), "model_type": "llama"},
-        vision_config=_siglip(
-            asked.family.replace("idefics3", "idefics3_vision").replace("smolvlm", "smolvlm_vision")
-        ),
+        vision_config=_siglip(f"{asked.family}_vision"),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         pad_token_id=tokenizer.pad_token_id,
@@ -260,20 +243,10 @@ def _llava_onevision(asked: Options) -> tuple[Any, Any]:
 
 def _gemma3(asked: Options) -> tuple[Any, Any]:
     named = {
-        "boi_token": "<start_of_image>",
-        "image_token": "<image_soft_token>",
-        "eoi_token": "<end_of_image>",
-    }
-    special = [
-        "<pad>",
-        "<eos>",
-        "<bos>",
-        "<unk>",
-        "<mask>",
-        "<start_of_turn>",
-        "<end_of_turn>",
-        *named.values(),
-    ]
+        "boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"
+    }  # fmt: skip
+    turns = ["<start_of_turn>", "<end_of_turn>"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *turns, *named.values()]
     words = [*(f"<0x{byte:02X}>" for byte in range(256)), *("\n" * n for n in range(1, 5)), "\u2581"]
     words += [chr(c) for c in range(33, 127)]
     merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
@@ -282,7 +255,7 @@ def _gemma3(asked: Options) -> tuple[Any, Any]:
         vocab={word: i for i, word in enumerate([*special, *words])},
         merges=merges,
         model_specific_special_tokens=named,
-        extra_special_tokens=["<start_of_turn>", "<end_of_turn>"],
+        extra_special_tokens=turns,
     )
     tokenizer.eos_token = "<end_of_turn>"
     template = (

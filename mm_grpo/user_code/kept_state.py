@@ -15,9 +15,9 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -77,7 +77,7 @@ def kept_state(who: str) -> Iterator[None]:
     folder = os.getcwd()
     python, torch, numpy = random.getstate(), sys.modules.get("torch"), sys.modules.get("numpy")
     numbers = None if numpy is None else numpy.random.get_state()
-    held = None if torch is None else _torch_state(torch)
+    held = {} if torch is None else _torch_settings(torch)
     drawn = None if torch is None else torch.get_rng_state()
     threads = threading.enumerate()
     try:
@@ -91,9 +91,13 @@ def kept_state(who: str) -> Iterator[None]:
         random.setstate(python)
         if numpy is not None and numbers is not None:
             numpy.random.set_state(numbers)
-        if torch is not None and held is not None:
+        if torch is not None:
             torch.set_rng_state(drawn)
-            changed += _put_back(torch, held)
+            now = _torch_settings(torch)
+            for name, (value, put_back) in held.items():
+                if now[name][0] != value:
+                    put_back(value)
+                    changed.append(name)
         if working_folder() != folder:
             os.chdir(folder)
             changed.append("the working folder")
@@ -106,34 +110,8 @@ def kept_state(who: str) -> Iterator[None]:
             )
 
 
-class _KeptAlive:
-    """os._exit, which raises SystemExit in user code while some block of `kept_alive` runs."""
-
-    def __init__(self) -> None:
-        self.lock, self.blocks, self.exit = threading.Lock(), 0, os._exit
-        self.process: ContextVar[int] = ContextVar("the process in which this is user code", default=0)
-
-    def enter(self) -> Token[int]:
-        with self.lock:
-            self.blocks += 1
-            if self.blocks == 1:
-                self.exit, os._exit = os._exit, self.refuse
-        return self.process.set(os.getpid())
-
-    def leave(self, token: Token[int]) -> None:
-        self.process.reset(token)
-        with self.lock:
-            self.blocks -= 1
-            if not self.blocks:
-                os._exit = self.exit
-
-    def refuse(self, status: int) -> NoReturn:
-        if self.process.get() == os.getpid():
-            raise SystemExit(f"os._exit({status})")
-        self.exit(status)
-
-
-_kept_alive = _KeptAlive()
+_exit, _lock, _blocks = os._exit, threading.Lock(), 0
+_user_code_of: ContextVar[int] = ContextVar("the process in which this is user code", default=0)
 
 
 @contextmanager
@@ -142,11 +120,26 @@ def kept_alive() -> Iterator[None]:
 
     os._exit(0) of a reward would end a run as a success without a word.
     """
-    token = _kept_alive.enter()
+    _count_block(1)
+    token = _user_code_of.set(os.getpid())
     try:
         yield
     finally:
-        _kept_alive.leave(token)
+        _user_code_of.reset(token)
+        _count_block(-1)
+
+
+def _count_block(more: int) -> None:
+    global _blocks
+    with _lock:
+        _blocks += more
+        os._exit = _refuse if _blocks else _exit
+
+
+def _refuse(status: int) -> NoReturn:
+    if _user_code_of.get() == os.getpid():
+        raise SystemExit(f"os._exit({status})")
+    _exit(status)
 
 
 def end_fork(process: int, who: str) -> None:
@@ -164,28 +157,19 @@ def working_folder() -> str | None:
         return None
 
 
-def _torch_state(torch: Any) -> dict[str, Any]:
+def _torch_settings(torch: Any) -> dict[str, tuple[Any, Callable[[Any], None]]]:
+    """What a function may change of torch for the whole process: the value of each, and what sets it."""
+
+    def autocast(given: tuple[bool, bool]) -> None:
+        for device, enabled in zip(("cpu", "cuda"), given, strict=True):
+            torch.set_autocast_enabled(device, enabled)
+
+    def device(given: Any) -> None:
+        torch.set_default_device(None if given.type == "cpu" else given)
+
     return {
-        "torch's gradient mode": torch.is_grad_enabled(),
-        "torch's default dtype": torch.get_default_dtype(),
-        "torch's default device": torch.get_default_device(),
-        "torch's autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "torch's gradient mode": (torch.is_grad_enabled(), torch.set_grad_enabled),
+        "torch's default dtype": (torch.get_default_dtype(), torch.set_default_dtype),
+        "torch's default device": (torch.get_default_device(), device),
+        "torch's autocast": (tuple(map(torch.is_autocast_enabled, ("cpu", "cuda"))), autocast),
     }
-
-
-def _put_back(torch: Any, held: Mapping[str, Any]) -> list[str]:
-    """The names of what differed."""
-    now = _torch_state(torch)
-    changed = [name for name, value in held.items() if now[name] != value]
-    for name in changed:
-        value = held[name]
-        if name == "torch's gradient mode":
-            torch.set_grad_enabled(value)
-        elif name == "torch's default dtype":
-            torch.set_default_dtype(value)
-        elif name == "torch's default device":
-            torch.set_default_device(None if value.type == "cpu" else value)
-        else:
-            for device, enabled in zip(("cpu", "cuda"), value, strict=True):
-                torch.set_autocast_enabled(device, enabled)
-    return changed

@@ -64,20 +64,13 @@ def packed(values: Mapping[str, Any]) -> bytes:
         raise Unsendable(next(iter(values), "?"), f"{type(error).__name__}: {error}") from None
 
 
-class Died(Exception):
-    """A worker has ended, `how`; `unread` where it has not read its call."""
-
-    def __init__(self, how: str, unread: bool) -> None:
-        super().__init__(how)
-        self.how, self.unread = how, unread
-
-
 class Worker:
     """One process. `until` is when what it does, its start or a call, must have ended; `since` when that began."""
 
     def __init__(self, target: str, load: bytes, most: int) -> None:
         self.most = most
         self.ready, self.busy, self.out = False, True, memoryview(b"")
+        self._read = bytearray()
         self.connection, theirs = socket.socketpair()
         with theirs:
             self.lifeline = Lifeline(target, theirs)
@@ -96,8 +89,9 @@ class Worker:
         assert self.idle
         self._begin(body, until)
 
-    def exchange(self) -> bytes | None:
-        """Write and read as much as there is; a frame that has come in full. Raises Died."""
+    def exchange(self) -> tuple[bytes | None, str | None, bool]:
+        """Write and read as much as there is: a frame that has come in full, or how the process ended, and whether it
+        has ended without having read its call."""
         code = self.lifeline.exit_code()  # before reading: what it sent before it ended counts
         over, unread = code is not None, not self.busy
         try:
@@ -110,21 +104,23 @@ class Worker:
         try:
             while data := self.connection.recv(READ):
                 self._read += data
-                if (body := self._frame()) is not None:
-                    return body
+                if len(self._read) >= LENGTH.size:
+                    (length,) = LENGTH.unpack_from(self._read)
+                    if length > self.most:
+                        return None, f"sent {length} bytes, which is no answer", False
+                    if len(self._read) >= LENGTH.size + length:
+                        self.busy, self.until = False, math.inf
+                        return bytes(memoryview(self._read)[LENGTH.size :]), None, False
             over = True
         except BlockingIOError:
             pass
-        except ConnectionResetError:  # it ended with the call, or a part of it, before it
-            over = unread = True
-        except OSError:
-            over = True
-        if over:
-            code = (
-                self.lifeline.exit_code(0.5) if code is None else code
-            )  # a moment later than the connection
-            raise Died("closed its connection" if code is None else ended(code), unread)
-        return None
+        except OSError as error:
+            over = True  # a reset: it ended with the call, or a part of it, before it
+            unread = unread or isinstance(error, ConnectionResetError)
+        if not over:
+            return None, None, False
+        code = self.lifeline.exit_code(0.5) if code is None else code  # which comes a moment later
+        return None, "closed its connection" if code is None else ended(code), unread
 
     def end(self) -> None:
         """Kill the process, with all that it started."""
@@ -137,17 +133,6 @@ class Worker:
         self.out = memoryview(LENGTH.pack(len(body)) + body)
         with suppress(OSError):  # whatever it is, `exchange` finds it
             self.out = self.out[self.connection.send(self.out) :]
-
-    def _frame(self) -> bytes | None:
-        if len(self._read) < LENGTH.size:
-            return None
-        (length,) = LENGTH.unpack_from(self._read)
-        if length > self.most:
-            raise Died(f"sent {length} bytes, which is no answer", unread=False)
-        if len(self._read) < LENGTH.size + length:
-            return None
-        self.busy, self.until = False, math.inf
-        return bytes(memoryview(self._read)[LENGTH.size :])
 
 
 class Workers:
@@ -218,28 +203,29 @@ class Workers:
 
     def _look(self, worker: Worker, spoke: bool) -> Outcome | None:
         seconds = time.monotonic() - worker.since
-        try:
-            answer = worker.exchange() if spoke else None
-        except Died as found:
+        answer, died, unread = worker.exchange() if spoke else (None, None, False)
+        late = answer is None and died is None and time.monotonic() > worker.until
+        if died is not None or late:
             self.end(worker)
-            if not worker.ready:
-                raise self.error(
-                    f"{found.how} while it started or imported {self.what}; what it wrote stands above"
-                ) from None
-            self._unread += found.unread and worker.busy
-            unread = found.unread and self._unread <= UNREAD
-            return Outcome(worker, seconds, died=found.how, unread=unread)
-        if answer is not None and worker.ready:
+        if not worker.ready:
+            self._started(worker, answer, died, late)
+        elif answer is not None:
             self._unread = 0
             return Outcome(worker, seconds, answer)
-        if answer is not None:
-            worker.ready = True
-            if answer:
-                self.end(worker)
-                raise self.error(f"cannot import {self.what}: {answer.decode(errors='replace')}")
-        elif time.monotonic() > worker.until:
-            self.end(worker)
-            if not worker.ready:
-                raise self.error(f"has not imported {self.what} within {START_LIMIT:g} s")
+        elif died is not None:
+            self._unread += unread and worker.busy
+            return Outcome(worker, seconds, died=died, unread=unread and self._unread <= UNREAD)
+        elif late:
             return Outcome(worker, seconds, late=True)
         return None
+
+    def _started(self, worker: Worker, answer: bytes | None, died: str | None, late: bool) -> None:
+        """Note that a worker is there, where it has said so. Raises `error` where it cannot be."""
+        if answer:
+            self.end(worker)
+            raise self.error(f"cannot import {self.what}: {answer.decode(errors='replace')}")
+        if died is not None:
+            raise self.error(f"{died} while it started or imported {self.what}; what it wrote stands above")
+        if late:
+            raise self.error(f"has not imported {self.what} within {START_LIMIT:g} s")
+        worker.ready = answer is not None

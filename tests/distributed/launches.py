@@ -44,10 +44,3 @@ def children(pid: int) -> list[int]:
         return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
-
-
-def finished(command: Sequence[object], output: Path, deadline: float = 150.0, **env: str) -> tuple[int, str]:
-    """Exit code and output of a command; subprocess.TimeoutExpired when it takes longer."""
-    with running(command, output, **env) as process:
-        process.wait(deadline)
-    return process.returncode, output.read_text(errors="replace")

@@ -1,14 +1,35 @@
-"""Run as a script, `runs.py CONFIG`: a whole run in as many processes as were launched."""
+"""Run as a script, `runs.py CONFIG`: a whole run in as many processes as were launched; and a mixture for such runs."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.rollout import evaluate
+
+SHAPES = {"task": "shapes", "image_size": 56, "max_objects": 2}
+
+
+def source(kind: str, split: str, size: int, seed: int, **more: Any) -> dict[str, Any]:
+    task = {**SHAPES, "kinds": [kind], "split": split, "size": size, "seed": seed}
+    return {"path": task, "task": kind, **more}
+
+
+MIXTURE: dict[str, Any] = {
+    "data": {
+        "train": [source("colour", "train", 7, 1, weight=2), source("count", "train", 30, 2)],
+        "eval": [source("colour", "heldout", 3, 3), source("count", "heldout", 2, 4)],
+    },
+    "rewards": [
+        {"name": "length", "max_length": 4, "when": {"task": "colour"}},
+        {"name": "length", "as": "brief", "max_length": 2, "when": {"task": "count"}},
+    ],
+    "rollout": {"prompts_per_step": 6, "num_generations": 4, "max_completion_length": 6},
+}
 
 
 def train(config: str) -> None:

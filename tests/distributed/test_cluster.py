@@ -1,4 +1,4 @@
-"""examples/cluster: its files parse, agree with our defaults, and start runs (on the CPU, with stand-ins for SLURM)."""
+"""examples/cluster: its files parse, agree with our defaults, and start processes (on the CPU, SLURM by stand-ins)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import peers
 import pytest
 import torch
 import yaml
 from helpers import processes
-from helpers.run_folders import assert_the_same_run, write_config
-from launches import ACCELERATE, TRAIN, running
+from launches import ACCELERATE, running
 
-from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo import GRPOConfig
 from mm_grpo.distributed.accelerate_env import check_launcher
 
 CLUSTER = processes.ROOT / "examples" / "cluster"
 ONE, TWO = CLUSTER / "accelerate_one_host.yaml", CLUSTER / "accelerate_two_hosts.yaml"
 SLURM = CLUSTER / "train.slurm"
 DEADLINE = 300.0
-STEPS = 2
 OURS = GRPOConfig.from_dict({"model": {"path": "x", "device": "cpu"}})
 
 
@@ -49,30 +48,20 @@ def test_their_values_are_our_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_the_file_of_two_hosts_trains_as_one_process(models: dict[str, Path], tmp_path: Path) -> None:
-    configs = {}
-    for name in ("alone", "hosts"):
-        run = {"dir": str(tmp_path / name), "max_steps": STEPS, "eval_every": 0, "report": False}
-        configs[name] = write_config(models["qwen2_5_vl"], tmp_path / name, run=run)
-    GRPOTrainer(GRPOConfig.from_yaml(configs["alone"])).train()
+def test_the_file_of_two_hosts_joins_their_processes(tmp_path: Path) -> None:
+    """Processes of peers.py, which compare the launcher with our defaults, as those of a training do."""
     port = processes.free_port()
     smaller = ["--num_processes", 2, "--main_process_ip", "127.0.0.1", "--main_process_port", port]
     command = [*ACCELERATE, "--config_file", TWO, *smaller]
     outputs = [tmp_path / f"host-{n}.txt" for n in (0, 1)]
     with ExitStack() as stack:
-        hosts = [
-            stack.enter_context(
-                running([*command, "--machine_rank", n, *TRAIN, configs["hosts"]], outputs[n])
-            )
-            for n in (0, 1)
-        ]
+        starts = [[*command, "--machine_rank", n, peers.__file__, tmp_path] for n in (0, 1)]
+        hosts = [stack.enter_context(running(*both)) for both in zip(starts, outputs, strict=True)]
         for host in hosts:
             host.wait(DEADLINE)
-    first, second = (file.read_text() for file in outputs)
-    assert [host.returncode for host in hosts] == [0, 0], (first, second)
-    assert "tokens on 2 processes" in first and first.count("done: 2 steps") == 1
-    assert "step 1/2" not in second and "done: " not in second and "has no effect" not in first
-    assert_the_same_run(tmp_path / "hosts", tmp_path / "alone", STEPS)
+    said = "".join(file.read_text() for file in outputs)
+    assert [host.returncode for host in hosts] == [0, 0] and "has no effect" not in said, said
+    assert [(one["world"], one["sum"], one["local"]) for one in peers.joined(tmp_path)] == [(2, 3.0, "0")] * 2
 
 
 def stand_in(folder: Path, name: str, lines: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from types import SimpleNamespace
 
 import collectives
 import pytest
@@ -39,20 +38,8 @@ def test_the_variables_of_a_launcher_are_all_there(monkeypatch: pytest.MonkeyPat
     assert world_size() == 4
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("MASTER_PORT")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE=4 says .* RANK, MASTER_PORT is not set; start them"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=4 .* RANK, MASTER_PORT "):
         world_size()
-
-
-def test_a_process_state_that_was_made_before_for_one_process_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in LAUNCHER.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("accelerate.PartialState", lambda **_: SimpleNamespace(num_processes=1))
-    with pytest.raises(
-        ConfigError, match=r"WORLD_SIZE=4, and accelerate's PartialState was made before, for 1 "
-    ):
-        start("cpu")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +20,12 @@ from helpers.sessions import died, workers
 from helpers.tiny import picture, sample
 from tools_to_isolate import World, meet, misbehave, modules, nap
 
+from mm_grpo.environments.builtins import GridWorld
 from mm_grpo.environments.host import Episode, LocalHost
-from mm_grpo.environments.toolbox import Toolbox
-from mm_grpo.errors import ToolError
+from mm_grpo.environments.toolbox import Toolbox, toolbox_of
+from mm_grpo.environments.workers import WorkerHost
+from mm_grpo.errors import ConfigError, ToolError
+from mm_grpo.user_code.workers import default_size
 
 Make = Callable[..., Toolbox]
 TIMEOUT = 1.0
@@ -117,9 +121,9 @@ def test_conversations_about_one_row_share_it_and_change_their_own(make: Make) -
 @pytest.mark.parametrize(
     ("how", "fault", "told"),
     [
-        ("exit", "died", "act ended its worker process, which exited with code 3"),
-        ("writes another answer", "died", "act ended its worker process, which sent what is no answer"),
-        ("hang", "timed_out", "act had not answered after 1 s (rollout.tool_timeout)"),
+        ("exit", "died", "code 3"),
+        ("writes another answer", "died", "no answer"),
+        ("hang", "timed_out", "rollout.tool_timeout"),
     ],
 )
 def test_a_call_without_an_answer_takes_its_conversations_with_it(
@@ -133,10 +137,9 @@ def test_a_call_without_an_answer_takes_its_conversations_with_it(
     calls: list[Any] = [(episodes[0], "act", {"how": how}), (episodes[0], "act", {})]
     seen = box.host.call_all([*calls, *((e, "act", {}) for e in episodes[1:])])
     assert time.monotonic() - start < TIMEOUT + PATIENCE
-    assert seen[0].fault == fault and seen[0].text.startswith(f"error: {told}")
+    assert seen[0].fault == fault and told in seen[0].text
     assert episodes[0].masked == f"act: {seen[0].text}" and seen[1].fault == "died"
     assert [e.masked is None for e in episodes] == [False, True, False, True]
-    assert "the conversation's environment is gone: its worker process" in str(episodes[2].masked)
     assert [one.text for one in (seen[2], seen[4])] == ["total 1" + '{"a": 1}'] * 2
     assert box.host.rewards(episodes) == [None, 1 / 3, None, 1 / 3]
     after = begun(box, 2, start=5)  # in processes that were started anew
@@ -146,27 +149,20 @@ def test_a_call_without_an_answer_takes_its_conversations_with_it(
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "fault"), [("hang", "timed_out"), ("exit", "died")])
 def test_a_call_without_an_answer(make: Make, how: str, fault: str) -> None:
-    box = make([misbehave, nap], None, tool_timeout=TIMEOUT if how == "hang" else 60)
-    one, other = begun(box, 2)
-    seen = box.host.call_all(
-        [(one, "misbehave", {"how": how}), (one, "nap", {"seconds": 0}), (other, "nap", {"seconds": 0})]
-    )
-    assert [s.fault for s in seen] == [fault, "died" if how == "hang" else None, None]
-    assert (one.masked is None) == (how == "exit")  # functions hold nothing that could be lost
-
     limit = TIMEOUT if how == "hang" else 60
-    box = make([misbehave], None, tool_timeout=limit, on_tool_error="mask")
-    (one,) = begun(box)
-    assert one.call("misbehave", {"how": how}).fault == fault
-    assert str(one.masked).startswith("misbehave: error: misbehave ")
-
-    box = make((), World, tool_timeout=limit)
-    (one,) = begun(box)
-    one.call("act", {"how": how})
-    assert one.masked is not None  # nothing is left to reply with
-
+    for policy in ("reply", "mask"):
+        one, other = begun(make([misbehave, nap], None, tool_timeout=limit, on_tool_error=policy), 2)
+        calls = [
+            (one, "misbehave", {"how": how}),
+            (one, "nap", {"seconds": 0}),
+            (other, "nap", {"seconds": 0}),
+        ]
+        seen = one.host.call_all(calls)
+        masked = how == "hang" or policy == "mask"  # functions hold nothing that could be lost
+        assert [s.fault for s in seen] == [fault, "died" if masked else None, None]
+        assert (one.masked is not None, other.masked) == (masked, None)
     box = make((), World, tool_timeout=limit, on_tool_error="stop")
-    with pytest.raises(ToolError, match=r"train:0: act (had not answered|ended its worker process)"):
+    with pytest.raises(ToolError, match="train:0: act"):
         begun(box)[0].call("act", {"how": how})
 
 
@@ -202,18 +198,15 @@ def test_a_reset_without_an_answer(make: Make, how: str) -> None:
     assert fine.call("act", {}).fault is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["hang", "kill", "raise", "words"])
+@pytest.mark.parametrize("how", [pytest.param("hang", marks=pytest.mark.slow), "kill", "raise", "words"])
 def test_a_reward_without_an_answer(make: Make, how: str) -> None:
     box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 60)
     one, other = begun(box, scores=how)[0], begun(box)[0]
     if how in ("raise", "words"):
-        match = "get_reward of the environment (raised KeyError|answered 'words', a str;)"
-        with pytest.raises(ToolError, match=match):
+        with pytest.raises(ToolError, match="train:0: get_reward"):
             one.reward()
     else:
-        assert box.host.rewards([one, other]) == [None, 0.0]
-        assert str(one.masked).startswith("get_reward of the environment: error: ")
+        assert box.host.rewards([one, other]) == [None, 0.0] and one.masked is not None
     assert begun(box, scores="number of numpy")[0].reward() == 0.1
 
 
@@ -279,19 +272,92 @@ def test_an_interrupt_leaves_no_call_behind(make: Make, monkeypatch: pytest.Monk
 
 def test_a_worker_that_died_between_calls_is_noticed(make: Make) -> None:
     box = make((), World, environment_workers=1)
-    (one,) = begun(box)
-    os.kill(workers()[0], signal.SIGKILL)
-    assert died(workers())
-    assert one.call("act", {}).fault == "died"
-    assert "was ended by SIGKILL (out of memory?) while it waited for calls" in str(one.masked)
-
-
-def test_a_reset_that_went_to_a_killed_worker_is_made_by_the_next(make: Make) -> None:
-    box = make((), World, environment_workers=1)
-    (held,) = begun(box)
+    held, idle = begun(box, 2)
     (worker,) = workers()
     os.kill(worker, signal.SIGKILL)
     assert died([worker])
-    (one,) = begun(box, start=5)
+    (one,) = begun(box, start=5)  # its reset went to the worker that was killed, and is made by the next
     assert held.lost is not None and one.lost is None and workers() != [worker]
     assert one.call("act", {}).parts[1] == "total 6" and one.reward() == 6 / 3
+    assert idle.call("act", {}).fault == "died" and idle.masked is not None
+
+
+# where tools run -----------------------------------------------------------------------------
+
+
+def test_tools_run_in_processes_where_others_can_import_them(make: Make) -> None:
+    def closure(a: int) -> int:
+        """Add.
+
+        Args:
+            a: What.
+        """
+        return a
+
+    for tools, factory in (([nap], None), ((), World), ((), GridWorld)):
+        box = make(tools, factory, environment_workers=None)
+        assert isinstance(box.host, WorkerHost) and len(box.host.slots) == default_size()
+    for tools, factory in (([closure], None), ([nap, closure], None), ((), lambda: World())):
+        assert isinstance(make(tools, factory, environment_workers=None).host, LocalHost)
+    with pytest.raises(ConfigError, match="closure"):
+        WorkerHost(small_config("m"), {"closure": closure}, {}, None, 1)
+
+
+def test_a_reward_that_asks_for_the_environment_keeps_it_in_the_process(make: Make) -> None:
+    box = make((), World, environment_workers=None)
+    assert isinstance(box.place(["mine"]), LocalHost)
+    (one,) = begun(box)
+    assert isinstance(one.environment, World)
+    box.place([], processes=2)
+    with pytest.raises(ConfigError, match="'mine'"):
+        box.place(["mine"], processes=2)
+    with pytest.raises(ConfigError, match=r"environment_workers.*'mine'"):
+        make((), World).place(["mine"])
+
+
+def test_a_tool_that_a_worker_cannot_import(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        'def twice(a: int) -> int:\n    """Double.\n\n    Args:\n        a: What.\n    """\n    return 2 * a\n'
+    )
+    values = {"tools": [f"{file}:twice"], "environment_workers": 1}
+    box = toolbox_of(small_config("m", rollout=values), None, None)
+    assert box is not None and begun(box)[0].call("twice", {"a": 4}).text == "8"
+    box.close()
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(ToolError, match=r"mine\.py"):
+        begun(box)[0].call("twice", {"a": 4})
+    box.close()
+
+
+def test_a_row_that_cannot_be_sent(make: Make) -> None:
+    box = make((), World)
+    with pytest.raises(ToolError, match=r"train:0: .*'key'"):
+        begun(box, key=lambda: 1)
+
+
+# in the trainer's process --------------------------------------------------------------------
+
+
+def test_a_call_that_hangs_in_the_trainers_process_stops_the_run() -> None:
+    release = threading.Event()
+
+    def hang() -> str:
+        """Hang."""
+        return str(release.wait(600))
+
+    box = Toolbox(small_config("m", rollout={"environment_workers": 0, "tool_timeout": 0.3}), [hang], None)
+    (one,) = begun(box)
+    with pytest.raises(ToolError, match=r"train:0: hang .*rollout\.tool_timeout"):
+        one.call("hang", {})
+    assert one.call("hang", {}).fault == "died"  # what it held is not ours any more
+    box.close()
+    assert not release.is_set()  # nobody waited for it
+    release.set()
+
+
+@pytest.mark.parametrize(("how", "told"), [("exit", "os._exit(3)"), ("sys.exit", "0")])
+def test_a_tool_does_not_end_the_trainers_process(how: str, told: str) -> None:
+    box = Toolbox(small_config("m", rollout={"environment_workers": 0}), [misbehave], None)
+    assert begun(box)[0].call("misbehave", {"how": how}).text == f"error: SystemExit: {told}"
+    box.close()

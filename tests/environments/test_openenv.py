@@ -1,12 +1,9 @@
-"""Environments on an OpenEnv server: what the model is told and shown, what becomes of failures, and a whole run."""
+"""Environments on an OpenEnv server: what the model is told and shown, what becomes of failures, and in a worker."""
 
 from __future__ import annotations
 
 import base64
 import json
-import os
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,18 +13,13 @@ pytest.importorskip("websockets")
 from helpers.configs import small_config
 from helpers.openenv_server import OpenEnvServer, png
 from helpers.processes import refusing_port
-from helpers.scripted import ScriptedEngine, call
 from helpers.sessions import died, workers
-from helpers.small_runs import config_for, rollouts_of, rows_of
 from helpers.tiny import sample
+from tools_to_isolate import Impatient
 
-from mm_grpo import GRPOTrainer
-from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.environments.openenv import OpenEnv, shown
 from mm_grpo.environments.toolbox import Toolbox, toolbox_of
 from mm_grpo.errors import ConfigError, ToolError
-
-BOTH = pytest.mark.parametrize("websockets", [True, False], ids=["websockets", "http"])
 
 
 def box_of(what: Any, **rollout: Any) -> Toolbox:
@@ -40,14 +32,8 @@ def box_of(what: Any, **rollout: Any) -> Toolbox:
     return box
 
 
-def impatient(url: str, mode: str) -> Any:
-    """Waits a second for a server that hangs, and long for another, however busy the machine."""
-    return lambda: OpenEnv(url, timeout=1.0 if mode == "hang" else 60.0)
-
-
-@BOTH
-def test_a_conversation_with_a_server(websockets: bool) -> None:
-    with OpenEnvServer(websockets) as server:
+def test_a_conversation_with_a_server() -> None:
+    with OpenEnvServer() as server:
         box = box_of(server.url)
         (function,) = [schema["function"] for schema in box.schemas]
         assert (function["name"], function["description"]) == ("walk", "Walk along the road.")
@@ -67,15 +53,12 @@ def test_a_conversation_with_a_server(websockets: bool) -> None:
         assert seen.images[0].getpixel((3, 3)) == (255, 0, 0) and not one.done
         assert other.call("walk", {"direction": "right", "steps": 2}).text == '{"at": 4}' and other.done
         assert (one.reward(), other.reward()) == (0.25, 1.0)
-        assert "the episode is over" in other.call("walk", {"direction": "left"}).text
-        missing = one.call("walk", {}).text
-        assert missing.startswith("error: walk: missing a required") and "'direction'" in missing
+        assert other.call("walk", {"direction": "left"}).fault == "raised"  # it is over
+        assert one.call("walk", {}).fault == "bad_arguments"
         refused = one.call("walk", {"direction": "up"})
         assert refused.fault == "raised" and "direction is wrong" in refused.text and one.masked is None
-        if websockets:  # which tell an exception of the environment from a server that fails
-            tired = one.call("walk", {"direction": "left", "steps": 10})
-            assert tired.text == "error: RuntimeError: too tired"
-            assert one.call("walk", {"direction": "left"}).fault is None
+        assert "too tired" in one.call("walk", {"direction": "left", "steps": 10}).text
+        assert one.call("walk", {"direction": "left"}).fault is None
         begun = [r for r in server.resets if "start" in r]
         assert {r["start"] for r in begun} == {2} and "images" not in begun[-1]
         assert len({r["seed"] for r in begun}) == 1  # of the row, in all conversations
@@ -83,62 +66,50 @@ def test_a_conversation_with_a_server(websockets: bool) -> None:
         assert server.closed()
 
 
-FAILURES = [
-    (True, "closes", "died", "cannot be reached (ConnectionClosed"),
-    (True, "html", "died", "answered step with '<html>Bad Gateway</html>'"),
-    (True, "odd_reward", "died", "answered step, as its reward, with 'much'"),
-    (True, "hang", "timed_out", "had not answered step after 1 s"),
-    (False, "hang", "timed_out", "had not answered POST /step after 1 s"),
-    (False, "500", "died", "answered 500 Internal Server Error to POST /step: "),
-    (False, "html", "died", "answered POST /step with '<html>Bad Gateway</html>'"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("websockets", "mode", "fault", "why"), FAILURES)
-def test_a_server_that_fails_takes_the_conversation_with_it(
-    websockets: bool, mode: str, fault: str, why: str
-) -> None:
-    with OpenEnvServer(websockets, mode) as server:
-        box = box_of(impatient(server.url, mode))
+def test_the_tools_of_mcp() -> None:
+    with OpenEnvServer("mcp") as server:
+        box = box_of(server.url)
+        assert [schema["function"]["name"] for schema in box.schemas] == ["greet"]
         one = box.episode(box.prepare(sample("train:0")))
-        seen = one.call("walk", {"direction": "left"})
-        why = f"the OpenEnv server at {server.url} {why}"
-        assert seen.fault == fault and one.masked is not None
-        assert one.masked.startswith(f"walk: error: {why}") and one.reward() is None
-        assert one.lost is not None and one.lost.startswith(why)
+        assert one.call("greet", {"whom": "you"}).text == "greet you"
+        assert one.call("greet", {}).text == "error: RuntimeError: nobody"
         box.close()
-        stopping = box_of(impatient(server.url, mode), on_tool_error="stop")
-        other = stopping.episode(stopping.prepare(sample("train:7")))
-        with pytest.raises(ToolError, match=re.escape(f"train:7: walk: {why}")):
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("closes", "died"),
+        ("html", "died"),
+        ("odd_reward", "died"),
+        ("ends", "died"),
+        pytest.param("hang", "timed_out", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_fails_takes_the_conversation_with_it(
+    mode: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with OpenEnvServer(mode) as server:
+        monkeypatch.setenv("TESTED_OPENENV", server.url)
+        what = Impatient if mode == "hang" else server.url
+        box, stopping = box_of(what), box_of(what, on_tool_error="stop")
+        one, other = (each.episode(each.prepare(sample("train:7"))) for each in (box, stopping))
+        if mode == "ends":
+            server.stop()
+        assert one.call("walk", {"direction": "left"}).fault == fault
+        assert one.masked is not None and server.url in one.masked and one.reward() is None
+        assert one.lost is not None and server.url in one.lost
+        with pytest.raises(ToolError, match=f"train:7: walk: .*{server.url}"):
             other.call("walk", {"direction": "left"})
+        box.close()
         stopping.close()
         server.released.set()
         assert server.closed()
 
 
-@BOTH
-def test_a_server_that_ends_between_two_calls(websockets: bool) -> None:
-    server = OpenEnvServer(websockets)
-    box = box_of(server.url)
-    one = box.episode(box.prepare(sample("train:0")))
-    assert one.call("walk", {"direction": "left"}).fault is None
-    server.stop()
-    assert one.call("walk", {"direction": "left"}).fault == "died"
-    assert one.masked is not None and f"the OpenEnv server at {server.url} cannot be reached" in one.masked
-    box.close()
-
-
-class Impatient(OpenEnv):
-    timeout = 2.0
-
-    def __init__(self) -> None:
-        super().__init__(os.environ["TESTED_OPENENV"])
-
-
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_that_hangs_does_not_cost_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    with OpenEnvServer(True, "hang") as server:
+    with OpenEnvServer("hang") as server:
         monkeypatch.setenv("TESTED_OPENENV", server.url)
         box = box_of(Impatient, environment_workers=1)
         row = box.prepare(sample("train:0"))
@@ -155,25 +126,16 @@ def test_a_server_that_hangs_does_not_cost_a_worker(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_image_that_is_too_large_is_a_bad_result() -> None:
-    with OpenEnvServer(False, "huge") as server:
+    with OpenEnvServer("huge") as server:
         box = box_of(server.url)
         one = box.episode(box.prepare(sample("train:0")))
-        box.host.limits = type(box.host.limits)(max_pixels=10_000, max_bytes=2**20)
-        one.place.limits = box.host.limits
+        one.place.limits = type(box.host.limits)(max_pixels=10_000, max_bytes=2**20)
         seen = one.call("walk", {"direction": "left"})
-        assert seen.fault == "bad_result" and "3000 × 3000" in seen.text and not seen.images
-        assert one.masked is None
+        assert seen.fault == "bad_result" and not seen.images and one.masked is None
         box.close()
 
 
 # what is refused before a run ----------------------------------------------------------------
-
-
-def test_a_server_that_is_not_there() -> None:
-    with refusing_port() as port:
-        url = f"http://127.0.0.1:{port}"
-        with pytest.raises(ConfigError, match=f"^rollout.environment: .* {url} cannot be reached .*$"):
-            box_of(url)
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:8000", "ftp://host", "http://"])
@@ -182,25 +144,23 @@ def test_an_address_that_is_none(address: str) -> None:
         box_of(address)
 
 
-def test_servers_that_cannot_serve_a_group() -> None:
-    with OpenEnvServer(False, "shared") as server:
-        with pytest.raises(ConfigError, match="does not tell conversations apart over HTTP"):
+def test_servers_that_cannot_serve() -> None:
+    with refusing_port() as port, pytest.raises(ConfigError, match=f"rollout.environment: .*:{port}"):
+        box_of(f"http://127.0.0.1:{port}")
+    for mode in ("http", "no_schema"):
+        with OpenEnvServer(mode) as server, pytest.raises(ConfigError, match=server.url):
             box_of(server.url)
-        box = box_of(lambda: OpenEnv(server.url, alone=True))
-        assert box.episode(box.prepare(sample("a"))).call("walk", {"direction": "left"}).fault is None
-        with pytest.raises(ConfigError, match="/ws answered 404"):
-            box_of(server.url.replace("http://", "ws://"))
-    full = r"refused reset \(CAPACITY_REACHED: all 1 are taken\).* max_concurrent_envs"
-    with OpenEnvServer(True, "full") as server, pytest.raises(ToolError, match=full):
+    with OpenEnvServer("full") as server, pytest.raises(ToolError, match="CAPACITY_REACHED"):
         box_of(server.url).prepare(sample("train:0"))
 
 
-def test_a_server_without_a_schema() -> None:
-    with OpenEnvServer(True, "no_schema") as server:
-        with pytest.raises(ConfigError, match="has no /schema"):
-            box_of(server.url)
-        schema = {"properties": {"direction": {"type": "string"}}, "required": ["direction"]}
-        box = box_of(lambda: OpenEnv(server.url, action=schema, tool="go", reward="last"))
+def test_a_subclass_says_what_the_server_does_not() -> None:
+    class Walk(OpenEnv):
+        action = {"properties": {"direction": {"type": "string"}}, "required": ["direction"]}  # noqa: RUF012
+        tool, reward = "go", "last"
+
+    with OpenEnvServer("no_schema") as server:
+        box = box_of(lambda: Walk(server.url.replace("http:", "ws:")))
         one = box.episode(box.prepare(sample("train:0", start=0)))
         steps = [{"direction": "right"}] * 4
         assert [one.call("go", step).text for step in steps] == [f'{{"at": {n}}}' for n in (1, 2, 3, 4)]
@@ -238,36 +198,3 @@ def test_images_are_those_that_were_sent() -> None:
     assert part["image"] == base64.b64decode(png(20))
     (part,) = shown({"screenshot": ROWS})
     assert part["image"].size == (9, 8) and part["image"].getpixel((8, 7)) == (255, 0, 0)
-
-
-# a whole run ---------------------------------------------------------------------------------
-
-
-def test_a_step_with_a_server(models: dict[str, Path], tmp_path: Path) -> None:
-    rows = [{**row, "start": 2} for row in shapes_rows(split="train", size=2, seed=1, image_size=56)]
-    with OpenEnvServer(True) as server:
-        rollout = {
-            "environment": f"openenv:{server.url}", "max_completion_length": 300, "max_turns": 4,
-            "environment_workers": 1, "prompts_per_step": 1, "num_generations": 3,
-        }  # fmt: skip
-        trainer: Any = GRPOTrainer(
-            config_for(models["qwen2_5_vl"], tmp_path / "run", rollout=rollout, run={"max_steps": 1}),
-            train=rows,
-            rewards=[],
-        )
-        ways = ({"direction": "right", "steps": 2}, {"direction": "left"}, None)
-        trainer.sampler.engine = ScriptedEngine(
-            trainer.sampler.engine,
-            lambda seed, turn: call("walk", **way) if turn == 0 and (way := ways[seed % 3]) else "done",
-        )
-        trainer.train()
-        trainer.close()
-        assert server.closed()
-    (row,), logged = rows_of(tmp_path / "run"), rollouts_of(tmp_path / "run", 1)
-    expected = {0: (1.0, ['{"at": 4}']), 1: (0.25, ['{"at": 1}']), 2: (None, [])}
-    for line in logged:
-        tools = [turn for turn in line["turns"] if turn["role"] == "tool"]
-        assert (line["reward"], [turn["text"] for turn in tools]) == expected[line["seed"] % 3]
-        assert all(len(turn["images"]) == 1 and turn["fault"] is None for turn in tools)
-    assert len(logged) == 3 and row["tools/call_frequency"] == pytest.approx(2 / 3)
-    assert row["tools/failure_frequency"] == 0 and row["turns/max"] == 2 and row["grad_norm"] > 0

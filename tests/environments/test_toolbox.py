@@ -31,78 +31,8 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
-async def show(side: int) -> Any:
-    """Draw a square.
-
-    Args:
-        side: Pixels of a side.
-    """
-    return [Image.new("RGB", (side, side), "red"), {"type": "text", "text": "a square"}]
-
-
-def broken(a: int) -> str:
-    """Fail.
-
-    Args:
-        a: Anything.
-    """
-    raise KeyError("the shelf is empty")
-
-
-class Counter:
-    """An environment as TRL's documentation has them."""
-
-    def reset(self, start: int = 0, **row: Any) -> str:
-        self.total = start
-        return f" Begin at {start}."
-
-    def count(self, by: int) -> str:
-        """Count on.
-
-        Args:
-            by: How far.
-        """
-        self.total += by
-        return str(self.total)
-
-    def get_reward(self) -> float:
-        return float(self.total)
-
-    def _hidden(self) -> None: ...
-
-
 def config(**rollout: Any) -> GRPOConfig:
     return small_config("model", rollout={"environment_workers": 0, **rollout})
-
-
-def test_the_model_is_told_of_every_tool() -> None:
-    box = Toolbox(config(), [add, show], Counter)
-    told = [schema["function"] for schema in box.schemas]
-    assert [f["name"] for f in told] == ["add", "show", "count"]
-    assert told[0]["description"] == "Add two numbers."
-    assert told[0]["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first."}
-    assert told[0]["parameters"]["required"] == ["a"] and "return" not in told[1]
-
-
-def test_answers_may_hold_images() -> None:
-    seen = Toolbox(config(), [show], None).episode(sample("a")).call("show", {"side": 30})
-    assert seen.text == "a square" and seen.images[0].size == (30, 30) and seen.fault is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "arguments", "fault", "told"),
-    [
-        ("sub", {}, "unknown_tool", "error: there is no tool 'sub'; there are add, broken, show"),
-        ("add", {}, "bad_arguments", "error: add: missing a required argument: 'a'"),
-        ("add", {"a": 1, "c": 2}, "bad_arguments", "error: add: got an unexpected keyword argument 'c'"),
-        ("broken", {"a": 1}, "raised", "error: KeyError: 'the shelf is empty'"),
-        ("show", {"side": 20000}, "bad_result", "error: the tool's answer: image (a PIL image) is 20000 "),
-    ],
-)
-def test_what_goes_wrong_is_told_to_the_model(name: str, arguments: Any, fault: str, told: str) -> None:
-    seen = Toolbox(config(), [add, broken, show], None).episode(sample("a")).call(name, arguments)
-    assert seen.fault == fault and seen.text.startswith(told) and not seen.images
 
 
 def test_an_answer_s_images_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +51,11 @@ def test_an_answer_s_images_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_environment_whose_reset_raises() -> None:
-    class Closed(Counter):
-        def reset(self, **row: Any) -> str:
+    class Closed(Zoom):
+        def reset(self, **row: Any) -> None:
             raise OSError("no route to the server")
 
-    with pytest.raises(ToolError, match=r"train:3: reset of the environment raised OSError: no route"):
+    with pytest.raises(ToolError, match=r"train:3: reset .*OSError: no route"):
         Toolbox(config(), [], Closed).episode(sample("train:3"))
 
 
@@ -165,20 +95,20 @@ class Broken:
 @pytest.mark.parametrize(
     ("tools", "factory", "told"),
     [
-        ([untyped], None, "rollout.tools: untyped: .* a type hint for each argument"),
-        ([lambda x: x], None, "rollout.tools: .*has no docstring"),
-        ([placed], None, "rollout.tools: placed takes 'a'"),
-        ([add, add], None, "two tools have one name"),
-        ([NUMBER], None, "rollout.tools: 3 is no function with a name"),
-        ([partial(add, b=2)], None, "rollout.tools: .* is no function with a name"),
-        ([], NoReset, "NoReset has no method `reset`"),
-        ([], NoTools, "no public method besides reset"),
-        ([], NUMBER, "rollout.environment: 3 cannot be called without arguments"),
-        ([], Broken, "rollout.environment: .*Broken.* raised OSError: no route to the server"),
+        ([untyped], None, "untyped"),
+        ([lambda x: x], None, "lambda"),
+        ([placed], None, "placed takes 'a'"),
+        ([add, add], None, "add"),
+        ([NUMBER], None, "3"),
+        ([partial(add, b=2)], None, "partial"),
+        ([], NoReset, "NoReset.*reset"),
+        ([], NoTools, "NoTools"),
+        ([], NUMBER, "3"),
+        ([], Broken, "Broken.*no route to the server"),
     ],
 )
 def test_a_tool_or_an_environment_that_cannot_serve(tools: Any, factory: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=f"rollout.(tools|environment): .*{told}"):
         Toolbox(config(), tools, factory)
 
 
@@ -190,7 +120,7 @@ def test_tools_and_environments_that_a_config_names(tmp_path: Path) -> None:
     box = toolbox_of(config(tools=[f"{file}:twice"], environment="zoom"), None, None)
     assert box is not None and [s["function"]["name"] for s in box.schemas] == ["twice", "zoom"]
     assert toolbox_of(config(), None, None) is None
-    with pytest.raises(ConfigError, match=r"rollout.environment = 'zom': must be one of .*did you mean"):
+    with pytest.raises(ConfigError, match=r"rollout.environment = 'zom'"):
         toolbox_of(config(environment="zom"), None, None)
 
 

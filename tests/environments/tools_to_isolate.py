@@ -13,6 +13,8 @@ from typing import Any
 
 from PIL import Image
 
+from mm_grpo.environments.openenv import OpenEnv
+
 
 class Unshowable:
     """What cannot be pickled, written as JSON or shown."""
@@ -152,3 +154,12 @@ class Silent:
             how: What to do.
         """
         return misbehave(how)
+
+
+class Impatient(OpenEnv):
+    """A server's, which has a second for each request."""
+
+    timeout = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(os.environ["TESTED_OPENENV"])

@@ -184,7 +184,7 @@ def test_a_reward_of_a_step_that_cannot_be_set_is_refused_at_the_start() -> None
 def test_an_answer_of_a_worker_is_what_it_was() -> None:
     limits = Limits(100, 100)
     said = CallResult(Observation(("seen",)), reward=1.5, raised="left a bad step_reward")
-    assert unpacked_answer(packed_answer(said, limits), limits) == said
+    assert unpacked_answer(packed_answer(said), limits) == said
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
