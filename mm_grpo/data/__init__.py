@@ -25,11 +25,11 @@ Not here: what a sample becomes for a model (processors/). Importing this loads 
 datasets library.
 """
 
-from mm_grpo.data.dataset import Dataset, DataSettings
+from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.images import open_image
 from mm_grpo.data.jsonl import write_jsonl
 from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.sources import TASKS, load
 
-__all__ = ["TASKS", "DataSettings", "Dataset", "Mixture", "PromptOrder", "load", "open_image", "write_jsonl"]
+__all__ = ["TASKS", "Dataset", "Mixture", "PromptOrder", "load", "open_image", "write_jsonl"]

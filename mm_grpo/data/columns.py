@@ -28,12 +28,9 @@ _short.maxlevel = 3
 
 
 def check_columns(columns: Mapping[str, str], available: Collection[str], dataset: str) -> None:
-    """Refuse a mapping to a column that the dataset lacks, and a misspelt `prompt` or `images`, naming the nearest one.
+    """Refuse a mapping to a column that the dataset lacks, and a misspelt `prompt` or `images`. DataError.
 
     `available` are the dataset's columns, and what lies in them under dotted names.
-
-    Raises:
-        DataError: with the field of the config, the column and all the columns there are.
     """
     for ours, theirs in columns.items():
         near = difflib.get_close_matches(ours.strip().casefold(), PROMPT_FIELDS, n=1, cutoff=0.8)
@@ -83,8 +80,7 @@ def locate(path: str, present: Collection[Any]) -> tuple[str, list[str]] | None:
 def value_at(row: Mapping[str, Any], path: str, what: str) -> Any:
     """The value of a column or of what lies in it; ABSENT where the row lacks it, None below a null.
 
-    Raises:
-        DataError: what is on the way is no mapping with keys; the message begins with `what`.
+    DataError, which begins with `what`, where something on the way has no keys.
     """
     found = locate(path, row)
     if found is None:
@@ -99,10 +95,9 @@ def value_at(row: Mapping[str, Any], path: str, what: str) -> Any:
         elif isinstance(value, list | tuple) and key.isdecimal():
             value = value[int(key)] if int(key) < len(value) else ABSENT
         else:
-            where = ".".join([column, *keys[:depth]])
             raise DataError(
-                f"{what} is {path!r}, and {where!r} is a {type(value).__name__} in this row, which has no {key!r}; "
-                "legal is a mapping with that key, or null"
+                f"{what} is {path!r}, and {'.'.join([column, *keys[:depth]])!r} is a {type(value).__name__} in this "
+                f"row; legal is a mapping with the key {key!r}, or null"
             )
         if value is ABSENT:
             return ABSENT

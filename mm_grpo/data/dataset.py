@@ -19,9 +19,10 @@ import random
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from PIL import Image
@@ -37,9 +38,12 @@ from mm_grpo.data.columns import (
     value_at,
 )
 from mm_grpo.data.images import MAX_BYTES, open_images, read_encoded
-from mm_grpo.data.rows import Fields, read_row, renamed
+from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.errors import DataError
 from mm_grpo.types import Sample
+
+if TYPE_CHECKING:
+    from mm_grpo.config import DataConfig
 
 FINGERPRINT_ROWS = 1000
 TASK = "task"
@@ -50,30 +54,8 @@ FIRST_ROWS = 16
 """Rows that are looked at for what all are like: where the prompt is, and what the layout makes of a row."""
 
 
-class DataSettings(Protocol):
-    """The fields of the config's section `data` that a dataset reads."""
-
-    @property
-    def columns(self) -> Mapping[str, str]: ...
-    @property
-    def image_dir(self) -> str | Path | None: ...
-    @property
-    def system_prompt(self) -> str | None: ...
-    @property
-    def layout(self) -> str | None: ...
-    @property
-    def answer_from(self) -> str | None: ...
-
-
-class Rows(Protocol):
-    """Rows by index: a list, or a map-style dataset."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 class Dataset:
-    """Rows by index, read as samples.
+    """Rows by index, read as samples. To check more of a row or of its images at the start: `verify`, `check`.
 
     Args:
         rows: a list of rows, or anything with a length, an index and `column_names`.
@@ -91,8 +73,8 @@ class Dataset:
 
     def __init__(
         self,
-        rows: Rows,
-        settings: DataSettings,
+        rows: Any,
+        settings: DataConfig,
         *,
         name: str = "train",
         row_name: Callable[[int], str] | None = None,
@@ -132,12 +114,14 @@ class Dataset:
 
         A row of a list need not have them all. What a layout makes (`answer` of a reply) is found in the first rows.
         """
-        names = dict.fromkeys(rename(self._dataset_columns, self._settings.columns))
         first = list(self._first_fields())
-        taken = {fields.prompt_column for fields in first}
         made = dict.fromkeys(name for fields in first for name in fields.columns)
-        kept = [name for name in names if name not in PROMPT_FIELDS and (name in made or name not in taken)]
-        return tuple(dict.fromkeys([*kept, *made]))
+        prompts = {
+            *PROMPT_FIELDS,
+            *(fields.prompt_column for fields in first if fields.prompt_column not in made),
+        }
+        names = rename(self._dataset_columns, self._settings.columns)
+        return tuple(dict.fromkeys([*(name for name in names if name not in prompts), *made]))
 
     @property
     def parts(self) -> Sequence[Dataset]:
@@ -152,15 +136,12 @@ class Dataset:
     @property
     def text_only(self) -> bool:
         """True when its rows may lack images."""
-        return bool(getattr(self._settings, "text_only", False))
+        return self._settings.text_only
 
     @cached_property
     def by_task(self) -> bool:
-        """True when the column `task` tells a few kinds of rows apart, so that metrics are made by its values.
-
-        At most MOST_TASKS short texts among up to FINGERPRINT_ROWS rows, evenly spaced; a column of other values is a
-        column like any other.
-        """
+        """True when metrics are made by the column `task`: it holds at most MOST_TASKS short texts, among up to
+        FINGERPRINT_ROWS rows, evenly spaced."""
         if TASK not in self.columns:
             return False
         found: set[str] = set()
@@ -175,8 +156,7 @@ class Dataset:
     def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
         """The columns of every row that can be read: of some that are evenly spaced first, then of the others."""
         step = -(-len(self) // FINGERPRINT_ROWS)
-        first = range(0, len(self), step)
-        for index in (*first, *(index for index in range(len(self)) if index % step)):
+        for index in chain(range(0, len(self), step), (at for at in range(len(self)) if at % step)):
             with suppress(DataError):
                 yield self.encoded_fields(index).columns
 
@@ -218,20 +198,20 @@ class Dataset:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {self!r}")
         fields = self.fields(index)
-        row_name, sources, pictured = self.row_name(index), fields.images, index
+        row_name, pictured = self.row_name(index), index
         if self._blank:
-            fields, sources = replace(fields, messages=without_images(fields.messages), images=()), ()
+            fields = replace(fields, messages=without_images(fields.messages), images=())
         elif self._image_rows is not None and self._image_rows[index] != index:
             pictured = self._image_rows[index]
             row_name = f"{row_name} (images of {self.row_name(pictured)})"
-            sources = self.fields(pictured).images
-        return partial(self._open, index, fields, sources, row_name, self._image_folder(pictured))
+            fields = replace(fields, images=self.fields(pictured).images)
+        folder = self._image_folder(pictured)
 
-    def _open(
-        self, index: int, fields: Fields, sources: Sequence[Any], row_name: str, folder: str | Path | None
-    ) -> Sample:
-        images = open_images(sources, row=row_name, image_dir=folder)
-        return Sample(self.uid(index), fields.messages, images, (), fields.columns)
+        def opened() -> Sample:
+            images = open_images(fields.images, row=row_name, image_dir=folder)
+            return Sample(self.uid(index), fields.messages, images, (), fields.columns)
+
+        return opened
 
     def verify(self) -> None:
         """Read rows, not images: all of a list, the first of anything else. DataError when one is wrong."""
@@ -248,15 +228,11 @@ class Dataset:
 
     def head(self, count: int) -> Dataset:
         """The first `count` rows under their own names and uids; all of them when there are fewer."""
-        shorter = copy.copy(self)
-        shorter._limit = min(count, len(self))
-        return shorter
+        return self._changed(_limit=min(count, len(self)))
 
     def called(self, name: str) -> Dataset:
         """The same rows under another name."""
-        other = copy.copy(self)
-        other.name = name
-        return other
+        return self._changed(name=name)
 
     def with_shuffled_images(self, seed: int = 0) -> Dataset:
         """The same rows, each with the images of another row: what a model scores when it cannot see.
@@ -287,25 +263,24 @@ class Dataset:
                 ) from None
             for place, lender in enumerate(lenders):
                 image_rows[indices[place]] = indices[lender]
-        shuffled = copy.copy(self)
-        shuffled._image_rows = image_rows
-        return shuffled
+        return self._changed(_image_rows=image_rows)
 
     def with_images_removed(self) -> Dataset:
         """The same rows without their images and without the parts of messages that stand for them."""
-        blank = copy.copy(self)
-        blank._blank = True
-        return blank
+        return self._changed(_blank=True)
+
+    def _changed(self, **attributes: Any) -> Dataset:
+        changed = copy.copy(self)
+        vars(changed).update(attributes)
+        return changed
 
     def _image_folder(self, index: int) -> str | Path | None:
         """Return the folder that relative image paths of row `index` start from."""
         return self._folder(index) if callable(self._folder) else self._folder
 
     def fingerprint_of(self, index: int) -> str:
-        """Row `index` as JSON, with the XXH3 of its images in their place: of what they are encoded in, unopened.
-
-        A PIL image has its mode and size there, and one that cannot be read what the row has.
-        """
+        """Row `index` as JSON. In place of an image is the XXH3 of its encoded bytes, or the mode and size of a PIL
+        image; of one that cannot be read what the row has."""
         fields = self.encoded_fields(index)
         name, folder, images = self.row_name(index), self._image_folder(index), list(fields.images)
         for place, source in enumerate(images):
@@ -318,14 +293,11 @@ class Dataset:
         return self._read(self._rows[index], index)
 
     def _read(self, row: Any, index: int) -> Fields:
-        fields = read_row(
-            row,
-            row_name=self.row_name(index),
-            columns=self._settings.columns,
-            system_prompt=self._settings.system_prompt,
-            layout=self._settings.layout,
-            answer_from=self._settings.answer_from,
-        )
+        given = {
+            name: getattr(self._settings, name)
+            for name in ("columns", "system_prompt", "layout", "answer_from")
+        }
+        fields = read_row(row, row_name=self.row_name(index), **given)
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
 
     @property
@@ -341,10 +313,6 @@ class Dataset:
         encoded: Callable[[int], Any] = getattr(self._rows, "encoded_row", self._rows.__getitem__)
         return encoded(index)
 
-    def encoded_values(self, index: int) -> dict[str, Any]:
-        """Row `index` under our names, as it is. DataError when it is no mapping."""
-        return renamed(self._encoded_row(index), self.row_name(index), self._settings.columns)
-
     def dataset_column(self, name: str) -> str:
         """The dataset's own name for one of our columns."""
         return rename(self._dataset_columns, self._settings.columns).get(name, name)
@@ -352,23 +320,19 @@ class Dataset:
     def _available(self) -> list[str]:
         """The dataset's own columns, and what lies in those that `data.columns` reaches into, by dotted names."""
         columns = self._dataset_columns
-        reached = {path: locate(path, columns) for path in self._settings.columns.values()}
-        inner: dict[str, None] = {}
-        for path, found in reached.items():
-            if found is None or not found[1]:
-                continue
-            rows = range(len(self._rows)) if self.in_memory else range(min(len(self._rows), FIRST_ROWS))
-            for index in rows:
+        names = dict.fromkeys(columns)
+        for path in self._settings.columns.values():
+            column, keys = locate(path, columns) or ("", [])
+            for index in range(min(len(self._rows), FINGERPRINT_ROWS) if keys else 0):
                 row = self._encoded_row(index)
                 if not isinstance(row, Mapping):
                     continue
-                if index < FIRST_ROWS:
-                    inner.update(dict.fromkeys(nested_names(found[0], row.get(found[0]))))
+                names.update(dict.fromkeys(nested_names(column, row.get(column))))
                 with suppress(DataError):  # a row of another shape, which is named when it is read
-                    if path in inner or value_at(row, path, "") is not ABSENT:
-                        inner[path] = None
+                    if path in names or value_at(row, path, "") is not ABSENT:
+                        names[path] = None
                         break
-        return [*columns, *inner]
+        return list(names)
 
     @cached_property
     def _dataset_columns(self) -> list[str]:
@@ -383,9 +347,8 @@ class Dataset:
 def fingerprint(dataset: Dataset) -> dict[str, Any]:
     """Identify a dataset, for a resume: the number of `rows`, and a `sha256` of them.
 
-    Of up to FINGERPRINT_ROWS rows, evenly spaced, the conversation, the columns and the images' files are hashed. So an
-    image that was exchanged behind its path is noticed in these rows, and when or where a file was copied does not
-    matter. Of a mixture also its `sources`, each with its weight.
+    Of up to FINGERPRINT_ROWS rows, evenly spaced, the conversation, the columns and the images' files are hashed: in
+    these an image that was exchanged behind its path is noticed. Of a mixture also its `sources`, each with its weight.
     """
     if dataset.parts[0] is not dataset:
         sources = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import glob
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,22 +16,14 @@ from typing import Any
 
 from mm_grpo.data.columns import PROMPT_FIELDS, locate, quoted
 from mm_grpo.errors import DataError
-
-PATIENCE = 12.0
-"""Seconds that the hub may take to answer the first question; a download may take any time."""
+from mm_grpo.hub import hub_fault
 
 
 def library_rows(dataset: Any, columns: Mapping[str, str], what: str, remedy: str = "dataset[split]") -> Any:
-    """The rows of a dataset, or of the only one in a DatasetDict.
+    """The rows of a dataset, or of the only one in a DatasetDict. DataError for several splits, and for a stream.
 
-    Args:
-        dataset: a datasets.Dataset, or anything with a length, an index and `column_names`.
-        columns: our name → the dataset's column, to know which columns belong to the prompt.
-        what: what messages call the dataset.
-        remedy: how one split of several is named.
-
-    Raises:
-        DataError: there are several splits, or the dataset is a stream.
+    `columns` (our name → the dataset's column) says which columns belong to the prompt, `what` what messages call the
+    dataset, and `remedy` how one split of several is named.
     """
     if isinstance(dataset, Mapping):
         if len(dataset) != 1:
@@ -79,22 +70,21 @@ def open_saved(path: Path, split: str | None, columns: Mapping[str, str]) -> Any
 def open_hub(given: str, columns: Mapping[str, str], remedy: str) -> Any:
     """A dataset of the hub, by `owner/name[:config][:split]`; without a network, what the library's cache holds of it.
 
-    One word behind the name is a config, or else a split. `remedy` is what to do if no dataset was meant.
-
-    Raises:
-        DataError: the hub cannot be reached or has no such dataset; within PATIENCE seconds where there is no network.
+    One word behind the name is a config, or else a split. `remedy` is what to do if no dataset was meant. DataError:
+    the hub cannot be reached or has no such dataset.
     """
     import datasets
 
     repository, *rest = given.split(":")
-    unreachable = _unreachable(repository)
     choices: list[tuple[str | None, str | None]] = [(None, None)]
     if rest:
         choices = [(rest[0], rest[1])] if len(rest) == 2 else [(rest[0], None), (None, rest[0])]
-    reasons = [unreachable] if unreachable else []
+    with _reading(given):
+        fault = hub_fault(repository, dataset=True)
+    reasons = [fault] if fault else []
     for config, split in choices:
         try:
-            with _reading(given, bars=True), _offline() if unreachable else nullcontext():
+            with _reading(given, bars=True), _offline() if fault else nullcontext():
                 dataset = datasets.load_dataset(repository, config, split=split)
         except DataError as error:
             reasons.append(str(error).removeprefix(f"{given}: "))
@@ -125,29 +115,6 @@ def _reading(what: str, *, bars: bool = False) -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if shown:
             datasets.enable_progress_bars()
-
-
-def _unreachable(repository: str) -> str | None:
-    """Why the hub does not answer for a dataset, None when it does. A request of our own, which is tried once."""
-    from huggingface_hub import HfApi
-
-    outcome: list[Exception | None] = []
-
-    def ask() -> None:
-        try:
-            HfApi().dataset_info(repository, timeout=PATIENCE)
-            outcome.append(None)
-        except Exception as error:
-            outcome.append(error)
-
-    # A name server that does not answer is waited for past any time-out of a request.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    if not outcome:
-        return f"no answer in {PATIENCE:g} s"
-    error = outcome[0]
-    return None if error is None else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @contextmanager

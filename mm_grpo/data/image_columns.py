@@ -9,7 +9,7 @@ whole datasets.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from PIL import Image
@@ -28,7 +28,6 @@ HOW_TO_READ = (
 _SUFFIX = re.compile(r".\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif|jp2)$", re.IGNORECASE)
 _OTHER_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{1,4}$")
 _LONGEST_PATH = 4096
-_DEEPEST = 2  # lists in lists that are looked into
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 _NAME = re.compile(
     r"(?:.*_)?(?:image|img|picture|pic|photo|photograph|screenshot)s?(?:_?\d+)?"
@@ -42,23 +41,27 @@ def image_columns(columns: Mapping[str, Any]) -> Iterator[str]:
     """The names of columns that look like images, by value or by name."""
     for name, value in columns.items():
         named = _NAME.fullmatch(_WORDS.sub("_", str(name)))
-        if any(_holds(value, test) for test in (is_image, _is_path, *([_may_be_image] if named else []))):
+        if any(_is_image(one) or _is_path(one) or (named and _may_be_image(one)) for one in _values(value)):
             yield name
 
 
-def _holds(value: Any, test: Callable[[Any], bool], depth: int = _DEEPEST) -> bool:
-    """True when a value passes a test, or something in a list does."""
-    if isinstance(value, list | tuple):
-        return depth > 0 and any(_holds(one, test, depth - 1) for one in value)
-    return test(value)
-
-
-def is_image(value: Any) -> bool:
+def holds_image(value: Any) -> bool:
     """True when a value, or one of a list, is an image itself, not the path of one."""
-    if isinstance(value, list | tuple):
-        return _holds(value, is_image)
+    return any(map(_is_image, _values(value)))
+
+
+def _values(value: Any, depth: int = 2) -> Iterator[Any]:
+    """A value, or those of a list and of the lists in it."""
+    if not isinstance(value, list | tuple):
+        yield value
+    elif depth:
+        for one in value:
+            yield from _values(one, depth - 1)
+
+
+def _is_image(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return {"bytes", "path"} >= set(value) and is_image(value.get("bytes"))
+        return {"bytes", "path"} >= set(value) and _is_image(value.get("bytes"))
     if isinstance(value, bytes | bytearray | memoryview):
         head = bytes(value[:16])
         return head.startswith(_MAGIC) or (head.startswith(b"RIFF") and head[8:12] == b"WEBP")
@@ -79,5 +82,4 @@ def _may_be_image(value: Any) -> bool:
     """True when the value of a column with the name of images can be one: text, bytes or an object, but no number."""
     if isinstance(value, str):
         return bool(value) and not _OTHER_SUFFIX.search(value)
-    empty = value is None or (isinstance(value, Mapping) and not value)
-    return not empty and not isinstance(value, bool | int | float)
+    return value is not None and not isinstance(value, bool | int | float)

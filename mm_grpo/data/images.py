@@ -17,13 +17,11 @@ not applied. To allow one more format: `FORMATS` and a case in the tests.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -78,17 +76,6 @@ def decoded_here() -> int:
     return getattr(_thread, "decoded", 0)
 
 
-@dataclass(frozen=True)
-class _Where:
-    """Names an image in messages."""
-
-    row: str
-    label: str
-
-    def error(self, problem: str) -> DataError:
-        return DataError(f"{self.row}: image {self.label} {problem}")
-
-
 def open_image(
     source: Any,
     *,
@@ -112,12 +99,15 @@ def open_image(
     """
     given = isinstance(source, Image.Image)
     if given:
-        where = _Where(row, "(a PIL image)")
-        opened = source
+        opened, where = source, f"{row}: image (a PIL image)"
     else:
         data, where = read_encoded(source, row, max_bytes, image_dir)
         opened = _identify(data, where, max_pixels)
-    _limit(opened, where, max_pixels)
+    width, height = opened.size
+    if not 0 < width * height <= max_pixels:
+        raise DataError(
+            f"{where} is {width} × {height} = {width * height} pixels; legal are 1 to {max_pixels}: shrink the image"
+        )
     with _GIVEN if given else nullcontext():
         decoded = _decode(opened, where)
     _thread.decoded = decoded_here() + 1
@@ -144,86 +134,80 @@ def open_images(
 
 def read_encoded(
     source: Any, row: str, max_bytes: int, image_dir: str | Path | None, label: str = "(bytes in the row)"
-) -> tuple[bytes, _Where]:
-    """The encoded bytes of a source, no more than `max_bytes` of them; `label` names bytes in messages."""
+) -> tuple[bytes, str]:
+    """The encoded bytes of a source, `max_bytes` at most, and what messages call it; `label` names bytes."""
     if isinstance(source, Mapping):
         inner, path = source.get("bytes"), source.get("path")
         if inner is None and path is None:
             raise DataError(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
-        label = label if path is None else brief(path) if len(str(path)) > 200 else repr(path)
+        label = label if path is None else _label(str(path))
         return read_encoded(path if inner is None else inner, row, max_bytes, image_dir, label)
     if isinstance(source, bytes | bytearray | memoryview):
-        data, where = bytes(source), _Where(row, label)
+        data, where = bytes(source), f"{row}: image {label}"
     elif isinstance(source, str) and source[:5].lower() == "data:":
-        data, where = _read_data_url(source, row, max_bytes)
+        where = f"{row}: image {brief(source)}"
+        data = _read_data_url(source, where, max_bytes)
     elif isinstance(source, str | os.PathLike):
-        data, where = _read_file(os.fspath(source), row, max_bytes, image_dir)
+        name = os.fsdecode(source)
+        where = f"{row}: image {_label(name)}"
+        data = _read_file(name, where, max_bytes, image_dir)
     else:
         raise DataError(f"{row}: an image is a {type(source).__name__}; legal is {LEGAL_SOURCES}")
     if not data:
-        raise where.error("is empty (0 bytes); write the image again or leave the row out")
-    if len(data) > max_bytes:
-        raise _too_many_bytes(len(data), where, max_bytes)
+        raise DataError(f"{where} is empty (0 bytes); write the image again or leave the row out")
+    _limit_bytes(len(data), where, max_bytes)
     return data, where
 
 
-def _read_data_url(url: str, row: str, max_bytes: int) -> tuple[bytes, _Where]:
+def _label(name: str) -> str:
+    return repr(name) if len(name) <= 200 else brief(name)
+
+
+def _read_data_url(url: str, where: str, max_bytes: int) -> bytes:
     header, _, payload = url.partition(",")
-    shown = f"'{header},...' ({len(url)} characters)" if payload and len(header) <= 40 else brief(url)
-    where = _Where(row, shown)
     if not header.lower().endswith(";base64"):
-        raise where.error("is a data URL without base64; write it as data:image/png;base64,...")
-    if len(payload) * 3 // 4 > max_bytes + 2:  # base64 has up to two bytes of padding
-        raise _too_many_bytes(len(payload) * 3 // 4, where, max_bytes)
+        raise DataError(f"{where} is a data URL without base64; write it as data:image/png;base64,...")
+    _limit_bytes(len(payload) * 3 // 4 - 2, where, max_bytes)  # base64 has up to two bytes of padding
     try:
-        return base64.b64decode("".join(unquote(payload).split()), validate=True), where
-    except (binascii.Error, ValueError) as error:
-        raise where.error(f"is not valid base64 ({error}); encode the file's bytes again") from None
+        return base64.b64decode("".join(unquote(payload).split()), validate=True)
+    except ValueError as error:
+        raise DataError(f"{where} is not valid base64 ({error}); encode the file's bytes again") from None
 
 
-def _read_file(
-    name: str | bytes, row: str, max_bytes: int, image_dir: str | Path | None
-) -> tuple[bytes, _Where]:
-    name = os.fsdecode(name)
-    if base64_image(name):
-        raise _Where(row, brief(name)).error("is base64 alone; write it as data:image/png;base64,...")
-    where = _Where(row, repr(name) if len(name) <= 200 else brief(name))
+def _read_file(name: str, where: str, max_bytes: int, image_dir: str | Path | None) -> bytes:
+    if name.startswith(_BASE64_HEADS) and len(name) > 64 and _BASE64.fullmatch(name):
+        raise DataError(f"{where} is base64 alone; write it as data:image/png;base64,...")
     scheme = _URL.match(name)
     if scheme and scheme[1].lower() == "file":
         name = unquote(name[len("file://") :])
     elif scheme:
-        raise where.error("is a URL, and nothing is fetched; download it and give the file's path")
+        raise DataError(f"{where} is a URL, and nothing is fetched; download it and give the file's path")
     if not name or len(name) > _LONGEST_PATH:
-        raise where.error(f"is not a path; legal is {LEGAL_SOURCES}")
+        raise DataError(f"{where} is not a path; legal is {LEGAL_SOURCES}")
     folder = str(image_dir or ".")
     try:
         path = Path(expand_home(folder), expand_home(name))
-        if (size := path.stat().st_size) > max_bytes:
-            raise _too_many_bytes(size, where, max_bytes)
-        return read_regular_file(path, max_bytes + 1), where
+        _limit_bytes(path.stat().st_size, where, max_bytes)
+        return read_regular_file(path, max_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a character, an unknown user
-        raise where.error(
-            f"cannot be read ({getattr(error, 'strerror', None) or error}); relative paths start at "
+        raise DataError(
+            f"{where} cannot be read ({getattr(error, 'strerror', None) or error}); relative paths start at "
             f"{os.path.abspath(folder)}, which is data.image_dir, or the dataset file's folder where that is not set"
         ) from None
 
 
-def base64_image(text: str) -> bool:
-    """True when a text is an encoded image: it begins as PNG, JPEG, GIF or WebP do, and is longer than a name."""
-    return text.startswith(_BASE64_HEADS) and len(text) > 64 and bool(_BASE64.fullmatch(text))
+def _limit_bytes(size: int, where: str, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise DataError(f"{where} has {size} bytes; {max_bytes} are allowed: shrink the image")
 
 
-def _too_many_bytes(size: int, where: _Where, max_bytes: int) -> DataError:
-    return where.error(f"has {size} bytes; {max_bytes} are allowed: shrink the image")
-
-
-def _identify(data: bytes, where: _Where, max_pixels: int) -> Image.Image:
+def _identify(data: bytes, where: str, max_pixels: int) -> Image.Image:
     """The image with its header read and no pixel decoded."""
     try:
         return Image.open(BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise where.error(
-            f"has too many pixels ({error}); legal are 1 to {max_pixels}: shrink the image"
+        raise DataError(
+            f"{where} has too many pixels ({error}); legal are 1 to {max_pixels}: shrink the image"
         ) from None
     except MemoryError:
         raise
@@ -232,23 +216,16 @@ def _identify(data: bytes, where: _Where, max_pixels: int) -> Image.Image:
         looks = next((what for magic, at, what in _IMPOSTORS if head.startswith(magic, at)), "")
         looks = looks and f" (it looks like {looks})"
         legal = ", ".join(FORMATS)
-        raise where.error(f"is not an image that can be read{looks}; legal formats are {legal}") from None
+        raise DataError(
+            f"{where} is not an image that can be read{looks}; legal formats are {legal}"
+        ) from None
 
 
-def _limit(image: Image.Image, where: _Where, max_pixels: int) -> None:
-    """Refuse by the header alone: no pixels, or too many."""
-    width, height = image.size
-    if not 0 < width * height <= max_pixels:
-        raise where.error(
-            f"is {width} × {height} = {width * height} pixels; legal are 1 to {max_pixels}: shrink the image"
-        )
-
-
-def _decode(image: Image.Image, where: _Where) -> Image.Image:
+def _decode(image: Image.Image, where: str) -> Image.Image:
     """A decoded, upright copy of an image that has one frame."""
     bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE)
     if bits is not None and not set(bits) <= {1, 2, 4, 8, 16}:
-        raise where.error(f"has {bits[0]} bits per sample; save it with 8 or 16")
+        raise DataError(f"{where} has {bits[0]} bits per sample; save it with 8 or 16")
     try:
         # A phone's multi-picture JPEG (MPO) is one photo with previews: its first picture is the photo.
         animated = image.format != "MPO" and getattr(image, "is_animated", False)
@@ -258,21 +235,21 @@ def _decode(image: Image.Image, where: _Where) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:  # as for the header: OSError, SyntaxError, struct.error, zlib.error, ...
-        raise where.error(
-            f"is damaged or truncated ({error}); write or download it again, or leave the row out"
+        raise DataError(
+            f"{where} is damaged or truncated ({error}); write or download it again, or leave the row out"
         ) from None
-    raise where.error(
-        "has more than one frame or page, and would lose all but the first; "
+    raise DataError(
+        f"{where} has more than one frame or page, and would lose all but the first; "
         "save the one that is meant as PNG or JPEG"
     )
 
 
-def _to_rgb(image: Image.Image, where: _Where, from_png: bool) -> Image.Image:
+def _to_rgb(image: Image.Image, where: str, from_png: bool) -> Image.Image:
     if image.mode in _SIXTEEN_BITS or (image.mode == "I" and from_png):  # PNG integers are 16-bit
         return _sixteen_bits_to_rgb(image)
     if image.mode not in _EIGHT_BITS:
-        raise where.error(
-            f"has pixels of mode {image.mode!r}, whose range is not known; save it with 8 bits per channel"
+        raise DataError(
+            f"{where} has pixels of mode {image.mode!r}, whose range is not known; save it with 8 bits per channel"
         )
     if not image.has_transparency_data:
         return image.convert("RGB")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import zlib
 from array import array
@@ -21,7 +20,6 @@ from typing import Any, NoReturn
 from mm_grpo.data.images import LEGAL_SOURCES
 from mm_grpo.errors import DataError
 
-IMAGE_COLUMNS = ("image", "images")
 _BLANK = object()
 _OF_A_ROW = {"prompt", "messages", "conversations", "problem"}
 """An object with one of these is a row itself, not one that holds a list of rows."""
@@ -112,9 +110,7 @@ def read_json(path: Path) -> list[Any]:
     lists = [found]
     if isinstance(found, dict) and not _OF_A_ROW & set(found):
         lists = [
-            value
-            for value in found.values()
-            if isinstance(value, list) and any(isinstance(one, dict) for one in value)
+            each for each in found.values() if isinstance(each, list) and each and isinstance(each[0], dict)
         ]
     if len(lists) != 1 or not isinstance(lists[0], list) or not lists[0]:
         raise DataError(
@@ -132,18 +128,13 @@ def parse_json(data: bytes, where: str, remedy: str = "mend or remove it") -> An
         text = data.decode("utf-8-sig")
         if not text.strip():
             return _BLANK
-        return json.loads(text, parse_constant=_not_finite, parse_float=_finite, object_pairs_hook=_unique)
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: is not valid JSON in UTF-8 ({error}); {remedy}") from None
 
 
-def _not_finite(name: str) -> NoReturn:
+def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON, and no reward can score by it; write null")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _not_finite(text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -156,13 +147,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _stored(name: str, value: Any, folder: Path) -> Any:
-    if name not in IMAGE_COLUMNS or value is None:
+    if name not in ("image", "images") or value is None:
         return value
-    return (
-        [_image_path(one, folder) for one in value]
-        if isinstance(value, list | tuple)
-        else _image_path(value, folder)
-    )
+    if isinstance(value, list | tuple):
+        return [_image_path(one, folder) for one in value]
+    return _image_path(value, folder)
 
 
 def _image_path(source: Any, folder: Path) -> str:

@@ -20,7 +20,8 @@ its mark in `_detect`, and its name in `data.layout`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +30,10 @@ from mm_grpo.data.object_tags import BOX, REF, fill_tags, has_tags, is_objects
 from mm_grpo.errors import DataError
 
 _SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant"), "assistant"),
     "system": "system",
-    "observation": "tool",
-    "tool": "tool",
+    **dict.fromkeys(("observation", "tool"), "tool"),
 }
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -50,7 +47,7 @@ class Conversation:
     """A row's prompt, still as its layout holds images: `prompt` is a string or a list of messages.
 
     `column` is our name of the column that it was in, `used` are the columns that it took up, and `answers` holds the
-    column `answer` where it is not one of the row's own.
+    column `answer` where it is not one of the row's own. `boxes` says that the prompt holds boxes of `objects`.
     """
 
     layout: str
@@ -58,8 +55,7 @@ class Conversation:
     prompt: Any
     used: tuple[str, ...]
     answers: Mapping[str, Any]
-    boxes: bool = False
-    """True when a box of `objects` was written into the prompt."""
+    boxes: bool
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,9 @@ class Layout:
     ends_with_answer: bool = False
     messages: Callable[[Any, str, Mapping[str, Any], str], Any] = lambda value, *_: value
     """From the column's value, its name, all values of the row and the row's name to a string or messages."""
-    answer: Callable[[Mapping[str, Any], str], Any] = lambda *_: None
-    """From all values of the row and the row's name to the answer, None where it has none."""
+    answer: Callable[[Mapping[str, Any]], Any] = lambda _: None
+    """From all values of the row to the answer, None where it has none."""
     also_reads: tuple[str, ...] = ()
-    boxes: bool = False
-    """True when its texts may hold tags of objects."""
 
 
 def read_conversation(
@@ -86,37 +80,25 @@ def read_conversation(
     layout: str | None = None,
     answer_from: str | None = None,
 ) -> Conversation:
-    """The prompt and the answer of a row.
+    """The prompt and the answer of a row, whose `values` are under our names.
 
-    Args:
-        values: the row under our names.
-        row_name: what messages call the row.
-        names: the dataset's columns, as messages list them.
-        mapped: the dataset's column that `data.columns.prompt` names.
-        layout: `data.layout`; None reads the row by what it holds.
-        answer_from: `data.answer_from`; None is what the layout says.
-
-    Raises:
-        MissingPrompt: no column holds a prompt.
-        DataError: two columns do, and give different ones; or what one holds is not of its layout.
+    `names` are the dataset's columns for messages, `mapped` is the one that `data.columns.prompt` names; the others are
+    as of `rows.read_row`. MissingPrompt: no column holds a prompt. DataError: two columns give different ones, or what
+    one holds is not of its layout.
     """
-    if mapped is not None:
-        candidates = ["prompt"]
-    else:
-        known = PROMPT_COLUMNS if layout is None else LAYOUTS[layout].columns
-        filled = [column for column in known if values.get(column) is not None]
-        candidates = [column for column in filled if isinstance(values[column], str | list | tuple)] or filled
-    if not candidates or values.get(candidates[0]) is None:
-        raise _missing(values, names, row_name, mapped, layout)
+    known = ("prompt",) if mapped else LAYOUTS[layout].columns if layout else PROMPT_COLUMNS
+    filled = [column for column in known if values.get(column) is not None]
+    if not filled:
+        raise _missing(values, names, row_name, known, mapped)
+    candidates = [column for column in filled if isinstance(values[column], str | list | tuple)] or filled
     named = [(column, layout or _detect(column, mapped, values)) for column in candidates]
     column, name = named[0]
     found = _read(column, name, values, row_name, answer_from)
     for other, other_name in named[1:]:
-        try:
+        same = False
+        with suppress(DataError):
             second = _read(other, other_name, values, row_name, answer_from)
             same = _as_messages(second.prompt) == _as_messages(found.prompt)
-        except DataError:
-            same = False
         if not same:
             fields = f"data.columns.prompt={column} or data.columns.prompt={other}"
             if name != other_name:
@@ -152,10 +134,9 @@ def _read(
                 )
             answers["answer"] = answer
     if not answers and values.get("answer") is None:
-        answer = layout.answer(values, row_name)
-        if answer is not None:
-            answers["answer"] = answer
-    boxes = layout.boxes and _has_boxes(values[column], reply is not None)
+        answer = layout.answer(values)
+        answers = {} if answer is None else {"answer": answer}
+    boxes = name == "ms_swift" and BOX in str(values[column] if reply is None else values[column][:-1])
     return Conversation(name, column, prompt, (column, *layout.also_reads), answers, boxes)
 
 
@@ -170,45 +151,30 @@ def _detect(column: str, mapped: str | None, values: Mapping[str, Any]) -> str:
         solution = values.get("solution")
         return "r1v" if isinstance(solution, str) and _ANSWER.search(solution) else "verl"
     contents = [turn.get("content") for turn in turns]
-    if any(
-        isinstance(part, Mapping) and part.get("type") == "image_url"
-        for content in contents
-        if isinstance(content, list | tuple)
-        for part in content
-    ):
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    if any(isinstance(part, Mapping) and part.get("type") == "image_url" for part in parts):
         return "openai" if known_as == "messages" else "trl"
     if known_as == "messages" and turns and all(isinstance(content, str) for content in contents):
         tags = has_tags(contents, REF) or (is_objects(values.get("objects")) and has_tags(contents))
         if tags or turns[-1].get("role") == "assistant" or any("<image>" in text for text in contents):
             return "ms_swift"
-    if known_as == "prompt" and (
-        isinstance(values.get("reward_model"), Mapping)
-        or (values.get("reward_model") is not None and "data_source" in values)
-    ):
-        return "verl"
-    return "trl"
+    return "verl" if known_as == "prompt" and isinstance(values.get("reward_model"), Mapping) else "trl"
 
 
 def _missing(
-    values: Mapping[str, Any], names: Iterable[Any], row_name: str, mapped: str | None, layout: str | None
+    values: Mapping[str, Any], names: Iterable[Any], row_name: str, known: Sequence[str], mapped: str | None
 ) -> DataError:
-    columns = PROMPT_COLUMNS if layout is None else LAYOUTS[layout].columns
-    if mapped is not None:
-        columns = ("prompt",)
-    for column in columns:
+    for column in known:
         if column in values:
             return DataError(
                 f"{row_name}: {(mapped or column)!r} is null; write a prompt or leave the row out"
             )
-    wanted = (
-        " or ".join(map(repr, columns)) if mapped is None else f"{mapped!r}, which data.columns.prompt names"
-    )
-    of_layout = "" if layout is None else f", which data.layout={layout} reads"
     often = ("question", "query", "instruction", "conversation", *PROMPT_COLUMNS, "text")
     likely = next((name for name in often if name in values), "COLUMN")
+    wanted = " or ".join(map(repr, [mapped] if mapped else known))
     return MissingPrompt(
-        f"{row_name}: no column {wanted}{of_layout}. The row has: {quoted(names)}. Name the one that holds the prompt, "
-        f"as in data.columns.prompt={likely}"
+        f"{row_name}: no column {wanted} (data.layout, data.columns.prompt); it has: {quoted(names)}. Name the one "
+        f"that holds the prompt, as in data.columns.prompt={likely}"
     )
 
 
@@ -275,48 +241,32 @@ def _ms_swift(messages: Any, column: str, values: Mapping[str, Any], row_name: s
         return messages  # rows.py says what is legal
     contents = [message.get("content") for message in messages]
     if has_tags(contents):
-        at = [index for index, content in enumerate(contents) if isinstance(content, str)]
-        texts = [contents[index] for index in at]
-        filled = fill_tags(texts, values.get("objects"), row_name, whole=_reply(messages) is not None)
-        messages = list(messages)
-        for index, text in zip(at, filled, strict=True):
-            messages[index] = {**messages[index], "content": text}
+        texts = [content for content in contents if isinstance(content, str)]
+        filled = iter(fill_tags(texts, values.get("objects"), row_name, whole=_reply(messages) is not None))
+        messages = [
+            {**m, "content": next(filled)} if isinstance(m.get("content"), str) else m for m in messages
+        ]
     return _with_system(list(messages), values, row_name)
 
 
-def _has_boxes(messages: Any, ends_with_reply: bool) -> bool:
-    """True when a turn before the reply holds the tag of a box."""
-    asked = messages[: len(messages) - ends_with_reply] if isinstance(messages, list | tuple) else ()
-    return any(isinstance(turn, Mapping) and has_tags([turn.get("content")], BOX) for turn in asked)
-
-
-def _verl_answer(values: Mapping[str, Any], row_name: str) -> Any:
+def _verl_answer(values: Mapping[str, Any]) -> Any:
     graded_by = values.get("reward_model")
-    if not isinstance(graded_by, Mapping | None):
-        raise DataError(
-            f"{row_name}: 'reward_model' is {brief(graded_by)}; legal in the layout verl is a mapping such as "
-            '{"ground_truth": "12"}, or null; if it is something else, set data.layout=trl'
-        )
-    return (graded_by or {}).get("ground_truth")
+    return graded_by.get("ground_truth") if isinstance(graded_by, Mapping) else None
 
 
-def _r1v_answer(values: Mapping[str, Any], row_name: str) -> Any:
+def _r1v_answer(values: Mapping[str, Any]) -> Any:
     solution = values.get("solution")
-    if not isinstance(solution, str | None):
-        raise DataError(
-            f"{row_name}: 'solution' is {brief(solution)}; legal in the layout r1v is text such as <answer>3</answer>"
-        )
-    tagged = _ANSWER.search(solution or "")
-    return tagged[1].strip() if tagged else solution and solution.strip()
+    if not isinstance(solution, str):
+        return solution
+    tagged = _ANSWER.search(solution)
+    return (tagged[1] if tagged else solution).strip()
 
 
 LAYOUTS: Mapping[str, Layout] = {
     "trl": Layout(("prompt", "messages")),
     "openai": Layout(("messages", "prompt"), ends_with_answer=True),
     "verl": Layout(("prompt", "problem"), answer=_verl_answer),
-    "ms_swift": Layout(
-        ("messages",), ends_with_answer=True, messages=_ms_swift, also_reads=("system",), boxes=True
-    ),
+    "ms_swift": Layout(("messages",), ends_with_answer=True, messages=_ms_swift, also_reads=("system",)),
     "sharegpt": Layout(("conversations",), ends_with_answer=True, messages=_sharegpt, also_reads=("system",)),
     "r1v": Layout(("problem",), answer=_r1v_answer),
 }

@@ -11,23 +11,20 @@ In which order rows are used is in mixture_order.py.
 
 from __future__ import annotations
 
-import bisect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, zip_longest
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from mm_grpo.config.messages import FieldError
-from mm_grpo.config.source_entries import OWN, read_entry
-from mm_grpo.data.dataset import Dataset, DataSettings
+from mm_grpo.config.source_entries import read_entry
+from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.mixture_order import ratio
-from mm_grpo.data.rows import Fields
+from mm_grpo.data.readers import place
 from mm_grpo.errors import DataError
-from mm_grpo.types import Sample
 
 
 class Mixture:
@@ -58,11 +55,11 @@ class Mixture:
         """A name for each source, by its path: of a second one of the same name "rows-2"."""
         names: list[str] = []
         for number, entry in enumerate(self.entries, start=1):
-            name = _name_of(entry["path"]) or f"source-{number}"
-            same = next(
-                i for i in range(1, len(names) + 2) if (name if i == 1 else f"{name}-{i}") not in names
-            )
-            names.append(name if same == 1 else f"{name}-{same}")
+            own = name = _name_of(entry["path"]) or f"source-{number}"
+            same = 1
+            while name in names:
+                name = f"{own}-{(same := same + 1)}"
+            names.append(name)
         return names
 
     @property
@@ -98,10 +95,14 @@ def _name_of(source: Any) -> str | None:
     return re.sub(r"[^\w.-]+", "-", plain).strip("-.") or None
 
 
-def entry_settings(entry: Mapping[str, Any], settings: DataSettings) -> DataSettings:
-    """The fields of `data` that a source is read with: its entry's own, and for the others the section's."""
-    fields = {name: getattr(settings, name, False) for name in OWN}
-    return SimpleNamespace(**fields | {name: entry[name] for name in OWN if name in entry})
+def _of_source(method: Callable[[Dataset, int], Any]) -> Any:
+    """The method of a mixture that asks the source in which a row lies."""
+
+    def ask(self: MixedDataset, index: int) -> Any:
+        at, inner = place(self._ends, index)
+        return method(self.parts[at], inner)
+
+    return ask
 
 
 class MixedDataset(Dataset):
@@ -109,8 +110,7 @@ class MixedDataset(Dataset):
 
     def __init__(self, name: str, parts: Sequence[Dataset], weights: Sequence[float]) -> None:
         self.name = name
-        self._parts = tuple(parts)
-        self._weights = ratio(weights)
+        self._parts, self._weights = tuple(parts), ratio(weights)
         self._ends = list(accumulate(len(part) for part in parts))
 
     def __len__(self) -> int:
@@ -154,29 +154,11 @@ class MixedDataset(Dataset):
     def in_memory(self) -> bool:
         return all(part.in_memory for part in self._parts)
 
-    def uid(self, index: int) -> str:
-        part, inner = self._place(index)
-        return part.uid(inner)
-
-    def row_name(self, index: int) -> str:
-        part, inner = self._place(index)
-        return part.row_name(inner)
-
-    def opener(self, index: int) -> Callable[[], Sample]:
-        part, inner = self._place(index)
-        return part.opener(inner)
-
-    def fields(self, index: int) -> Fields:
-        part, inner = self._place(index)
-        return part.fields(inner)
-
-    def encoded_fields(self, index: int) -> Fields:
-        part, inner = self._place(index)
-        return part.encoded_fields(inner)
-
-    def encoded_values(self, index: int) -> dict[str, Any]:
-        part, inner = self._place(index)
-        return part.encoded_values(inner)
+    uid = _of_source(Dataset.uid)
+    row_name = _of_source(Dataset.row_name)
+    opener = _of_source(Dataset.opener)
+    fields = _of_source(Dataset.fields)
+    encoded_fields = _of_source(Dataset.encoded_fields)
 
     def verify(self) -> None:
         for part in self._parts:
@@ -184,14 +166,8 @@ class MixedDataset(Dataset):
 
     def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
         """As of a dataset, source by source in turn: the first rows are of all."""
-        rows = [part.columns_of_rows() for part in self._parts]
-        while rows:
-            for each in list(rows):
-                columns = next(each, None)
-                if columns is None:
-                    rows.remove(each)
-                else:
-                    yield columns
+        turns = zip_longest(*(part.columns_of_rows() for part in self._parts))
+        return (columns for turn in turns for columns in turn if columns is not None)
 
     def head(self, count: int) -> Dataset:
         """The first rows of every source, `count` in all, but of each one at least."""
@@ -209,9 +185,3 @@ class MixedDataset(Dataset):
 
     def dataset_column(self, name: str) -> str:
         return next((p.dataset_column(name) for p in self._parts if name in p.columns), name)
-
-    def _place(self, index: int) -> tuple[Dataset, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {self!r}")
-        at = bisect.bisect_right(self._ends, index)
-        return self._parts[at], index - (self._ends[at - 1] if at else 0)

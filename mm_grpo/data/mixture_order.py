@@ -2,9 +2,9 @@
 
 Prompts are dealt to the sources in turn and not by lot: after any number of prompts each source is less than one prompt
 off its exact share (`Turns`). Drawing a source for each prompt by lot would be off by the root of that number. Each
-source goes through its own rows, one permutation of them after the other; one may end inside a step, as that of an
-unmixed run may. Within a step the slots are in a seeded random order, for processes take every n-th slot and should get
-of every source.
+source goes through its own rows by a `PromptOrder`; an epoch of it may end inside a step, as that of an unmixed run
+may. Within a step the slots are in a seeded random order, for processes take every n-th slot and should get of every
+source.
 
 A row that replaces another (dynamic sampling) is of the same source, so shares hold there too.
 """
@@ -16,7 +16,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
 from itertools import accumulate
 
 from mm_grpo.data.order import PromptOrder, permutation
@@ -42,37 +41,38 @@ class MixtureOrder(PromptOrder):
         shuffle: bool = True,
     ) -> None:
         super().__init__(sum(sizes), prompts_per_step, seed, shuffle)
-        if min(sizes) < 1 or not len(sizes) == len(weights) == len(names):
-            raise ValueError(
-                f"sizes={list(sizes)}, weights={list(weights)} and names={list(names)} do not agree"
-            )
         self.sizes, self.names, self.weights = list(sizes), list(names), ratio(weights)
         self._starts = [0, *accumulate(sizes)]
         self._turns = Turns(self.weights)
-        # a step touches two epochs of each source, and two of its spares
-        self._permutation = lru_cache(maxsize=4 * len(sizes))(permutation)
+        self._orders = [
+            PromptOrder(size, 1, f"{seed}/{at}", shuffle, "mixture") for at, size in enumerate(sizes)
+        ]
 
     def rows(self, step: int) -> list[int]:
         """The row of each of the P slots of a step, numbered through all sources; steps count from 1."""
-        return [self._row_of(source, draw, self.shuffle) for source, draw in self._places(step)]
+        return [
+            self._starts[source] + self._orders[source].rows(draw + 1)[0]
+            for source, draw in self._places(step)
+        ]
 
     def spare(self, step: int, attempt: int, slot: int, attempts: int) -> int:
         """The row, of the same source, that replaces that of a slot at a later attempt (from 1) of `attempts`."""
-        self.check_spare(step, attempt, slot, attempts)
         source, draw = self._places(step)[slot]
-        return self._row_of(source, draw * (attempts - 1) + attempt - 1, True, "spare/")
-
-    def epoch(self, step: int) -> float:
-        """Epochs used once `step` is done. One ends when every row of every source has come at least
-        once: with the source that needs the most prompts for that."""
-        total = sum(self.weights)
-        prompts = max(Fraction(n * total, w) for n, w in zip(self.sizes, self.weights, strict=True))
-        return step * self.prompts_per_step / float(prompts)
+        return self._starts[source] + self._orders[source].spare(draw + 1, attempt, 0, attempts)
 
     def epochs(self, step: int) -> dict[str, float]:
-        """`epoch`, and `epoch/{source}`: how often a source has been gone through."""
-        drawn = zip(self.names, self._turns.counts(step * self.prompts_per_step), self.sizes, strict=True)
-        return {"epoch": self.epoch(step), **{f"epoch/{name}": count / size for name, count, size in drawn}}
+        """`epoch/{source}`, how often a source has been gone through, and `epoch`.
+
+        An epoch ends when every row of every source has come at least once: with the source that needs the most
+        prompts for that.
+        """
+        total, prompts = sum(self.weights), step * self.prompts_per_step
+        longest = max(Fraction(n * total, w) for n, w in zip(self.sizes, self.weights, strict=True))
+        drawn = zip(self.names, self._turns.counts(prompts), self.sizes, strict=True)
+        return {
+            "epoch": prompts / float(longest),
+            **{f"epoch/{name}": count / size for name, count, size in drawn},
+        }
 
     @property
     def steps_per_epoch(self) -> int:
@@ -81,32 +81,20 @@ class MixtureOrder(PromptOrder):
         return -(-prompts // self.prompts_per_step)
 
     @property
-    def sentence(self) -> str:
+    def sentence(self) -> str:  # type: ignore[override]
         """The shares and sizes, and what an epoch is."""
-        total = sum(self.weights)
         shares = ", ".join(
-            f"{name} {weight / total:.1%} ({size:,} rows)"
+            f"{name} {weight / sum(self.weights):.1%} ({size:,} rows)"
             for name, weight, size in zip(self.names, self.weights, self.sizes, strict=True)
         )
         return f"mixture: {shares}; an epoch, in which every row comes at least once, is {self.steps_per_epoch:,} steps"
 
     def _places(self, step: int) -> list[tuple[int, int]]:
         """Of each slot of a step the source, and the number of the draw from it, from 0."""
-        if step < 1:
-            raise ValueError(f"step={step}; steps count from 1")
-        size = self.prompts_per_step
-        places = [self._turns.place(position) for position in range((step - 1) * size, step * size)]
+        places = [self._turns.place(position) for position in self._positions(step)]
         if not self.shuffle:
             return places
-        return [places[at] for at in permutation(size, f"mixture slots/{self.seed}/{step}")]
-
-    def _row_of(self, source: int, draw: int, shuffle: bool, order: str = "") -> int:
-        epoch, place = divmod(draw, self.sizes[source])
-        if shuffle:
-            place = self._permutation(self.sizes[source], f"mixture/{self.seed}/{source}/{order}{epoch}")[
-                place
-            ]
-        return self._starts[source] + place
+        return [places[at] for at in permutation(len(places), f"mixture slots/{self.seed}/{step}")]
 
 
 class Turns:
@@ -121,44 +109,45 @@ class Turns:
     def __init__(self, weights: Sequence[int]) -> None:
         self.weights, self.total = list(weights), sum(weights)
         self._sources = array("I")
-        self._of = [array("Q") for _ in weights]
+        self._prompts = [array("Q") for _ in weights]
+        """The prompts of each source."""
         self._scale = max(1, 2 * len(weights) - 2)
-        self._lags = [0] * len(weights)  # prompts behind the share, times W and the scale
 
     def place(self, position: int) -> tuple[int, int]:
         """The source of a prompt (from 0), and how many prompts that source had before."""
         periods, rest = divmod(position, self.total)
         self._deal(rest + 1)
         source = self._sources[rest]
-        return source, periods * self.weights[source] + bisect_left(self._of[source], rest)
+        return source, periods * self.weights[source] + bisect_left(self._prompts[source], rest)
 
     def counts(self, asked: int) -> list[int]:
         """How many of the first `asked` prompts each source has."""
         periods, rest = divmod(asked, self.total)
         self._deal(rest)
-        return [periods * w + bisect_left(of, rest) for w, of in zip(self.weights, self._of, strict=True)]
+        return [
+            periods * w + bisect_left(own, rest) for w, own in zip(self.weights, self._prompts, strict=True)
+        ]
 
     def prompts_for(self, source: int, count: int) -> int:
         """The fewest prompts of which a source has `count`."""
         periods, rest = divmod(count - 1, self.weights[source])
-        while len(self._of[source]) <= rest:
+        while len(self._prompts[source]) <= rest:
             self._deal(2 * len(self._sources) + 1)
-        return periods * self.total + self._of[source][rest] + 1
+        return periods * self.total + self._prompts[source][rest] + 1
 
     def _deal(self, asked: int) -> None:
         late = (self._scale - 1) * self.total
         for prompt in range(len(self._sources), min(asked, self.total)):
-            self._lags = [
-                lag + self._scale * weight for lag, weight in zip(self._lags, self.weights, strict=True)
-            ]
-            _, source = min(
-                ((late - lag) / weight, source)
-                for source, (lag, weight) in enumerate(zip(self._lags, self.weights, strict=True))
-                if lag >= self.total
-            )
-            self._lags[source] -= self._scale * self.total
+            due = []  # of the sources that lag, how soon each is late
+            for source, (weight, own) in enumerate(zip(self.weights, self._prompts, strict=True)):
+                lag = self._scale * (
+                    weight * (prompt + 1) - self.total * len(own)
+                )  # prompts, times W and the scale
+                if lag >= self.total:
+                    due.append(((late - lag) / weight, source))
+            _, source = min(due)
             self._sources.append(source)
-            self._of[source].append(prompt)
+            self._prompts[source].append(prompt)
 
 
 def ratio(weights: Sequence[float]) -> list[int]:

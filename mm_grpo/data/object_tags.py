@@ -9,16 +9,15 @@ family, and rewards bring the boxes of the column to them (`gold_space`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mm_grpo.data.columns import brief
 from mm_grpo.errors import DataError
+from mm_grpo.types import is_number
 
 REF, BOX = "<ref-object>", "<bbox>"
 KEYS = ("ref", "bbox", "bbox_type", "image_id")
-LARGEST = 10**9
-"""Upper bound of coordinates."""
 BOX_TYPES = ("real", "norm1")
 _TAGS = re.compile(f"{REF}|{BOX}")
 
@@ -46,20 +45,14 @@ def fill_tags(texts: Sequence[str], objects: Any, row_name: str, *, whole: bool)
     Raises:
         DataError: `objects` is no such mapping, or has not as many texts or boxes as there are tags.
     """
-    if not is_objects(objects):
-        problem = "is missing or null" if objects is None else f"is {brief(objects)}"
+    if not is_objects(objects) or objects.get("bbox_type") not in (None, *BOX_TYPES):
         raise DataError(
-            f"{row_name}: the messages hold {REF} or {BOX}, and 'objects' {problem}; legal is a mapping such as "
-            '{"ref": ["a dog"], "bbox": [[10, 20, 110, 220]]}, with no other keys than '
-            + ", ".join(KEYS)
-            + "; if the tags are plain text, set data.layout=trl"
+            f"{row_name}: the messages hold {REF} or {BOX}, and 'objects' is {brief(objects)}; legal is a mapping such "
+            'as {"ref": ["a dog"], "bbox": [[10, 20, 110, 220]]}, with no other keys than '
+            f"{', '.join(KEYS)}, and bbox_type one of {', '.join(BOX_TYPES)}; if the tags are plain text, set "
+            "data.layout=trl"
         )
-    if objects.get("bbox_type") not in (None, *BOX_TYPES):
-        raise DataError(
-            f"{row_name}: objects.bbox_type is {brief(objects['bbox_type'])}; legal is real, norm1 or null"
-        )
-    refs = _texts(objects, "ref", row_name, lambda one: one if isinstance(one, str) else None)
-    boxes = _texts(objects, "bbox", row_name, _box)
+    refs, boxes = (objects.get(key) or [] for key in ("ref", "bbox"))
     for tag, key, values in ((REF, "ref", refs), (BOX, "bbox", boxes)):
         count = sum(text.count(tag) for text in texts)
         if count > len(values) or (whole and 0 < count < len(values)):
@@ -67,31 +60,17 @@ def fill_tags(texts: Sequence[str], objects: Any, row_name: str, *, whole: bool)
                 f"{row_name}: {tag} tags in the messages: {count}; entries of objects.{key}: {len(values)}. Write one "
                 "for each"
             )
-    left: dict[str, Iterator[str]] = {REF: iter(refs), BOX: iter(boxes)}
+    if wrong := [ref for ref in refs if not isinstance(ref, str)]:
+        raise DataError(f"{row_name}: objects.ref holds {brief(wrong[0])}; legal is a list of names")
+    left = {REF: iter(refs), BOX: iter([_box(box, row_name) for box in boxes])}
     return [_TAGS.sub(lambda tag: next(left[tag[0]]), text) for text in texts]
 
 
-def _texts(
-    objects: Mapping[str, Any], key: str, row_name: str, read: Callable[[Any], str | None]
-) -> list[str]:
-    """What a list of `objects` holds, as texts; `read` answers None for what is not legal."""
-    given = objects.get(key)
-    given = [] if given is None else given
-    found = list(map(read, given)) if isinstance(given, list | tuple) else [None]
-    if None in found:
-        legal = "names" if key == "ref" else "boxes of 4 numbers, or points of 2"
-        wrong = given[found.index(None)] if isinstance(given, list | tuple) else given
-        raise DataError(f"{row_name}: objects.{key} holds {brief(wrong)}; legal is a list of {legal}")
-    return [text for text in found if text is not None]
-
-
-def _box(value: Any) -> str | None:
-    """The text of a box or a point, None for anything else."""
-    if not isinstance(value, list | tuple) or len(value) not in (2, 4) or not all(map(_is_number, value)):
-        return None
+def _box(value: Any, row_name: str) -> str:
+    """The text of a box or a point."""
+    if not isinstance(value, list | tuple) or len(value) not in (2, 4) or not all(map(is_number, value)):
+        raise DataError(
+            f"{row_name}: objects.bbox holds {brief(value)}; legal is a list of boxes of 4 numbers, or points of 2"
+        )
     # Arrow makes every number of a column with one fraction a float: 135.0 is written as 135.
     return f"[{', '.join(str(int(n)) if n == int(n) else repr(n) for n in value)}]"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST

@@ -16,6 +16,7 @@ import difflib
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ LEGAL = (
     "datasets.Dataset, or a mapping such as {task: shapes, ...}"
 )
 _NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
-_SHARD = re.compile(r"(?:(?P<split>.*?)[-_.])?(?P<at>\d{5})-of-(?P<count>\d{5})$")
+_SHARD = re.compile(r"(?:(?P<split>.*?)[-_.])?\d{5}-of-(?P<count>\d{5})$")
 _SPLITS = re.compile(
     r"(train|training|test|testing|validation|valid|val|dev|eval)(?![A-Za-z])", re.IGNORECASE
 )
@@ -105,10 +106,8 @@ def _matching(pattern: str, name: str) -> list[Found]:
     """The files and saved datasets that match a glob."""
     found: list[Found] = []
     for path in map(Path, expand_glob(pattern)):
-        if path.is_dir() and _is_saved(path):
-            found.append(Found("saved", str(path)))
-        elif not path.is_dir() and _is_rows(path):
-            found.append(Found("file", str(path)))
+        if _is_saved(path) if path.is_dir() else _is_rows(path):
+            found.append(Found("saved" if path.is_dir() else "file", str(path)))
     if not found:
         folder = Path(os.path.dirname(pattern) or ".")
         raise DataError(
@@ -149,25 +148,19 @@ def _one_set(files: Sequence[Path], what: str, name: str) -> None:
             f"{name}: {what} holds files of several kinds or splits ({', '.join(kinds)}; {', '.join(splits)}); give a "
             "narrower pattern, a folder as FOLDER:SPLIT, or a list of paths to have them all"
         )
-    shards: dict[tuple[Path, int], set[int]] = {}
-    for each in files:
-        if shard := _SHARD.match(each.stem):
-            shards.setdefault((each.parent, int(shard["count"])), set()).add(int(shard["at"]))
+    shards = Counter((each.parent, int(m["count"])) for each in files if (m := _SHARD.match(each.stem)))
     for (_, count), there in shards.items():
-        lost = sorted(set(range(count)) - there)
-        if lost:
+        if there < count:
             raise DataError(
-                f"{name}: {what} has {len(there)} of {count} shards; the first that is missing is {lost[0]:05d}. "
-                "Download the rest, or name the files in a list"
+                f"{name}: {what} has {there} of {count} shards; download the rest, or name the files in a list"
             )
 
 
 def _split_of(path: Path) -> str | None:
     """The split that a file's name tells: train of train-00000-of-00002.parquet and of train.jsonl."""
     shard = _SHARD.match(path.stem)
-    stem = (shard["split"] or "") if shard else path.stem
-    found = _SPLITS.match(stem)
-    return found[1].lower() if found else (stem or None) if shard else None
+    found = _SPLITS.match((shard["split"] or "") if shard else path.stem)
+    return found[1].lower() if found else shard and shard["split"]
 
 
 def _is_rows(path: Path) -> bool:

@@ -36,15 +36,10 @@ class Part:
 
 
 def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
-    """The rows of one source.
+    """The rows of one source that `paths.find` found for the dataset `name`.
 
-    Args:
-        found: what `paths.find` found.
-        name: the dataset's, for messages.
-        columns: `data.columns`, to know which columns are the prompt's.
-
-    Raises:
-        DataError: it is broken, empty, or cannot be reached.
+    `columns` are `data.columns`, to know which columns are the prompt's. DataError: it is broken, empty, or cannot be
+    reached.
     """
     path = Path(found.path)
 
@@ -78,15 +73,13 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
-    limit = csv.field_size_limit(LARGEST_CELL)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+    csv.field_size_limit(LARGEST_CELL)  # an image may be a cell; csv's own bound is 128 KiB
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        try:
             head = next(reader, [])
-            if len(set(head)) != len(head) or (len(head) == 1 and (";" in head[0] or "\t" in head[0])):
-                raise ValueError(
-                    f"the first line names the columns, once each and set apart by commas; it is {head}"
-                )
+            if len(set(head)) != len(head):
+                raise ValueError(f"the first line names the columns, once each; it is {head}")
             for cells in filter(None, reader):
                 if len(cells) != len(head):
                     raise ValueError(
@@ -95,12 +88,9 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
                 where = f"{path}:{reader.line_num}"
                 rows.append({key: _cell(key, cell, where) for key, cell in zip(head, cells, strict=True)})
                 lines.append(reader.line_num)
-    except (ValueError, csv.Error) as error:
-        raise DataError(
-            f"{path}:{max(reader.line_num, 1)}: is not valid CSV in UTF-8 ({error}); mend it"
-        ) from None
-    finally:
-        csv.field_size_limit(limit)
+        except (ValueError, csv.Error) as error:
+            line = max(reader.line_num, 1)
+            raise DataError(f"{path}:{line}: is not valid CSV in UTF-8 ({error}); mend it") from None
     if not rows:
         raise DataError(f"{path}: is empty; it needs a line of names and at least 1 row")
     return rows, lines
@@ -110,6 +100,14 @@ def _cell(name: str, cell: str, where: str) -> Any:
     if name in _STRUCTURED and cell.lstrip()[:1] in ("[", "{"):
         return parse_json(cell.encode(), f"{where}, column {name!r}")
     return cell or None
+
+
+def place(ends: Sequence[int], index: int) -> tuple[int, int]:
+    """The part that row `index` lies in, where parts end at `ends`, and its index there. IndexError outside."""
+    if not 0 <= index < ends[-1]:
+        raise IndexError(f"row {index} of {ends[-1]}")
+    at = bisect.bisect_right(ends, index)
+    return at, index - (ends[at - 1] if at else 0)
 
 
 class JoinedRows:
@@ -152,7 +150,5 @@ class JoinedRows:
         return list(names)
 
     def _place(self, index: int) -> tuple[Part, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        at = bisect.bisect_right(self._ends, index)
-        return self.parts[at], index - (self._ends[at - 1] if at else 0)
+        at, inner = place(self._ends, index)
+        return self.parts[at], inner

@@ -69,15 +69,10 @@ def read_row(
     layout: str | None = None,
     answer_from: str | None = None,
 ) -> Fields:
-    """The fields of one row.
+    """The fields of one row, which is not changed.
 
-    Args:
-        row: a mapping from column to value; it is not changed.
-        row_name: what messages call the row, such as "train.jsonl:12".
-        columns: our name → the dataset's name. A column that this row lacks is left out.
-        system_prompt: a system message for rows that have none.
-        layout: `data.layout`; None reads the row by what it holds.
-        answer_from: `data.answer_from`; None is what the layout says.
+    `row_name` is what messages call the row, such as "train.jsonl:12"; `columns` (our name → the dataset's name),
+    `system_prompt`, `layout` and `answer_from` are as in the config's section `data`.
 
     Raises:
         DataError: the row has no prompt, two of them, a prompt that is no conversation or that ends with an
@@ -95,9 +90,7 @@ def read_row(
     messages = _messages(found.prompt, found.column, row_name)
     messages, images = _place(messages, _listed_images(values, row_name), row_name)
     others = {name: value for name, value in values.items() if name not in (*PROMPT_FIELDS, *found.used)}
-    problem = _problem(found, messages, images, others)
-    if problem:
-        raise DataError(f"{row_name}: {problem}")
+    _check_texts(found, messages, images, others, row_name)
     if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return Fields(
@@ -198,30 +191,31 @@ def _part(part: Any, where: str) -> Message:
     return {"type": "image"} if own is None else {"type": "image", "image": own}
 
 
-def _problem(
-    found: Conversation, messages: list[Message], images: list[Any], others: Mapping[str, Any]
-) -> str | None:
-    """Say what is wrong with the texts of a prompt: too long, no Unicode, a place for an image that the row lacks, or
-    nothing that the user asks."""
+def _check_texts(
+    found: Conversation, messages: list[Message], images: list[Any], others: Mapping[str, Any], row_name: str
+) -> None:
+    """DataError for texts that are too long, no Unicode, with a place for an image that lacks, or ask nothing."""
     asks = False
     for message in messages:
-        texts = _texts(message)
-        if sum(map(len, texts)) > LONGEST_TEXT:
-            return f"a message has {sum(map(len, texts))} characters; at most {LONGEST_TEXT} are read: shorten it"
-        half = next(filter(None, map(_HALF_CHARACTER.search, texts)), None)
-        if half is not None:
-            return f"{found.column!r} holds half a character ({half[0]!r} at {half.start()}); write or remove the whole"
-        place = None if images else next(filter(None, map(PLACEHOLDER.search, texts)), None)
-        if place is not None:
-            unread = "".join(f" (the column {name!r} looks like images)" for name in image_columns(others))
-            return (
-                f"the prompt holds {place[0]!r}, and the row has no image{unread}. {HOW_TO_READ}; give the row its "
-                f"image, or remove {place[0]!r}"
+        text = "".join(_texts(message))
+        if len(text) > LONGEST_TEXT:
+            raise DataError(
+                f"{row_name}: a message has {len(text)} characters; at most {LONGEST_TEXT} are read"
             )
-        if message["role"] == "user":
-            shown = not isinstance(found.prompt, str) and len(texts) < len(_parts(message))
-            asks = asks or shown or any(map(str.strip, texts))
-    return None if asks else f"{found.column!r} is empty; write what the model is asked, or leave the row out"
+        if half := _HALF_CHARACTER.search(text):
+            raise DataError(
+                f"{row_name}: {found.column!r} holds half a character ({half[0]!r}); write the whole one"
+            )
+        if not images and (place := PLACEHOLDER.search(text)):
+            unread = "".join(f" (the column {name!r} looks like images)" for name in image_columns(others))
+            raise DataError(
+                f"{row_name}: the prompt holds {place[0]!r}, and the row has no image{unread}. {HOW_TO_READ}; give the "
+                f"row its image, or remove {place[0]!r}"
+            )
+        shown = not isinstance(found.prompt, str) and len(_texts(message)) < len(_parts(message))
+        asks = asks or (message["role"] == "user" and (shown or bool(text.strip())))
+    if not asks:
+        raise DataError(f"{row_name}: {found.column!r} is empty; write what is asked, or leave the row out")
 
 
 def _parts(message: Message) -> list[Message]:

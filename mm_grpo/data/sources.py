@@ -24,20 +24,20 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.config.source_entries import OWN
 from mm_grpo.config.yaml_file import is_source
 from mm_grpo.data.columns import quoted
-from mm_grpo.data.dataset import TASK, Dataset, DataSettings
+from mm_grpo.data.dataset import TASK, Dataset
 from mm_grpo.data.hf_datasets import library_rows
-from mm_grpo.data.image_check import MissingImages, check_images
-from mm_grpo.data.layouts import MissingPrompt
-from mm_grpo.data.mixture import MixedDataset, Mixture, entry_settings, mixture_of
+from mm_grpo.data.image_check import check_images
+from mm_grpo.data.mixture import MixedDataset, Mixture, mixture_of
 from mm_grpo.data.paths import LEGAL, find
 from mm_grpo.data.readers import JoinedRows, read
-from mm_grpo.errors import ConfigError, DataError, UserError, did_you_mean
+from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.import_path import load_named
 
 if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
+    from mm_grpo.config import DataConfig, GRPOConfig
 
 log = logging.getLogger(__name__)
 Source = Any
@@ -52,7 +52,7 @@ TASKS = {"shapes": "mm_grpo.data.shapes:shapes_rows"}
 
 def load(
     source: Any,
-    settings: DataSettings,
+    settings: DataConfig,
     name: str = "train",
     *,
     verify: bool = True,
@@ -62,10 +62,7 @@ def load(
 
     Args:
         source: what `data.train` or `data.eval` holds, or what was given in Python.
-        settings: the config's section `data`.
-        name: the first half of every uid, such as "train" or "eval".
-        verify: False leaves wrong rows to `Dataset.check`.
-        added: columns that every row gets, with their values.
+        settings, name, verify, added: as of `Dataset`.
 
     Raises:
         DataError: the source is unknown, missing, broken or empty, or a row of it is wrong.
@@ -104,8 +101,7 @@ def load_train(
     """The training rows: `given`, else `data.train`. DataError when there are none.
 
     With `verify` the rows are checked at once, and the first wrong one raises. Rows whose images would not be read are
-    refused in any case, unless `data.text_only`. `needs` raises for what the rewards ask for and no row has
-    (`Scorer.check`): one message has all that the first rows lack.
+    refused in any case, unless `data.text_only`. `needs` raises for what the rewards ask for and no row has.
     """
     source = mixture_of(config.data.train) if given is None else given
     if source is None:
@@ -143,9 +139,8 @@ def load_eval(
             raise DataError(
                 f"{name}: weight is for training; an evaluation answers every row once: leave it out"
             )
-    called = {"train": "eval:train"}  # uids and tables tell it from the training set
-    return {
-        name: _load_checked(source, config, called.get(name, name), verify, needs)
+    return {  # uids and tables tell a set called train from the training set
+        name: _load_checked(source, config, "eval:train" if name == "train" else name, verify, needs)
         for name, source in sources.items()
     }
 
@@ -155,30 +150,13 @@ def _load_checked(
 ) -> Dataset:
     """The dataset, unless its rows lack prompts, images or what the rewards ask for."""
     dataset = load(source, config.data, name, verify=False)
-    problems: list[UserError] = []
     for part in dataset.parts:
-        try:
-            if not (config.data.text_only if part is dataset else part.text_only):
-                check_images(part, verify=verify)
-            elif verify:
-                part.verify()
-        except (MissingImages, MissingPrompt) as error:
-            problems.append(error)
-    try:
-        if needs is not None:
-            needs(dataset.columns, dataset.columns_of_rows, trained)
-    except UserError as error:
-        problems.append(error)
-    if problems and not verify:
-        problems = [*_missing_prompts(dataset), *problems]
-    if len(problems) > 1:
-        columns = quoted(dict.fromkeys(map(dataset.dataset_column, dataset.columns)))
-        lines = [f"\n- {line}" for error in problems for line in str(error).splitlines()]
-        raise DataError(
-            f"{name}: the rows lack {len(lines)} things. Their columns are {columns}{''.join(lines)}"
-        )
-    if problems:
-        raise problems[0]
+        if not (config.data.text_only if part is dataset else part.text_only):
+            check_images(part, verify=verify)
+        elif verify:
+            part.verify()
+    if needs is not None:
+        needs(dataset.columns, dataset.columns_of_rows, trained)
     if dataset.layouts not in ((), ("trl",)) and config.data.layout is None:
         log.info(
             "%s: rows are read in the layout %s (data.layout names one)", name, " and ".join(dataset.layouts)
@@ -186,18 +164,7 @@ def _load_checked(
     return dataset
 
 
-def _missing_prompts(dataset: Dataset) -> Iterator[MissingPrompt]:
-    """Why first rows have no prompt, which explains what else is missing."""
-    for part in dataset.parts:
-        try:
-            part.encoded_fields(0)
-        except MissingPrompt as error:
-            yield error
-        except DataError:
-            continue
-
-
-def _load_mixture(mixture: Mixture, settings: DataSettings, name: str, verify: bool) -> Dataset:
+def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: bool) -> Dataset:
     """The rows of every entry, each read with its own settings."""
     parts: list[Dataset] = []
     for number, (label, entry) in enumerate(zip(mixture.names, mixture.entries, strict=True), start=1):
@@ -211,7 +178,8 @@ def _load_mixture(mixture: Mixture, settings: DataSettings, name: str, verify: b
             continue
         added = {TASK: entry["task"]} if "task" in entry else None
         try:
-            parts.append(load(entry["path"], entry_settings(entry, settings), of, verify=verify, added=added))
+            own = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})
+            parts.append(load(entry["path"], own, of, verify=verify, added=added))
         except DataError as error:
             if not str(error).startswith("data.columns."):
                 raise
@@ -222,9 +190,7 @@ def _load_mixture(mixture: Mixture, settings: DataSettings, name: str, verify: b
     return MixedDataset(name, parts, mixture.weights)
 
 
-def _load_task(
-    source: Mapping[str, Any], settings: DataSettings, name: str, how: Mapping[str, Any]
-) -> Dataset:
+def _load_task(source: Mapping[str, Any], settings: DataConfig, name: str, how: Mapping[str, Any]) -> Dataset:
     options = dict(source)
     task, shuffle = options.pop("task", None), options.pop("shuffle_images", False)
     if not isinstance(task, str) or (task not in TASKS and ":" not in task):
@@ -232,20 +198,15 @@ def _load_task(
             f"{name}: the task is {task!r}; legal are {quoted(TASKS)} and path/to/file.py:function. Rows in files need "
             f"path: {LEGAL}"
         )
-    if not isinstance(shuffle, bool):
-        raise DataError(f"{name}: shuffle_images is {shuffle!r}; legal is true or false")
     function = load_named(TASKS.get(task, task), f"{name}: task", DataError)
-    signature = inspect.signature(function)
-    legal = [*signature.parameters, "shuffle_images"]
     try:
-        if unknown := [key for key in options if key not in legal]:
-            raise DataError(
-                f"no option {unknown[0]!r}; {did_you_mean(unknown[0], legal)}legal are {quoted(legal)}"
-            )
-        signature.bind(**options)
         rows = function(**options)
-    except (TypeError, DataError) as error:  # TypeError: one that it needs is missing
-        raise DataError(f"{name}: the task {task!r}: {error}") from None
+    except (
+        TypeError,
+        DataError,
+    ) as error:  # TypeError: an option is unknown, or one that it needs is missing
+        legal = [*inspect.signature(function).parameters, "shuffle_images"]
+        raise DataError(f"{name}: the task {task!r}: {error}; its options are {quoted(legal)}") from None
     label = task.rpartition(":")[2]
     dataset = Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({label}) row {i}", **how)
     return dataset.with_shuffled_images() if shuffle else dataset

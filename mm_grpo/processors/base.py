@@ -7,7 +7,6 @@ the family's file when it is first asked for, or the file that `model.processor`
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -114,18 +113,14 @@ def load_processor(
     """
     cls, config = processor_class(path, named=named, trust_remote_code=trust_remote_code)
     more: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    taken = inspect.signature(cls).parameters.values()
-    if chat_template_kwargs and any(
-        p.name == "chat_template_kwargs" or p.kind is p.VAR_KEYWORD for p in taken
-    ):
+    if chat_template_kwargs:
         more["chat_template_kwargs"] = chat_template_kwargs
     loaded: Processor = cls(path, config, min_pixels=min_pixels, max_pixels=max_pixels, **more)
     asked = dict(chat_template_kwargs or {})
     if asked and getattr(loaded, "chat_template_kwargs", {}) != asked:
         raise ConfigError(
             f"data.chat_template_kwargs = {asked}: {named or cls.__qualname__} does not take "
-            "chat_template_kwargs, so they would change nothing; give its __init__ that parameter and its objects that "
-            "attribute, or leave them out"
+            "chat_template_kwargs, so they would change nothing; give its objects that attribute, or leave them out"
         )
     if missing := [name for name in _MEMBERS if not hasattr(loaded, name)]:
         raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
@@ -16,26 +17,25 @@ from mm_grpo.errors import ConfigError, did_you_mean
 FIELD = "data.chat_template_kwargs"
 OURS = ("messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now")
 """Names that a rendering supplies itself, or that a run has no use for."""
-_GENERATION = re.compile(
-    r"{%-?\s*(?:end)?generation\s*-?%}"
-)  # a tag that only transformers' environment knows
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+"""A tag that only transformers' environment knows."""
 
 
-def check_arguments(given: Mapping[str, Any], template: Any, path: str) -> dict[str, Any]:
-    """The arguments as they are handed on. ConfigError for one that the template of the model at `path` does not read.
+@lru_cache(maxsize=8)
+def names_read(template: str) -> frozenset[str]:
+    """The names that a chat template reads and does not set itself. TemplateSyntaxError for what is no Jinja."""
+    syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    return frozenset(meta.find_undeclared_variables(syntax))
 
-    `template` is its text, or several by name, of which `default` is used.
-    """
+
+def check_arguments(given: Mapping[str, Any], template: str, path: str) -> dict[str, Any]:
+    """The arguments as they are handed on. ConfigError for one that the model's template does not read."""
     if not given:
         return {}
-    text = template.get("default", "") if isinstance(template, Mapping) else template
     try:
-        read = meta.find_undeclared_variables(
-            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text or ""))
-        )
+        legal = sorted(names_read(template) - set(OURS))
     except TemplateSyntaxError as error:
         raise ConfigError(f"model.path = '{path}': the chat template is not valid Jinja ({error})") from None
-    legal = sorted(read - set(OURS))
     for name in given:
         if name in OURS:
             raise ConfigError(f"{FIELD}.{name}: is set for every prompt by the run; leave it out")

@@ -83,9 +83,9 @@ class Family(ABC):
     looks_ahead: bool = False
     """True when an image's tokens see those that follow in it; vLLM on a CPU does not follow that, and is refused."""
 
-    @abstractmethod
     def tower(self, model: Any) -> nn.Module:
         """Everything that makes features from pixels, projectors included; several modules as a `ModuleList`."""
+        return nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
 
     @abstractmethod
     def blank(self, model: Any) -> dict[str, Tensor]:
@@ -105,12 +105,8 @@ class Family(ABC):
             value = getattr(text, name, None)
             if value is not None and value != neutral:
                 faults.append(f"its {name} is {value}")
-        dropping = (
-            f"{n} is dropout of {m.p:g}"
-            for n, m in model.named_modules()
-            if isinstance(m, nn.Dropout) and m.p > 0
-        )
-        faults += list(dropping)[:1]
+        dropping = [n for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
+        faults += [f"{name} is dropout" for name in dropping[:1]]
         if faults:
             raise ConfigError(
                 f"model.path: a {text.model_type} cannot be trained exactly: {'; '.join(faults)}; the learner computes "

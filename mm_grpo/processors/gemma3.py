@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
@@ -35,9 +35,6 @@ from mm_grpo.types import Picture, Prompt, Sample
 class Gemma3Family(Family):
     layer_types = frozenset({"full_attention", "sliding_attention"})
     looks_ahead = True
-
-    def tower(self, model: Any) -> nn.Module:
-        return nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
 
     def blank(self, model: Any) -> dict[str, Tensor]:
         vision = model.config.vision_config
@@ -78,9 +75,8 @@ class Gemma3Processor(HFProcessor):
         self.size: Size = (int(size["height"]), int(size["width"]))
         area = self.size[0] * self.size[1]
         if not (min_pixels or area) <= area <= (max_pixels or area):
-            field = "data.min_pixels" if (min_pixels or area) > area else "data.max_pixels"
             raise ConfigError(
-                f"{field} = {min_pixels if field == 'data.min_pixels' else max_pixels}: every image of this model is "
+                f"data.min_pixels = {min_pixels} and data.max_pixels = {max_pixels}: every image of this model is "
                 f"brought to {self.size[1]}x{self.size[0]} = {area} pixels; remove the limit"
             )
         return area, area

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from unittest.mock import patch
 
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import AutoProcessor, GenerationConfig, processing_utils
+from transformers import AutoProcessor, GenerationConfig
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mm_grpo.processors.base import Layout
+
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
+"""What transformers raises, by what a model's files lack."""
 
 
 class HFProcessor(ABC):
@@ -67,12 +69,13 @@ class HFProcessor(ABC):
     ) -> None:
         self.config, self.trust_remote_code = config, trust_remote_code
         self.hf = self._load(path)
-        if not self.hf.chat_template and not self.hf.tokenizer.chat_template:
+        self.tokenizer: Any = self.hf.tokenizer
+        template = self.hf.chat_template or self.tokenizer.chat_template
+        self.template: str = template.get("default", "") if isinstance(template, Mapping) else template
+        if not self.template:
             raise ConfigError(
                 f"model.path = '{path}': the processor has no chat template; add chat_template.jinja"
             )
-        self.tokenizer: Any = self.hf.tokenizer
-        self.template: str = self.hf.chat_template or self.tokenizer.chat_template
         self.chat_template_kwargs = check_arguments(chat_template_kwargs or {}, self.template, path)
         # Without its vocabulary a tokenizer loads all the same, and drops all text but special tokens.
         if not self.tokenizer("a", add_special_tokens=False)["input_ids"]:
@@ -124,12 +127,8 @@ class HFProcessor(ABC):
         """Process one sample: resize once, tokenize once, expand one placeholder per image.
 
         `token_ids` [L], `position_ids` [*A, L], vision tensors in the family's form. Raises DataError naming the row
-        for videos, an image without a stable size, or special tokens typed into the text.
+        for an image without a stable size, or special tokens typed into the text.
         """
-        if sample.videos:
-            raise DataError(
-                f"{sample.uid}: the row has {len(sample.videos)} video(s); only images are supported"
-            )
         images = tuple(self._resize(sample.uid, i, image) for i, image in enumerate(sample.images))
         collapsed = self.ids(sample)
         self._check_placeholders(sample.uid, collapsed, len(images))
@@ -215,8 +214,9 @@ class HFProcessor(ABC):
 
     def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
         """The text of a conversation, up to where the answer begins, by the chat template and its arguments."""
-        text: str = self.hf.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **given
+        # by the tokenizer: some processors add options of videos to every call, and warn of them as unknown
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True, **given
         )
         return text
 
@@ -232,15 +232,8 @@ class HFProcessor(ABC):
 
     def _load(self, path: str) -> Any:
         try:
-            return _from_pretrained(path, trust_remote_code=self.trust_remote_code)
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ImportError,
-        ) as error:  # by what the files lack
+            return AutoProcessor.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+        except _UNREADABLE as error:
             refuse_own_code(path, error, self.trust_remote_code)
             raise ConfigError(
                 f"model.path = '{path}': the model has no readable processor ({error}); copy tokenizer, "
@@ -316,18 +309,3 @@ class HFProcessor(ABC):
             eos = None
         ids = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
         return frozenset(int(i) for i in ids if i is not None)
-
-
-def _from_pretrained(path: str, **options: Any) -> Any:
-    """`AutoProcessor.from_pretrained`, which imports mistral_common only for a tokenizer of that.
-
-    transformers compares the class of every tokenizer with its own and with that of mistral_common, and imports the
-    package for it, where it is installed (vLLM brings it along): 0.2 s.
-    """
-    classes: dict[str, Any] = getattr(processing_utils, "MODALITY_TO_BASE_CLASS_MAPPING", {})
-    with patch.dict(classes, tokenizer="PreTrainedTokenizerBase"):
-        try:
-            return AutoProcessor.from_pretrained(path, **options)
-        except TypeError:
-            pass
-    return AutoProcessor.from_pretrained(path, **options)

@@ -24,14 +24,15 @@ class NoFixedPoint(ValueError):
     """The resize rule never settles for this image under these limits."""
 
 
-def settle(size: Size, rule: Callable[[Size], Size]) -> Size | None:
-    """The size that `rule` maps to itself, reached from `size`; None where it does not settle."""
+def settle(size: Size, rule: Callable[[Size], Size]) -> Size:
+    """The size that `rule` maps to itself, reached from `size`. NoFixedPoint where it does not settle."""
+    found = size
     for _ in range(MAX_WALK):
-        following = rule(size)
-        if following == size:
-            return size
-        size = following
-    return None
+        following = rule(found)
+        if following == found and all(found):
+            return found
+        found = following
+    raise NoFixedPoint(f"{size[1]}x{size[0]} pixels: the model's own processor would resize any result again")
 
 
 def resize_to(image: Image, size: Size) -> Image:

@@ -16,20 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import TiledFamily
 from mm_grpo.processors.hf_processor import HFProcessor
-from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
+from mm_grpo.processors.image_size import Size, settle
 
 
 class InternVLFamily(TiledFamily):
-    def tower(self, model: Any) -> nn.Module:
-        return nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
-
     def tile(self, model: Any) -> tuple[int, int, int]:
         vision = model.config.vision_config
         return vision.num_channels, *vision.image_size
@@ -77,12 +74,7 @@ class InternVLProcessor(HFProcessor):
             columns, rows = get_optimal_tiled_canvas(size, self.tile, images.min_patches, images.max_patches)
             return rows * self.tile[0], columns * self.tile[1]
 
-        if (found := settle(size, rule)) is None:
-            raise NoFixedPoint(
-                f"{size[1]}x{size[0]} pixels: its grid of {images.min_patches} to {images.max_patches} tiles changes "
-                "each time that it is chosen"
-            )
-        return found
+        return settle(size, rule)
 
     def max_image_tokens(self) -> int:
         tiles = self.hf.image_processor.max_patches

@@ -82,7 +82,7 @@ class LlavaOnevisionProcessor(HFProcessor):
 
         # the model knows all its resolutions: what is fitted into one of ours has to stay there
         found = settle(_fitted(size, select_best_resolution(size, self.resolutions)), rule)
-        if found is None or list(select_best_resolution(found, every)) not in self.resolutions:
+        if list(select_best_resolution(found, every)) not in self.resolutions:
             raise NoFixedPoint(
                 f"{size[1]}x{size[0]} pixels: it fits none of {len(self.resolutions)} of the model's {len(every)} "
                 "resolutions"

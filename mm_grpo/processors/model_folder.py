@@ -1,27 +1,23 @@
 """Checks of a model's folder before its weights: a config that is whole, of known code, and not quantised.
 
 Everything that needs a model's config gets it from `read_config`, so that code which a model brings along
-(`auto_map`) is run where `model.trust_remote_code` says so and nowhere else, and nobody is asked at a terminal. A
-hub that cannot be reached is found there too, in seconds: huggingface_hub asks for minutes, once for each file.
+(`auto_map`) is run where `model.trust_remote_code` says so and nowhere else, and nobody is asked at a terminal.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import ConfigError, did_you_mean
 from mm_grpo.files import read_json
+from mm_grpo.hub import hub_fault
 
 logger = logging.getLogger("mm_grpo")
 LONGEST = 300
 """Characters of another library's message that are quoted."""
-NAME_LOOKUP = 2.0
-"""Seconds beyond HF_HUB_ETAG_TIMEOUT that the hub's host name may take to be found: no time-out of HTTP bounds that."""
 _REACHED: set[str] = set()
 """Models for which the hub answered, whatever it said: it is not asked again."""
 
@@ -106,19 +102,18 @@ def _refuse_unreachable(path: str) -> None:
 
     Where it cannot be reached, a model in the cache is used as with HF_HUB_OFFLINE; for another, ConfigError.
     """
-    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     if path in _REACHED or os.path.exists(path):
         return
     try:
-        url = hf_hub_url(path, "config.json")
+        cached = isinstance(try_to_load_from_cache(path, "config.json"), str)
     except HFValidationError:  # transformers refuses it without asking anybody
         return
-    cached = isinstance(try_to_load_from_cache(path, "config.json"), str)
     if constants.HF_HUB_OFFLINE:
         fault = "HF_HUB_OFFLINE is set, and the model is not in the cache"
-    elif (fault := _hub_fault(url)) and cached:
+    elif (fault := hub_fault(path)) and cached:
         constants.HF_HUB_OFFLINE = True  # each file that is not in the cache would be asked for over minutes
         logger.warning("model.path = '%s': %s; the files in the cache are used", path, fault)
     elif not fault:
@@ -132,36 +127,3 @@ def _refuse_unreachable(path: str) -> None:
         f"model can be got from the hub: {fault}. {did_you_mean(path, near)}Give a model's folder; `hf download {path} "
         "--local-dir FOLDER` makes one on a machine that reaches the hub"
     )
-
-
-def _hub_fault(url: str) -> str:
-    """Why the hub cannot be reached; "" where it answers, be it that it has no such model.
-
-    A connection that fails at once is tried once more.
-    """
-    from huggingface_hub import constants, get_hf_file_metadata
-
-    limit = float(constants.HF_HUB_ETAG_TIMEOUT)
-    began = time.monotonic()
-    found: list[str] = []
-
-    def ask() -> None:
-        try:
-            get_hf_file_metadata(url, timeout=limit)
-        except Exception as error:  # httpx's, or httpx2's; any other is an answer, or transformers tells it
-            if any(kind.__name__ == "TransportError" for kind in type(error).__mro__):
-                found.append(f"{quoted(error)} [{type(error).__name__}]")
-                return
-        found.append("")
-
-    def ask_twice() -> None:
-        ask()
-        if found[0] and time.monotonic() - began < limit / 2:
-            time.sleep(limit / 10)
-            ask()
-
-    thread = threading.Thread(target=ask_twice, name="hub", daemon=True)
-    thread.start()
-    thread.join(limit + NAME_LOOKUP)
-    why = found[-1] if found else f"no answer within {limit + NAME_LOOKUP:g} s, see HF_HUB_ETAG_TIMEOUT"
-    return why and f"{constants.ENDPOINT} cannot be reached ({why})"

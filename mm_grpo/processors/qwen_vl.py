@@ -143,9 +143,4 @@ def fixed_size(height: int, width: int, *, factor: int, min_pixels: int, max_pix
             raise NoFixedPoint(f"{width}x{height}: {error}") from error
         return h, w
 
-    if (found := settle((height, width), rule)) is not None:
-        return found
-    raise NoFixedPoint(
-        f"{width}x{height} pixels: no size with sides in multiples of {factor} has an area between "
-        f"min_pixels {min_pixels} and max_pixels {max_pixels} at this aspect ratio"
-    )
+    return settle((height, width), rule)

@@ -24,7 +24,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import TiledFamily
 from mm_grpo.processors.hf_processor import HFProcessor
-from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
+from mm_grpo.processors.image_size import Size, settle
 
 PLACE = re.compile(r"<row_\d+_col_\d+>")
 """Tokens that say where in the picture a tile lies."""
@@ -77,8 +77,8 @@ class SmolVLMProcessor(HFProcessor):
         images = self.hf.image_processor
         if not images.do_image_splitting:
             raise ConfigError(
-                "model.path: its preprocessor_config.json has do_image_splitting = false, with which every image would "
-                "be resized twice; set it to true, and data.max_pixels to the area of one tile for one tile an image"
+                "model.path: preprocessor_config.json has do_image_splitting = false, which resizes every image twice; "
+                "set it to true, and data.max_pixels to the area of one tile for one tile an image"
             )
         self.tile = int(images.max_image_size["longest_edge"])
         longest = int(images.size["longest_edge"])
@@ -88,10 +88,9 @@ class SmolVLMProcessor(HFProcessor):
         least = self.tile * longest
         if not longest or (min_pixels or 0) > least:
             raise ConfigError(
-                f"data.max_pixels = {max_pixels} and data.min_pixels = {min_pixels}: images of this model are grids of "
-                f"tiles of {self.tile}x{self.tile} pixels, and every image is brought to the longest edge that "
-                f"max_pixels allows; max_pixels must be at least {self.tile**2}, and min_pixels at most one row of "
-                f"tiles{f', {least}' if longest else ''}"
+                f"data.max_pixels = {max_pixels} and data.min_pixels = {min_pixels}: images are grids of tiles of "
+                f"{self.tile}x{self.tile} pixels, with the longest edge that max_pixels allows; max_pixels must be at "
+                f"least {self.tile**2}, and min_pixels at most one row of tiles, {least or self.tile**2}"
             )
         return least, max(longest, self.tile) ** 2
 
@@ -111,13 +110,7 @@ class SmolVLMProcessor(HFProcessor):
             height = math.ceil(height / tile) * tile
             return height, math.ceil(int(height * aspect) / tile) * tile
 
-        found = settle(size, rule)
-        if found is None or not all(found):
-            raise NoFixedPoint(
-                f"{size[1]}x{size[0]} pixels: no grid of tiles of {tile}x{tile} pixels with a longest edge of "
-                f"{longest} keeps its aspect ratio"
-            )
-        return found
+        return settle(size, rule)
 
     def max_image_tokens(self) -> int:
         side = math.ceil(int(self.hf.image_processor.size["longest_edge"]) / self.tile)
@@ -127,13 +120,6 @@ class SmolVLMProcessor(HFProcessor):
     def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         pixels = [each["pixel_values"][0] for each in made]
         return {"pixel_values": torch.cat(pixels), "tiles": torch.tensor([len(each) for each in pixels])}
-
-    def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
-        # by the tokenizer: the processor adds options of videos to every call, and warns of them as unknown
-        text: str = self.tokenizer.apply_chat_template(
-            list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True, **given
-        )
-        return text
 
     def _load(self, path: str) -> Any:
         allow_without_num2words()

@@ -1,10 +1,10 @@
 """A conversation as token ids, whose row cannot type the model's special tokens.
 
 A chat template writes special tokens (`<|im_start|>`, `<|image_pad|>`) as text, and a tokenizer reads them wherever
-they stand: a row whose text holds one would begin a turn, end it, or stand for an image. `conversation_ids` finds them
-in all texts of a row and its system prompt, and refuses the row or, with `data.special_tokens: as_text`, makes
-ordinary text of them: the template is rendered with a character that nobody wrote in their place, what it wrote itself
-is split at its special tokens, and the text between is encoded with special tokens off.
+they stand: a row whose text holds one would begin a turn, end it, or stand for an image. `conversation_ids` refuses the
+row or, with `data.special_tokens: as_text` and for what tools say, makes ordinary text of them: the template is
+rendered with a character that nobody wrote in their place, what it wrote itself is split at its special tokens, and the
+text between is encoded with special tokens off.
 
 Special is what the tokenizer calls so. Tokens that are only added to its vocabulary (`<think>`) are text that has an
 id, and are left alone; so are MARKS, which Qwen2-VL's rows are meant to hold, unless they are asked for as text.
@@ -68,45 +68,45 @@ def conversation_ids(
         ConfigError: this tokenizer cannot read them as text.
     """
     specials = _specials_of(tokenizer)
-    found = _typed(specials.refused if mode == "refuse" else specials.all, messages)
-    first = next(found, None)
-    if first is None:
+    found = list(_typed(specials.refused if mode == "refuse" else specials.all, messages))
+    if not found:
         return _encode(tokenizer, render([dict(message) for message in messages]))
-    if mode == "refuse":
-        raise DataError(_refusal(row, *first))
-    return _as_text(render, tokenizer, specials, messages, {first[1], *(token for _, token in found)}, row)
+    if mode == "as_text":
+        return _as_text(render, tokenizer, specials, messages, {token for _, token in found}, row)
+    role, token = found[0]
+    source = ", the row's or data.system_prompt," if role == "system" else ""
+    raise DataError(
+        f"{row}: a message of role '{role}'{source} holds {token!r} in its text, a special token of the model, which "
+        "the chat template alone may write. Remove it from the text, or set data.special_tokens=as_text to give it to "
+        "the model as ordinary text"
+    )
 
 
 @dataclass(frozen=True)
 class _Specials:
-    """A tokenizer's special tokens by their text, and patterns that find all of them, and those that are refused."""
+    """A tokenizer's special tokens, text → id, and patterns that find all of them, and those that are refused."""
 
-    tokens: Mapping[str, Any]
-    ids: frozenset[int]
-    all: re.Pattern[str] | None
-    refused: re.Pattern[str] | None
+    tokens: Mapping[str, int]
+    all: re.Pattern[str]
+    refused: re.Pattern[str]
 
 
 def _specials_of(tokenizer: Any) -> _Specials:
     if tokenizer not in _KNOWN:
-        added = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
-        tokens = {token.content: (id_, token) for id_, token in added.items()}
-        _KNOWN[tokenizer] = _Specials(
-            tokens, frozenset(added), _pattern(tokens), _pattern(set(tokens) - MARKS)
-        )
+        added = tokenizer.added_tokens_decoder.items()
+        tokens = {token.content: id_ for id_, token in added if token.special}
+        _KNOWN[tokenizer] = _Specials(tokens, _pattern(tokens), _pattern(set(tokens) - MARKS))
     return _KNOWN[tokenizer]
 
 
-def _pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds the longest of the tokens at a place, as tokenizers do; None without tokens."""
+def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of the tokens at a place, as tokenizers do; nothing without tokens."""
     longest_first = sorted(tokens, key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
-def _typed(pattern: re.Pattern[str] | None, messages: Messages) -> Iterator[tuple[str, str]]:
+def _typed(pattern: re.Pattern[str], messages: Messages) -> Iterator[tuple[str, str]]:
     """(role, token) for each special token in the messages' texts; neighbouring text parts count as one text."""
-    if pattern is None:
-        return
     for message in messages:
         for text in _texts(message):
             for match in pattern.finditer(text):
@@ -130,26 +130,10 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield str(key)
-            yield from _strings(inner)
+        yield from _strings([*value.keys(), *value.values()])
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _strings(inner)
-
-
-def _refusal(row: str, role: str, token: str) -> str:
-    source = ", the row's or data.system_prompt," if role == "system" else ""
-    return (
-        f"{row}: a message of role '{role}'{source} holds {token!r} in its text, a special token of the model, which "
-        "the chat template alone may write. Remove it from the text, or set data.special_tokens=as_text to give it to "
-        "the model as ordinary text"
-    )
-
-
-def _encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, **options)["input_ids"]
-    return ids
 
 
 def _as_text(
@@ -163,23 +147,23 @@ def _as_text(
     written = "".join(text for message in messages for text in _texts(message))
     free = (chr(code) for code in _PLACEHOLDERS if chr(code) not in written)
     placeholders = dict(zip(sorted(typed), free, strict=False))
-    assert specials.all is not None and len(placeholders) == len(typed)
     hidden = [_hidden(message, specials.all, placeholders) for message in messages]
-    left = next(_typed(specials.all, hidden), None)
-    if left is not None:
+    if (left := next(_typed(specials.all, hidden), None)) is not None:
         raise DataError(
             f"{row}: two text parts of a message of role '{left[0]}' make {left[1]!r} together, a special token of the "
             "model; write them as one part (data.special_tokens is as_text), or remove it"
         )
     rendered = render(hidden)
     back = {ord(placeholder): token for token, placeholder in placeholders.items()}
-    ids, texts = _split_encode(tokenizer, specials, rendered, back)
-    # A tokenizer may treat the beginning of a text in its own way, or have no way to leave special tokens be.
+    ids = _encode_parts(tokenizer, specials, rendered, back)
+    # A tokenizer may treat the beginning of a text in its own way, take up the space beside a special token, or have no
+    # way to leave special tokens be.
     plain = dict.fromkeys(back, "x")
-    same = _split_encode(tokenizer, specials, rendered, plain)[0] == _encode(
+    same = _encode_parts(tokenizer, specials, rendered, plain) == _encode(
         tokenizer, rendered.translate(plain)
     )
-    if not same or not specials.ids.isdisjoint(texts):
+    of_template = len(specials.all.findall(rendered))
+    if not same or sum(id_ in specials.tokens.values() for id_ in ids) != of_template:
         raise ConfigError(
             f"{row}: data.special_tokens is as_text, and the model's tokenizer ({type(tokenizer).__qualname__}) cannot "
             "encode the parts of a text one by one with special tokens off; remove such tokens from the rows"
@@ -201,26 +185,17 @@ def _hidden(value: Any, pattern: re.Pattern[str], placeholders: Mapping[str, str
     return value
 
 
-def _split_encode(
-    tokenizer: Any, specials: _Specials, rendered: str, back: Mapping[int, str]
-) -> tuple[list[int], list[int]]:
-    """The ids of a rendered conversation whose placeholders are put `back` as text; and those of its text alone."""
-    assert specials.all is not None
+def _encode_parts(tokenizer: Any, specials: _Specials, rendered: str, back: Mapping[int, str]) -> list[int]:
+    """The ids of a rendered conversation whose placeholders are put `back` as text, between its special tokens."""
     ids: list[int] = []
-    texts: list[int] = []
-    at, strip = 0, False
+    for at, part in enumerate(specials.all.split(rendered)):
+        if at % 2:
+            ids.append(specials.tokens[part])
+        elif part:
+            ids += _encode(tokenizer, part.translate(back), split_special_tokens=True)
+    return ids
 
-    def add(text: str) -> None:
-        found = _encode(tokenizer, text.translate(back), split_special_tokens=True) if text else []
-        ids.extend(found)
-        texts.extend(found)
 
-    for match in specials.all.finditer(rendered):
-        id_, token = specials.tokens[match[0]]
-        text = rendered[at : match.start()]
-        text = text.lstrip() if strip else text
-        add(text.rstrip() if token.lstrip else text)
-        ids.append(id_)
-        at, strip = match.end(), token.rstrip
-    add(rendered[at:].lstrip() if strip else rendered[at:])
-    return ids, texts
+def _encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+    return ids

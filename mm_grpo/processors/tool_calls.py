@@ -11,13 +11,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from mm_grpo.files import parse_json
+from mm_grpo.processors.chat_template import names_read
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*\Z", re.DOTALL)
@@ -70,11 +67,9 @@ def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-@lru_cache(maxsize=8)
 def knows_tools(template: str) -> bool:
     """True when a chat template shows the tools that it is given."""
-    syntax = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    return "tools" in jinja2.meta.find_undeclared_variables(syntax)
+    return "tools" in names_read(template)
 
 
 def with_tools(

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from reading import colour_of
 
 from mm_grpo.config import DataConfig
 from mm_grpo.data.blind import exchange, image_key
@@ -35,32 +36,53 @@ def test_one_picture_has_one_key(tmp_path: Path) -> None:
     assert image_key({"bytes": b"abc", "path": "x.png"}) == image_key(b"abc") != image_key(b"abd")
     assert image_key({"bytes": None, "path": "x.png"}) == image_key("x.png") == image_key(Path("x.png"))
     red.save(tmp_path / "red.png")
-    opened = Image.open(tmp_path / "red.png")
-    assert (
-        image_key(opened) == str(tmp_path / "red.png") and getattr(opened, "fp", None) is not None
-    )  # not read
+    opened: Any = Image.open(tmp_path / "red.png")
+    assert image_key(opened) == str(tmp_path / "red.png") and opened.fp is not None  # not read
 
 
-def rows(colours: str) -> list[dict[str, Any]]:
-    named = {"r": "red", "g": "green", "b": "blue"}
-    return [{"prompt": f"q{i}", "image": Image.new("RGB", (2, 2), named[c])} for i, c in enumerate(colours)]
+def dataset(*shades: int | tuple[int, ...]) -> Dataset:
+    """A row for each, with an image or several of these shades."""
+    several = [(each,) if isinstance(each, int) else each for each in shades]
+    images = [[Image.new("L", (1, 1), n) for n in each] for each in several]
+    return Dataset([{"prompt": f"q{i}", "images": each} for i, each in enumerate(images)], DataConfig())
 
 
-def test_questions_about_one_picture_get_another_one() -> None:
-    dataset = Dataset(rows("rrgb"), DataConfig())
-    shuffled = dataset.with_shuffled_images()
-    for index in range(4):
-        own, other = (d.sample(index).images[0].getpixel((0, 0)) for d in (dataset, shuffled))
-        assert own != other
-    with pytest.raises(DataError, match=r"among the rows with 1 .*: 3 of 4 are equal; .*run.eval_blind:"):
-        Dataset(rows("rrrb"), DataConfig()).with_shuffled_images()
+def shades_of(rows: Dataset) -> list[list[int]]:
+    return [[colour_of(image)[0] for image in rows.sample(i).images] for i in range(len(rows))]
+
+
+def test_shuffled_images_are_another_row_s() -> None:
+    plain = dataset(1, 2, 3, (4, 4), (5, 5), ())
+    shuffled = plain.with_shuffled_images()
+    own, moved = shades_of(plain), shades_of(shuffled)
+    assert all(own[n] != moved[n] for n in range(5)) and moved[3:] == [[5, 5], [4, 4], []]
+    assert sorted(moved[:3]) == own[:3]  # one image stays with one image
+    assert [shuffled.uid(n) for n in range(6)] == [f"train:{n}" for n in range(6)]
+    assert shades_of(dataset(1, 2, 3, (4, 4), (5, 5), ()).with_shuffled_images()) == moved
+    many = dataset(*range(40))
+    first = shades_of(many.with_shuffled_images(0))
+    assert sorted(first) == shades_of(many) and all(shade != [n] for n, shade in enumerate(first))
+    assert shades_of(many.with_shuffled_images(1)) != first
+    one_picture = dataset(1, 1, 2, 3)
+    pairs = zip(shades_of(one_picture), shades_of(one_picture.with_shuffled_images()), strict=True)
+    assert all(a != b for a, b in pairs)
+
+
+@pytest.mark.parametrize(("shades", "words"), [((1, 1, 1, 2), "with 1 .*: 3 of 4"), ((1, ()), "1 of 1")])
+def test_images_that_cannot_move_are_refused(shades: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(DataError, match=rf"^train row 0: images .*{words} are equal; .*run\.eval_blind"):
+        dataset(*shades).with_shuffled_images()
+
+
+def test_a_broken_image_is_named_by_both_rows() -> None:
+    rows = [{"prompt": "?", "image": b"no image"}, {"prompt": "?", "image": Image.new("L", (1, 1))}]
+    with pytest.raises(DataError, match=r"^train row 1 \(images of train row 0\): image .* is not an image"):
+        Dataset(rows, DataConfig()).with_shuffled_images().sample(1)
 
 
 def test_removed_images_leave_the_text() -> None:
-    dataset = Dataset(rows("rg"), DataConfig())
-    blank = dataset.with_images_removed()
-    sample = blank.sample(1)
-    assert sample.images == () and sample.uid == dataset.sample(1).uid
-    parts = [part for message in sample.messages for part in message["content"]]
-    assert parts == "q1" or [(part["type"], part["text"]) for part in parts] == [("text", "q1")]
-    assert len(dataset.sample(1).images) == 1  # the dataset itself stays as it was
+    plain = dataset(1, 2)
+    sample = plain.with_images_removed().sample(1)
+    assert (sample.images, sample.uid) == ((), "train:1")
+    assert sample.messages == ({"role": "user", "content": [{"type": "text", "text": "q1"}]},)
+    assert len(plain.sample(1).images) == 1  # the dataset itself stays as it was

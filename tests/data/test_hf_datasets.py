@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,6 @@ def test_parquet_arrow_and_saved_folders_hold_the_same_rows(tmp_path: Path) -> N
         (lambda d: datasets.DatasetDict(train=d, test=d).save_to_disk("d"), ("2 splits", "d:SPLIT")),
         (lambda d: datasets.DatasetDict(train=d).save_to_disk("d") or "d:val", ("'val'", "'train'")),
         (lambda d: Path("d.parquet").write_bytes(b"PAR1 and then nothing"), ("d.parquet", "cannot be read")),
-        (lambda d: Path("d.arrow").write_bytes(b"ARROW1 and no more"), ("d.arrow", "cannot be read")),
         (lambda d: Path("d.arrow").write_bytes(b""), ("d.arrow", "cannot be read")),
         (lambda d: d.to_parquet("d.parquet") and Path("cache").touch(), ("d.parquet", "cannot be read", "cache")),
     ],
@@ -149,19 +147,11 @@ def test_without_a_network_both_readings_of_a_name_are_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "data" / "train.jsonl", *numbered(1))
-    monkeypatch.setattr(hf_datasets, "_unreachable", lambda repository: "ConnectError: no network")
+    monkeypatch.setattr(hf_datasets, "hub_fault", lambda name, dataset: "no network")
     message = refusal("data/train")
-    assert "ConnectError: no network" in message and "'train.jsonl'" in message
+    assert "(no network" in message and "'train.jsonl'" in message
     assert "hiyouga/geometry3k:train" in refusal("hiyouga/geometry3k@train")
     assert "hub it" not in refusal("data/train.csv")
-
-
-def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    monkeypatch.setattr(hf_datasets, "PATIENCE", 0.2)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *args, **options: time.sleep(600))
-    assert "cannot be read (no answer in 0.2 s" in refusal("owner/name")
 
 
 def test_names_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +166,7 @@ def test_names_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
             return datasets.DatasetDict(dict.fromkeys(splits[config], rows))
         return {name: rows for name in splits[config]}[split]
 
-    monkeypatch.setattr(hf_datasets, "_unreachable", lambda repository: None)
+    monkeypatch.setattr(hf_datasets, "hub_fault", lambda name, dataset: "")
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert numbers_of("own/er:main:train") == numbers_of("own/er:hard") == [5]
     assert load("own/er:hard:test", config().data).row_name(0) == "own/er:hard:test row 0"
@@ -190,7 +180,7 @@ def test_names_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dataset_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_datasets, "_unreachable", lambda repository: "no network")
+    monkeypatch.setattr(hf_datasets, "hub_fault", lambda name, dataset: "no network")
     source = write_rows(tmp_path / "own.jsonl", *numbered(3, 4))
     builder = datasets.load_dataset_builder("json", data_files={"train": str(source)})
     builder.download_and_prepare()
@@ -205,7 +195,9 @@ def test_a_dataset_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: py
     assert "cannot be read (no network" in refusal("own/er:test")
 
 
-# What 50,000 rows cost at the start
+# What many rows cost at the start
+
+ROWS = 20_000
 
 START = """
 import json, re, sys, time
@@ -229,43 +221,42 @@ def start(source: Path, folder: Path) -> tuple[float, int, int, bool]:
     assert done.returncode == 0, done.stderr
     count, *found = json.loads(done.stdout)
     print(f"{source.name}: {found}")
-    assert count == 50_000
+    assert count == ROWS
     return tuple(found)
 
 
 @pytest.mark.slow
-def test_fifty_thousand_lines_start_quickly(tmp_path: Path) -> None:
+def test_many_lines_start_quickly(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     reply = {"from": "gpt", "value": "A long answer. " * 20}
     with path.open("w") as file:
-        for at in range(50_000):
+        for at in range(ROWS):
             turns = [{"from": "human", "value": f"<image>Question {at}?"}, reply]
             file.write(json.dumps({"id": at, "image": f"{at}.jpg", "conversations": turns}) + "\n")
     seconds, peak, _, imported = start(path, tmp_path)
-    assert seconds < 30  # 2 s measured on a core that others use too
+    assert seconds < 30  # 1 s measured on a core that others use too
     assert peak < 300 and not imported  # 40 MB measured
 
 
-@pytest.mark.long
-def test_fifty_thousand_rows_with_pictures_stay_on_disk(tmp_path: Path) -> None:
-    pictures = []
-    for _ in range(10):
-        Image.effect_noise((64, 64), 64).save(file := BytesIO(), "PNG")
-        pictures.append(file.getvalue())
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["saved", "rows.parquet"])
+def test_many_rows_with_pictures_stay_on_disk(kind: str, tmp_path: Path) -> None:
+    Image.effect_noise((100, 100), 64).save(file := BytesIO(), "PNG")
     inside = pyarrow.StructArray.from_arrays(
-        [pyarrow.array(pictures * 5000), pyarrow.nulls(50_000, pyarrow.string())], ["bytes", "path"]
+        [pyarrow.array([file.getvalue()] * ROWS), pyarrow.nulls(ROWS, pyarrow.string())], ["bytes", "path"]
     )
     columns = {
-        "images": pyarrow.ListArray.from_arrays(list(range(50_001)), inside),
-        "problem": [f"<image>Question {at}?" for at in range(50_000)],
-        "answer": [str(at) for at in range(50_000)],
+        "images": pyarrow.ListArray.from_arrays(list(range(ROWS + 1)), inside),
+        "problem": [f"<image>Question {at}?" for at in range(ROWS)],
+        "answer": [str(at) for at in range(ROWS)],
     }
     features = datasets.Features(images=datasets.List(datasets.Image()), problem=TEXT, answer=TEXT)
     stored = datasets.Dataset(pyarrow.table(columns), info=datasets.DatasetInfo(features=features))  # 200 MB
-    stored.save_to_disk(str(tmp_path / "saved"))
-    pyarrow.parquet.write_table(stored.data.table, tmp_path / "rows.parquet", row_group_size=25_000)
-    for source in (tmp_path / "saved", tmp_path / "rows.parquet"):
-        seconds, peak, own, _ = start(source, tmp_path)
-        assert seconds < 30  # 1 s measured; a decoded picture costs 1 ms, and 50,000 of them 50 s
-        assert peak < 800  # 570 MB measured, of which 200 are pages of files that the system may take back
-        assert own < 200  # 120 MB measured
+    if kind == "saved":
+        stored.save_to_disk(str(tmp_path / kind))
+    else:
+        pyarrow.parquet.write_table(stored.data.table, tmp_path / kind, row_group_size=ROWS // 2)
+    seconds, peak, own, _ = start(tmp_path / kind, tmp_path)
+    assert seconds < 15  # 1 s measured; a decoded picture costs 1 ms, and all of them 20 s
+    assert peak < 800  # of which 200 are pages of files that the system may take back
+    assert own < 200

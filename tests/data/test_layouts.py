@@ -61,17 +61,11 @@ def test_turns_and_a_system_message_in_the_layouts_that_have_them() -> None:
     turns = [("user", "<image>What is it?"), ("assistant", "A cat."), ("user", "What colour?")]
     system, reply = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "black"}
     messages = [{"role": role, "content": text} for role, text in turns]
-    said = [
-        {"from": {"user": "human", "assistant": "gpt"}[role], "value": text}
-        for role, text in [*turns, ("assistant", "black")]
-    ]
+    speakers = {"user": "human", "assistant": "gpt"}
+    said = [{"from": speakers[role], "value": text} for role, text in [*turns, ("assistant", "black")]]
     rows = {
         "trl": {"messages": [system, *messages], "answer": "black"},
-        "verl": {
-            "prompt": [system, *messages],
-            "data_source": "x",
-            "reward_model": {"ground_truth": "black"},
-        },
+        "verl": {"prompt": [system, *messages], "reward_model": {"ground_truth": "black"}},
         "ms_swift": {"messages": [system, *messages, reply]},
         "sharegpt": {"conversations": said, "system": "Be brief."},
     }
@@ -241,30 +235,19 @@ BOX = [[1, 2, 3, 4]]
 @pytest.mark.parametrize(
     ("options", "row", "words"),
     [
-        ({}, said(HUMAN, {"from": "alien", "value": "x"}), ("conversations[1]", "'alien'", "human")),
         ({}, said(HUMAN, {"from": "gpt", "value": None}), ("conversations[1]", "None")),
-        ({}, said(HUMAN, "x"), ("conversations[1]", "'x'")),
-        ({}, said(), ("'conversations'", "'user'")),
         ({}, said(HUMAN, {"from": "gpt", "value": " "}), ("conversations[1]", "reply")),
         ({}, said(HUMAN, system=3), ("'system' is 3",)),
         ({"layout": "sharegpt"}, said() | {"conversations": None}, ("'conversations' is null",)),
-        ({"layout": "sharegpt"}, {"prompt": "?", "image": "a.png"}, ("'conversations'", "data.layout=sharegpt")),
-        ({"layout": "sharegpt"}, said() | {"conversations": {"from": "human"}}, ("conversations[0]",)),
+        ({"layout": "sharegpt"}, {"prompt": "?", "image": "a.png"}, ("'conversations'", "data.layout")),
         ({}, {"messages": swift("?", "<bbox>")["messages"], "objects": None}, ("<bbox>", "'objects'")),
-        ({}, swift("?", "<bbox>", bbox=[]), ("<bbox>", "objects.bbox: 0")),
         ({}, swift("?", "<bbox>", bbox=BOX * 2), ("<bbox>", "objects.bbox: 2")),
         ({}, swift("?", "<bbox>", bbox=[[1, 2, 3]]), ("objects.bbox", "[1, 2, 3]")),
-        ({}, swift("?", "<bbox>", bbox=[[1, 2, 3, None]]), ("objects.bbox",)),
-        ({}, swift("?", "<bbox>", bbox="all"), ("objects.bbox", "'all'")),
+        ({}, swift("?", "<bbox>", bbox="all"), ("objects.bbox",)),
         ({}, swift("?", "<ref-object>", ref=[3]), ("objects.ref", "3")),
-        ({}, swift("?", "<bbox>", bbox=BOX, bbox_type="norm1000"), ("objects.bbox_type", "'norm1000'")),
+        ({}, swift("?", "<bbox>", bbox=BOX, bbox_type="norm1000"), ("'objects'", "'norm1000'")),
         ({}, replied([{"type": "text", "text": None}]), ("messages[1]", "reply")),
         ({}, replied("4", {"type": "image_url", "image_url": {"url": None}}), ("messages[0].content[1]", "url")),
-        ({}, replied("4", None), ("messages[0].content[1]", "'NoneType'")),
-        ({"layout": "verl"}, {"prompt": "?", "image": "a.png", "reward_model": "rule"}, ("'reward_model' is 'rule'",)),
-        ({"layout": "r1v"}, {"problem": "?", "image": "a.png", "solution": [1]}, ("'solution' is [1]",)),
-        ({}, {"problem": "", "image": "a.png"}, ("'problem' is empty",)),
-        ({}, {"prompt": TALK, "image": "a.png"}, ("'prompt'", "data.answer_from=last_turn")),
         ({"layout": "trl"}, {"messages": TALK, "image": "a.png"}, ("'messages'", "data.answer_from=last_turn")),
         ({}, {"messages": TALK, "answer": "four", "image": "a.png"}, ("'answer'", "data.answer_from=column")),
         ({"answer_from": "last_turn"}, {"prompt": "2 + 2?", "image": "a.png"}, ("'prompt'", "data.answer_from")),
@@ -278,19 +261,15 @@ def test_a_row_of_no_layout_is_refused_by_its_field(options: Any, row: Any, word
 
 def test_base64_is_never_printed() -> None:
     url, bare = data_url(1), base64.b64encode(png(1)).decode()
+    text = {"type": "text", "text": {"url": url}}
     for row in (
         {"prompt": "?", "image": bare},
         {"prompt": "?", "image": url[:-40] + "@@@"},
         {"prompt": "?", "image": {"bytes": None, "path": bare}},
         {"prompt": [{"role": url, "content": "?"}], "image": "a.png"},
-        {"prompt": [{"role": "user", "content": [{"type": "text", "text": {"url": url}}]}]},
+        {"prompt": [{"role": "user", "content": [text]}]},
+        {"messages": [ASKED, {"role": "assistant", "content": [text]}]},
         said({"from": bare, "value": "x"}),
-        {
-            "messages": [
-                ASKED,
-                {"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": url}}]},
-            ]
-        },
         swift("?", "<bbox>", bbox=[[1, 2, 3, url]]),
     ):
         with pytest.raises(DataError) as caught:

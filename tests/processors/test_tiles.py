@@ -128,12 +128,12 @@ def test_limits_are_kept_in_whole_tiles(
     ("family", "limits", "words"),
     [
         ("internvl", {"max_pixels": 100}, r"data\.max_pixels = 100 .* an image needs one at least: max_pixels >= 3136"),
-        ("internvl", {"min_pixels": 9 * TILE**2, "max_pixels": 4 * TILE**2}, "allow 9 to 4 tiles of 56x56 pixels"),
+        ("internvl", {"min_pixels": 9 * TILE**2, "max_pixels": 4 * TILE**2}, "allow 9 to 4 tiles"),
         ("smolvlm", {"max_pixels": 100}, r"data\.max_pixels = 100 .* max_pixels must be at least 3136"),
-        ("smolvlm", {"min_pixels": 10**6}, r"data\.min_pixels = 1000000: .* at most one row of tiles, 12544"),
+        ("smolvlm", {"min_pixels": 10**6}, r"data\.min_pixels = 1000000: .* 12544"),
         ("llava_onevision", {"max_pixels": 100}, "none of the model's resolutions has .* from 3136 to 28224 pixels"),
-        ("gemma3", {"max_pixels": 100}, r"data\.max_pixels = 100: every image .* 56x56 = 3136 pixels"),
-        ("gemma3", {"min_pixels": 10**6}, r"data\.min_pixels = 1000000: every image .* 56x56 = 3136 pixels"),
+        ("gemma3", {"max_pixels": 100}, r"data\.max_pixels = 100: every image .* = 3136 pixels"),
+        ("gemma3", {"min_pixels": 10**6}, r"data\.min_pixels = 1000000 .* = 3136 pixels"),
     ],
 )  # fmt: skip
 def test_limits_that_no_image_can_keep_are_refused(

@@ -68,7 +68,7 @@ def test_a_call_that_cannot_be_read_says_why(body: str, problem: str) -> None:
 def processor(request: pytest.FixtureRequest, models: dict[str, Path]) -> Any:
     loaded: Any = load_processor(str(models["qwen2_5_vl"]))
     if request.param:
-        loaded.hf.chat_template = loaded.template = KNOWS
+        loaded.template = KNOWS
     assert knows_tools(loaded.template) == request.param
     return loaded
 
@@ -101,6 +101,6 @@ def test_the_prompt_tells_of_the_tools(processor: Any) -> None:
 
 def test_a_template_that_cannot_show_an_answer(models: dict[str, Path]) -> None:
     loaded: Any = load_processor(str(models["qwen2_5_vl"]))
-    loaded.hf.chat_template = loaded.template = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    loaded.template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(DataError, match=r"train:1: the model's chat template does not show an answer with"):
         loaded.observation([["a"]], row="train:1")
