@@ -11,12 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.files import parse_json, read_regular_file
 from mm_grpo.pages.page import Picture, as_text, cut, data_url, encode_image
 from mm_grpo.pages.token_heatmap import Heatmap, Tokens, heatmap, tokens_of, total_of
 from mm_grpo.rewards.builtins.answers import final_part
@@ -134,33 +132,26 @@ def spread_order(steps: Sequence[int]) -> list[int]:
 
 
 def read_rows(path: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a log file in its first `limit` bytes, and the bytes that were read. What is no row is left out."""
-    rows: list[dict[str, Any]] = []
+    """The rows of a log file that are whole in its first `limit` bytes, and the bytes that were read."""
     try:
-        data = read_regular_file(path, limit)
-    except OSError:  # removed since it was listed
+        with path.open("rb") as file:
+            data = file.read(limit)
+    except FileNotFoundError:  # removed since it was listed
         return [], 0
-    lines = data.split(b"\n")
-    for line in (
-        lines[:-1] or lines
-    ):  # what follows the last line feed was cut, by the limit or a killed process
-        with suppress(ValueError):
-            row = parse_json(line, dict)
-            rows += [row] if isinstance(row.get("step"), int) and "uid" in row else []
-    return rows, len(data)
+    return [json.loads(line) for line in data.split(b"\n")[:-1]], len(data)
 
 
 def by_group(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """The rows of each group, in the order of the slots."""
     groups: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row.get("slot", 0), row.get("attempt", 0)), []).append(row)
+        groups.setdefault((row["slot"], row["attempt"]), []).append(row)
     return [groups[place] for place in sorted(groups)]
 
 
 def reward_range(rows: Sequence[Mapping[str, Any]]) -> float:
     """How far the rewards of a group lie apart."""
-    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
     return max(rewards) - min(rewards) if rewards else 0.0
 
 
@@ -170,8 +161,8 @@ def describe_group(rows: Sequence[Mapping[str, Any]], run: int = 0) -> dict[str,
     return {
         **_prompt(head, run),
         "step": head["step"],
-        "slot": head.get("slot", 0),
-        "attempt": head.get("attempt", 0),
+        "slot": head["slot"],
+        "attempt": head["attempt"],
         "left_out": max(0, len(rows) - COMPLETIONS_PER_GROUP),
         "completions": [describe_completion(row) for row in rows[:COMPLETIONS_PER_GROUP]],
     }
@@ -179,7 +170,7 @@ def describe_group(rows: Sequence[Mapping[str, Any]], run: int = 0) -> dict[str,
 
 def describe_completion(row: Mapping[str, Any]) -> dict[str, Any]:
     """One completion, without keys that have no value."""
-    text = row.get("completion") or ""
+    text = row["completion"]
     thinking, answer = split_thinking(text, opened=bool(row.get("opens_thinking")))
     tokens, turns = tokens_of(row), row.get("turns") or []
     own = () if turns else tokens
@@ -202,7 +193,7 @@ def describe_completion(row: Mapping[str, Any]) -> dict[str, Any]:
 def describe_turn(turn: Mapping[str, Any], tokens: Tokens = ()) -> dict[str, Any]:
     """One turn of a conversation, as it was logged: in pieces where the sight of its `tokens` was measured."""
     text = turn["text"]
-    return {**turn, "text": _shown(text, 0, len(text), tokens), "images": _names(turn.get("images"))}
+    return {**turn, "text": _shown(text, 0, len(text), tokens), "images": _names(turn.get("images", ()))}
 
 
 def _shown(whole: str, start: int, end: int, tokens: Tokens) -> str | Heatmap:
@@ -244,20 +235,17 @@ def images_of(group: Mapping[str, Any]) -> list[str]:
 
 
 def picture(paths: RunPaths, name: str) -> Picture | None:
-    """A logged picture, made smaller where it is large; None for a name that is not ours, or what is no picture."""
+    """A logged picture, made smaller where it is large; None for a name that is none of a run's."""
     file = paths.images / name
     if not IMAGE_NAME.fullmatch(name) or not file.is_file():
         return None
     from PIL import Image
 
-    try:
-        with Image.open(file) as image:
-            width, height = image.size
-            if max(image.size) <= LONGEST_SIDE and file.stat().st_size <= LARGEST_PNG:
-                return Picture(width, height, data_url("png", file.read_bytes()))
-            small = image.convert("RGB")
-    except (OSError, ValueError):
-        return None
+    with Image.open(file) as image:
+        width, height = image.size
+        if max(image.size) <= LONGEST_SIDE and file.stat().st_size <= LARGEST_PNG:
+            return Picture(width, height, data_url("png", file.read_bytes()))
+        small = image.convert("RGB")
     small.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
     return Picture(width, height, encode_image(small, LARGEST_PNG)[0])
 
@@ -276,13 +264,13 @@ def _evaluations(
     steps = evaluated_steps(paths)
     for when, step in zip(ENDS, dict.fromkeys((*steps[:1], *steps[-1:])), strict=False):
         for row in read_rows(paths.evaluation_file(step), budget.read // 8)[0]:
-            held = blind if row.get("blind") else rows
-            held.setdefault((str(row.get("set", "")), str(row["uid"])), {}).setdefault(when, []).append(row)
+            held = blind if row["blind"] else rows
+            held.setdefault((row["set"], row["uid"]), {}).setdefault(when, []).append(row)
     for key, answers in rows.items():
         row = {**_prompt(next(iter(answers.values()))[0], run), "set": key[0], **_ends(answers)}
         if key in blind:
             head = next(iter(blind[key].values()))[0]
-            row["blind"] = {"kind": head["blind"], "images": _names(head.get("images")), **_ends(blind[key])}
+            row["blind"] = {"kind": head["blind"], "images": _names(head["images"]), **_ends(blind[key])}
         size = len(json.dumps(row, ensure_ascii=False))
         if used + size <= limit and pictures.take(paths, images_of(row)):
             used += size
@@ -301,21 +289,21 @@ def _ends(answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 def _prompt(head: Mapping[str, Any], run: int) -> dict[str, Any]:
     """What a group and an evaluation row have in common."""
-    columns = head.get("columns") or {}
+    columns = head["columns"]
     gold = {name: columns[name] for name in GOLD if name in columns} or columns
     return {
         "run": run,
         "uid": head["uid"],
-        "images": _names(head.get("images")),
+        "images": _names(head["images"]),
         "messages": [
             {"role": m["role"], "text": cut(message_text(m["content"]), LONGEST_PROMPT)}
-            for m in head.get("messages") or []
+            for m in head["messages"]
         ],
         "answers": {name: cut(as_text(value), LONGEST_PROMPT) for name, value in gold.items()},
         "gold": (head.get("gold") or [])[:MOST_OVERLAYS],
     }
 
 
-def _names(names: Any) -> list[str]:
-    """Names of a run's images, without anything else."""
-    return [name for name in names or [] if isinstance(name, str) and IMAGE_NAME.fullmatch(name)]
+def _names(names: Sequence[str]) -> list[str]:
+    """Names of a run's images, without anything else: whoever sent the folder wrote them."""
+    return [name for name in names if IMAGE_NAME.fullmatch(name)]

@@ -109,20 +109,16 @@ def encode_image(
     image: Image, largest_png: int, *, quality: int = 85, subsampling: int = -1
 ) -> tuple[str, str]:
     """An image as a data URL, and its format: PNG, or JPEG where that has more than `largest_png` bytes."""
-    form, data = "png", _encoded(image, "PNG")
-    if len(data) > largest_png:
-        form, data = "jpeg", _encoded(image.convert("RGB"), "JPEG", quality=quality, subsampling=subsampling)
-    return data_url(form, data), form
+    out, form = io.BytesIO(), "png"
+    image.save(out, "PNG")
+    if out.tell() > largest_png:
+        out, form = io.BytesIO(), "jpeg"
+        image.convert("RGB").save(out, "JPEG", quality=quality, subsampling=subsampling)
+    return data_url(form, out.getvalue()), form
 
 
 def data_url(form: str, data: bytes) -> str:
     return f"data:image/{form};base64,{base64.b64encode(data).decode()}"
-
-
-def _encoded(image: Image, form: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, form, **options)
-    return out.getvalue()
 
 
 def cut(text: str, limit: int) -> str:

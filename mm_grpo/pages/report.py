@@ -61,7 +61,8 @@ class Report:
         self.update()
         share = Budget(*(part // len(self.runs) for part in (budget.texts, budget.images, budget.read)))
         pictures = Pictures(0)
-        runs, galleries, blind = [], [], [blind_kind(paths) for paths in self.runs]
+        configs = [config_of(paths) for paths in self.runs]
+        runs, galleries, blind = [], [], [(one.get("run") or {}).get("eval_blind") for one in configs]
         for i, (paths, name) in enumerate(zip(self.runs, run_names(self.runs), strict=True)):
             pictures.limit += share.images
             galleries.append(gather_gallery(paths, share, pictures, i))
@@ -74,12 +75,14 @@ class Report:
                 "config": str(redact(paths.config.read_text(encoding="utf-8")))
                 if paths.config.is_file()
                 else "",
-                "changed": changed_settings(paths),
+                "changed": changed_settings(configs[i]),
                 "environment": read_json(paths.environment, dict) if paths.environment.is_file() else {},
                 "shown": galleries[i].counts,
             }
             runs.append(one)
-        expected = [expected_of(paths) for paths in self.runs]
+        expected = [
+            read_expected_curve(paths.expected) if paths.expected.is_file() else None for paths in self.runs
+        ]
         data = {
             "kind": "run",
             "runs": runs,
@@ -198,31 +201,21 @@ def check_expected(path: str | PathLike[str]) -> None:
         )
 
 
-def expected_of(paths: RunPaths) -> ExpectedCurve | None:
-    """The curve that a run was started with; None where there is none that can be read."""
+def config_of(paths: RunPaths) -> dict[str, Any]:
+    """What config.yaml holds; {} where it cannot be read, which a page is drawn without."""
     try:
-        return read_expected_curve(paths.expected) if paths.expected.is_file() else None
-    except ConfigError:
-        return None
-
-
-def blind_kind(paths: RunPaths) -> str | None:
-    """How a run's blind control is made, by its config.yaml: shuffled or removed."""
-    try:
-        section = read_yaml(str(paths.config)).get("run")
+        return read_yaml(paths.config)
     except (UserError, OSError, ValueError):
-        return None
-    kind = section.get("eval_blind") if isinstance(section, Mapping) else None
-    return kind if kind in ("shuffled", "removed") else None
+        return {}
 
 
-def changed_settings(paths: RunPaths) -> list[tuple[str, str]]:
-    """The settings of config.yaml that are not the defaults, by their full names; none where it cannot be read."""
+def changed_settings(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The settings of a config that are not the defaults, by their full names; none of one that is not legal now."""
     try:
-        config = GRPOConfig.from_dict(read_yaml(paths.config))
-        default = GRPOConfig.from_dict({"model": {"path": config.model.path}})
-    except (UserError, OSError, ValueError):
+        config = GRPOConfig.from_dict(values)
+    except UserError:
         return []
+    default = GRPOConfig.from_dict({"model": {"path": config.model.path}})
 
     def walk(now: Any, then: Any, before: str) -> Iterator[tuple[str, str]]:
         for key, value in now.items():

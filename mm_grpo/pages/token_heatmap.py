@@ -1,11 +1,7 @@
-"""The tokens of a completion with their sight (docs/evaluation.md), as page.js shades them.
-
-A row's `sight` is what a run wrote: where it is not the sight of the completion's text, the text has no shades.
-"""
+"""The tokens of a completion with their sight (docs/evaluation.md), as page.js shades them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,21 +14,15 @@ Heatmap = list[str | tuple[str, float]]
 
 
 def tokens_of(row: Mapping[str, Any]) -> Tokens:
-    """Each token's text and nats; empty where a row's `sight` is none."""
+    """Each token's text and nats; empty where a row's sight was not measured."""
     sight = row.get("sight")
-    nats, pieces = (sight.get(key) if isinstance(sight, Mapping) else None for key in ("tokens", "pieces"))
-    if not isinstance(nats, list) or not isinstance(pieces, list) or len(nats) != len(pieces):
-        return []
-    fits = all(isinstance(piece, str) for piece in pieces) and all(map(_is_number, nats))
-    return list(zip(pieces, nats, strict=True)) if fits else []
+    return list(zip(sight["pieces"], sight["tokens"], strict=True)) if sight else []
 
 
 def total_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """The sight of a completion: its nats, and the uid of the row that lent its images."""
     sight = row.get("sight")
-    if not isinstance(sight, Mapping) or not _is_number(sight.get("nats")):
-        return None
-    return {"nats": sight["nats"], "other": str(sight.get("other", ""))}
+    return sight and {name: sight[name] for name in ("nats", "other")}
 
 
 def heatmap(tokens: Tokens, whole: str, start: int, end: int) -> Heatmap | None:
@@ -57,7 +47,3 @@ def heatmap(tokens: Tokens, whole: str, start: int, end: int) -> Heatmap | None:
         else:
             found.append(text)
     return found if any(isinstance(piece, tuple) for piece in found) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

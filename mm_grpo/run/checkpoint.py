@@ -25,8 +25,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
@@ -41,7 +39,7 @@ from mm_grpo.learner.state import (
     state_file,
 )
 from mm_grpo.rollout.background import Background
-from mm_grpo.run.checkpoint_writer import CheckpointContents, CheckpointWriter, unwritten
+from mm_grpo.run.checkpoint_writer import CheckpointContents, CheckpointWriter
 from mm_grpo.run.deciding_fields import deciding_fields, differing_field
 from mm_grpo.run.environment import free_memory
 from mm_grpo.run.manifest import (
@@ -140,7 +138,10 @@ class Checkpoints:
         """
         faults: list[str] = []
         for path in reversed(checkpoints_in(self.folder).values()):
-            manifest, fault = self._inspected(path)
+            # every process looks at its share of the files
+            manifest, own = inspect_checkpoint(path, self.ranks.shard)
+            found = [each for each in self.ranks.all_gather(own, "looking for a checkpoint") if each]
+            fault = next(iter(found), None)
             if fault is None:
                 for each in faults:
                     logger.warning("%s; resuming from %s", each, path.name)
@@ -160,15 +161,9 @@ class Checkpoints:
             self._refuse_others(checkpoint, identity)
             files = [checkpoint.path / str(mark["name"]) for mark in manifest["files"]]
             own = files[self.ranks.rank] if len(files) == self.ranks.world else None
-            try:
-                load_state(self.learner.optimizer, files, manifest["updates"], manifest["adam_steps"], own)
-                if manifest["reference"] is not None and self.learner.moving is not None:
-                    load_reference(self.learner.moving, checkpoint.path / REFERENCE)
-            except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-                raise ConfigError(
-                    f"the checkpoint '{checkpoint.path}' cannot be loaded ({type(error).__name__}: {error}): its marks "
-                    "agree with files that are no state; remove it, or start again with run.overwrite=true"
-                ) from None
+            load_state(self.learner.optimizer, files, manifest["updates"], manifest["adam_steps"], own)
+            if manifest["reference"] is not None and self.learner.moving is not None:
+                load_reference(self.learner.moving, checkpoint.path / REFERENCE)
 
     def sentence(self, every: int) -> str:
         """What the run keeps to resume from, said at its start, with the bytes on disk of one checkpoint."""
@@ -207,15 +202,11 @@ class Checkpoints:
             "format": FORMAT,
             "step": step,
             "extra": dict(extra),
-            "reference": None,
             **identity,
             "updates": optimizer.updates,
             "adam_steps": optimizer.adam_steps,
         }
-        try:
-            log = self.log.read_bytes() if self.ranks.first and self.log.is_file() else None
-        except OSError as error:
-            raise unwritten(self.folder, error) from None
+        log = self.log.read_bytes() if self.ranks.first and self.log.is_file() else None
         return CheckpointContents(step, manifest, state, reference, log, spared)
 
     def _end(self) -> None:
@@ -268,15 +259,9 @@ class Checkpoints:
 
     # reading ---------------------------------------------------------------------------------
 
-    def _inspected(self, path: Path) -> tuple[dict[str, Any], str | None]:
-        """A manifest, and what is wrong with the checkpoint; every process looks at its share of the files."""
-        manifest, fault = inspect_checkpoint(path, self.ranks.shard)
-        faults = [f for f in self.ranks.all_gather(fault, "looking for a checkpoint") if f]
-        return manifest, faults[0] if faults else None
-
     def _refuse_others(self, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
         manifest, where = checkpoint.manifest, f"'{checkpoint.path}'"
-        if differing := differing_field(self.config, identity["config"], manifest["config"]):
+        if differing := differing_field(identity["config"], manifest["config"]):
             field, value, known = differing
             raise ConfigError(
                 f"{field} = {json.dumps(value)}: the checkpoint {where} was made with {json.dumps(known)}, and "

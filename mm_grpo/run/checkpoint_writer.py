@@ -62,7 +62,10 @@ class CheckpointWriter:
                     for left in left_in(self.folder):
                         with suppress(OSError):  # one that somebody holds, on a shared disk
                             remove(left)
-                    beside.mkdir(parents=True)
+                    self.folder.mkdir(
+                        exist_ok=True
+                    )  # and not the run's folder, should that have been removed
+                    beside.mkdir()
             with self._together():
                 entry, reference = self._write_share(beside, contents)
             entries = self.ranks.all_gather(entry, "a checkpoint")
@@ -70,9 +73,7 @@ class CheckpointWriter:
                 if require_open is not None:
                     require_open()
                 if self.ranks.first:
-                    self._finish(
-                        beside, path, {**contents.manifest, "reference": reference}, entries, contents.log
-                    )
+                    self._finish(beside, path, contents, entries, reference)
                     self._remove_old(contents.step, contents.spared)
         except BaseException:
             if self.ranks.first:
@@ -87,7 +88,12 @@ class CheckpointWriter:
             try:
                 yield
             except OSError as error:
-                raise unwritten(self.folder, error) from None
+                listed = [*checkpoints_in(self.folder).values()]
+                kept = f"the last good one is {listed[-1].name}" if listed else "there is none before it"
+                raise ConfigError(
+                    f"run.dir = '{self.folder.parent}': a checkpoint cannot be written ({error.strerror or error}); "
+                    f"{kept}. Make room, or lower run.keep_checkpoints, and resume"
+                ) from None
 
     def _write_share(
         self, beside: Path, contents: CheckpointContents
@@ -100,7 +106,7 @@ class CheckpointWriter:
                 "process made there; name one that all hosts share"
             )
         entry = contents.state.write(beside / name).as_dict()
-        if contents.reference is None or not self.ranks.first:
+        if contents.reference is None:
             return entry, None
         return entry, contents.reference.write(beside / REFERENCE).as_dict()
 
@@ -108,19 +114,13 @@ class CheckpointWriter:
         self,
         beside: Path,
         path: Path,
-        contents: Mapping[str, Any],
+        contents: CheckpointContents,
         entries: Sequence[Mapping[str, Any]],
-        log: bytes | None,
+        reference: Mapping[str, Any] | None,
     ) -> None:
-        missing = [entry["name"] for entry in entries if not (beside / entry["name"]).is_file()]
-        if missing:
-            raise ConfigError(
-                f"run.dir = '{self.folder.parent}': {', '.join(missing)} was written by another process and is not "
-                "there; name a folder that all hosts share"
-            )
-        manifest = {**contents, "files": list(entries), "log": None}
-        if log is not None:
-            atomic_write(beside / LOG, log)
+        manifest = {**contents.manifest, "reference": reference, "files": list(entries), "log": None}
+        if contents.log is not None:
+            atomic_write(beside / LOG, contents.log)
             manifest["log"] = mark_of(beside / LOG).as_dict()
         atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         _sync(beside)
@@ -137,16 +137,6 @@ class CheckpointWriter:
                 with suppress(OSError):  # then it stays as it is
                     os.replace(old, left)
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def unwritten(folder: Path, error: OSError) -> ConfigError:
-    """The message of a checkpoint in `folder` that cannot be written."""
-    listed = [*checkpoints_in(folder).values()]
-    kept = f"the last good one is {listed[-1].name}" if listed else "there is none before it"
-    return ConfigError(
-        f"run.dir = '{folder.parent}': a checkpoint cannot be written ({error.strerror or error}); {kept}. "
-        "Make room, or lower run.keep_checkpoints, and resume"
-    )
 
 
 def _sync(folder: Path) -> None:

@@ -59,14 +59,9 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     return flat
 
 
-def differing_field(
-    config: GRPOConfig, now: Mapping[str, Any], then: Mapping[str, Any]
-) -> tuple[str, Any, Any] | None:
+def differing_field(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """A deciding field that is not `now` what it was `then`, with both values; None where all are equal."""
-    # a field that the version of the checkpoint did not have is as it was then when it has its default
-    default = deciding_fields(GRPOConfig.from_dict({"model": {"path": config.model.path}}))
-    for field in [*now, *(field for field in then.keys() - now.keys() if not is_neutral(field))]:
-        value, known = now.get(field), then.get(field, default.get(field))
-        if known != value:
-            return field, value, known
+    for field in {**now, **then}:
+        if now.get(field) != then.get(field):
+            return field, now.get(field), then.get(field)
     return None

@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,10 +41,14 @@ PACKAGES = (
 def describe_environment() -> dict[str, Any]:
     """What environment.json holds of the process that calls it."""
     program, *arguments = sys.argv
+    packages = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
     return {
         "mm_grpo": __version__,
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": packages,
         "platform": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": _gpus(),
@@ -62,7 +67,6 @@ def describe_limits() -> dict[str, Any]:
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
         "open_files": _soft(resource.RLIMIT_NOFILE),
         "processes": _soft(resource.RLIMIT_NPROC),
-        "locked_memory_bytes": _soft(resource.RLIMIT_MEMLOCK),
         "nvidia_driver": _driver(),
     }
 
@@ -104,13 +108,6 @@ def _soft(kind: int) -> int | None:
 def _driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text()) if file.is_file() else None
     return match[1] if match else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _gpus(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:

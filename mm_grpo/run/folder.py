@@ -14,7 +14,6 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +22,9 @@ from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write
 from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.events import append_event, cut_events
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
-from mm_grpo.run.lock import RunLock, RunMark, new_run, read_mark, refuse_running
-from mm_grpo.run.metrics import MetricsLog, finite_or_text, write_summary
-from mm_grpo.run.outputs import (
-    FILES,
-    FOLDERS,
-    SOME_FOLDERS,
-    files_in,
-    held,
-    is_there,
-    remove_run,
-    unfinished,
-)
+from mm_grpo.run.lock import RunLock, read_mark, refuse_running
+from mm_grpo.run.metrics import append_row, finite_or_text, write_summary
+from mm_grpo.run.outputs import FILES, FOLDERS, SOME_FOLDERS, files_in, held, is_there, remove_run, unfinished
 from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
 from mm_grpo.run.rollout_budget import RolloutBudget
 from mm_grpo.run.rollout_log import write_rollouts
@@ -48,11 +38,11 @@ logger = logging.getLogger("mm_grpo")
 
 
 class RunFolder:
-    """One run's folder. `prepare`, then `claim` and `start`, make a new one, `create` does all, `open` finds one.
+    """One run's folder. `check` looks at it, `claim` and `start` make a run of it, `open` finds one that is there.
 
-    `overwrite` allows `start` to replace the run that is there. `inputs` are the fields and paths that the run
-    reads (its base model, its data): one that lies in the folder is refused. `writes` are the names of outputs.py that
-    the run will write. `keep_rollouts` is the limit of rollout_budget.py in bytes.
+    `overwrite` allows `start` to replace the run that is there, and with `resume` that run goes on. `inputs` are the
+    fields and paths that the run reads (its base model, its data): one that lies in the folder is refused. `writes` are
+    the names of outputs.py that the run will write. `keep_rollouts` is the limit of rollout_budget.py in bytes.
     `expected` is the file of `run.expected_curve`, which is copied, so that the page needs the folder alone.
     """
 
@@ -77,30 +67,6 @@ class RunFolder:
         self.rollout_budget = RolloutBudget(self.paths, keep_rollouts)
 
     @classmethod
-    def prepare(
-        cls,
-        dir: AnyPath,
-        *,
-        overwrite: bool = False,
-        inputs: Inputs = (),
-        resume: bool = False,
-        writes: Collection[str] = SOME_FOLDERS,
-    ) -> RunFolder:
-        """Check that a run may start in `dir`, or with `resume` go on there; writes nothing.
-
-        Raises ConfigError when a run is there and `overwrite` is false, when a run is going on there, when files
-        there are not a run's, when one of `inputs` lies there, or when there is a file at `dir`.
-        """
-        folder = cls(dir, overwrite=overwrite, inputs=inputs, resume=resume, writes=writes)
-        folder.check()
-        return folder
-
-    @classmethod
-    def create(cls, dir: AnyPath, config_yaml: str, overwrite: bool = False) -> RunFolder:
-        """Prepare and start a run in `dir`."""
-        return cls.prepare(dir, overwrite=overwrite).start(config_yaml)
-
-    @classmethod
     def open(cls, dir: AnyPath) -> RunFolder:
         """The run in `dir`; ConfigError when there is none."""
         folder = cls(dir)
@@ -111,13 +77,17 @@ class RunFolder:
         return folder
 
     def check(self) -> None:
-        """What `prepare` checks."""
+        """Check that a run may start here, or with `resume` go on; writes nothing.
+
+        Raises ConfigError when a run is there and is not to be replaced, when a run is going on there, when files there
+        are not a run's, when one of `inputs` lies there, or when there is a file at `dir`.
+        """
         self._check()
         refuse_running(self.paths.root)
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Hold the folder's lock in the block. ConfigError as `prepare` raises it, and when it cannot be written."""
+        """Hold the folder's lock in the block. ConfigError as `check` raises it, and when it cannot be written."""
         if self._lock is not None:
             yield
             return
@@ -141,11 +111,9 @@ class RunFolder:
         environment = describe_environment() | {"rewards": [dict(reward) for reward in rewards]}
         with self.claim(), self.writing("the folder"):
             assert self._lock is not None
-            if not self._resume and held(paths, self._lock.mark):
+            if not self._resume:
                 remove_run(paths, self._lock.mark)
-                self._lock.add(self._writes, run=new_run())
-            else:
-                self._lock.add(self._writes)
+            self._lock.add(self._writes)
             for left in unfinished(paths, self._lock.mark):
                 left.unlink(missing_ok=True)
             atomic_write(paths.config, config_yaml)
@@ -159,26 +127,18 @@ class RunFolder:
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
         """Turn a failed write of `what`, one of the run's files, into a ConfigError."""
-        if self._lock is not None and not (self.paths.root / RUN_MARK).exists():
-            raise ConfigError(
-                f"run.dir = '{self.paths.root}' was removed or renamed while the run went on; {what} is not written. "
-                "Put the folder back and go on with --resume, or start again"
-            )
         try:
             yield
         except Exception as error:
-            if not isinstance(error, OSError) and not _is_full(error):
+            # safetensors has an error of its own for what the system refused
+            full = type(error).__name__ == "SafetensorError" and "os error" in str(error)
+            if not isinstance(error, OSError) and not full:
                 raise
             reason = re.sub(r"^\[Errno \d+\] ", "", str(error))
             raise ConfigError(
                 f"run.dir = '{self.paths.root}': {what} cannot be written ({reason}); make room, let it be written or "
                 "name another folder, and go on with --resume: what was written before is whole"
             ) from error
-
-    @cached_property
-    def metrics(self) -> MetricsLog:
-        """metrics.jsonl, open for appending."""
-        return MetricsLog(self.paths.metrics)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], specs: Sequence[RewardSpec] = ()) -> Path:
         """See `rollout_log.write_rollouts`; older ones go where there are too many."""
@@ -194,9 +154,9 @@ class RunFolder:
 
     @span("metrics")
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append to metrics.jsonl (`MetricsLog.append`); what is not finite as text."""
+        """Append to metrics.jsonl (`metrics.append_row`); what is not finite as text."""
         with self.writing("metrics.jsonl"):
-            self.metrics.append(step, finite_or_text(metrics))
+            append_row(self.paths.metrics, step, finite_or_text(metrics))
 
     def append_event(self, step: int, name: str, action: str, message: str) -> None:
         """See `events.append_event`."""
@@ -232,7 +192,6 @@ class RunFolder:
         checkpoint kept it, None where it was not there yet: what differs from it is put back, with a warning. The
         images stay: they are named by their content.
         """
-        self.__dict__.pop("metrics", None)
         path = self.paths.metrics
         with self.writing(path.name):
             found, kept = path.read_bytes() if path.is_file() else b"", log or b""
@@ -261,9 +220,15 @@ class RunFolder:
                     f"run.dir = '{paths.root}': there is a file at '{place}'; name a folder that can be made"
                 )
         refuse_inputs(paths.root, self._inputs)
-        self._refuse_odd()
         mark = self._lock.mark if self._lock is not None else read_mark(paths.root)
-        self._refuse_foreign(mark)
+        own = [name for name in self._writes if mark is not None and mark.owns(name)]
+        foreign = [name for name in self._writes if self._is_foreign(name, own)]
+        if foreign:
+            names = ", ".join(f"{name}/" if (paths.root / name).is_dir() else name for name in foreign)
+            raise ConfigError(
+                f"run.dir = '{paths.root}' holds {names}, which no run wrote ({RUN_MARK}): somebody else's files are "
+                "neither written over nor removed. Move them, or name another folder with run.dir=..."
+            )
         found = held(paths, mark)
         if found and not self._overwrite and not self._resume:
             raise ConfigError(
@@ -271,30 +236,15 @@ class RunFolder:
                 " run.dir=..., go on with this run with --resume, or replace it with run.overwrite=true"
             )
 
-    def _refuse_odd(self) -> None:
-        """ConfigError for a pipe, for which a reader waits, a link, which is written through, and the like."""
-        for name in (RUN_MARK, *self._writes):
-            path, folder = self.paths.root / name, name in (*FOLDERS, *SOME_FOLDERS)
-            fits = path.is_dir() if folder else path.is_file() and not path.is_symlink()
-            if os.path.lexists(path) and not fits:
-                raise ConfigError(
-                    f"run.dir = '{self.paths.root}': '{name}' there is no {'folder' if folder else 'regular file'}; "
-                    "move it, or name another folder with run.dir=..."
-                )
+    def _is_foreign(self, name: str, own: Collection[str]) -> bool:
+        """Whether something lies under a name that the run would write, and no run wrote it.
 
-    def _refuse_foreign(self, mark: RunMark | None) -> None:
-        """ConfigError when something lies under a name that the run would write, and no run wrote it."""
-        root = self.paths.root
-        foreign = [n for n in self._writes if is_there(root / n) and not (mark is not None and mark.owns(n))]
-        if not foreign:
-            return
-        names = ", ".join(f"{name}/" if (root / name).is_dir() else name for name in foreign)
-        raise ConfigError(
-            f"run.dir = '{root}' holds {names}, which no run wrote ({RUN_MARK} does not name them): somebody else's "
-            "files are neither written over nor removed. Move them, or name another folder with run.dir=..."
+        Such is also a pipe, for which a reader would wait, and a link to a file, which would be written through.
+        """
+        path = self.paths.root / name
+        if name not in own:
+            return is_there(path)
+        fits = (
+            path.is_dir() if name in (*FOLDERS, *SOME_FOLDERS) else path.is_file() and not path.is_symlink()
         )
-
-
-def _is_full(error: Exception) -> bool:
-    """safetensors' own error for what the system refused."""
-    return type(error).__name__ == "SafetensorError" and "os error" in str(error)
+        return os.path.lexists(path) and not fits

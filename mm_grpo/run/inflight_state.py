@@ -32,16 +32,8 @@ if TYPE_CHECKING:
 
 KEY = "ahead"
 MADE_AGAIN = (
-    "prompt",
-    "kl",
-    "advantages",
-    "turn_advantages",
-    "tail",
-    "environment",
-    "own",
-    "times",
-    "scoring",
-)
+    "prompt", "kl", "advantages", "turn_advantages", "tail", "environment", "own", "times", "scoring",
+)  # fmt: skip
 """Fields of a rollout, its groups and completions that are not kept with them."""
 Values = dict[str, Any]
 
@@ -140,7 +132,13 @@ def _rollout(
 def _packed_group(group: Group) -> Values:
     extra = {name: [plain_value(value) for value in values] for name, values in group.extra.items()}
     completions = tuple(
-        replace(one, turns=tuple(replace(t, arguments=_as_json(t.arguments)) for t in one.turns))
+        # arguments of a model's call were JSON, those of a program's own may be anything
+        replace(
+            one,
+            turns=tuple(
+                replace(t, arguments=json.loads(json.dumps(t.arguments, default=str))) for t in one.turns
+            ),
+        )
         for one in group.completions
     )
     packed: Values = encode(replace(group, extra=extra, completions=completions), MADE_AGAIN)
@@ -183,8 +181,3 @@ def _tail(values: Values, prompt: Prompt, processor: Processor, pictures: dict[s
     known = {"position_ids": positions, "pictures": [pictures[image] for image in images]}
     tail: Tail = decode(Tail, {**values, **known})
     return tail
-
-
-def _as_json(value: Any) -> Any:
-    """A value as JSON has it: the arguments of a call were JSON, those of a program's own may be anything."""
-    return json.loads(json.dumps(value, default=str))

@@ -26,18 +26,16 @@ def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
     Those that are no files or folders here (a name on a hub, a task) are left out. ConfigError for an expected curve
     that cannot be read.
     """
-    sets = given.get("eval") if given.get("eval") is not None else config.data.eval_sets()
-    from_config = given.get("eval") is None
+    sets = given.get("eval")
+    if sets is None:
+        sets = {name: mixture_of(source) for name, source in config.data.eval_sets().items()}
     named = sets.items() if isinstance(sets, Mapping) and not is_source(sets) else [("", sets)]
     train = given.get("train") if given.get("train") is not None else mixture_of(config.data.train)
     found: list[tuple[str, Any]] = [
         ("model.path", config.model.path),
         ("algorithm.reference_path", config.algorithm.reference_path),
         ("data.train", train),
-        *(
-            (f"data.eval.{name}".rstrip("."), mixture_of(source) if from_config else source)
-            for name, source in named
-        ),
+        *((f"data.eval.{name}".rstrip("."), source) for name, source in named),
         ("data.image_dir", config.data.image_dir),
         ("run.expected_curve", config.run.expected_curve),
     ]
@@ -53,9 +51,7 @@ def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
 def _paths_in(source: Any) -> list[AnyPath]:
     """The files and folders that a source names: itself, those of a list, a folder:split, or what a glob matches."""
     if isinstance(source, Mixture):
-        return [
-            p for entry in source.entries for key in ("path", "image_dir") for p in _paths_in(entry.get(key))
-        ]
+        source = [entry.get(key) for entry in source.entries for key in ("path", "image_dir")]
     if isinstance(source, list | tuple):
         return [path for one in source if isinstance(one, (str, PathLike)) for path in _paths_in(one)]
     if not isinstance(source, (str, PathLike)):
@@ -63,8 +59,7 @@ def _paths_in(source: Any) -> list[AnyPath]:
     if os.path.exists(source):
         return [source]
     text = os.fspath(source)
-    whole = text.rpartition(":")[0]
-    if whole and os.path.isdir(whole):
+    if os.path.isdir(whole := text.rpartition(":")[0]):
         return [whole]
     return [*expand_glob(text)] if glob.has_magic(text) else []
 

@@ -47,32 +47,16 @@ def held(paths: RunPaths, mark: RunMark | None) -> list[str]:
     if mark is None:
         return []
     rows = paths.metrics.read_bytes().count(b"\n") if paths.metrics.is_file() else 0
-    found = {
-        "metrics.jsonl": f"{rows} rows in metrics.jsonl" if rows else "",
-        "summary.json": "summary.json" if paths.summary.is_file() else "",
-        **{name: f"{name}/" if is_there(paths.root / name) else "" for name in SOME_FOLDERS},
-    }
-    return [words for name, words in found.items() if words and mark.owns(name)]
+    found = {"metrics.jsonl": f"{rows} rows in metrics.jsonl"} if rows else {}
+    found |= {"summary.json": "summary.json"} if paths.summary.is_file() else {}
+    found |= {name: f"{name}/" for name in SOME_FOLDERS if is_there(paths.root / name)}
+    return [words for name, words in found.items() if mark.owns(name)]
 
 
 def remove_run(paths: RunPaths, mark: RunMark) -> None:
     """Remove what runs wrote by the `mark` and nothing else; folders only once they are empty."""
-    outputs: dict[str, Iterable[Path]] = {
-        **{name: [paths.root / name] for name in (*FILES, *TRACES)},
-        "rollouts": [*paths.rollouts.glob("*.jsonl"), *paths.images.glob("*.png")],
-        "checkpoints": [
-            *(f for f in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(f.name)),
-            *left_in(paths.checkpoints),
-        ],
-        "tensorboard": list(paths.tensorboard.glob("events.out.tfevents.*")),
-        "model": files_in(paths.model, mark),
-        "adapter": files_in(paths.adapter, mark),
-    }
-    outputs["rollouts"] = [file for file in outputs["rollouts"] if _is_rollout(file.name)]
-    for name, found in outputs.items():
-        if mark.owns(name):
-            for path in found:
-                remove(path)
+    for path in (*unfinished(paths, mark), *_written(paths, mark)):
+        remove(path)
     for name in (*FOLDERS, *SOME_FOLDERS):
         top = paths.root / name
         for left in sorted([top, *top.rglob("*")], reverse=True):  # what is inside before what it is in
@@ -88,16 +72,29 @@ def files_in(folder: Path, mark: RunMark, *, own: bool = True) -> list[Path]:
     return [path for path in files if mark.owns(f"{folder.name}/{path.relative_to(folder)}") is own]
 
 
-def unfinished(paths: RunPaths, mark: RunMark) -> Iterator[Path]:
+def unfinished(paths: RunPaths, mark: RunMark) -> list[Path]:
     """Files of a run that was killed while it wrote them, under their temporary names."""
-    for folder in (paths.root, paths.rollouts, paths.images):
-        for path, name in unfinished_writes(folder).items():
-            if folder == paths.root:
-                is_own = name in (*FILES, *TRACES) and mark.owns(name)
-            else:
-                is_own = mark.owns("rollouts") and _is_rollout(name)
-            if is_own:
-                yield path
+    found = {path: name for path, name in unfinished_writes(paths.root).items() if mark.owns(name)}
+    if mark.owns("rollouts"):
+        inner = unfinished_writes(paths.rollouts) | unfinished_writes(paths.images)
+        found |= {path: name for path, name in inner.items() if _is_rollout(name)}
+    return list(found)
+
+
+def _written(paths: RunPaths, mark: RunMark) -> Iterator[Path]:
+    rollouts = (*paths.rollouts.glob("*.jsonl"), *paths.images.glob("*.png"))
+    checkpoints = (path for path in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(path.name))
+    outputs: dict[str, Iterable[Path]] = {
+        **{name: [paths.root / name] for name in (*FILES, *TRACES)},
+        "rollouts": (path for path in rollouts if _is_rollout(path.name)),
+        "checkpoints": (*checkpoints, *left_in(paths.checkpoints)),
+        "tensorboard": paths.tensorboard.glob("events.out.tfevents.*"),
+        "model": files_in(paths.model, mark),
+        "adapter": files_in(paths.adapter, mark),
+    }
+    for name, found in outputs.items():
+        if mark.owns(name):
+            yield from found
 
 
 def _is_rollout(name: str) -> bool:

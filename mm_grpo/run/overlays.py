@@ -11,6 +11,7 @@ drawn. To add a built-in: a line in `OVERLAID`; in `_of_reward` and `_predicted`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,12 @@ MOST_PREDICTED = 50
 """Overlays of one completion: a model may write a box in every line."""
 
 
+Places = Iterator[tuple[int, tuple[Point, ...]]]
+"""Images and shapes on them."""
+Labels = dict[tuple[int, tuple[Point, ...]], dict[str, None]]
+"""The names of the rewards that read each."""
+
+
 @dataclass(frozen=True)
 class Overlay:
     """A polygon (a box has four corners), or a point where `points` is one; pixels of image number `image`, from 0."""
@@ -53,40 +60,41 @@ class Overlay:
 
 def gold_overlays(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Overlay], list[str]]:
     """The overlays of a row, and a note for each gold that cannot be drawn. Rewards with the same gold share one."""
-    labels: dict[tuple[int, tuple[Point, ...]], dict[str, None]] = {}
+    labels: Labels = {}
     notes: list[str] = []
     for name, places in _sources(specs, prompt):
         try:
-            for image, points in places:
-                labels.setdefault((image, points), {})[name] = None
+            for place in places:
+                labels.setdefault(place, {})[name] = None
         except (ValueError, TypeError, OverflowError) as error:
             notes.append(f"{name}: {error}")
-    overlays = [Overlay(image, points, ", ".join(names)) for (image, points), names in labels.items()]
-    if len(overlays) > MOST:
-        notes.append(
-            f"{len(overlays) - MOST} more of the {len(overlays)} gold boxes and points are not drawn"
-        )
-    return overlays[:MOST], notes
+    if len(labels) > MOST:
+        notes.append(f"{len(labels) - MOST} more of the {len(labels)} gold boxes and points are not drawn")
+    return _overlays(labels)[:MOST], notes
 
 
 def predicted_overlays(specs: Sequence[RewardSpec], prompt: Prompt, completion: str) -> list[Overlay]:
     """What the run's rewards read in a completion: the box or the point that counts, or all that do. Rewards that read
     the same share one. Nothing where the row has no image, or where its reward does not apply."""
     images = prompt.engine_prompt.images
-    labels: dict[tuple[int, tuple[Point, ...]], dict[str, None]] = {}
+    labels: Labels = {}
     for spec in specs if images else ():
         name = builtin_name(spec) or ""
         if name not in OVERLAID or not spec.applies_to(prompt.sample.columns):
             continue
         options = spec.bound
         index, space = options.get("image_index", 0), options.get("space", "pixel")
-        try:
+        with suppress(
+            ValueError, TypeError, OverflowError
+        ):  # the reward itself says what is wrong with its options
             frame = Frame.of(images, prompt.sample, index)
             found = _predicted(name, completion, options.get("layout", "xyxy"))
             for points in moved_shapes(found[-MOST_PREDICTED:], frame, space, "pixel"):
                 labels.setdefault((index, points), {})[spec.name] = None
-        except (ValueError, TypeError, OverflowError):
-            continue  # the reward itself says what is wrong with its options
+    return _overlays(labels)
+
+
+def _overlays(labels: Labels) -> list[Overlay]:
     return [Overlay(image, points, ", ".join(names)) for (image, points), names in labels.items()]
 
 
@@ -107,9 +115,6 @@ def builtin_name(spec: RewardSpec) -> str | None:
     fn = innermost(spec.fn)
     there = (name for name, place in BUILTINS.items() if place == fn.__module__)
     return next((name for name in there if innermost(get(name).fn) is fn), None)
-
-
-Places = Iterator[tuple[int, tuple[Point, ...]]]
 
 
 def _sources(specs: Sequence[RewardSpec], prompt: Prompt) -> Iterator[tuple[str, Places]]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +49,9 @@ def write_rollouts(
 ) -> Path:
     """Write the rollout file of `step` from scored groups, and the images that are new; returns the file.
 
-    `specs` are the rewards that scored them, which say where boxes and points are. A column that rewards logged for
-    some groups only (`Group.extra`) is null for the others. Raises ValueError when a list of scores or a column has
-    another length than its group.
+    `specs` are the rewards that scored them, which say where boxes and points are.
     """
-    file = paths.rollout_file(step)
-    lines = _lines(paths, step, groups, specs)
-    atomic_write(file, "".join(lines))
-    return file
+    return _write(paths.rollout_file(step), _rows(paths, step, groups, specs))
 
 
 class EvaluationLog:
@@ -68,39 +63,21 @@ class EvaluationLog:
 
     def add(self, name: str, blind: str | None, groups: Sequence[Group]) -> None:
         """Scored groups of the set `name`, and the images that are new."""
-        self._lines += _lines(self.paths, self.step, groups, self.specs, {"set": name, "blind": blind})
+        also = {"set": name, "blind": blind}
+        self._lines += map(_line, _rows(self.paths, self.step, groups, self.specs, also))
 
     def write(self, best: int | None) -> Path:
         """Write the file, and remove those that are neither of step 0, nor of step `best`, nor this one.
 
         Nothing else bounds them: three files of all rows, whatever the number of evaluations.
         """
+        self.paths.rollouts.mkdir(exist_ok=True)  # no image was written where every row was dropped
         file = self.paths.evaluation_file(self.step)
-        file.parent.mkdir(parents=True, exist_ok=True)  # no image was written where every row was dropped
         atomic_write(file, "".join(self._lines))
         for step in evaluated_steps(self.paths):
             if step not in (0, best, self.step):
                 self.paths.evaluation_file(step).unlink(missing_ok=True)
         return file
-
-
-def _lines(
-    paths: RunPaths,
-    step: int,
-    groups: Sequence[Group],
-    specs: Sequence[RewardSpec],
-    also: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """A line for each completion; writes the images that are new."""
-    extra = tuple(dict.fromkeys(name for group in groups for name in group.extra))
-    for group in groups:
-        check_lengths(group, step)
-    paths.images.mkdir(parents=True, exist_ok=True)
-    return [
-        json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-        for group in groups
-        for row in rollout_rows(paths, step, group, specs, extra, also)
-    ]
 
 
 def add_to_rollouts(
@@ -110,12 +87,38 @@ def add_to_rollouts(
     file = paths.rollout_file(step)
     if not columns or not file.is_file():
         return
-    rows = [
-        {**row, **columns.get((row["slot"], row["attempt"], row["generation"]), {})}
-        for row in read_rollouts(paths, step)
-    ]
-    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    atomic_write(file, "".join(lines))
+    rows = read_rollouts(paths, step)
+    _write(
+        file, ({**row, **columns.get((row["slot"], row["attempt"], row["generation"]), {})} for row in rows)
+    )
+
+
+def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    atomic_write(file, "".join(map(_line, rows)))
+    return file
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _rows(
+    paths: RunPaths,
+    step: int,
+    groups: Sequence[Group],
+    specs: Sequence[RewardSpec],
+    also: Mapping[str, Any] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """A row for each completion, with the fields `also` after the step; writes the images that are new.
+
+    A column that rewards logged for some groups only (`Group.extra`) is null for the others.
+    """
+    # not with parents: a run's folder that was removed does not come back
+    paths.rollouts.mkdir(exist_ok=True)
+    paths.images.mkdir(exist_ok=True)
+    extra = tuple(dict.fromkeys(name for group in groups for name in group.extra))
+    for group in groups:
+        yield from _rows_of(paths, step, group, specs, extra, also or {})
 
 
 def _turns(paths: RunPaths, group: Group, generation: int) -> list[dict[str, Any]]:
@@ -129,29 +132,15 @@ def _turns(paths: RunPaths, group: Group, generation: int) -> list[dict[str, Any
     return turns
 
 
-def check_lengths(group: Group, step: int) -> None:
-    """ValueError when a list of scores or a column that rewards logged has another length than its group."""
-    for name, column in [*group.parts.items(), *group.extra.items()]:
-        if len(column) != len(group.completions):
-            raise ValueError(
-                f"'{name}' has {len(column)} values for the {len(group.completions)} completions of "
-                f"{group.prompt.uid} in step {step}"
-            )
-
-
-def rollout_rows(
+def _rows_of(
     paths: RunPaths,
     step: int,
     group: Group,
     specs: Sequence[RewardSpec],
-    extra: Sequence[str] = (),
-    also: Mapping[str, Any] | None = None,
+    extra: Sequence[str],
+    also: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a scored group, one per completion; its images are saved.
-
-    `extra` names the logged columns, `also` are fields that follow the step. A group without advantages, as in
-    evaluation, has null in their place.
-    """
+    """The rows of a scored group. One without advantages, as in evaluation, has null in their place."""
     prompt = group.prompt
     shared: dict[str, Any] = {
         "uid": prompt.uid,
@@ -165,7 +154,7 @@ def rollout_rows(
     for generation, (completion, reward, advantage) in enumerate(scored):
         row = {
             "step": step,
-            **(also or {}),
+            **also,
             "slot": group.slot,
             "attempt": group.attempt,
             **({"place": group.place} if group.place is not None else {}),

@@ -60,23 +60,16 @@ def refuse_another_run(
 ) -> None:
     """ConfigError when the checkpoint `found` is not of a run over these `rows` and of at most `max_steps` steps.
 
-    Or when the model was told of other `tools` (their JSON schemas), or the source of a reward or of a tool changed,
-    unless that is allowed: then a warning.
-
-    Also when the evaluation sets are others, or in another order: the first is the headline, and before and after
-    are compared set by set.
+    Nor with these evaluation sets in this order, of which the first is the headline, and with these `tools` (their JSON
+    schemas). Where the source of a reward or of a tool changed and that is allowed, it is a warning.
     """
     where = f"the checkpoint '{found.path}' was made with"
     if changed := _changed(found.extra["rewards"], rewards):
         _refuse_code(f"rewards: {where} other rewards ({changed})", allow_changed_code)
-    if list(found.extra["tools"]) != list(tools):
-        then, now = (
-            ", ".join(tool["function"]["name"] for tool in each) for each in (found.extra["tools"], tools)
-        )
+    if found.extra["tools"] != list(tools):
         raise ConfigError(
-            f"tools: {where} {then or 'none'}, described otherwise than {now or 'none'} now; put them back "
-            "(rollout.tools, rollout.environment, or tools= and environment_factory= of GRPOTrainer), or start a new "
-            "run"
+            f"tools: {where} other names or descriptions; put them back (rollout.tools, rollout.environment, or tools= "
+            "and environment_factory= of GRPOTrainer), or start a new run"
         )
     if changed := _changed(found.extra["tool_sources"], tool_sources):
         _refuse_code(f"tools: {where} other ones ({changed})", allow_changed_code)
@@ -88,25 +81,15 @@ def refuse_another_run(
         )
     for name, then in found.extra["rows"].items():
         if (now := rows[name]) != then:
-            words = [_in_words(one) for one in (then, now)]
-            of = ", of other contents" if words[0] == words[1] else ""
             raise ConfigError(
-                f"data.{name}: {where} other rows ({words[0]} then, {words[1]} now{of}); put them back, or start a new "
-                "run"
+                f"data.{name}: {where} other rows ({then['rows']} then, {now['rows']} now; contents and a mixture's "
+                "weights count); put them back, or start a new run"
             )
     if found.step > max_steps:
         raise ConfigError(
             f"run.max_steps = {max_steps}: the checkpoint '{found.path}' has {found.step} finished steps; raise it to "
             "at least that, or start a new run"
         )
-
-
-def _in_words(rows: Mapping[str, Any]) -> str:
-    """How many rows, or the sources of a mixture."""
-    listed = [
-        f"{s['weight']} x {s['name'].rpartition('/')[2]} ({s['rows']} rows)" for s in rows.get("sources", [])
-    ]
-    return ", ".join(listed) or str(rows["rows"])
 
 
 def _changed(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mm_grpo.distributed.ranks import Ranks
-    from mm_grpo.rollout.evaluate import Evaluation
     from mm_grpo.run.evaluations import Evaluations
 
 DETAILS = ("score", "interval", "reward", "reward_interval", "parts", "rows", "length", "clipped", "blind")
@@ -52,7 +51,11 @@ def summary_of(
             for n in before
             if before[n].score is not None and after[n].score is not None
         },
-        "first_set": {when: _details(one) for when, one in details.items() if one is not None},
+        "first_set": {
+            when: {key: value for key, value in asdict(one).items() if key in DETAILS}
+            for when, one in details.items()
+            if one is not None
+        },
         "sight": dict(sight) if sight else None,
     }
 
@@ -106,8 +109,3 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
             f"(steps {ends['before']['step']} and {ends['after']['step']})"
         )
     return lines
-
-
-def _details(one: Evaluation) -> dict[str, Any]:
-    values = asdict(one)
-    return {key: values[key] for key in DETAILS}

@@ -80,17 +80,11 @@ def write_card(
         f"| rewards | {', '.join(f'`{name}`' for name in history.rewards)} |",
         f"| headline | {config.run.headline or 'mean reward'} |", "",
     ]  # fmt: skip
-    found = evaluations(history)
-    if found:
-        lines += [
-            "## Evaluation",
-            "",
-            "| set | measure | before | after | at step |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [f"| {name} | {what} | {a:.3f} | {b:.3f} | {at} |" for name, what, a, b, at in found]
-    else:
-        lines += ["The run was not evaluated."]
+    table = ["## Evaluation", "", "| set | measure | before | after | at step |", "|---|---|---|---|---|"]
+    rows = [
+        f"| {name} | {what} | {a:.3f} | {b:.3f} | {at} |" for name, what, a, b, at in evaluations(history)
+    ]
+    lines += [*table, *rows] if rows else ["The run was not evaluated."]
     lines += ["", *(f"![{name.removesuffix('.svg')}]({name})" for name in curves)]
     lines += ["", "## How it was compared", "", f"Before this folder was named: {proof}.", "", "## Use", ""]
     lines += [_usage(base, adapter=adapter), ""]

@@ -7,7 +7,6 @@ asked for.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -126,10 +125,7 @@ def check_out(out: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"'{out}' holds an export; name another folder, or replace it with --overwrite")
     other = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_symlink() or not p.is_dir())
     if added := [name for name in other if name not in mark["files"]]:
-        count = f"{len(added)} such file{'s' * (len(added) > 1)}"
-        raise ConfigError(
-            f"--overwrite: '{out}' holds {added[0]}, which no export wrote ({count}); move it away"
-        )
+        raise ConfigError(f"--overwrite: '{out}' holds {added[0]}, which no export wrote; move it away")
 
 
 def read_export_mark(folder: Path) -> dict[str, Any] | None:
@@ -167,12 +163,6 @@ def _mark(
         "settings": settings, "files": [*files, MARK],
     }  # fmt: skip
     (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
-    for file in folder.rglob("*"):
-        handle = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _rename(tmp: Path, out: Path, *, overwrite: bool) -> None:
@@ -183,10 +173,8 @@ def _rename(tmp: Path, out: Path, *, overwrite: bool) -> None:
         os.rename(out, old)
     try:
         os.rename(tmp, out)
-    except OSError as error:
+    except OSError:
         if old.exists():
             os.rename(old, out)
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise ConfigError(f"'{out}' was made while the model was written; name another folder") from None
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -81,11 +81,9 @@ def find_model(
     """What `given` names, and in a run's folder `which` says: best, last (also None) or step-N.
 
     `best` of a run that no step made better is its base model; `last` of one without checkpoints the model that it
-    saved at its end. `overrides` change fields of CHANGEABLE of a run's config. `user` is that section of the user's
-    own config: its path is the base model where that which the run names is not there, and the code that it names may
-    be run, as any may with `trust`. Reads every file of a checkpoint once. Raises ConfigError for what is no model, for
-    a checkpoint that is not there, damaged or of another config, for `which` without a run, and for code that nobody
-    but the folder asks for.
+    saved at its end. `overrides` change fields of CHANGEABLE of a run's config. `user` is the section `model` of the
+    user's own config: its path is the base model where that which the run names is not there, and the code that it
+    names may be run, as any may with `trust`. Raises ConfigError for what is no such model.
     """
     _check_word(which)
     path = Path(given)
@@ -183,7 +181,7 @@ def _of_run(
     checkpoint = read_checkpoint(chosen)
     now = {name: value for name, value in deciding_fields(config).items() if name not in changed}
     then = {name: value for name, value in checkpoint.manifest["config"].items() if name not in changed}
-    if differing := differing_field(config, now, then):
+    if differing := differing_field(now, then):
         field, value, known = differing
         made = f"'{checkpoint.path}' was made with {json.dumps(known)}"
         raise ConfigError(f"'{paths.config}': {field} = {json.dumps(value)}, and {made}; put it back")
@@ -217,10 +215,7 @@ def _dtype_of(paths: RunPaths, device: str) -> str:
     """The number format in which a run trained whose config says auto: bfloat16 where it had a GPU."""
     if device == "cpu":
         return "float32"
-    try:
-        gpus = read_json(paths.environment, dict).get("gpus") if paths.environment.exists() else None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"'{paths.environment}' cannot be read ({error})") from None
+    gpus = read_json(paths.environment, dict)["gpus"] if paths.environment.exists() else None
     return "bfloat16" if (torch.cuda.is_available() if gpus is None else gpus) else "float32"
 
 

@@ -18,6 +18,7 @@ def test_the_second_step_does_not_depend_on_who_wrote_the_first(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     path = models["qwen2_5_vl"]
+    (tmp_path / "alone").mkdir()  # as a run makes its folder before its first checkpoint
     want = resumes.two_steps(path, tmp_path / "alone", Ranks(), resumes.CASES["replicated"])
     codes = processes.launch(Path(resumes.__file__), 2, (path, tmp_path), tmp_path / "output")
     assert codes == [0, 0], processes.outputs(tmp_path / "output", 2)

@@ -30,14 +30,14 @@ def group(
 def run(path: Path, text: str = "red", steps: int = 30, before: float = 0.125) -> RunFolder:
     """A finished run of `steps` steps of two groups, whose texts are `text`."""
     config = f"model:\n  path: {text if text.isalnum() else 'red'}\nrun:\n  max_steps: {steps}\n"
-    folder = RunFolder.create(path, config)
+    folder = RunFolder(path).start(config)
     for step in range(1, steps + 1):
         row: dict[str, Any] = {"reward": step / 30, "grad_norm": 1.0, "step_time": 2.0, "entropy": 0.5}
         row |= {f"rewards/{text}/mean": 0.5, "rewards/format/mean": 1.0, "kl": None, "num_tokens": 100 * step}
         row |= {"completions/clipped_ratio": 0.0, "sampling/sampling_logp_difference/mean": 1e-6}
         if step % 10 == 0:
             row["eval/heldout/accuracy"] = step / 40
-        folder.metrics.append(step, row)
+        folder.on_log(step, row)
         both = (
             group(0, (1.0, 0.0), text, parts={text: [1.0, 0.0]}),
             group(1, (None, 1.0), text, parts={text: [None, 1.0]}),

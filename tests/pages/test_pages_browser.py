@@ -100,7 +100,7 @@ def report(tmp_path: Path, site: Site) -> Path:
         pieces = [evil[i : i + 9] for i in range(0, len(evil), 9)]
         sight[5, 0, 0] = sight_of(pieces, [float(i % 6) - 2 for i in range(len(pieces))])
         add_to_rollouts(folder.paths, step, sight)
-    folder.metrics.append(
+    folder.on_log(
         21, {f"rewards/{evil}/mean": 0.5, "rewards/b/mean": 0.25, "reward": 1.0, "entropy": None}
     )
     folder.append_event(10, evil, "warn", evil)
@@ -108,7 +108,15 @@ def report(tmp_path: Path, site: Site) -> Path:
     folder.paths.environment.write_text(json.dumps(environment))
     folder.paths.config.write_text(f"run:\n  eval_blind: removed\n# {json.dumps(evil)}\n")
     for step, text in ((0, "before it"), (3, evil)):
-        same = {"step": step, "completion": text, "reward": step / 3, "set": "a"}
+        same = {
+            "step": step,
+            "completion": text,
+            "reward": step / 3,
+            "set": "a",
+            "images": [],
+            "messages": [],
+            "columns": {},
+        }
         rows = [{**same, "uid": f"e:{i}", "blind": blind} for i in range(4) for blind in (None, "shuffled")]
         folder.paths.evaluation_file(step).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Report([folder.paths]).write(tmp_path / "report.html")
@@ -132,7 +140,7 @@ def pixels_of(tmp_path: Path, page: Path, size: str) -> tuple[Any, list[tuple[in
 
 
 def test_boxes_of_a_run_are_drawn_at_their_pixels(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", "model:\n  path: m\n")
+    folder = RunFolder(tmp_path / "run").start("model:\n  path: m\n")
     green = Image.new("RGB", (240, 160), GREEN)  # as wide as the page's column: one pixel is one pixel
     one = boxed(0, ["[150, 20, 230, 60]"], green, [40, 80, 240, 240])
     folder.write_rollouts(1, [one], [resolve_entry("iou")])
@@ -157,8 +165,26 @@ def test_boxes_of_a_run_are_drawn_at_their_pixels(tmp_path: Path) -> None:
     assert at(70, 80) == at(190, 40) == at(140, 100) == GREEN
 
 
-def test_filters_and_keys(report: Path, site: Site, tmp_path: Path) -> None:
-    script = """
+def test_what_is_drawn_of_a_run_and_what_filters_and_keys_do(
+    report: Path, site: Site, tmp_path: Path
+) -> None:
+    drawn = """
+      words(".lead").slice(0, 17), words(".card .value"), words(".card .note"), words("figcaption > span:first-child"),
+      all("figure")[1].querySelector("polyline.s2").getAttribute("points"), words("figure:nth-child(2) .key"),
+      all("circle.expected title")[1].textContent,
+      all("figure").map((e) => e.querySelectorAll("line.event").length).join(""), words(".charts ~ p.soft").slice(-47),
+      all("#groups svg.picture").length, all("#pictures image").length,
+      all(".completion")[0].querySelector(".text:not(details .text)").textContent, all("summary")[1].textContent,
+      all(".completion")[1].querySelector(".scores").textContent,
+      [...all(".completion")[1].querySelectorAll(".text .sight")].map((e) => `${e.className} ${e.title} ${e.textContent}`).join(";"),
+      all("p.sights i.sight").length, words("article:nth-child(3) .turn .scores"), all("article")[2].querySelector(".turn .scores").className,
+      all("#groups article")[0].querySelectorAll("svg.picture .overlay.gold").length,
+      all("#groups article")[0].querySelectorAll("svg.picture .overlay.predicted").length,
+      (() => { const chart = all("figure svg")[2], box = chart.getBoundingClientRect();
+        send(chart, new view.PointerEvent("pointermove", { clientX: box.left + box.width * 0.5, clientY: box.top + 20 }));
+        return all(".readout")[2].textContent; })(),
+      all("[data-of='1'].chosen").length, (send(all(".completion")[1], new view.PointerEvent("pointerenter")), all("[data-of='1'].chosen").length)"""
+    filters = """
       status(), all(".group").length,
       (fill("f-step", "2"), status()), (fill("f-step", "2-3"), status()), (fill("f-step", ""), status()),
       (fill("f-low", "0.5"), fill("f-high", "0.5"), status()), (fill("f-low", "0.6"), status()),
@@ -174,7 +200,25 @@ def test_filters_and_keys(report: Path, site: Site, tmp_path: Path) -> None:
       (press("e"), status()), all(".versus h3").slice(0, 4).map((e) => e.textContent).join(),
       words(".blind > h3"), all(".versus .text")[0].textContent, (press("e"), status()),
       (() => { for (let i = 0; i < 11; i++) press("j"); return status() + " " + slot(); })()"""
-    assert look(site, tmp_path, report, script) == [
+    found = look(site, tmp_path, report, f"{drawn}, {filters}")
+    assert found[:23] == [
+        "21 steps so far; ", "75.0%; +50.0 points; 0.625; 21", (
+            "95 % interval 62.5% to 87.5%; from 25.0%, +50.0 points; 95 % interval +40.0 to +60.0; "
+            "images removed: 25.0%; from +5.0 points; mean of the last 4 steps, from 0.250; 1.0 s each"
+        ),
+        "Reward mean reward; Evaluation accuracy share right; Sight nats per completion; Reward parts mean score; "
+        "Step time by phase seconds",
+        "58,154 252,145 446,145", "a; images removed; expected a", "expected a, step 20: 0.9",
+        "11101", "0 throughout, and not drawn: kl to the reference."[-47:],
+        "11", "1",  # ten groups and the image of a turn: one picture
+        "[20, 20, 120, 100]", "thinking, 335 characters",
+        "0.25iou 0.25stop, 2 tokenssight 2.9 nats",
+        "sight g1 +0.20 nats [40;sight n1 -0.30 nats , 40, 200;sight g4 +3.00 nats , 140]",
+        "6", "0.5-0.50", "scores down a3",
+        "1", "2", "step 10: 1",
+        "0", "2",
+    ]  # fmt: skip
+    assert found[23:] == [
         "1 to 10 of 36", "10",
         "1 to 10 of 12", "1 to 10 of 24", "1 to 10 of 36",
         "1 to 10 of 36", "nothing fits these filters",
@@ -193,42 +237,6 @@ def test_filters_and_keys(report: Path, site: Site, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_what_is_drawn_of_a_run(report: Path, site: Site, tmp_path: Path) -> None:
-    script = """
-      words(".lead").slice(0, 17), words(".card .value"), words(".card .note"), words("figcaption > span:first-child"),
-      all("figure")[1].querySelector("polyline.s2").getAttribute("points"), words("figure:nth-child(2) .key"),
-      all("circle.expected title")[1].textContent,
-      all("figure").map((e) => e.querySelectorAll("line.event").length).join(""), words(".charts ~ p.soft").slice(-47),
-      all("#groups svg.picture").length, all("#pictures image").length,
-      all(".completion")[0].querySelector(".text:not(details .text)").textContent, all("summary")[1].textContent,
-      all(".completion")[1].querySelector(".scores").textContent,
-      [...all(".completion")[1].querySelectorAll(".text .sight")].map((e) => `${e.className} ${e.title} ${e.textContent}`).join(";"),
-      all("p.sights i.sight").length, words("article:nth-child(3) .turn .scores"), all("article")[2].querySelector(".turn .scores").className,
-      all("#groups article")[0].querySelectorAll("svg.picture .overlay.gold").length,
-      all("#groups article")[0].querySelectorAll("svg.picture .overlay.predicted").length,
-      (() => { const chart = all("figure svg")[2], box = chart.getBoundingClientRect();
-        send(chart, new view.PointerEvent("pointermove", { clientX: box.left + box.width * 0.5, clientY: box.top + 20 }));
-        return all(".readout")[2].textContent; })(),
-      all("[data-of='1'].chosen").length, (send(all(".completion")[1], new view.PointerEvent("pointerenter")), all("[data-of='1'].chosen").length)"""
-    assert look(site, tmp_path, report, script) == [
-        "21 steps so far; ", "75.0%; +50.0 points; 0.625; 21", (
-            "95 % interval 62.5% to 87.5%; from 25.0%, +50.0 points; 95 % interval +40.0 to +60.0; "
-            "images removed: 25.0%; from +5.0 points; mean of the last 4 steps, from 0.250; 1.0 s each"
-        ),
-        "Reward mean reward; Evaluation accuracy share right; Sight nats per completion; Reward parts mean score; "
-        "Step time by phase seconds",
-        "58,154 252,145 446,145", "a; images removed; expected a", "expected a, step 20: 0.9",
-        "11101", "0 throughout, and not drawn: kl to the reference."[-47:],
-        "11", "1",  # ten groups and the image of a turn: one picture
-        "[20, 20, 120, 100]", "thinking, 335 characters",
-        "0.25iou 0.25stop, 2 tokenssight 2.9 nats",
-        "sight g1 +0.20 nats [40;sight n1 -0.30 nats , 40, 200;sight g4 +3.00 nats , 140]",
-        "6", "0.5-0.50", "scores down a3",
-        "1", "2", "step 10: 1",
-        "0", "2",
-    ]  # fmt: skip
-
-
 def test_what_is_drawn_of_a_finished_run_and_of_a_long_one(site: Site, tmp_path: Path) -> None:
     blind = {"kind": "shuffled", "score": 2.5, "gap": 0.5, "interval": None}
     ends = {
@@ -236,13 +244,13 @@ def test_what_is_drawn_of_a_finished_run_and_of_a_long_one(site: Site, tmp_path:
         "after": {"interval": [0.5, 0.875], "blind": blind},
     }
     scores = {"score_before": 0.25, "score_after": 0.75, "accuracy_before": None, "accuracy_after": None}
-    folder = RunFolder.create(tmp_path / "run", "x: 1\n")
+    folder = RunFolder(tmp_path / "run").start("x: 1\n")
     folder.write_summary(
         {**scores, "headline": "mean reward", "seconds": 3725, "steps": 800, "first_set": ends,
          "eval": {"a": {"before": 0.25, "after": 0.75}, "b": {"before": 0.5, "after": 0.375}}}
     )  # fmt: skip
     for step in range(1, 801):
-        folder.metrics.append(
+        folder.on_log(
             step, {"reward": 12_500.0 if step == 77 else 1.0, "entropy": None if step < 400 else 3e-5}
         )
     data, pictures = Report([folder.paths]).gather()
@@ -259,11 +267,33 @@ def test_what_is_drawn_of_a_finished_run_and_of_a_long_one(site: Site, tmp_path:
     ]  # fmt: skip
 
 
-def test_what_is_drawn_of_a_check(check: Path, site: Site, tmp_path: Path) -> None:
+PHONE = """page.documentElement.scrollWidth, all("main *").filter((e) => e.getBoundingClientRect().right > 360.5
+    && !e.closest("pre, figure svg, .picture, .scroll")).length,
+  view.getComputedStyle(page.body).backgroundColor, page.title, all("script:not([type])").length, all("img, link, iframe").length,
+  page.body.textContent.includes(SITE), page.body.textContent.includes("\\u202e"), (() => { press("e"); return page.documentElement.scrollWidth; })()"""
+
+
+def on_a_phone(
+    site: Site, tmp_path: Path, page: Path, scheme: str, ground: str, script: str = "1"
+) -> list[str]:
+    """What `script` is on the page, which a screen of 360 pixels shows whole, and which asks for nothing."""
+    title = re.findall("<title>(.*?)</title>", page.read_text(encoding="utf-8"))[0]
+    looks = PHONE.replace("SITE", json.dumps(site.address))
+    found = look(site, tmp_path, page, f"{looks}, {script}", scheme, width=360)
+    assert found[:9] == ["360", "0", ground, title, "1", "0", "true", "false", "360"]
+    assert set(site.asked) - {"/favicon.ico"} == {"/frame.html", "/page.html"}
+    return found[9:]
+
+
+def test_a_phone_in_the_dark_shows_a_run_whole(report: Path, site: Site, tmp_path: Path) -> None:
+    on_a_phone(site, tmp_path, report, DARK, "rgb(20, 21, 25)")
+
+
+def test_what_is_drawn_of_a_check_on_a_phone(check: Path, site: Site, tmp_path: Path) -> None:
     script = """words("h2"), words("h2 + p, h2 + p + p"), all(".histogram rect").length, words("h3.bad"), words("ul b"),
       words(".checked:nth-of-type(1) .legend").trim(), all("svg.picture").length, words(".checked:nth-of-type(1) .soft"),
       all(".checked pre")[0].querySelectorAll("b").length, words(".checked:nth-of-type(1) dt")"""
-    found = look(site, tmp_path, check, script)
+    found = on_a_phone(site, tmp_path, check, LIGHT, "rgb(247, 247, 245)", script)
     assert found[0] == "Rows of train in eval; train; eval"
     assert re.match(
         r"1 of 3 rows of eval have the images and the text of a row of train: eval.jsonl:1 is train.jsonl:1; 1 more have "
@@ -278,23 +308,6 @@ def test_what_is_drawn_of_a_check(check: Path, site: Site, tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("name", ["report", "check"])
-@pytest.mark.parametrize("scheme", [DARK, LIGHT])
-def test_a_phone_shows_it_whole_and_it_asks_for_nothing(
-    name: str, scheme: str, site: Site, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    page: Path = request.getfixturevalue(name)
-    title = re.findall("<title>(.*?)</title>", page.read_text(encoding="utf-8"))[0]
-    script = """page.documentElement.scrollWidth, all("main *").filter((e) => e.getBoundingClientRect().right > 360.5
-        && !e.closest("pre, figure svg, .picture, .scroll")).length,
-      view.getComputedStyle(page.body).backgroundColor, page.title, all("script:not([type])").length, all("img, link, iframe").length,
-      page.body.textContent.includes(SITE), page.body.textContent.includes("\\u202e"), (() => { press("e"); return page.documentElement.scrollWidth; })()"""
-    found = look(site, tmp_path, page, script.replace("SITE", json.dumps(site.address)), scheme, width=360)
-    ground = "rgb(20, 21, 25)" if scheme == DARK else "rgb(247, 247, 245)"
-    assert found == ["360", "0", ground, title, "1", "0", "true", "false", "360"]
-    assert set(site.asked) - {"/favicon.ico"} == {"/frame.html", "/page.html"}
-
-
 def test_the_policy_stands_even_where_a_text_were_markup(report: Path, site: Site, tmp_path: Path) -> None:
     style = (
         f"<style>@import url({site.address}/b.css);</style><link rel=stylesheet href='{site.address}/c.css'>"
@@ -304,10 +317,7 @@ def test_the_policy_stands_even_where_a_text_were_markup(report: Path, site: Sit
         f"<script>document.title='run'</script><img src='{site.address}/a.png' onerror=document.title='run'>"
     )
     html = report.read_text(encoding="utf-8").replace("<main>", f"<main>{run}{style}{loads}")
-    site.pages = {"/page.html": html, "/without.html": f"<body>{run}"}
+    site.pages = {"/page.html": html}
     dom = browse(tmp_path, f"{site.address}/page.html", "--dump-dom")
     assert "<title>run – mm_grpo" in dom and run[:8] in dom
     assert set(site.asked) - {"/favicon.ico"} == {"/page.html"}
-    # what that rests on: this browser follows such a text where nothing stands against it
-    assert "<title>run</title>" in browse(tmp_path, f"{site.address}/without.html", "--dump-dom")
-    assert "/a.png" in site.asked

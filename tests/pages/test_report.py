@@ -38,7 +38,7 @@ def controlled(path: Path, source: str = "seed 0") -> RunFolder:
         row |= {"eval/blind/accuracy": right - gap, "eval/blind/score": right - gap, "eval/blind/gap": gap}
         row |= {"eval/blind/reward": right - gap, "eval/blind/gap_low": gap - 0.1, "kl": 0.0, "reward": right}
         row |= {"eval/blind/gap_high": gap + 0.1, "step_time": 1.0, "time/learner": 0.5, "grad_norm": "inf"}
-        folder.metrics.append(step, row)
+        folder.on_log(step, row)
     return folder
 
 
@@ -54,7 +54,7 @@ def test_the_data_of_a_page(tmp_path: Path) -> None:
 
 def test_a_page_is_written_while_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def written(every: int | None) -> list[int]:
-        folder = RunFolder.create(tmp_path / str(every), "x: 1\n")
+        folder = RunFolder(tmp_path / str(every)).start("x: 1\n")
         live, found = LivePage(folder.paths, every), []
         for step in range(5):
             row = {"reward": 0.5, **({"eval/heldout/accuracy": 0.5} if step in (0, 2) else {})}
@@ -73,7 +73,7 @@ def test_a_page_is_written_while_the_run_goes_on(tmp_path: Path, caplog: pytest.
 
 
 def test_a_long_run_costs_a_page_no_more_than_a_short_one(tmp_path: Path) -> None:
-    sizes, folder = [], RunFolder.create(tmp_path, "x: 1\n")
+    sizes, folder = [], RunFolder(tmp_path).start("x: 1\n")
     report = Report([folder.paths])
     rows = 0
     for until in (2_000, 20_000):
@@ -87,15 +87,15 @@ def test_a_long_run_costs_a_page_no_more_than_a_short_one(tmp_path: Path) -> Non
         assert (77, 99.0) in line["points"] and len(line["points"]) <= 2 * MOST_BUCKETS
         assert len(line["means"]) <= MOST_BUCKETS
     assert sizes[1] < 1.3 * sizes[0] and sizes[1] < 150_000
-    folder.metrics.append(20_001, {"reward": 1.0})
+    folder.on_log(20_001, {"reward": 1.0})
     report.update()
     assert report.curves[0].last_step == 20_001
 
 
 def test_a_log_that_was_cut_is_read_again(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "x: 1\n")
+    folder = RunFolder(tmp_path).start("x: 1\n")
     for step in range(1, 6):
-        folder.metrics.append(step, {"reward": float(step)})
+        folder.on_log(step, {"reward": float(step)})
     report = Report([folder.paths])
     report.update()
     log = folder.paths.metrics.read_bytes()
@@ -126,9 +126,9 @@ def test_several_runs_share_the_curves_and_the_pictures(tmp_path: Path) -> None:
 def test_what_a_chart_is_called(tmp_path: Path) -> None:
     # an evaluation's reward is left out where it is its accuracy
     for reward, drawn in ((0.5, False), (0.75, True)):
-        folder = RunFolder.create(tmp_path / str(reward), "x: 1\n")
+        folder = RunFolder(tmp_path / str(reward)).start("x: 1\n")
         row = {"eval/blind/accuracy": 0.5, "eval/blind/reward": reward, "eval/b/reward": None}
-        folder.metrics.append(1, row)
+        folder.on_log(1, row)
         found = charts(folder)
         assert ("Evaluation reward" in found) is drawn
         assert [line["label"] for line in found["Evaluation accuracy"]] == ["blind"]  # a set of that name
@@ -137,13 +137,10 @@ def test_what_a_chart_is_called(tmp_path: Path) -> None:
     assert run_names([RunPaths(tmp_path / "x"), RunPaths(tmp_path / "y")]) == ["x", "y"]
 
 
-def test_what_differs_from_the_defaults_is_listed(tmp_path: Path) -> None:
-    folder = RunFolder.create(
-        tmp_path, "model:\n  path: m\nrollout:\n  num_generations: 4\nrun:\n  seed: 42\n"
-    )
-    assert changed_settings(folder.paths) == [("model.path", "m"), ("rollout.num_generations", "4")]
-    folder.paths.config.write_text("nonsense: [")
-    assert changed_settings(folder.paths) == []
+def test_what_differs_from_the_defaults_is_listed() -> None:
+    values = {"model": {"path": "m"}, "rollout": {"num_generations": 4}, "run": {"seed": 42}}
+    assert changed_settings(values) == [("model.path", "m"), ("rollout.num_generations", "4")]
+    assert changed_settings({}) == []
 
 
 def test_an_expected_curve_is_checked_and_goes_with_the_run(tmp_path: Path) -> None:
@@ -157,7 +154,7 @@ def test_an_expected_curve_is_checked_and_goes_with_the_run(tmp_path: Path) -> N
     curve.write_text(json.dumps(values | {"metric": "reward"}))
     check_expected(curve)
     folder = RunFolder(root, expected=curve).start("x: 1\n")
-    folder.metrics.append(1, {"reward": 0.25})
+    folder.on_log(1, {"reward": 0.25})
     assert charts(folder)["Reward"] == [
         {"label": "reward", "points": [(1, 0.25)]}, {"label": "expected", "points": [(1, 0.5)]},
     ]  # fmt: skip

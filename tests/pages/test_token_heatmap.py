@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 
 from mm_grpo.pages.gallery import LONGEST_TEXT, describe_completion
-from mm_grpo.pages.token_heatmap import heatmap, tokens_of, total_of
+from mm_grpo.pages.token_heatmap import heatmap
 
 
 def row(pieces: list[str], nats: list[float], **more: Any) -> dict[str, Any]:
@@ -47,22 +46,6 @@ def test_tokens_over_the_ends_of_a_part() -> None:
     assert heatmap(tokens, "aaabcd", 4, 6) == [("c", 2.0), "d"]
     assert heatmap(tokens, "aaabcd", 5, 6) is None  # nothing is shaded
     assert heatmap(tokens, "another", 0, 7) is None
-
-
-@pytest.mark.parametrize(
-    "sight",
-    [
-        [1],
-        {"nats": "1", "tokens": ["1"], "pieces": ["red"]},
-        {"nats": True, "tokens": [1.0, 2.0], "pieces": ["red"]},
-        {"nats": math.nan, "tokens": [math.inf], "pieces": ["red"]},
-        {"tokens": [1.0], "pieces": [3]},
-    ],
-)
-def test_what_is_no_sight_is_left_out(sight: Any) -> None:
-    given = {"completion": "red", "sight": sight}
-    assert tokens_of(given) == [] and total_of(given) is None
-    assert describe_completion(given) == {"text": "red"}
 
 
 def test_turns_have_their_own_tokens() -> None:

@@ -21,7 +21,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.checkpoint_writer import CheckpointWriter
-from mm_grpo.run.metrics import MetricsLog
+from mm_grpo.run.folder import RunFolder
 
 Act = Callable[[], None]
 
@@ -58,19 +58,19 @@ def half_a_state(act: Act) -> None:
 
 
 def half_a_row(act: Act) -> None:
-    real, count = MetricsLog.append, 0
+    real, count = RunFolder.on_log, 0
 
-    def append(self: MetricsLog, *args: Any) -> None:
+    def append(self: RunFolder, *args: Any) -> None:
         nonlocal count
         count += 1
         if count == 2:
-            data = self.path.read_bytes()
-            self.path.write_bytes(data + b'{"step": 2, "lo')
+            data = self.paths.metrics.read_bytes()
+            self.paths.metrics.write_bytes(data + b'{"step": 2, "lo')
             act()
-            self.path.write_bytes(data)
+            self.paths.metrics.write_bytes(data)
         real(self, *args)
 
-    MetricsLog.append = append  # type: ignore[method-assign]
+    RunFolder.on_log = append  # type: ignore[method-assign]
 
 
 def renaming(act: Act) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import random
 import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +173,44 @@ def test_without_room_for_the_copies_the_run_waits(
     assert disk.threads[-1] == "mm_grpo checkpoint 1"
 
 
+def test_a_disk_that_is_full_for_the_thread_is_seen_in_the_run(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = checkpoints_of(build(models["qwen2_vl"]), tmp_path)
+    kept.save(1, {})
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(state, "_write", full)
+    for end in (lambda: kept.finish(wait=True), lambda: kept.begin(3, {})):
+        kept.begin(2, {})
+        with pytest.raises(ConfigError, match=r"^run.dir = .*No space left on device\).* step-000001"):
+            end()
+        assert [p.name for p in kept.folder.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_fails_waits_for_its_checkpoint(
+    fails: bool,
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The error is the run's own; that the checkpoint failed too is a warning."""
+    kept = checkpoints_of(build(models["qwen2_vl"]), tmp_path)
+    disk = Disk(monkeypatch, seconds=0.2)
+    kept.begin(2, {})
+    if fails:
+        assert disk.asked.wait(PATIENCE)
+        (kept.folder / ".step-000002.new").rmdir()
+    disk.open()
+    kept.close()
+    assert [p.name for p in kept.folder.iterdir()] == ([] if fails else ["step-000002"])
+    assert ("No such file or directory" in caplog.text) == fails
+
+
 def test_free_memory_is_what_the_container_and_the_machine_have_left(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       9000 kB\nMemAvailable:   4000 kB\n")
@@ -244,57 +280,15 @@ def test_steps_go_on_while_a_checkpoint_is_written(
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_the_thread_ends_the_run(
+def test_a_run_that_fails_ends_with_its_checkpoint(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = state._write, []
-
-    def full(path: Path, *rest: Any) -> Any:
-        asked.append(path)
-        mark = real(path, *rest)
-        if len(asked) > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return mark
-
-    record, folder = Record(), tmp_path / "full"
-    with monkeypatch.context() as patched:
-        patched.setattr(state, "_write", full)
-        with pytest.raises(
-            ConfigError, match=r"^run.dir = '.*': a checkpoint cannot be written \(No space left on device\); "
-            "the last good one is step-000001. Make room",
-        ):  # fmt: skip
-            trainer(models["qwen2_vl"], folder, record, save_every=1, max_steps=6).train()
-    assert [event for event in record.events if event[0] != "step"] == [("step-000001", 1)]
-    assert record.events[-1][1] in (2, 3)  # at the end of the step in which it was seen
-    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-000001"]
-    assert not (folder / "model").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_run_that_fails_waits_for_its_checkpoint(
-    fails: bool,
-    models: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The error is the run's own; that the checkpoint failed too is a warning."""
     disk = Disk(monkeypatch, seconds=0.5)
 
     def fail() -> None:
-        if fails:
-            (tmp_path / "r" / "checkpoints" / ".step-000002.new").rmdir()
         disk.open()
-        raise ZeroDivisionError("in step 3")
+        raise ZeroDivisionError("in step 2")
 
-    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError, match="in step 3"):
-        trainer(models["qwen2_vl"], tmp_path / "r", Record(step_3=fail)).train()
-    found = [p.name for p in (tmp_path / "r" / "checkpoints").iterdir()]
-    assert found == ([] if fails else ["step-000002"])
-    assert ("a checkpoint cannot be written (No such file or directory)" in caplog.text) == fails
-    if not fails:
-        done = trainer(
-            models["qwen2_vl"], tmp_path / "r", SimpleNamespace(on_save=print), resume=True
-        ).train()
-        assert done["steps"] == 4
+    with pytest.raises(ZeroDivisionError, match="in step 2"):
+        trainer(models["qwen2_vl"], tmp_path, Record(step_2=fail), save_every=1, max_steps=3).train()
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]

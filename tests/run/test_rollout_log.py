@@ -95,7 +95,7 @@ def test_an_image_is_saved_once_and_told_apart_by_content(tmp_path: Path) -> Non
 
 def test_a_full_disk_leaves_no_half_image(tmp_path: Path) -> None:
     """The limit on the size of a file stands for the disk."""
-    folder, noise = RunFolder.create(tmp_path, "x: 1\n"), Image.effect_noise((64, 64), 90).convert("RGB")
+    folder, noise = RunFolder(tmp_path).start("x: 1\n"), Image.effect_noise((64, 64), 90).convert("RGB")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
@@ -107,43 +107,18 @@ def test_a_full_disk_leaves_no_half_image(tmp_path: Path) -> None:
     assert Image.open(image).getpixel((0, 0)) == RED.getpixel((0, 0)) and logged_steps(folder.paths) == []
 
 
-def test_columns_keep_what_can_be_read(tmp_path: Path) -> None:
+def test_a_row_keeps_what_can_be_read(tmp_path: Path) -> None:
     columns = {
-        "answer": "x" * 2001,
-        "box": (0, 0, 10, 20),
-        "nested": [[1]],
-        "picture": RED,
-        "long": list(range(65)),
-        "ratio": float("inf"),
-        "nothing": None,
-        "right": True,
-    }
-    write_rollouts(RunPaths(tmp_path), 1, [group(0, columns=columns)])
-    assert read_rollouts(RunPaths(tmp_path), 1)[0]["columns"] == {
-        "answer": "x" * 2000 + "…",
-        "box": [0, 0, 10, 20],
-        "ratio": "inf",
-        "right": True,
-    }
-
-
-def test_media_in_messages_is_left_to_the_images(tmp_path: Path) -> None:
-    odd = group(0, content=[{"type": "image", "image": RED}, {"type": "text", "text": "?", "cache": {}}])
-    write_rollouts(RunPaths(tmp_path), 1, [odd])
-    (message,) = read_rollouts(RunPaths(tmp_path), 1)[0]["messages"]
-    assert message["content"] == [{"type": "image"}, {"type": "text", "text": "?"}]
-
-
-def test_a_column_of_another_length_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'exact' has 3 values for the 2 completions of rows:0 in step 1"):
-        write_rollouts(RunPaths(tmp_path), 1, [group(0, parts={"exact": [1.0, 1.0, 1.0]})])
-
-
-def test_a_line_separator_in_a_text_breaks_no_line(tmp_path: Path) -> None:
-    odd = group(0, columns={"answer": "one\u2028two\n\x85three"})
-    write_rollouts(RunPaths(tmp_path), 1, [odd])
-    assert [row["columns"]["answer"] for row in read_rollouts(RunPaths(tmp_path), 1)] == [
-        "one\u2028two\n\x85three"
-    ] * 2
+        "answer": "x" * 2001, "box": (0, 0, 10, 20), "nested": [[1]], "picture": RED, "long": list(range(65)),
+        "ratio": float("inf"), "nothing": None, "right": True, "lines": "one\u2028two\n\x85three",
+    }  # fmt: skip
+    content = [{"type": "image", "image": RED}, {"type": "text", "text": "?", "cache": {}}]
+    write_rollouts(RunPaths(tmp_path), 1, [group(0, columns=columns, content=content)])
+    first, second = read_rollouts(RunPaths(tmp_path), 1)
+    assert first["columns"] == second["columns"] == {
+        "answer": "x" * 2000 + "…", "box": [0, 0, 10, 20], "ratio": "inf", "right": True,
+        "lines": "one\u2028two\n\x85three",
+    }  # fmt: skip
+    assert first["messages"][0]["content"] == [{"type": "image"}, {"type": "text", "text": "?"}]
     raw = (tmp_path / "rollouts" / "step-000001.jsonl").read_bytes()
     assert [json.loads(line)["generation"] for line in raw.strip().split(b"\n")] == [0, 1]

@@ -54,8 +54,9 @@ def plain(folder: Path, run: Finished, base: Path | None = None) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("which", "step"), [("best", 2), ("last", 3)])
-@pytest.mark.parametrize("kind", ["lora", "full", "adapter"])
+@pytest.mark.parametrize(
+    ("kind", "which", "step"), [("lora", "best", 2), ("full", "last", 3), ("adapter", "best", 2)]
+)
 def test_an_export_answers_as_the_trainer_did(
     kind: str, which: str, step: int, runs: Runs, tmp_path: Path
 ) -> None:
@@ -103,8 +104,16 @@ def group_with_rewards(group: Group) -> Group:
     return replace(group, rewards=(0.0,) * 4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fault", ["merge", "score", "file", "processor"])
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [
+        ("merge", "bfloat16"),
+        ("score", "float32"),
+        ("score", "bfloat16"),
+        ("file", "bfloat16"),
+        ("processor", "float32"),
+    ],
+)
 def test_what_is_not_the_trained_model_is_not_kept(
     fault: str, dtype: str, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,15 +175,14 @@ def trained_in(run: Finished, dtype: str) -> Trained:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
 def test_a_bfloat16_checkpoint_is_the_model_to_the_bit(
-    lora: dict[str, Any] | None, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its config names the base by a path from the working folder that a run has too."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(models["qwen3_vl"], tmp_path / "model")
-    changes = {"model": {"dtype": "bfloat16", "lora": lora}, "run": {"max_steps": 1, "save_every": 1}}
-    run = finished(Path("model"), tmp_path / "run", **changes)
+    model = {"dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8.0}}
+    run = finished(Path("model"), tmp_path / "run", model=model, run={"max_steps": 1, "save_every": 1})
     proof = export_run(tmp_path / "run", tmp_path / "out")
     assert proof.dtype == "bfloat16" and proof.gap.mean < 0.05
     found = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype="auto")
@@ -187,21 +195,14 @@ def test_a_bfloat16_checkpoint_is_the_model_to_the_bit(
 
 
 def test_an_existing_folder_is_not_touched(runs: Runs, tmp_path: Path) -> None:
+    """One of the user's is refused by robustness/cases.py."""
     run, out = runs("full"), tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("mine")
-    for overwrite in (False, True):
-        with pytest.raises(ConfigError, match=r"exists and is no export of mm_grpo"):
-            export_run(run.root, out, overwrite=overwrite)
-    assert [p.name for p in out.iterdir()] == ["mine.txt"]
-    (out / "mine.txt").unlink()
-    out.rmdir()
     export_run(run.root, out, which="step-2")
     before = (out / "README.md").stat().st_ino
-    with pytest.raises(ConfigError, match=r"holds an export; .* --overwrite"):
+    with pytest.raises(ConfigError, match="--overwrite"):
         export_run(run.root, out)
     (out / "notes.md").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds notes\.md, which no export wrote"):
+    with pytest.raises(ConfigError, match=r"notes\.md"):
         export_run(run.root, out, overwrite=True)
     assert (out / "README.md").stat().st_ino == before and (out / "notes.md").read_text() == "mine"
     (out / "notes.md").unlink()
@@ -225,48 +226,38 @@ def test_the_card_holds_what_the_run_measured(runs: Runs, tmp_path: Path) -> Non
     assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"') and svg.count("<polyline") == 1
 
 
-def test_what_cannot_be_exported_is_one_message(runs: Runs, tmp_path: Path) -> None:
+def test_what_is_not_the_run_s_own_is_refused(runs: Runs, tmp_path: Path) -> None:
+    """What else cannot be exported is in tests/robustness/cases.py."""
+
     def refused(words: str, *arguments: Any, **options: Any) -> None:
         with pytest.raises(ConfigError, match=words):
             export_run(*arguments, tmp_path / "out", **options)
         assert not (tmp_path / "out").exists()
 
     full, lora = runs("full").root, runs("lora").root
-    refused(r"--adapter: the run trained no adapters", full, adapter=True)
-    refused(r"is neither a run folder \(config\.yaml\) nor a checkpoint", tmp_path)
-    refused(r"only model\.path, model\.device, model\.dtype can be changed", full, overrides=["run.seed=1"])
+    refused("run.seed", full, overrides=["run.seed=1"])
     other = tiny.build("qwen2_5_vl", tmp_path / "other", seed=7)
-    refused(r"the weights that are not trained are not those of", lora, overrides=[f"model.path={other}"])
+    refused("model.path = .* not trained", lora, overrides=[f"model.path={other}"])
     wider = tiny.build("qwen3_vl", tmp_path / "wider")
-    refused(r"is of another model: .* has shape", full, overrides=[f"model.path={wider}"])
+    refused("model.path = .* has shape", full, overrides=[f"model.path={wider}"])
     copy = tmp_path / "copy"
     shutil.copytree(full, copy)
     config = (copy / "config.yaml").read_text()
     (copy / "config.yaml").write_text(config.replace("learning_rate: 0.01", "learning_rate: 0.02"))
-    refused(r"optim\.learning_rate = 0\.02, and .* was made with 0\.01", copy)
+    refused(r"optim\.learning_rate = 0\.02", copy)
     (copy / "config.yaml").write_text(config)
-    state = next((copy / "checkpoints/step-000003").glob("state-*"))
-    data = bytearray(state.read_bytes())
-    data[-1] ^= 1
-    state.write_bytes(data)
-    refused(r"is not what was written: its digest differs", copy)
     shutil.rmtree(copy / "checkpoints")
-    refused(r"last: is no checkpoint, but '.*model', the model of its last step", copy)
-    refused(r"best: '.*copy' has no checkpoints \(run\.save_every\)", copy, which="best")
+    refused("last: .*model", copy)
 
 
 def test_a_run_whose_base_was_best_has_no_best_checkpoint(runs: Runs, tmp_path: Path) -> None:
     shutil.copytree(runs("full").root, tmp_path / "run")
     file = tmp_path / "run/checkpoints/step-000003/manifest.json"
-    for best, words in (
-        ({"score": 0.5, "step": 0}, r"was before its first step \(0\.5\)"),
-        ({"score": 0.5, "step": 1}, r"was after step 1 \(0\.5\), which has no checkpoint"),
-        (None, "was not evaluated"),
-    ):
+    for best in ({"score": 0.5, "step": 0}, {"score": 0.5, "step": 1}, None):
         manifest = json.loads(file.read_text())
         manifest["extra"]["best"] = best
         file.write_text(json.dumps(manifest))
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=str(tmp_path / "run")):
             find_checkpoint(tmp_path / "run", "best")
         if best is not None and best["step"] == 0:  # there is nothing to export, and something to ask
             found = find_model(str(tmp_path / "run"), "best")
@@ -284,9 +275,6 @@ def test_the_number_format_is_that_of_the_run(runs: Runs, tmp_path: Path) -> Non
     for place, dtype in (("device=cpu", "bfloat16"), ("dtype=float32", "float32")):
         found = find_checkpoint(tmp_path / "run", None, [f"model.{place}"])
         assert found.config.model.dtype == dtype
-    file.write_text("[")
-    with pytest.raises(ConfigError, match=r"environment\.json' cannot be read"):
-        find_checkpoint(tmp_path / "run")
     file.unlink()
     assert find_checkpoint(tmp_path / "run", None, ["model.device=cpu"]).config.model.dtype == (
         "bfloat16" if torch.cuda.is_available() else "float32"

@@ -55,7 +55,7 @@ def test_what_a_resume_cannot_go_on_with(models: dict[str, Path], tmp_path: Path
     with pytest.raises(ConfigError, match=rf"^data.train: .* other rows \({len(ROWS)} then, {len(more)}"):
         trainer(heldout, True, 3, more).train()
     other = [*ROWS[:-1], dict(ROWS[-1], answer="another")]
-    with pytest.raises(ConfigError, match=r"^data.train: .* of other contents"):
+    with pytest.raises(ConfigError, match=r"^data.train: .* other rows"):
         trainer(heldout, True, 3, other).train()
     with pytest.raises(ConfigError, match=r"^data.eval.b: .* was made with other rows"):
         trainer({"a": HELDOUT[:1], "b": HELDOUT[2:3]}, True, 3).train()
