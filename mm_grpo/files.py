@@ -15,22 +15,17 @@ import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import ConfigError
 
-STREAMS = ("/dev/stdout", "/dev/stderr")
-"""Names that are written to as streams, wherever they lead."""
 LARGEST_JSON = 2**30
 """Bytes of a file of JSON, or of a server's answer, in which a token with its log-prob takes some 100."""
-DEEPEST = 100
-"""Lists and mappings within one another in JSON."""
 RUN_MARK = "mm_grpo_run.json"
 """The file by which a run's folder is known (run/lock.py)."""
 TEMPORARY = "mm_grpo_tmp_"
@@ -57,23 +52,10 @@ def short_path(path: object, limit: int = 300) -> str:
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """The paths that match, sorted; a `**` follows links too, but into no folder twice or upwards, and finds each file
-    once."""
-    deep = re.fullmatch(r"(|.*?/)\*\*(?:/+(.+)|/*)", pattern, re.DOTALL)
-    if deep is None:
-        return sorted(glob.glob(pattern))
+    """The paths that match, sorted, each file once; a `**` follows links too."""
     found: dict[str, str] = {}
-    for top in glob.glob(deep[1]) if deep[1] else ["."]:
-        seen = {str(folder) for folder in Path(top).resolve().parents}
-        for folder, folders, _ in os.walk(top, followlinks=True):
-            real = os.path.realpath(folder)
-            if real in seen:
-                folders.clear()
-                continue
-            seen.add(real)
-            folders[:] = sorted(name for name in folders if name[0] != ".")
-            for path in expand_glob(os.path.join(glob.escape(folder), deep[2] or "*").removeprefix("./")):
-                found.setdefault(os.path.realpath(path), path)
+    for path in sorted(glob.glob(pattern, recursive=True), key=len):
+        found.setdefault(os.path.realpath(path), path)
     return sorted(found.values())
 
 
@@ -92,26 +74,15 @@ def read_regular_file(path: Path, limit: int = -1) -> bytes:
 def parse_json(data: str | bytes, kind: type = object) -> Any:
     """The value of JSON that somebody else wrote, which has to be a `kind` such as dict.
 
-    Raises ValueError, whose text is one short line, for any other kind, for what is no JSON, and for lists within lists
-    deeper than DEEPEST.
+    Raises ValueError, whose text is one short line, for any other kind and for what is no JSON.
     """
-    depth = 0
     try:
         found = json.loads(data)
-        level = [found]
-        while depth <= DEEPEST and (level := [each for one in level for each in _members(one)]):
-            depth += 1
     except RecursionError:
-        depth = DEEPEST + 1
-    if depth > DEEPEST:
-        raise ValueError(f"holds lists or mappings within one another deeper than {DEEPEST} levels")
+        raise ValueError("holds lists or mappings too deep within one another") from None
     if not isinstance(found, kind):
         raise ValueError(f"holds a {type(found).__name__} where a {kind.__name__} is expected")
     return found
-
-
-def _members(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def read_json(path: Path, kind: type = object) -> Any:
@@ -154,7 +125,6 @@ class OutputFile:
         self.option, self.named, self.mark = option, short_path(named), mark
         try:
             self.path = Path(expand_home(str(named)))
-            self.is_stream = str(self.path) in STREAMS
             self._check()
         except FileNotFoundError:
             raise self._refused(
@@ -166,19 +136,12 @@ class OutputFile:
     def write(self, text: str) -> None:
         """Put the text there, in one piece. Raises ConfigError where it cannot be."""
         try:
-            if self.is_stream:
-                stream = sys.stdout if str(self.path) == STREAMS[0] else sys.stderr
-                stream.write(text)
-                stream.flush()
-            else:
-                self._check()
-                atomic_write(self.path, text)
+            self._check()
+            atomic_write(self.path, text)
         except OSError as error:
             raise self._refused(f"cannot be written ({error.strerror or error})") from None
 
     def _check(self) -> None:
-        if self.is_stream:
-            return
         if self.path.is_symlink():
             raise self._refused("is a link; name the file that it leads to")
         with tempfile.TemporaryFile(dir=self.path.parent), suppress(FileNotFoundError):

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from mm_grpo.errors import UserError, did_you_mean
-from mm_grpo.files import expand_home
+from mm_grpo.files import expand_home, read_regular_file
 from mm_grpo.user_code.watchdog import at_start
 
 FILE_MODULE = "mm_grpo_file_"
@@ -67,20 +67,11 @@ def load_file(what: str, place: str, error: type[UserError], base: Path | None =
     """The module of a file; `base` is the folder of relative paths, by default the current one."""
     try:
         path = ((base or Path.cwd()) / expand_home(place)).resolve()
-    except (
-        ValueError,
-        OSError,
-        RuntimeError,
-    ) as cause:  # an unknown user, half a character, a circle of links
-        raise error(
-            f"{what}: no such file can be found ({cause}); give a path from the folder you start in"
-        ) from None
-    if not os.path.isfile(path):
-        raise error(f"{what}: there is no file {path}; give a path from the folder you start in")
-    try:
-        source = path.read_bytes()
-    except OSError as cause:
-        raise error(f"{what}: {path} cannot be read ({cause.strerror}); let this user read it") from None
+        source = read_regular_file(path)
+    except FileNotFoundError:
+        raise error(f"{what}: there is no file {path}; give a path from the folder you start in") from None
+    except (ValueError, OSError, RuntimeError) as cause:  # an unknown user, a folder, a circle of links
+        raise error(f"{what}: no such file can be read ({cause})") from None
     digest = hashlib.sha256(source).hexdigest()
     if path in _LOADED and _LOADED[path][0] == digest:
         return _LOADED[path][1]

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 LARGEST = 2.0**63
 """Most, either way, that a score, a weight, a metric or a number of the config is: the product of two is a float32."""
-LONGEST = 1e9
-"""Most seconds of a time-out; a wait of the operating system's takes no more than nine times as many."""
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -101,22 +101,20 @@ def find_layer(layer: str) -> Path:
 
 
 def find_recipes() -> dict[str, Path]:
-    """The config files of the shipped recipes by name."""
-    examples = examples_folder()
-    found = sorted(examples.glob("*/config.yaml")) if examples else []
-    return {path.parent.name: path for path in found}
+    """The config files of the shipped recipes, which are those with a README, by name."""
+    found = sorted(examples_folder().glob("*/config.yaml"))
+    return {path.parent.name: path for path in found if path.with_name("README.md").is_file()}
 
 
 def find_layers() -> dict[str, Path]:
     """The shipped layers by name."""
-    examples = examples_folder()
-    return {path.stem: path for path in sorted((examples / "layers").glob("*.yaml"))} if examples else {}
+    return {path.stem: path for path in sorted((examples_folder() / "layers").glob("*.yaml"))}
 
 
-def examples_folder() -> Path | None:
+def examples_folder() -> Path:
     """Where recipes and layers lie: in the wheel inside the package, in a checkout in examples/."""
     here = Path(__file__).resolve().parents[1]
-    return next((folder for folder in (here / "examples", here.parent / "examples") if folder.is_dir()), None)
+    return here / "examples" if (here / "examples").is_dir() else here.parent / "examples"
 
 
 def first_comment(path: Path) -> str:
@@ -127,17 +125,10 @@ def first_comment(path: Path) -> str:
 
 def refuse_missing_data(loaded: GRPOConfig, config: str) -> None:
     """DataError where a recipe's prepared rows are not there, with the command that makes them."""
-    from mm_grpo.config import GRPOConfig
-
     recipe = find_config(config).parent
     command = prepare_command(recipe)
-    if command is None:
-        return
-    own, data = GRPOConfig.from_yaml(find_config(config)).data, loaded.data
-    # what was set by hand has no command that makes it
-    sources = [mine for mine, recipes in ((data.train, own.train), (data.eval, own.eval)) if mine == recipes]
-    for path in _paths(sources):
-        if path.endswith(".jsonl") and not os.path.exists(path):
+    for path in _paths([loaded.data.train, loaded.data.eval]):
+        if command is not None and path.endswith(".jsonl") and not os.path.exists(path):
             raise DataError(
                 f"{path} does not exist; the recipe's rows are made, once and with a network, by\n    {command}\n"
                 f"--smoke needs none: it uses the rows of {recipe / 'fixture'}"

@@ -61,8 +61,6 @@ def with_options(
     loaded: GRPOConfig, blind: str | None, samples: int | None, temperature: float | None
 ) -> GRPOConfig:
     """The config with what the options say in place of its fields. ConfigError where they contradict each other."""
-    if blind not in (None, "shuffled", "removed"):
-        raise ConfigError(f"--blind {blind}: must be shuffled or removed")
     chosen = loaded.rollout.eval
     count = chosen.num_generations if samples is None else samples
     if temperature is None and samples is not None and samples > 1 and chosen.temperature == 0:

@@ -57,7 +57,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "mm-grpo rewards try exact_match --completion red --column answer=red",
         "mm-grpo rewards try my_rewards.py:short --completion 'A red circle.'",
     ),
-    "env": ("mm-grpo env", "mm-grpo env --json > environment.json"),
+    "env": ("mm-grpo env > environment.json",),
     "convert": (
         "mm-grpo convert trl.yaml",
         "mm-grpo convert trl.yaml --devices 8 --output config.yaml",
@@ -104,18 +104,15 @@ def field_advice(option: str | None) -> str | None:
         return None
     from mm_grpo.config.grpo_config import GRPOConfig
     from mm_grpo.config.messages import leaves
-    from mm_grpo.migrate.keys import explains, unknown_key
+    from mm_grpo.migrate.keys import advice_on
 
     known = [path for path, _ in leaves(GRPOConfig)]
     name = option.removeprefix("--").replace("-", "_")
     homes = [path for path in known if name in (path, path.rpartition(".")[2])]
-    if homes:
-        fields = " or ".join(f"{path}=VALUE" for path in homes)
-        return f"no such option: {option}; a field is set without dashes, with its section: {fields}"
-    if not explains(name, known):
+    advice = " or ".join(f"{path}=VALUE" for path in homes) or advice_on(name, known)
+    if advice is None:
         return None
-    (line,) = unknown_key(name, None, known)
-    return f"no such option: {option}; {line.partition('; ')[2]} (on the command line: section.field=VALUE)"
+    return f"no such option: {option}; a field is set as section.field=VALUE, without dashes: {advice}"
 
 
 def show_version(value: bool) -> None:

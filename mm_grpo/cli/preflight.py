@@ -14,7 +14,6 @@ import typer
 
 from mm_grpo.cli.configs import Config, Overrides, Smoke, load_config, refuse_missing_data, to_smoke
 from mm_grpo.cli.imports import heavy_imports
-from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
 
 
@@ -27,14 +26,12 @@ def check(
     ] = False,
     rows: Annotated[int | None, typer.Option(min=1, help="Look at this many rows of each set.")] = None,
     page: Annotated[
-        bool,
-        typer.Option("--page", help="Write what the model sees into check.html, or the FILE.html given."),
-    ] = False,
+        str | None, typer.Option(metavar="FILE.html", help="Also write a page of what the model sees.")
+    ] = None,
     page_rows: Annotated[int, typer.Option(min=1, help="Rows of each set on the page.")] = 20,
 ) -> None:
     """Load every row, make every prompt and try every reward on right and wrong answers; train nothing."""
-    path, overrides = page_path(page, overrides or [])
-    loaded = load_config(config, overrides)
+    loaded = load_config(config, overrides or [])
     if not smoke:
         refuse_missing_data(loaded, config)
     with heavy_imports():
@@ -42,23 +39,11 @@ def check(
 
     with temporary_folder("check") as work:
         if smoke:
-            loaded = to_smoke(loaded, config, overrides, work, loaded.run.dir)
-        asked = PageSettings(path, page_rows) if page else None
+            loaded = to_smoke(loaded, config, overrides or [], work, loaded.run.dir)
+        asked = None if page is None else PageSettings(page, page_rows)
         passed = check_config(loaded, call_judges=call_judges, rows=rows, page=asked)
     if not passed:
         raise typer.Exit(2)
-
-
-def page_path(page: bool, arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The path among the arguments of `check --page`, and the overrides, which all hold a =.
-
-    >>> page_path(True, ["out.html", "data.max_pixels=50176"])
-    ('out.html', ['data.max_pixels=50176'])
-    """
-    paths = [each for each in arguments if page and "=" not in each and each.endswith(".html")]
-    if len(paths) > 1:
-        raise ConfigError(f"--page: {len(paths)} files are named, {' and '.join(paths)}; one page is written")
-    return next(iter(paths), None), [argument for argument in arguments if argument not in paths]
 
 
 def doctor(
@@ -76,7 +61,7 @@ def doctor(
 
         report = examine(loaded, prompts)
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), allow_nan=False))
+        typer.echo(json.dumps(report.as_dict()))
     else:
         show(report)
     if not report.ok:

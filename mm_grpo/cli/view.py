@@ -37,4 +37,4 @@ def view(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"view: '{page.named}' cannot be made ({type(error).__name__}: {error})") from error
     page.write(html)
-    typer.echo(f"page: {page.path.resolve()} ({len(html.encode()) / 1e6:.1f} MB)", err=page.is_stream)
+    typer.echo(f"page: {page.path.resolve()} ({len(html.encode()) / 1e6:.1f} MB)")

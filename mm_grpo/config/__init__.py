@@ -1,10 +1,9 @@
 """The configuration of a run: one tree, the same in YAML, on the command line (`a.b=value`) and in Python.
 
-sections        every section and field, each with its docstring: what it is, unit, range, default; lora: `model.lora`,
-                served: `rollout.server`
+sections        every section and field, each with its docstring: what it is, unit, range, default
 values          kinds of value: paths, numbers, rewards, guards, and what each accepts
 source_entries  sources of rows: paths, tasks, mixtures and their entries
-grpo_config     GRPOConfig, the root of the tree, and the checks between sections; seed_plan: are there seeds enough
+grpo_config     GRPOConfig, the root of the tree, and the checks between sections
 yaml_file       YAML files, overrides, and paths that are relative to a config file
 yaml_dialect    the YAML of these files
 messages        the base of every section, and what is raised about a wrong value
@@ -18,19 +17,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mm_grpo.config.grpo_config import FieldHelp, GRPOConfig
-    from mm_grpo.config.lora import LoRAConfig
+    from mm_grpo.config.grpo_config import FieldHelp, GRPOConfig, check_seed_plan
     from mm_grpo.config.sections import (
         AlgorithmConfig,
         DataConfig,
         EvalSampling,
+        LoRAConfig,
         ModelConfig,
         OptimConfig,
         RolloutConfig,
         RunConfig,
+        ServerConfig,
+        VLLMConfig,
     )
-    from mm_grpo.config.seed_plan import check_seed_plan
-    from mm_grpo.config.served import ServerConfig, VLLMConfig
     from mm_grpo.config.yaml_file import apply_overrides
 
 __all__ = [

@@ -1,8 +1,8 @@
 """`GRPOConfig`, the root of the tree, and every check between its sections.
 
 One tree, the same on disk (YAML), on the command line (`a.b=value`) and in Python. Fields and sections
-are in `sections`. A check between sections is a `yield` of one line (field, value, why not, what to
-write) in one of the generators of `CHECKS`.
+are in `sections`. A check between sections is a `yield` of a field and why not, or what to write, in one of the
+generators of `CHECKS`.
 
 Words: a step is one rollout of P = `rollout.prompts_per_step` prompts x G = `rollout.num_generations`
 completions, and the optimizer updates made from it.
@@ -10,6 +10,7 @@ completions, and the optimizer updates made from it.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -35,12 +36,15 @@ from mm_grpo.config.sections import (
     RolloutConfig,
     RunConfig,
 )
-from mm_grpo.config.seed_plan import check_seed_plan
 from mm_grpo.config.values import RewardEntry
 from mm_grpo.config.yaml_file import apply_overrides, merge, read_yaml, resolve_relative_path, write_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import RUN_MARK, atomic_write
 from mm_grpo.terminal import REDACTED, redact
+
+NO_EVAL = "needs rows to evaluate on; set data.eval, or 0 here"
+TRAINING_SEEDS = 2**30
+"""Seeds of training are below this number; those of evaluation are not (the seed law)."""
 
 
 class FieldHelp(NamedTuple):
@@ -78,7 +82,11 @@ class GRPOConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        lines = [line for check in CHECKS for line in check(self)]
+        lines = [
+            f"{path} = {yaml_repr(functools.reduce(getattr, path.split('.'), self))}: {why}"
+            for check in CHECKS
+            for path, why in check(self)
+        ]
         if lines:
             raise CheckError("\n".join(lines))
         return self
@@ -180,10 +188,7 @@ class GRPOConfig(Section):
     def require_eval(self, given: bool = False) -> None:
         """Refuse evaluations during the run without rows for them, unless some are `given` in Python."""
         if self.run.eval_every > 0 and self.data.eval is None and not given:
-            every = self.run.eval_every
-            raise ConfigError(
-                f"run.eval_every = {every}: needs rows to evaluate on; set data.eval, or 0 here"
-            )
+            raise ConfigError(f"run.eval_every = {self.run.eval_every}: {NO_EVAL}")
 
     def batch_sentence(self, processes: int = 1, packs: int | None = None) -> str:
         """The arithmetic of one step: prompts x generations -> packs x processes -> updates."""
@@ -213,141 +218,149 @@ class GRPOConfig(Section):
         return found
 
 
-# Checks between sections
+# Checks between sections: each a field, and why its value does not go together with others
 
 
-def _steps(config: GRPOConfig) -> Iterator[str]:
-    """Updates have prompts, warm-up ends, evaluation has rows, the seeds suffice, attempts are used."""
-    rollout, optim, steps = config.rollout, config.optim, config.run.max_steps
-    prompts, attempts = rollout.prompts_per_step, rollout.max_attempts
-    iterations = config.algorithm.num_iterations
+def _steps(config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """Updates have prompts, warm-up ends, evaluation has rows."""
+    optim, run, prompts = config.optim, config.run, config.rollout.prompts_per_step
     if optim.updates_per_step > prompts:
-        yield f"optim.updates_per_step = {optim.updates_per_step}: must be <= rollout.prompts_per_step, {prompts}"
-    updates = optim.updates_per_step * iterations * (steps or 0)
-    if steps is not None and optim.warmup_steps > updates:
-        product = f"run.max_steps {steps} x optim.updates_per_step {optim.updates_per_step}"
-        yield (
-            f"optim.warmup_steps = {optim.warmup_steps}: must be <= the updates of the run, which are {updates}"
-            f" ({product} x algorithm.num_iterations {iterations})"
-        )
-    if config.data.train is not None:  # else rows are passed in Python, and may be for evaluation too
-        yield from _message(config.require_eval)
-    yield from _message(lambda: check_seed_plan(steps or 1, attempts, prompts, rollout.num_generations))
+        yield "optim.updates_per_step", f"must be <= rollout.prompts_per_step, {prompts}"
+    updates = optim.updates_per_step * config.algorithm.num_iterations * (run.max_steps or 0)
+    if run.max_steps is not None and optim.warmup_steps > updates:
+        product = "run.max_steps x optim.updates_per_step x algorithm.num_iterations"
+        yield "optim.warmup_steps", f"must be <= the updates of the run, which are {updates} ({product})"
+    # without data.train rows are passed in Python, and may be for evaluation too
+    if config.data.train is not None and run.eval_every > 0 and config.data.eval is None:
+        yield "run.eval_every", NO_EVAL
 
 
-def _advantages(config: GRPOConfig) -> Iterator[str]:
+def _advantages(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     """What scales and joins rewards: options that another one would ignore, or that have no meaning beside it."""
     algorithm = config.algorithm
-    estimator, scale = algorithm.advantage_estimator, algorithm.scale_rewards
+    estimator = algorithm.advantage_estimator
     each_by_itself = algorithm.multi_objective_aggregation == "normalize_then_sum"
     if each_by_itself:
-        owner, own = "algorithm.multi_objective_aggregation = 'normalize_then_sum'", None
+        owner, own = "algorithm.multi_objective_aggregation = normalize_then_sum", None
     else:  # `own` is what the estimator divides by, where that is one of the scales
-        owner = f"algorithm.advantage_estimator = {estimator!r}"
-        scales = {"grpo": scale, "rloo": "none", "reinforce_plus_plus_baseline": "batch", "maxrl": None}
-        own = scales[estimator]
-    if scale not in ("group", own):  # group is the default, and may be left
-        yield f"algorithm.scale_rewards = {scale!r}: {owner} brings its own scale and would ignore this; leave it out"
+        owner = f"algorithm.advantage_estimator = {estimator}"
+        scales = {"rloo": "none", "reinforce_plus_plus_baseline": "batch", "maxrl": None}
+        own = scales.get(estimator, algorithm.scale_rewards)
+    if algorithm.scale_rewards not in ("group", own):  # group is the default, and may be left
+        yield "algorithm.scale_rewards", f"{owner} brings its own scale and would ignore this; leave it out"
     if each_by_itself and estimator != "grpo":
-        yield f"algorithm.advantage_estimator = {estimator!r}: must be grpo with {owner}"
+        yield "algorithm.advantage_estimator", f"must be grpo with {owner}"
     elif algorithm.kl_in_reward and (each_by_itself or estimator == "maxrl"):
-        yield f"algorithm.kl_in_reward = true: must be false with {owner}; leave the KL in the loss"
+        yield "algorithm.kl_in_reward", f"must be false with {owner}; leave the KL in the loss"
 
 
-def _turns(config: GRPOConfig) -> Iterator[str]:
+def _turns(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     """Advantages of turns go with what treats each token by itself."""
-    algorithm = config.algorithm
-    if algorithm.turn_gamma is None:
-        return
     for field, refused, legal in (
         ("importance_sampling_level", "sequence", "token"),
         ("loss_type", "gmpo", "another one"),
         ("multi_objective_aggregation", "normalize_then_sum", "sum_then_normalize"),
         ("kl_in_reward", True, "false"),
     ):
-        if getattr(algorithm, field) == refused:
-            yield (
-                f"algorithm.{field} = {yaml_repr(refused)}: takes whole completions; with algorithm.turn_gamma ="
-                f" {algorithm.turn_gamma:g}, advantages of turns, it must be {legal}"
-            )
+        if config.algorithm.turn_gamma is not None and getattr(config.algorithm, field) == refused:
+            why = f"takes whole completions; must be {legal} with algorithm.turn_gamma, advantages of turns"
+            yield f"algorithm.{field}", why
 
 
-def _loss(config: GRPOConfig) -> Iterator[str]:
+def _loss(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     """Bounds act, and weights lie between theirs."""
-    algorithm = config.algorithm
-    delta, loss = algorithm.delta, algorithm.loss_type
-    name = "epsilon" if algorithm.epsilon_high is None else "epsilon_high"
-    upper = 1 + getattr(algorithm, name)
+    algorithm, loss = config.algorithm, config.algorithm.loss_type
+    chosen = f"algorithm.loss_type = {loss}"
+    high = "epsilon" if algorithm.epsilon_high is None else "epsilon_high"
+    upper = 1 + getattr(algorithm, high)
+    own_weights = loss in ("vespo", "dppo_tv", "dppo_kl", "gmpo")
     if loss == "cispo" and (algorithm.epsilon_high is None or algorithm.epsilon_high < 1):
-        value = yaml_repr(algorithm.epsilon_high)
-        yield f"algorithm.epsilon_high = {value}: must be 1 or more with algorithm.loss_type = 'cispo' (5 is common)"
-    own_bounds = ("dppo_tv", "dppo_kl", "gmpo")
+        yield "algorithm.epsilon_high", f"must be 1 or more with {chosen} (5 is common)"
     if loss == "gmpo" and algorithm.top_entropy_quantile < 1:
-        share = algorithm.top_entropy_quantile
-        yield f"algorithm.top_entropy_quantile = {share}: algorithm.loss_type = 'gmpo' takes all tokens; leave it out"
-    if delta is not None and loss in ("cispo", "sapo", "vespo", *own_bounds):
-        yield f"algorithm.delta = {delta}: algorithm.loss_type = {loss!r} has no such bound; leave it out"
-    elif delta is not None and delta <= upper:
-        yield f"algorithm.delta = {delta}: must be above 1 + algorithm.{name}, which is {upper:g}"
-    elif loss in ("vespo", *own_bounds) and algorithm.importance_sampling_level != "token":
-        level = f"algorithm.importance_sampling_level = {algorithm.importance_sampling_level!r}"
-        yield f"{level}: algorithm.loss_type = {loss!r} weighs in its own way and would ignore this; leave it out"
-    low, high = algorithm.importance_sampling_clip_min, algorithm.importance_sampling_clip_max
-    if config.importance_sampling_mode != "none" and low is not None and high is not None and low >= high:
-        most = f"algorithm.importance_sampling_clip_max, which is {high}"
-        yield f"algorithm.importance_sampling_clip_min = {low}: must be below {most}"
+        yield "algorithm.top_entropy_quantile", f"{chosen} takes all tokens; leave it out"
+    if algorithm.delta is not None and (own_weights or loss in ("cispo", "sapo")):
+        yield "algorithm.delta", f"{chosen} has no such bound; leave it out"
+    elif algorithm.delta is not None and algorithm.delta <= upper:
+        yield "algorithm.delta", f"must be above 1 + algorithm.{high}, which is {upper:g}"
+    elif own_weights and algorithm.importance_sampling_level != "token":
+        why = f"{chosen} weighs in its own way and would ignore this; leave it out"
+        yield "algorithm.importance_sampling_level", why
+    least, most = algorithm.importance_sampling_clip_min, algorithm.importance_sampling_clip_max
+    if config.importance_sampling_mode != "none" and most is not None and (least or 0.0) >= most:
+        why = f"must be below algorithm.importance_sampling_clip_max, which is {most}"
+        yield "algorithm.importance_sampling_clip_min", why
 
 
-def _kl(config: GRPOConfig) -> Iterator[str]:
+def _kl(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     """The KL term has a weight and a gradient, and the reference model can move."""
-    algorithm, why = config.algorithm, "needs algorithm.beta > 0, the weight of the KL, and that is 0"
-    path, moves = algorithm.reference_path, "algorithm.sync_ref_model = true"
-    if algorithm.kl_in_reward and algorithm.beta == 0:
-        yield f"algorithm.kl_in_reward = true: {why}"
+    algorithm = config.algorithm
+    for name in ("kl_in_reward", "reference_path", "sync_ref_model"):
+        if getattr(algorithm, name) and algorithm.beta == 0:
+            yield f"algorithm.{name}", "needs algorithm.beta > 0, the weight of the KL, and that is 0"
     if algorithm.kl_estimator == "k1" and algorithm.beta > 0 and not algorithm.kl_in_reward:
-        mean = "its gradient in the loss has mean 0"
-        yield f"algorithm.kl_estimator = 'k1': {mean}; write k2 or k3, or set algorithm.kl_in_reward = true"
-    if path is not None and algorithm.beta == 0:
-        yield f"algorithm.reference_path = '{path}': {why}"
-    elif path is not None and algorithm.sync_ref_model:
-        yield f"{moves}: must be false with algorithm.reference_path, a reference that stays"
-    if algorithm.sync_ref_model and algorithm.beta == 0:
-        yield f"{moves}: {why}"
-    elif algorithm.sync_ref_model and config.model.lora is not None:
-        yield f"{moves}: must be false with model.lora, whose reference is the model without its adapters"
+        why = "its gradient in the loss has mean 0; write k2 or k3, or set algorithm.kl_in_reward = true"
+        yield "algorithm.kl_estimator", why
+    if algorithm.sync_ref_model and algorithm.beta > 0:
+        if algorithm.reference_path is not None:
+            why = "must be false with algorithm.reference_path, a reference that stays"
+            yield "algorithm.sync_ref_model", why
+        elif config.model.lora is not None:
+            why = "must be false with model.lora, whose reference is the model without its adapters"
+            yield "algorithm.sync_ref_model", why
 
 
-def _parts(config: GRPOConfig) -> Iterator[str]:
-    """Nothing shows what the perception term's mask hides, and what is frozen has no adapters."""
-    algorithm, rollout, model = config.algorithm, config.rollout, config.model
-    if algorithm.perception_coef > 0 and (rollout.tools or rollout.environment is not None):
-        coef = f"algorithm.perception_coef = {algorithm.perception_coef:g}"
-        yield f"{coef}: must be 0 with rollout.tools and rollout.environment, which may show what the mask hides"
-    if model.lora is not None and model.lora.vision and model.freeze_vision:
-        yield "model.lora.vision = true: must be false with model.freeze_vision = true"
-
-
-def _staleness(config: GRPOConfig) -> Iterator[str]:
-    """What is sampled ahead needs an order, and leaves the reference model alone."""
-    rollout, ahead = config.rollout, config.rollout.max_staleness
-    order = f"rollout.staleness_order = '{rollout.staleness_order}'"
-    if ahead == 0 and rollout.staleness_order != "lockstep":
-        yield f"{order}: needs rollout.max_staleness >= 1, the updates that completions may be behind"
+def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """What is frozen has no adapters, and what tools and samples ahead of time cannot have."""
+    rollout, lora, ahead = config.rollout, config.model.lora, config.rollout.max_staleness
+    tools = rollout.tools or rollout.environment is not None
+    if lora is not None and lora.vision and config.model.freeze_vision:
+        yield "model.lora.vision", "must be false with model.freeze_vision = true"
+    if tools and config.algorithm.perception_coef > 0:
+        why = "must be 0 with rollout.tools and rollout.environment, which may show what the mask hides"
+        yield "algorithm.perception_coef", why
+    if rollout.staleness_order == "eager" and (tools or ahead == 0):
+        why = "must be lockstep with rollout.tools and rollout.environment, and without rollout.max_staleness"
+        yield "rollout.staleness_order", why
     if ahead and config.algorithm.kl_in_reward:
-        yield f"algorithm.kl_in_reward = true: must be false with rollout.max_staleness = {ahead}; it needs the learner"
-    if rollout.staleness_order == "eager" and (rollout.tools or rollout.environment is not None):
-        yield f"{order}: must be lockstep with rollout.tools and rollout.environment"
+        why = f"must be false with rollout.max_staleness = {ahead}; it needs the learner"
+        yield "algorithm.kl_in_reward", why
 
 
-Check = Callable[[GRPOConfig], Iterator[str]]
-CHECKS: tuple[Check, ...] = (_steps, _advantages, _turns, _loss, _kl, _parts, _staleness)
-
-
-def _message(check: Callable[[], None]) -> Iterator[str]:
+def _seeds(config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """There are seeds enough."""
+    rollout = config.rollout
+    plan = (rollout.max_attempts, rollout.prompts_per_step, rollout.num_generations)
     try:
-        check()
+        check_seed_plan(config.run.max_steps or 1, *plan)
     except ConfigError as error:
-        yield str(error)
+        yield "run.max_steps", str(error).partition(": ")[2]
+
+
+CHECKS: tuple[Callable[[GRPOConfig], Iterator[tuple[str, str]]], ...] = (
+    _steps, _advantages, _turns, _loss, _kl, _parts, _seeds,
+)  # fmt: skip
+
+
+def check_seed_plan(
+    max_steps: int, attempts: int, prompts: int, generations: int, max_turns: int = 1
+) -> None:
+    """Refuse a run that would need more seeds than there are (the seed law).
+
+    A run plans max_steps x attempts x prompts x generations seeds; there are M, the largest multiple
+    of `generations` not above 2^30. The further turns of conversations have 2^30 seeds of their own.
+    """
+    seeds = TRAINING_SEEDS // generations * generations
+    planned = max_steps * attempts * prompts * generations
+    if planned > seeds:
+        product = f"{max_steps} steps x {attempts} attempts x {prompts} prompts x {generations} generations"
+        raise ConfigError(
+            f"run.max_steps = {max_steps}: {product} (num_generations) need {planned} seeds, and there are {seeds}"
+        )
+    if (needed := planned * (max_turns - 1)) > TRAINING_SEEDS:
+        product = f"{planned} generations x {max_turns - 1} further turns"
+        raise ConfigError(
+            f"rollout.max_turns = {max_turns}: {product} need {needed} seeds, and there are {TRAINING_SEEDS}"
+        )
 
 
 def _counted(count: int, noun: str, plural: str = "s") -> str:

@@ -76,15 +76,6 @@ class Section(BaseModel):
         except ValidationError as error:
             raise as_config_error(cls, error) from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        path = _join(self.where, name)
-        if name not in type(self).model_fields:
-            raise ConfigError("\n".join(unknown_key(path, value, self.all_paths)))
-        copied = f"config.with_values({{{path!r}: ...}})"
-        raise ConfigError(
-            f"{path} = {shown(value)}: a config is not assigned to; make a changed copy: {copied}"
-        )
-
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """A copy with `{"a.b": value}` laid over it, checked as a new one is. Paths start at this section."""
         tree = self.model_dump()
@@ -173,7 +164,7 @@ def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
         return unknown_key(path, value, cls.all_paths)
     if isinstance(raised, FieldError):
         return [f"{path} = {shown(value)}: {raised}"]
-    field, rest = _field(cls, location)
+    field = _field(cls, location)
     if field is None:
         return [f"{path or 'the config'} = {shown(value)}: must be a mapping of sections"]
     inner = section_of(field)
@@ -184,44 +175,29 @@ def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
     if inner is not None:
         keys = ", ".join(f"{path}.{key}" for key in inner.model_fields)
         return [f"{path} = {shown(value)}: must be a section; its keys are {keys}"]
-    annotation = _item(field.annotation, rest)
-    accepted = describe_type(annotation, () if rest else field.metadata)
-    single = isinstance(value, str) and kind not in ("list_type", "dict_type")
-    found = nearest(value, _choices(annotation)) if single else None
-    if "[key]" in rest:
-        return [f"{path}: unknown name; {f'the nearest is {found}; ' if found else ''}must be {accepted}"]
+    found = nearest(value, _choices(field.annotation)) if isinstance(value, str) else None
     advice = VALUES.get(path, {}).get(str(value).casefold())
     hint = f"; {advice}" if advice else f" (the nearest is {found})" if found else ""
-    return [f"{path} = {shown(value)}: must be {accepted}{hint}"]
+    given = path if "[key]" in location else f"{path} = {shown(value)}"
+    return [f"{given}: must be {describe_type(field.annotation, field.metadata)}{hint}"]
 
 
-def _field(cls: type[Section], location: Sequence[Any]) -> tuple[FieldInfo | None, Sequence[Any]]:
-    """The leaf or section field that a location names, and what of the location is inside its value."""
+def _field(cls: type[Section], location: Sequence[Any]) -> FieldInfo | None:
+    """The leaf or section field that a location names, or leads into."""
     field: FieldInfo | None = None
     here: type[Section] | None = cls
-    for depth, part in enumerate(location):
+    for part in location:
         if here is None or part not in here.model_fields:
-            return field, location[depth:]
+            return field
         field = here.model_fields[part]
         here = _section_within(field)
-    return field, ()
+    return field
 
 
 def _section_within(field: FieldInfo) -> type[Section] | None:
     """The section class that a field holds, or may hold in place of null."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
-
-
-def _item(annotation: Any, rest: Sequence[Any]) -> Any:
-    """The type of the item that `rest` reaches inside a list, a tuple or a mapping."""
-    if get_origin(annotation) is Annotated:
-        return _item(get_args(annotation)[0], rest)
-    if get_origin(annotation) in (list, tuple) and rest:
-        return get_args(annotation)[0]
-    if get_origin(annotation) is dict and rest:
-        return get_args(annotation)[0 if "[key]" in rest else 1]
-    return annotation
 
 
 def _choices(annotation: Any) -> list[str]:

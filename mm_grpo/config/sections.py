@@ -11,13 +11,12 @@ P is `rollout.prompts_per_step`, G `rollout.num_generations`, A `rollout.max_att
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from mm_grpo.config.lora import LoRAConfig
 from mm_grpo.config.messages import Accepts, CheckError, FieldError, RelativeToFile, Section
-from mm_grpo.config.served import ServerConfig, VLLMConfig
 from mm_grpo.config.source_entries import Source, Sources
 from mm_grpo.config.values import (
     AnswerFrom,
@@ -33,6 +32,33 @@ from mm_grpo.config.values import (
     plain_mapping,
 )
 from mm_grpo.config.yaml_file import is_source
+
+
+class LoRAConfig(Section):
+    """Low-rank adapters in place of training every weight (`model.lora: {rank: 16}`)."""
+
+    where: ClassVar[str] = "model.lora"
+    rank: int = Field(default=16, ge=1, le=16384)
+    """Rank of the factors, >= 1 and <= 16384. Default: 16."""
+    alpha: Number = Field(default=32.0, gt=0)
+    """Scale of the factors' product, times 1 / rank, > 0. Default: 32.0."""
+    target_modules: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    """Layers of the language model that get adapters, by the last part of their names. Default: ['q_proj', 'k_proj',
+    'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']."""
+    vision: bool = False
+    """Put adapters on every linear layer of the vision tower and its projector too; needs model.freeze_vision = false.
+    Default: false."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names(cls, value: list[str]) -> list[str]:
+        if not value or not all(re.fullmatch(r"[\w.]+", name) for name in value):
+            raise FieldError(
+                "must be the last parts of layers' names, at least one, such as [q_proj, v_proj]"
+            )
+        return value
 
 
 class ModelConfig(Section):
@@ -153,6 +179,61 @@ class EvalSampling(Section):
     """Longest completion, in tokens, >= 1; null is rollout.max_completion_length. Default: null."""
     num_generations: int = Field(default=1, ge=1)
     """Completions per evaluation prompt, >= 1. Default: 1."""
+
+
+class VLLMConfig(Section):
+    """vLLM, in the trainer's process (`rollout.engine: vllm`) and in servers of `mm-grpo serve`."""
+
+    where: ClassVar[str] = "rollout.vllm"
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and completion together, in tokens, >= 2; null is what the rows need. Default: null."""
+    max_images: int | None = Field(default=None, ge=1)
+    """Most images in one prompt, >= 1; null is what the rows have. Default: null."""
+    gpu_memory_utilization: Number = Field(default=0.3, gt=0, le=1)
+    """Share of a GPU's memory that vLLM may hold, > 0 and <= 1. Default: 0.3."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """What a GPU engine frees while the learner works: 0 nothing; 1 its caches are dropped, and its weights wait in the
+    host's memory; 2 its weights are dropped too, and sent again. Default: 0."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vllm.LLM, as {name: value}. Default: {}."""
+
+
+class ServerConfig(Section):
+    """vLLM servers (`rollout.engine: vllm_server`)."""
+
+    where: ClassVar[str] = "rollout.server"
+    urls: Annotated[list[str], Accepts("a list of urls, such as [http://127.0.0.1:8000]")] = Field(
+        default_factory=list
+    )
+    """The servers (docs/served.md), as http://host:port, https://... or unix:///path/of/socket; [] where
+    `mm-grpo train --serve` starts them. Default: []."""
+    transfer: Literal["auto", "file", "gloo", "nccl"] = "auto"
+    """How weights get to the servers: file (a folder that both sides see), gloo (over the network, through the hosts'
+    memory), nccl (from GPU to GPU) or auto, which is nccl for a learner on a GPU without rollout.server.folder, else
+    file. Default: auto."""
+    folder: Annotated[PathText | None, RelativeToFile()] = None
+    """Folder for transfer: file, which the servers have to see under the same path; null is a temporary one of this
+    machine. Default: null."""
+    timeout: Number = Field(default=600.0, gt=0)
+    """Seconds without one answer after which a server that has requests counts as hung, although it answers /health;
+    its requests go to another one, > 0; the longest completions have to be done in it. A call of a weight update has as
+    long and at most 300 s, an answer to /health a third and at most 30 s. Default: 600.0."""
+    wait_timeout: Number = Field(default=300.0, gt=0)
+    """Seconds that is waited for a server to come, or to come back, when there is none, > 0; then the run ends.
+    Default: 300.0."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_addresses(cls, value: list[str]) -> list[str]:
+        for url in value:
+            if not re.match(r"(https?|unix)://.", url):
+                raise FieldError(f"holds {url!r}, which is no http://127.0.0.1:8000 or unix:///run/vllm.sock")
+            if "@" in url and not url.startswith("unix://"):
+                raise FieldError("holds a url with a password in it; set MM_GRPO_SERVER_KEY instead")
+        cleaned = [url.rstrip("/") for url in value]
+        if len(set(cleaned)) < len(cleaned):
+            raise FieldError("holds a url twice; name each server once")
+        return cleaned
 
 
 class RolloutConfig(Section):
@@ -415,7 +496,7 @@ class RunConfig(Section):
     """Replace what the run folder already holds. Default: false."""
     guards: Annotated[
         dict[GuardName, GuardAction],
-        Accepts("a mapping of guards to stop, warn or off"),
+        Accepts("a mapping of guards (docs/checking.md) to stop, warn or off"),
     ] = Field(default_factory=dict)
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,

@@ -77,9 +77,6 @@ def _rows(value: Any) -> str | list[str] | dict[str, Any]:
     source = plain_mapping(value)
     if not isinstance(source.get("task"), str) or not source["task"]:
         raise ValueError
-    for key, inner in source.items():
-        if any(isinstance(item, dict | list) for item in (inner if isinstance(inner, list) else [inner])):
-            raise FieldError(f"{key} is {shown(inner)}; a task is set by single values and lists of them")
     return source
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import expand_glob, read_regular_file, short_path
+from mm_grpo.files import expand_glob, read_regular_file
 
 LARGEST_FILE = 200_000
 """Bytes of a config file."""
@@ -31,18 +31,13 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises ConfigError, in one line with file, line and column, when there is no such mapping.
     """
-    path = Path(path)
     try:
-        data = read_regular_file(path, LARGEST_FILE + 1)
+        data = read_regular_file(Path(path), LARGEST_FILE + 1)
         text = data.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such config file (looked in {Path.cwd()})") from None
-    except OSError as error:
-        raise ConfigError(f"{short_path(path)}: the config file cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: a config file must be UTF-8 text (byte {error.start} is not)") from None
-    except ValueError:  # a NUL, or half a character
-        raise ConfigError(f"{str(path)!r}: is no path; name a YAML file") from None
+    except (OSError, ValueError) as error:  # no file, or no UTF-8
+        raise ConfigError(f"{path}: the config file cannot be read ({error})") from None
     if len(data) > LARGEST_FILE:
         raise ConfigError(f"{path}: a config file has at most {LARGEST_FILE} bytes")
     loaded = _parse(text, str(path))
@@ -141,11 +136,12 @@ def apply_overrides(mapping: Mapping[str, Any], overrides: Iterable[str]) -> dic
         parts = key.strip().split(".")
         if not equals or not all(parts):
             raise ConfigError(f"override {override!r}: must be section.key=value, such as run.seed=1")
-        set_value(result, parts, _override_value(text.strip(), override), f"override {override!r}")
+        set_value(result, parts, read_value(text.strip(), f"override {override!r}"), f"override {override!r}")
     return result
 
 
-def _override_value(text: str, override: str) -> Any:
+def read_value(text: str, origin: str) -> Any:
+    """The value of a text on a command line; `origin` stands in the message about one that is no YAML."""
     from ruamel.yaml.nodes import ScalarNode
 
     from mm_grpo.config.yaml_dialect import new_yaml
@@ -153,7 +149,7 @@ def _override_value(text: str, override: str) -> Any:
     # A bare text is taken as it stands: YAML would cut "Count # of cats" and split "Answer: yes".
     tag = str(new_yaml().resolver.resolve(ScalarNode, text, (True, False)))
     if text[:1] in tuple("[{\"'") or tag.endswith((":null", ":bool", ":int", ":float")):
-        return _parse(text, f"override {override!r}")
+        return _parse(text, origin)
     return text
 
 
@@ -183,19 +179,15 @@ def plain(value: Any) -> Any:
     """A copy made of dict, list, str, int, float, bool and None only; TypeError for anything else."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float) and value == value:
-        return float(value)
+    for kind in (str, int, float):  # subclasses too, such as numbers of numpy
+        if isinstance(value, kind) and value == value:
+            return kind(value)
     if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"{shown(key)} as a key, which must be text")
-        return {str.__str__(key): plain(inner) for key, inner in value.items()}
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{shown(odd[0])} as a key, which must be text")
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
     raise TypeError(f"{shown(value)}, which a config file cannot hold")
@@ -208,21 +200,14 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def _parse(text: str, origin: str) -> Any:
-    from ruamel.yaml.error import MarkedYAMLError
-    from ruamel.yaml.reader import ReaderError
+    from ruamel.yaml.error import YAMLError
 
     from mm_grpo.config.yaml_dialect import new_yaml
 
     try:
         return new_yaml().load(text)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+    except (YAMLError, ValueError, LookupError, RecursionError) as error:  # ValueError: such as `!!bool x`
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = " ".join((error.problem or error.context or "an error").split())
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise ConfigError(f"{origin}{at}: not valid YAML: {problem}") from None
-    except ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
-        raise ConfigError(f"{origin}, line {line}, column {column}: not valid YAML: {error.reason}") from None
-    except (ValueError, LookupError, RecursionError) as error:  # such as `!!bool x`, or brackets without end
-        raise ConfigError(f"{origin}: not valid YAML: {error}") from None

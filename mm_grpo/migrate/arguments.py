@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mm_grpo.config.grpo_config import GRPOConfig
-from mm_grpo.config.yaml_file import shown
 from mm_grpo.errors import ConfigError, did_you_mean
 
 P = ParamSpec("P")
@@ -57,16 +56,11 @@ def _faults(signature: inspect.Signature, args: tuple[Any, ...], given: Mapping[
     config = args[0] if args else given.get("config")
     foreign = [name for name in given if name not in own]
     if len(args) > 1 or not isinstance(config, GRPOConfig):
-        kind = type(config)
-        whose = "" if kind.__module__ == "builtins" else f"{kind.__module__.split('.')[0]}."
-        what = shown(config) if config is None or kind is str else f"a {whose}{kind.__name__}"
+        module = type(config).__module__.split(".")[0]
         yield (
-            f"config is {what}, of {len(args)} arguments by position; write GRPOTrainer(GRPOConfig(...), train=..., "
-            "rewards=[...]); GRPOConfig.from_dict and from_yaml make one"
+            f"config is a {module}.{type(config).__name__}, of {len(args)} arguments by position; write GRPOTrainer("
+            "GRPOConfig(...), train=..., rewards=[...]); GRPOConfig.from_dict and from_yaml make one"
         )
     for name in foreign:
         advice = ARGUMENTS.get(name, f"{did_you_mean(name, own)}GRPOTrainer takes {', '.join(own)}")
         yield f"{name}: unknown argument; {advice}"
-    named = given.get("model")
-    if isinstance(named, str) and not isinstance(config, GRPOConfig):  # else build.py says it
-        yield f"model = {shown(named)}: is a model object; a name goes into the config: ModelConfig(path={named!r})"

@@ -24,7 +24,7 @@ from mm_grpo.config.grpo_config import GRPOConfig
 from mm_grpo.config.messages import leaves
 from mm_grpo.config.yaml_file import set_value, shown, write_yaml
 from mm_grpo.errors import ConfigError
-from mm_grpo.migrate.keys import explains, row_of, unknown_key
+from mm_grpo.migrate.keys import advice_on, row_of
 from mm_grpo.terminal import printable, redact
 
 NO_MODEL = "NAME_OF_THE_MODEL"
@@ -50,34 +50,27 @@ class Conversion:
         set_value(self.values, path.split("."), value, path)
 
     def number(self, key: str, default: Any) -> Any:
-        """The number at a key; ConfigError where it is none."""
+        """The number at a key. ConfigError where it is no number above 0 or, of steps, -1."""
         value = self.given.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{key} = {shown(value)}: must be a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 or value == -1):
+            raise ConfigError(f"{key} = {shown(value)}: must be a number above 0")
         return value
-
-    def count(self, key: str, default: int) -> int:
-        """The integer >= 1 at a key; ConfigError where it is none."""
-        value = self.number(key, default)
-        if value != int(value) or value < 1:
-            raise ConfigError(f"{key} = {shown(value)}: must be an integer >= 1")
-        return int(value)
 
     @property
     def generation(self) -> int:
         """TRL's completions between two updates of the weights that sample."""
-        accumulated = self.count("gradient_accumulation_steps", 1)
-        device = self.count("per_device_train_batch_size", 8)
-        default = device * self.count("steps_per_generation", accumulated) * self.devices
-        return self.count("generation_batch_size", default)
+        accumulated = self.number("gradient_accumulation_steps", 1)
+        device = self.number("per_device_train_batch_size", 8)
+        default = device * self.number("steps_per_generation", accumulated) * self.devices
+        return int(self.number("generation_batch_size", default))
 
     @property
     def updates(self) -> Fraction:
         """TRL's optimizer updates in one of our steps, of one iteration."""
-        device = self.count("per_device_train_batch_size", 8) * self.devices
-        return Fraction(self.generation, device * self.count("gradient_accumulation_steps", 1))
+        device = self.number("per_device_train_batch_size", 8) * self.devices
+        return Fraction(self.generation) / Fraction(device * self.number("gradient_accumulation_steps", 1))
 
     def yaml(self) -> str:
         """Our config, with what was left out as comments behind it."""
@@ -173,10 +166,8 @@ def _take(found: Conversion, key: str, value: Any) -> str | None:
     elif key in RULES:
         return RULES[key](found, value)
     elif row is None or row.path is None:
-        known = [name for name, _ in leaves(GRPOConfig)]
-        if not explains(key, known):
-            return "mm_grpo knows no such key; docs/config.md has every field"
-        return unknown_key(key, None, known)[0].partition("unknown key; ")[2]
+        advice = advice_on(key, [name for name, _ in leaves(GRPOConfig)])
+        return advice or "mm_grpo knows no such key; docs/config.md has every field"
     elif value is None:
         found.taken[key] = "needless"
     else:
@@ -189,8 +180,8 @@ def _take(found: Conversion, key: str, value: Any) -> str | None:
 
 
 def _batch(found: Conversion, value: Any) -> str | None:
-    generations = found.count("num_generations", 8)
-    prompts, updates = Fraction(found.generation, generations), found.updates
+    generations = found.number("num_generations", 8)
+    prompts, updates = Fraction(found.generation) / Fraction(generations), found.updates
     if prompts.denominator > 1 or updates.denominator > 1:
         return (
             f"{found.generation} completions a step make {prompts} groups of {generations} and {updates} updates, which"
@@ -211,7 +202,7 @@ def _steps(path: str, strategy: str = "", default: str = "steps") -> Rule:
             return f"is {shown(value)}; {path} is a number of steps"
         if value <= 0 and path == "run.max_steps":
             return None  # -1, which is the length of num_train_epochs
-        steps = Fraction(value) / found.updates / found.count("num_iterations", 1)
+        steps = Fraction(value) / found.updates / Fraction(found.number("num_iterations", 1))
         found.put(path, max(1, int(steps)) if value else 0)
         if steps.denominator > 1:
             found.notes.append(f"{path}: {value} updates are {float(steps):g} steps, rounded down")
@@ -328,14 +319,6 @@ def _rewards(found: Conversion, value: Any) -> str | None:
     return f"no reward here is named {unknown}; write path/to/file.py:function" if unknown else None
 
 
-def _weights(found: Conversion, value: Any) -> str | None:
-    named = found.given.get("reward_funcs")
-    count = len(named) if isinstance(named, list) else 1
-    if named is None or not isinstance(value, list) or len(value) != count:
-        return "give each entry of rewards its own weight: rewards: [{name: ..., weight: 1.0}]"
-    return None
-
-
 def _dataset(found: Conversion, value: Any) -> str | None:
     source = str(value)
     if not Path(source).suffix:  # of the hub
@@ -361,7 +344,6 @@ def _lora(found: Conversion, value: Any) -> str | None:
     return None
 
 
-_ADAPTERS = ("use_peft", "train_type", "tuner_type")
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
@@ -386,24 +368,21 @@ RULES: Mapping[str, Rule] = {
     "bf16": _bf16,
     "report_to": _trackers,
     "use_vllm": _vllm,
-    **dict.fromkeys(
-        ("vllm_mode", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
-        _with("use_vllm"),
-    ),
     "vllm_enable_sleep_mode": _choice("rollout.vllm.sleep_level", {True: 2, False: 0}),
     "reward_funcs": _rewards,
-    "reward_weights": _weights,
     "dataset_name": _dataset,
-    **dict.fromkeys(("dataset_config", "dataset_train_split", "dataset_test_split"), _with("dataset_name")),
-    **dict.fromkeys(_ADAPTERS, _lora),
-    **dict.fromkeys(
-        ("lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "target_modules"), _with(*_ADAPTERS)
-    ),
+    **dict.fromkeys(("use_peft", "train_type", "tuner_type"), _lora),
     "max_tool_calling_iterations": _put("rollout.max_turns", lambda found, value: value + 1),
     "dynamic_sample": _put(
-        "rollout.max_attempts", lambda found, value: found.count("max_resample_times", 3) + 1
+        "rollout.max_attempts", lambda found, value: int(found.number("max_resample_times", 3)) + 1
     ),
-    "max_resample_times": _with("dynamic_sample"),
+    **{key: _with(*others.split()) for keys, others in {
+        "vllm_mode vllm_importance_sampling_correction vllm_importance_sampling_mode": "use_vllm",
+        "reward_weights": "reward_funcs",
+        "dataset_config dataset_train_split dataset_test_split": "dataset_name",
+        "lora_r lora_rank lora_alpha lora_target_modules target_modules": "use_peft train_type tuner_type",
+        "max_resample_times": "dynamic_sample",
+    }.items() for key in keys.split()},
 }  # fmt: skip
 
 

@@ -5,8 +5,8 @@ with the full path of a right name in the wrong place, or with the nearest known
 Nothing here knows the config classes: the caller passes the known paths.
 
 To add a key: its name, or the end of a dotted path, in lower case, behind our field in FIELDS (or SAME), else behind
-the words in REASONS; a key in both is taken over, and the words are what is said. A foreign value of a field goes into
-VALUES. A test checks that every dotted path that a row names exists.
+the words in REASONS; a key in both is taken over, and the words are what is said. A key that begins as one of PREFIXES
+needs no row. A foreign value of a field goes into VALUES. A test checks that every path that a row names exists.
 """
 
 from __future__ import annotations
@@ -81,6 +81,13 @@ _ZERO = (
     "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer; the rest of DeepSpeed's config is ours"
 )
 _FSDP = "FSDP is not in this version of mm_grpo; write optim.zero_stage (0, 1 or 2)"
+_HUB = (
+    "mm_grpo uploads nothing; upload the run folder's model/ when the run has ended (mm-grpo export --push)"
+)
+_LOG = "the log has every step, in metrics.jsonl and on the terminal"
+_RANKS = "several processes train under ZeRO; set optim.zero_stage and optim.offload_optimizer"
+_IMAGES = "images are made ahead by two threads of each process"
+_WHOLE = "weights are not quantized in mm_grpo"
 _VIDEO = "videos are not in this version of mm_grpo yet; leave it out"
 
 REASONS: Mapping[str, str] = {
@@ -115,16 +122,9 @@ REASONS: Mapping[str, str] = {
     "no setting depends on the number of processes; leave it out": "nnodes n_gpus_per_node",
     "one seed, run.seed, orders the data and seeds the sampling": "data_seed",
     "a run with the same seed is the same run": "full_determinism",
-    "mm_grpo uploads nothing; upload the run folder's model/ when the run has ended":
-        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
-        " log_completions_hub_repo trackio_space_id trackio_bucket_id trackio_static_space_id",
-    "the log has every step, in metrics.jsonl and on the terminal":
-        "logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level"
-        " log_level_replica disable_tqdm run_name project include_num_input_tokens_seen num_completions_to_print"
-        " log_unique_prompts log_multimodal log_completions logging_dir",
-    "several processes train under ZeRO; set optim.zero_stage and optim.offload_optimizer":
-        "parallelism_config accelerator_config ds3_gather_for_generation ddp_find_unused_parameters ddp_bucket_cap_mb"
-        " ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout average_tokens_across_devices",
+    _HUB: "log_completions_hub_repo",
+    _LOG: "disable_tqdm run_name project include_num_input_tokens_seen num_completions_to_print",
+    _RANKS: "parallelism_config accelerator_config ds3_gather_for_generation average_tokens_across_devices",
     "evaluation sizes its own batches, and runs before, after and every run.eval_every steps":
         "per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_use_gather_object"
         " eval_accumulation_steps include_for_metrics batch_eval_metrics eval_delay eval_on_start bf16_full_eval"
@@ -148,9 +148,7 @@ REASONS: Mapping[str, str] = {
     _FSDP: "fsdp fsdp_config",
     "download that revision, and name its folder in model.path": "model_revision",
     "mixture-of-experts models are not trained by mm_grpo": "router_aux_loss_coef",
-    "weights are not quantized in mm_grpo":
-        "load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage",
-    "the model is not compiled in mm_grpo": "torch_compile torch_compile_backend torch_compile_mode",
+    _WHOLE: "load_in_8bit load_in_4bit use_bnb_nested_quant",
     "weights are in model.dtype, the optimizer in fp32": "tf32 cast_lm_head_to_fp32 model_init_kwargs",
     "the optimizer is AdamW in fp32": "optim optim_args optim_target_modules lr_scheduler_kwargs",
     "write optim.warmup_steps (= warmup_ratio x run.max_steps)": "warmup_ratio",
@@ -176,11 +174,7 @@ REASONS: Mapping[str, str] = {
     "write weight (shares are weights over their sum)": "source.probability",
     "write columns: {answer: ...}": "source.answer",
     "write data.shuffle": "train_dataloader_shuffle",
-    "images are made ahead by two threads of each process":
-        "num_workers dataloader_num_workers dataloader_drop_last dataloader_pin_memory dataloader_persistent_workers"
-        " dataloader_prefetch_factor"
-        " dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy length_column_name"
-        " ignore_data_skip dataset_num_proc",
+    _IMAGES: "num_workers train_sampling_strategy length_column_name ignore_data_skip dataset_num_proc",
     "rows are read from memory-mapped files; nothing is streamed": "dataset_streaming",
     "every column reaches the rewards; leave it out": "remove_unused_columns",
     "write data.max_prompt_length (expanded tokens; a longer prompt is never cut)": "max_prompt_length",
@@ -250,6 +244,15 @@ PREFIXES: Mapping[str, str] = {
     "video_": _VIDEO,
     "fps": _VIDEO,
     "save_": _LATER,
+    "push_to_hub": _HUB,
+    "hub_": _HUB,
+    "trackio_": _HUB,
+    "log_": _LOG,
+    "logging_": _LOG,
+    "ddp_": _RANKS,
+    "dataloader_": _IMAGES,
+    "bnb_": _WHOLE,
+    "torch_compile": "the model is not compiled in mm_grpo",
 }
 
 
@@ -322,39 +325,28 @@ def unknown_key(path: str, value: object, known: Sequence[str]) -> list[str]:
 
     `known` are the dotted paths of every field in the tree, in order.
     """
+    advice = advice_on(path, known)
     is_section = path.rpartition(".")[2] in {each.partition(".")[0] for each in known}
-    if isinstance(value, Mapping) and value and (is_section or not _is_known(path, known)):
+    if isinstance(value, Mapping) and value and (is_section or advice is None):
         return [line for key, inner in value.items() for line in unknown_key(f"{path}.{key}", inner, known)]
     row = row_of(path)
     field = (row and row.path) or ""
     note = VALUES.get(field, {}).get(str(value).casefold())  # the value has another name here as well
-    return [f"{path}: unknown key; {_advice(path, known)}{f'; {value} there: {note}' if note else ''}"]
+    said = advice or _nearest_advice(path, known)
+    return [f"{path}: unknown key; {said}{f'; {value} there: {note}' if note else ''}"]
 
 
-def explains(name: str, known: Sequence[str]) -> bool:
-    """Whether a name, or the end of a dotted one, is another trainer's with an advice of its own, or one of ours."""
-    leaf = _fold(name).rpartition(".")[2]
-    return _is_known(name, known) or any(leaf.startswith(prefix) for prefix in PREFIXES)
-
-
-def _is_known(path: str, known: Sequence[str]) -> bool:
-    """Whether the key itself can be explained, so that its contents need not be."""
-    leaf = _fold(path).rpartition(".")[2]
-    return path in known or row_of(path) is not None or any(home.rpartition(".")[2] == leaf for home in known)
-
-
-def _advice(path: str, known: Sequence[str]) -> str:
+def advice_on(path: str, known: Sequence[str]) -> str | None:
+    """What is said about a key of another trainer's, or one of ours in the wrong place; None about any other."""
     leaf = _fold(path).rpartition(".")[2]
     if path in known:  # a dotted name written as one key
         section, _, name = path.rpartition(".")
         return f"nest it in its section: {section}: {{{name}: ...}}"
     if (row := row_of(path)) is not None:
         return row.advice
-    homes = [home for home in known if home.rpartition(".")[2] == leaf]
-    if homes:
+    if homes := [home for home in known if home.rpartition(".")[2] == leaf]:
         return f"write {' or '.join(homes)}"
-    prefix = next((prefix for prefix in PREFIXES if leaf.startswith(prefix)), None)
-    return PREFIXES[prefix] if prefix else _nearest_advice(path, known)
+    return next((advice for prefix, advice in PREFIXES.items() if leaf.startswith(prefix)), None)
 
 
 def _nearest_advice(path: str, known: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ answer and on wrong ones (gold_answers.py). All failing rows are listed, not onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError
 from mm_grpo.pages.check_page import ROWS, CheckPage
-from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
+from mm_grpo.preflight.gold_answers import Failure, RewardCheck, RewardReport
 from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rewards.scorer import Scorer
@@ -43,6 +43,8 @@ SHOWN = 20
 
 WIDTH = 120
 """Least width of the tables, in characters."""
+NUMBERS = ("rows", "usable", "images", "weight", "ms per call")
+"""Columns of the tables that hold one number."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,6 @@ def check_config(  # noqa: PLR0915
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
     notes = [plan.order.sentence] if plan.order.sentence else []
-    if config.rollout.engine == "vllm_server" and not config.rollout.server.urls:
-        notes.append(
-            "rollout.server.urls = []: train with --serve N, or name the servers of `mm-grpo serve` there"
-        )
     reports: dict[str, list[RewardReport]] = {}
     for name, dataset in sets.items():
         conversational = True
@@ -133,17 +131,16 @@ def check_config(  # noqa: PLR0915
         print_line(note, console)
     _print_rewards(console, reports)
     print_line(config.batch_sentence(processes=1) + f", {plan.max_steps} steps", console)
+    for name, of_set in reports.items():
+        failures += [
+            line for each in of_set for line in _faults(each, name, whole=rows is None and name == train.name)
+        ]
     for failure in failures:
         print_line(failure, console, style="red")
-    _print_failures(console, [report for of_set in reports.values() for report in of_set])
-    idle = [] if rows is not None else [report for report in reports[train.name] if report.applies_nowhere]
-    _print_faults(console, reports, idle)
-    wrong = sum(len(report.failures) for of_set in reports.values() for report in of_set)
-    problems = len(failures) + wrong + len(idle)
     if shown is not None:
         print_line(shown.write(), console)
-    console.print("ok" if not problems else f"{problems} problem(s)")
-    return not problems
+    console.print("ok" if not failures else f"{len(failures)} problem(s)")
+    return not failures
 
 
 def _broken_limit(prompt: Prompt, config: GRPOConfig, *, trained: bool) -> str | None:
@@ -216,7 +213,7 @@ def _listed(name: str, failed: Sequence[str]) -> list[str]:
 def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> None:
     """Of each reward: its scores of right and of wrong answers, the time of a call, and what came out."""
     titles = ("set", "reward", "weight", "rows", "right answer", "wrong answers", "ms per call", "result")
-    table = _table("rewards: scores (min / mean / max)", *titles, right=("weight", "rows", "ms per call"))
+    table = _table("rewards: scores (min / mean / max)", *titles)
     for name, of_set in reports.items():
         for report in of_set:
             time = f"{1000 * report.seconds / report.calls:.3g}" if report.calls else "-"
@@ -238,53 +235,36 @@ def _result(report: RewardReport) -> str:
     return "ok" + (f", does not apply to {report.none} row(s)" if report.none else "")
 
 
-def _print_failures(console: Console, reports: Sequence[RewardReport]) -> None:
-    """The table of failures by row, and the rewards that raise."""
-    titles = ("row", "reward", "right answer", "score", "wrong answer", "score", "what is wrong")
-    table = _table("rewards that fail, by row", *titles, right=("score",))
-    raised: list[str] = []
-    for report in reports:
-        for failure in report.failures[:SHOWN]:
-            row = failure.row.rsplit("/", 1)[-1]
-            if not failure.gold:
-                raised.append(f"{row}: {failure.fault}")
-                continue
-            right = (cell(_short(failure.gold)), _number(failure.gold_score))
-            wrong = (cell(_short(failure.wrong)), _number(failure.wrong_score) if failure.wrong else "")
-            table.add_row(cell(row), cell(failure.reward), *right, *wrong, cell(failure.fault))
-        raised += _listed(report.name, [""] * len(report.failures))[SHOWN:]
-    if table.row_count:
-        console.print(table)
-    for line in raised:
-        print_line(line, console, style="red")
+def _faults(report: RewardReport, name: str, *, whole: bool) -> Iterator[str]:
+    """What is wrong with a reward on the set `name`, by row and as a whole; `whole` where that is all that is trained
+    on."""
+    reward = f"reward {report.name!r}"
+    yield from _listed(report.name, [_described(failure) for failure in report.failures])
+    if whole and report.applies_nowhere:
+        yield (
+            f"{reward} applies to no row of {name}: in all {report.rows} a column that it needs is null, or the right "
+            "answer too gets None; fill it, name another (data.columns, data.gold_template), or set weight 0"
+        )
+    if report.cannot_tell:
+        yield (
+            f"{reward} cannot tell right from wrong: on {report.alike} of {len(report.gold)} rows of {name} a wrong "
+            "answer scores no less than the right one; see its arguments, and data.gold_template"
+        )
 
 
-def _print_faults(
-    console: Console, reports: dict[str, list[RewardReport]], idle: Sequence[RewardReport]
-) -> None:
-    """What is wrong with rewards as a whole: those that apply to no row of the training set, and those that do not
-    tell right from wrong on most, of any set."""
-    lines = [
-        f"reward {report.name!r} applies to no row of train: in all {report.rows} a column that it needs is null, or "
-        "the right answer too gets None; fill it, name another (data.columns, data.gold_template), or set weight 0"
-        for report in idle
-    ]
-    lines += [
-        f"reward {report.name!r} cannot tell right from wrong: on {report.alike} of {len(report.gold)} rows of {name} "
-        "a wrong answer scores no less than the right one; see its arguments, and data.gold_template"
-        for name, of_set in reports.items()
-        for report in of_set
-        if report.cannot_tell
-    ]
-    for line in lines:
-        print_line(line, console, style="red")
+def _described(failure: Failure) -> str:
+    """A row on which a reward fails, with the answers that it was tried on."""
+    tried = ((failure.gold, failure.gold_score), (failure.wrong, failure.wrong_score))
+    scores = ", ".join(f"{text[:40]!r} scores {_number(score)}" for text, score in tried if text)
+    what = f"{failure.row.rsplit('/', 1)[-1]}: {failure.fault}"
+    return f"{what} ({failure.reward}: {scores})" if scores else what
 
 
-def _table(title: str, *columns: str, right: Sequence[str] = ("rows", "usable", "images")) -> Table:
+def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        justify: Literal["right", "left"] = "right" if column in right else "left"
-        table.add_column(column, justify=justify, no_wrap=column in ("row", "reward"))
+        justify: Literal["right", "left"] = "right" if column in NUMBERS else "left"
+        table.add_column(column, justify=justify, no_wrap=column == "reward")
     return table
 
 
@@ -294,8 +274,3 @@ def _spread(scores: Sequence[float]) -> str:
 
 def _number(score: float | None) -> str:
     return "None" if score is None else f"{score:.3g}"
-
-
-def _short(text: str, limit: int = 40) -> str:
-    text = repr(text)[1:-1]
-    return text if len(text) <= limit else text[: limit - 1] + "…"

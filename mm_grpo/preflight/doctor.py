@@ -8,19 +8,11 @@ that an engine which missed it would be past the limit. The model is changed by 
 
 from __future__ import annotations
 
-import math
-import os
-import resource
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, zip_longest
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +24,6 @@ from mm_grpo.errors import DataError, GuardStop
 from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.parity.gaps import PromptParity, compare, gap_of, past_limit
 from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
-from mm_grpo.run.environment import describe_environment
 from mm_grpo.terminal import byte_size, cell, print_line
 from mm_grpo.types import Completion, Group, Prompt
 
@@ -41,11 +32,6 @@ CLEARLY = 3.0
 """The update is large enough when it has moved log-probs by this many times the limit."""
 FIRST_RATE, LAST_RATE, FACTOR = 1e-6, 1e-2, 3.0
 COLUMNS = ("row", "tokens", "images", "distinct", "gap before", "gap after")
-MEMORY = {
-    "resident": "resident",
-    "resident_peak": "at its peak",
-    "gpu_allocated_peak": "allocated on the GPU",
-}
 
 
 @dataclass
@@ -75,9 +61,6 @@ class DoctorReport:
     before: list[PromptParity] = field(default_factory=list)
     after: list[PromptParity] = field(default_factory=list)
     update: ForcedUpdate | None = None
-    memory: dict[str, int | None] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -85,9 +68,8 @@ class DoctorReport:
         return not self.failures
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: lengths in tokens, gaps in nats per token, memory and sizes in bytes. NaN becomes None."""
-        values: dict[str, Any] = _finite({"ok": self.ok, **asdict(self)})
-        return values
+        """For JSON: lengths in tokens, gaps in nats per token, sizes in bytes."""
+        return {"ok": self.ok, **asdict(self)}
 
 
 def examine(config: GRPOConfig, count: int = PROMPTS) -> DoctorReport:
@@ -95,15 +77,11 @@ def examine(config: GRPOConfig, count: int = PROMPTS) -> DoctorReport:
 
     Raises UserError for what the user can mend; all else that is wrong is in the report's `failures`.
     """
-    environment = describe_environment()
     report = DoctorReport(config.rollout.engine, config.model.path)
-    report.versions = {"mm_grpo": environment["mm_grpo"], **environment["packages"]}
-    with _timed(report, "total"):
-        try:
-            _examine(config, count, report)
-        except GuardStop as stop:
-            report.failures.append(str(stop))
-    report.memory = memory()
+    try:
+        _examine(config, count, report)
+    except GuardStop as stop:
+        report.failures.append(str(stop))
     return report
 
 
@@ -112,8 +90,7 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     rollout = config.rollout
     rows = load_train(config)
     plan, toolbox = plan_run(config, rows, at_least_an_epoch=True), toolbox_of(config, None, None)
-    with _timed(report, "load"):
-        parts = build_parts(_for_updates(config), 100, [rows], toolbox=toolbox)
+    parts = build_parts(_for_updates(config), 100, [rows], toolbox=toolbox)
     model, limit = parts.model, parts.sync.limit
     report.dtype, report.device = str(model.dtype).removeprefix("torch."), str(model.device)
     report.limit = limit
@@ -134,46 +111,29 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
         return [tuple(completions[i : i + size]) for i in range(0, len(completions), size)]
 
     report.ids_equal = False
-    with _timed(report, "generate"):
-        answers = sample()
+    answers = sample()
     report.ids_equal = True  # require_answers found them so
     groups = [_group(i, p, a) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]
-    with _timed(report, "compare"):
-        report.before = [compare(parts.engine, parts.learner, g.prompt, g.completions) for g in groups]
+    report.before = [compare(parts.engine, parts.learner, g.prompt, g.completions) for g in groups]
     report.failures += [m for p in report.before for m in past_limit(p, limit)]
     report.failures += filter(None, (duplicate_completions([group]) for group in groups))
 
-    with _timed(report, "update"):
-        report.update = _update(parts, groups, config.learning_rate, limit)
-    done = report.update
+    report.update = done = _update(parts, groups, config.learning_rate, limit)
     if not done.logp_moved >= CLEARLY * limit:
         report.failures.append(
             f"{done.learner_steps} updates at learning rates up to {done.learning_rate:.3g} moved log-probs by "
             f"{done.logp_moved:.3g} per token, and {CLEARLY * limit:.3g} would show an update: too much is frozen"
         )
-    with _timed(report, "sync"):
-        done.tensors, done.bytes = parts.sync.send(1)
-    with _timed(report, "again"):
-        answers = sample()
-        report.after = [
-            compare(parts.engine, parts.learner, g.prompt, new, scored=[c.token_ids for c in g.completions])
-            for g, new in zip(groups, answers, strict=True)
-        ]
+    done.tensors, done.bytes = parts.sync.send(1)
+    report.after = [
+        compare(parts.engine, parts.learner, g.prompt, new, scored=[c.token_ids for c in g.completions])
+        for g, new in zip(groups, sample(), strict=True)
+    ]
     late = [m for p in report.after for m in past_limit(p, limit)]
     if late and not report.failures:
         report.failures.append("the two sides agreed before the weight update: it did not reach the engine")
     report.failures += late
     parts.engine.close()
-
-
-def memory() -> dict[str, int | None]:
-    """Bytes: resident now and at its peak in this process, and allocated on the GPU at its peak (None without)."""
-    resident: int | None = None
-    with suppress(OSError):
-        resident = int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return {"resident": resident, "resident_peak": peak, "gpu_allocated_peak": gpu}
 
 
 def _for_updates(config: GRPOConfig) -> GRPOConfig:
@@ -208,23 +168,6 @@ def _update(parts: Parts, groups: Sequence[Group], rate: float, limit: float) ->
     return done
 
 
-@contextmanager
-def _timed(report: DoctorReport, name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        report.seconds[name] = round(time.perf_counter() - started, 3)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 # the report for people -------------------------------------------------------------------------
 
 
@@ -251,10 +194,6 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
             f"weight update: {done.learner_steps} learner step(s) up to learning rate {done.learning_rate:.3g} moved "
             f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {byte_size(done.bytes)}"
         ]
-    held = [(report.memory.get(key), what) for key, what in MEMORY.items()]
-    lines += ["memory: " + ", ".join(f"{byte_size(n)} {what}" for n, what in held if n is not None)]
-    lines += ["seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in report.seconds.items())]
-    lines += ["versions: " + ", ".join(f"{k} {v}" for k, v in report.versions.items())]
     if report.before:
         console.print(_prompt_table(report))
     for line in lines:

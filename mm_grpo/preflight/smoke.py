@@ -31,17 +31,10 @@ CONTEXT = 32768
 def smoke_config(
     config: GRPOConfig, work: Path, run_dir: str, *, beside: Path, kept: Collection[str] = ()
 ) -> GRPOConfig:
-    """The smoke version of a config.
+    """The smoke version of a config, whose tiny model is in `work`, needed as long as the run in `run_dir`.
 
-    Args:
-        config: the config as it was loaded.
-        work: a folder for the tiny model, needed as long as the run.
-        run_dir: the folder of the run.
-        beside: the config's folder, where `fixture/` may lie.
-        kept: paths of fields that were set by hand or by a layer: `data.train` and `rollout.engine` then stay.
-
-    Raises:
-        ConfigError: the family cannot be read from `model.path`.
+    `fixture/` may lie `beside` the config. `kept` are paths of fields that were set by hand or by a layer: `data.train`
+    and `rollout.engine` then stay. Raises ConfigError where the family cannot be read from `model.path`.
     """
     values = config.model_dump()
     model, data, rollout = values["model"], values["data"], values["rollout"]

@@ -23,7 +23,6 @@ from mm_grpo.trained.source import RunCheckpoint, model_to_evaluate
 LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"dtype": "float32"},
-    "full, bfloat16": {"dtype": "bfloat16", "freeze_vision": True},
     "lora": {"dtype": "float32", "lora": LORA},
 }
 

@@ -27,10 +27,7 @@ def test_a_run_without_an_update_ends_with_3_and_leaves_its_folder(command: Any,
 
 
 def test_a_smoke_run_only_warns(command: Any, job: Path, caplog: pytest.LogCaptureFixture) -> None:
-    smoke = ("train", job, "--smoke", "run.overwrite=true", f"run.dir={job.parent}/smoke")
-    result = command(*smoke)  # its entropy bonus makes updates; that no reward differs in 2 steps is no news
-    assert result.code == 0 and "guard" not in caplog.text + result.err, result.err
     (job.parent / "mine.py").write_text("def mine(completion):\n    return None\n")
-    result = command(*smoke)
+    result = command("train", job, "--smoke")
     assert result.code == 0, result.err
     assert "guard no_reward: for 2 steps no completion has had a reward" in caplog.text + result.err

@@ -73,14 +73,10 @@ def test_an_option_that_is_a_field(option: str, advice: str, command: Any) -> No
 
 
 def test_env_shows_versions_devices_and_limits(command: Any) -> None:
-    found = json.loads(command("env", "--json").out)
+    found = json.loads(command("env").out)
     assert found["mm_grpo"] == mm_grpo.__version__ and found["packages"]["torch"]
     assert found["limits"]["open_files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert "command" not in found and "started" not in found
-    shown = command("env").out
-    assert re.search(rf"^open files +{found['limits']['open_files']}$", shown, re.MULTILINE)
-    gib = found["limits"]["memory_bytes"] / 2**30
-    assert re.search(rf"^memory +{gib:.1f} GiB$", shown, re.MULTILINE)
 
 
 def test_the_memory_of_a_container_is_what_it_allows(tmp_path: Path) -> None:
@@ -105,8 +101,6 @@ def test_convert_writes_a_config_once(command: Any, tmp_path: Path) -> None:
     again = command("convert", theirs, "--output", ours)
     assert (again.code, again.err.count("\n")) == (2, 1) and f"--output '{ours}'" in again.err
     assert command("convert", theirs).out == ours.read_text()
-    streamed = command("convert", theirs, "--output", "/dev/stdout")
-    assert (streamed.code, streamed.out) == (0, ours.read_text())
     nowhere = tmp_path / "link"
     nowhere.symlink_to(tmp_path / "nowhere")
     for no_file in (nowhere, tmp_path, tmp_path / "none" / "a.yaml", "/dev/full", "a\0b", "x" * 300):

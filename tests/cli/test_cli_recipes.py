@@ -85,7 +85,6 @@ def test_data_that_is_not_there_is_said_with_the_command(
         made = prepare_command(find_recipes()[recipe].parent)
         assert ended.code == 2 and made is not None and made in ended.err
         assert "train.jsonl does not exist; the recipe's rows are made" in ended.err
-    assert "prepare.py" not in command("check", recipe, "data.train=none.jsonl", "data.eval=null").err
 
 
 def test_recipes_lists_and_shows(command: Callable[..., Any]) -> None:

@@ -29,8 +29,6 @@ def test_several_runs_are_one_page(tmp_path: Path, command: Callable[..., Any], 
     done = command("view", "one", "two", "--output", "both.html")
     assert done.code == 0 and (tmp_path / "both.html").exists()
     assert not (tmp_path / "one" / "report.html").exists()
-    done = command("view", "one", "--output", "/dev/stdout")
-    assert done.code == 0 and done.out.startswith("<!doctype html>") and done.err.startswith("page: ")
 
 
 def test_what_cannot_be_shown_is_one_message(

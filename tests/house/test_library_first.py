@@ -15,25 +15,15 @@ from mm_grpo.import_path import library_first
 
 TESTS = Path(__file__).parent.parent
 SHADOWED = ("json", "logging", "struct", "tempfile")
-MINE = '''
+MINE = """
 def score(completion):
     return float(len(completion))
-
-def double(a: int) -> int:
-    """Double.
-
-    Args:
-        a: What.
-    """
-    return 2 * a
-'''
+"""
 IN_FRONT = f"""
 import os, sys
 sys.path.append({str(TESTS)!r})
-from helpers.configs import small_config
 from helpers.tiny import sample
 from mm_grpo.distributed import launch
-from mm_grpo.environments import toolbox, workers
 from mm_grpo.rewards import Scorer, isolation
 from mm_grpo.types import Completion, EnginePrompt, Prompt
 sys.path.insert(0, os.getcwd())  # as `python -m` does
@@ -43,12 +33,6 @@ scorer = Scorer([{"name": "mine:score", "isolated": True, "timeout": 60}], worke
 prompt = Prompt(sample("a"), (), EnginePrompt((1,), ()), None, {})
 print(scorer.score([prompt], [Completion((1,), (0.0,), "abc", "stop", 0)], step=1).totals)
 scorer.close()
-"""
-TOOLS = """
-config = small_config("m", rollout={"environment_workers": 1, "tool_timeout": 60, "tools": ["mine:double"]})
-box = toolbox.toolbox_of(config, None, None)
-print(box.episode(sample("a")).call("double", {"a": 2}).text)
-box.close()
 """
 RANKS = """
 raise SystemExit(launch.launch(1, ["-c", "import json; print(json.dumps([6]))"]))
@@ -63,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("program", "printed"), [(REWARDS, "[3.0]"), (TOOLS, "4"), (RANKS, "[6]")])
+@pytest.mark.parametrize(("program", "printed"), [(REWARDS, "[3.0]"), (RANKS, "[6]")])
 def test_helper_processes_import_the_standard_library(folder: Path, program: str, printed: str) -> None:
     script = folder / "bin" / "script.py"  # in another folder, as mm-grpo is; not with -P, which is handed on
     script.parent.mkdir()

@@ -77,10 +77,7 @@ def test_the_report_of_a_sound_pair(job: Path, engine: Any) -> None:
     done = report.update
     assert done is not None and done.logp_moved >= 3e-3 and done.learning_rate >= 1e-6
     assert done.tensors > 60 and done.bytes > 4 * 60_000
-    assert report.memory["resident"] is not None and report.memory["resident"] > 50 << 20
-    assert set(report.seconds) == {"load", "generate", "compare", "update", "sync", "again", "total"}
-    assert report.seconds["total"] >= report.seconds["load"]
-    assert report.versions["torch"] and config.optim.warmup_steps == 2  # the config itself is left alone
+    assert config.optim.warmup_steps == 2  # the config itself is left alone
 
 
 def test_prompts_come_once_and_no_more_than_there_are(job: Path) -> None:
@@ -96,8 +93,7 @@ def test_the_table_and_the_exit_code(run: Any, job: Path) -> None:
     assert code == 0
     for words in (
         "engine transformers", "limit 0.001", "train:", "4 of 4", "prompt ids equal: yes",
-        "seeds: 8 of 8 distinct, the first ", "weight versions sampled under: [0, 1]", "weight update: ", "memory: ",
-        "at its peak", "seconds: load", "torch 2.", "\nok\n",
+        "seeds: 8 of 8 distinct, the first ", "weight versions sampled under: [0, 1]", "weight update: ", "\nok\n",
     ):  # fmt: skip
         assert words in out, words
     assert not (job.parent / "run").exists()
@@ -120,7 +116,7 @@ def test_json_is_one_object_and_nothing_else(run: Any, job: Path, engine: Any, m
     assert out.count("\n") == 1 and "a library says something" in err and "so does its process" in err
     assert len(found["before"]) == len(found["after"]) == 4
     assert found["before"][0]["completions"] == 3 and found["before"][0]["score"]["max"] < 1e-5
-    assert found["update"]["logp_moved"] > 0 and found["memory"]["resident"] > 0
+    assert found["update"]["logp_moved"] > 0
 
 
 @pytest.mark.parametrize(
@@ -163,15 +159,6 @@ def test_an_update_that_moves_nothing_proves_nothing(job: Path, monkeypatch: pyt
     monkeypatch.setattr("mm_grpo.health.logp_gap.LIMITS", {"float32": 100.0, "bfloat16": 100.0})
     report = examine(GRPOConfig.from_yaml(job), 1)
     assert len(report.failures) == 1 and "300 would show an update" in report.failures[0]
-
-
-def test_not_a_number_is_null_in_json(job: Path) -> None:
-    from mm_grpo.parity.gaps import Gap, PromptParity
-
-    report = examine(GRPOConfig.from_yaml(job), 1)
-    nan = Gap(float("nan"), float("nan"), 3)
-    report.before = [PromptParity("u", 1, 0, 1, 1, (1,), (0,), nan, nan)]
-    assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["before"][0]["score"]["mean"] is None
 
 
 @pytest.mark.parametrize(

@@ -92,28 +92,6 @@ def test_rewards_without_a_column_are_called_and_not_judged() -> None:
     assert min(report.wrong) < max(report.wrong) == 1.0  # the spread is told all the same
 
 
-def test_format_is_judged_where_a_template_says_the_form() -> None:
-    form = "<think>x</think> <answer>{gold}</answer>"
-    report = checked("format", ["red", "blue"], template=form)
-    assert report.gold == [1.0, 1.0] and report.wrong == [0.0, 0.0] and report.failures == []
-    bad = checked("format", ["red"], template="It is {gold}")
-    assert [f.fault for f in bad.failures] == ["the right answer is not scored 1"]
-    assert checked("format", ["red"]).skipped.startswith("not judged")
-
-
-def test_async_rewards_are_called_only_when_asked() -> None:
-    called = []
-
-    async def ask(completion: str, answer: str) -> float:
-        called.append(completion)
-        return float(completion == answer)
-
-    report = checked(ask, ["red", "blue"])
-    assert called == [] and report.skipped == "not called: it may use a network (--call-judges calls it)"
-    report = checked(ask, ["red", "blue"], call_judges=True)
-    assert len(called) == 6 and report.gold == [1.0, 1.0] and report.failures == []
-
-
 def test_errors_are_listed_by_row_and_end_after_three() -> None:
     def picky(completion: str, answer: str) -> float:
         if answer == "bad":
@@ -126,12 +104,6 @@ def test_errors_are_listed_by_row_and_end_after_three() -> None:
     assert report.gold == [1.0, 1.0]
     worse = checked(picky, ["bad"] * 9)
     assert len(worse.failures) == 3 and worse.failures[2].fault.endswith("; not called again")
-
-
-def test_many_rows_exchange_answers_across_chunks() -> None:
-    report = checked("exact_match", [str(i) for i in range(65)])
-    assert len(report.gold) == 65 and report.failures == []
-    assert len(report.wrong) == 65 * 4
 
 
 def test_which_text_is_the_right_answer() -> None:

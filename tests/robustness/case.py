@@ -37,7 +37,6 @@ class Case:
     makes: tuple[str, ...] = ()
     encoding: str = "utf-8"
     full_disk: bool = False
-    unix_user: bool = False
 
     @property
     def kind(self) -> str:
@@ -48,27 +47,5 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def circle(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def closed(path: Path) -> None:
-    path.write_text("{}")
-    path.chmod(0)
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-ODD_FILES: Mapping[str, Callable[[Path], Any]] = {
-    "a FIFO": fifo,
-    "a folder": Path.mkdir,
-    "a circle of links": circle,
-    "a link to /dev/zero": endless,
-    "an empty file": Path.touch,
-}

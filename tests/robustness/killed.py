@@ -14,13 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mm_grpo import trainer
 from mm_grpo.cli.main import main
 from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.run.checkpoint import Checkpoints
-from mm_grpo.run.checkpoint_writer import CheckpointWriter
 from mm_grpo.run.folder import RunFolder
 
 Act = Callable[[], None]
@@ -60,7 +58,7 @@ def half_a_state(act: Act) -> None:
 def half_a_row(act: Act) -> None:
     real, count = RunFolder.on_log, 0
 
-    def append(self: RunFolder, *args: Any) -> None:
+    def append(self: RunFolder, step: int, metrics: Any) -> None:
         nonlocal count
         count += 1
         if count == 2:
@@ -68,7 +66,7 @@ def half_a_row(act: Act) -> None:
             self.paths.metrics.write_bytes(data + b'{"step": 2, "lo')
             act()
             self.paths.metrics.write_bytes(data)
-        real(self, *args)
+        real(self, step, metrics)
 
     RunFolder.on_log = append  # type: ignore[method-assign]
 
@@ -86,14 +84,12 @@ def renaming(act: Act) -> None:
 
 
 PLACES: dict[str, Callable[[Act], None]] = {
-    "while the model loads": lambda act: before(trainer, "build_parts", act, call=1),
     "while it scores": lambda act: before(Scorer, "score", act),
     "while it updates": lambda act: before(Learner, "update", act),
     "in half a row of metrics.jsonl": half_a_row,
     "before a checkpoint": lambda act: before(Checkpoints, "begin", act),
     "in half a state of a checkpoint": half_a_state,
     "before a checkpoint is renamed": renaming,
-    "before old checkpoints are removed": lambda act: before(CheckpointWriter, "_remove_old", act),
     "while the model is saved": lambda act: before(Learner, "save", act, call=1),
 }
 

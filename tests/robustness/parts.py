@@ -141,13 +141,6 @@ def checkpoint(name: str, damage: Damage, *, every: bool = False) -> Damage:
     ]
 
 
-def change_manifest(key: str, value: Any) -> Damage:
-    def change(path: Path) -> None:
-        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-
-    return checkpoint("manifest.json", change)
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-2] ^= 1

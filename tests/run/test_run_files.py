@@ -77,9 +77,8 @@ DEEP = "[" * 100_000
 def test_json_from_outside_is_bounded_in_size_depth_and_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deepest = "[" * (files.DEEPEST + 1) + "]" * (files.DEEPEST + 1)
-    assert parse_json(deepest, list) and parse_json(b'{"a": [1]}', dict) == {"a": [1]}
-    for text in (f"[{deepest}]", f'{{"a": {deepest}}}', DEEP, "{", b"\xff"):
+    assert parse_json(b'{"a": [1]}', dict) == {"a": [1]}
+    for text in (DEEP, "{", b"\xff"):
         with pytest.raises(ValueError):
             parse_json(text)
     for text in ("[]", "null", "3", '"{}"'):
