@@ -54,8 +54,7 @@ class CompletionBatch:
     """The prompts and the completions of a pack, in batches; prompts are numbered in the order of theirs, those that
     are run apart after those of the rows, in the order of `Pack.prefixes`.
 
-    `even` says that there is one row of one prompt, or none, and completions of one length, or none, without padding,
-    where all of this is a matter of views.
+    `even`: one row of at most one prompt and completions of one length, without padding; all is a matter of views.
     """
 
     prompts: tuple[Sequences, ...]
@@ -93,17 +92,13 @@ class CompletionBatch:
 
     def of_prompts(self, x: Tensor, prompts: Sequence[Tensor], own: Sequences) -> Tensor:
         """The prompts' tokens of each completion of a batch: of [B, K + N, ...], cut into `prompts`, to [c, P, ...]."""
-        found = prompts[0] if _is_alone(prompts) else _gather(x, own.prompt_index)
+        alone = len(prompts) == 1 and len(prompts[0]) == 1  # one prompt in one batch
+        found = prompts[0] if alone else _gather(x, own.prompt_index)
         return _repeated(found, own.rows)
 
     def after_prompt(self, x: Tensor, own: Sequences) -> Tensor:
         """Repeat prompts' last values for each completion of a batch: by number of the prompt [R, ...] to [c, ...]."""
         return _repeated(x, own.prompts)
-
-
-def _is_alone(prompts: Sequence[Tensor]) -> bool:
-    """True when batches of prompts [r, P, ...] hold one prompt."""
-    return len(prompts) == 1 and len(prompts[0]) == 1
 
 
 def completion_batch(segments: Tensor, before: int = 0) -> CompletionBatch:
@@ -154,9 +149,8 @@ def _batches(prompts: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
 
     From the longest to the shortest, each goes to the first batch whose padding stays within `WASTE` or `SMALL`.
     """
-    found: list[
-        tuple[list[int], int, int, int]
-    ] = []  # members, longest, longest prompt, pairs without padding
+    # members, longest, longest prompt, pairs without padding
+    found: list[tuple[list[int], int, int, int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], -prompts[i])):
         pairs = lengths[i] * (prompts[i] + lengths[i])
         for place, (members, longest, prompt, real) in enumerate(found):

@@ -66,15 +66,10 @@ def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
 
 
 def _linear_layers_of_tower(model: nn.Module, family: Family) -> list[str]:
-    """Names of the tower's linear layers in the model. ConfigError where it has none."""
+    """Names of the tower's linear layers in the model."""
     # subclasses are left alone: what they are part of looks at their weight, and not at what they make
     own = {id(part) for part in family.tower(model).modules() if type(part) is nn.Linear}
-    found = [name for name, part in model.named_modules() if id(part) in own]
-    if not found:
-        raise ConfigError(
-            "model.lora.vision = true: the model's vision tower has no linear layer; set it to false"
-        )
-    return found
+    return [name for name, part in model.named_modules() if id(part) in own]
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -84,7 +79,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before its adapters, for the time of the block."""
+    """The model without its adapters, for the time of the block."""
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -140,16 +135,11 @@ def checked_merge(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> It
             allowed = step * wanted.abs() + 1e-6 * (1 + delta.abs().max())
             right = bool(((tensor.float() - wanted).abs() <= allowed).all())
         else:
-            kept = own.get(name, own.get(_in_base(name)))
+            kept = own.get(name, own.get(".base_layer.".join(name.rsplit(".", 1))))
             right = kept is not None and torch.equal(kept.detach(), tensor)
         if not right:
             raise ValueError(f"{name} is not what its base weight and its adapter make")
         yield name, tensor
-
-
-def _in_base(name: str) -> str:
-    owner, _, leaf = name.rpartition(".")
-    return f"{owner}.base_layer.{leaf}"
 
 
 def merge_lost(model: nn.Module, layers: int = MEASURED) -> float | None:

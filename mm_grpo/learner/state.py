@@ -1,8 +1,7 @@
 """The learner's state on disk: fp32 weights and AdamW's running means, by parameter name.
 
-Each process writes the parts that it holds, whatever they are, to a safetensors file of its own, and
-reads the parts that it needs from all files. So a state does not depend on how many processes wrote it,
-nor on their ZeRO stage, and no process ever holds more than its share.
+Each process writes the parts that it holds to a safetensors file of its own, and reads those that it needs from all
+files. So neither the number of processes nor their ZeRO stage matters, and none ever holds more than its share.
 
 A file's tensors are flat: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`. Its metadata has `starts`, the
 place of each part in the flattened parameter, and `random`, the process's random numbers. Parameters
@@ -60,8 +59,28 @@ class StateFile:
         return replace(self, tensors=snapshot.copies(self.tensors))
 
     def write(self, path: Path) -> FileMark:
-        """Write the file; it is on the disk when this returns. Raises OSError."""
-        return _write(path, self.tensors, self.metadata)
+        """Write the file block by block, without a second copy in memory; it is on the disk then. Raises OSError."""
+        header: dict[str, Any] = {"__metadata__": dict(self.metadata)}
+        end = 0
+        for key, tensor in self.tensors.items():
+            begin, end = end, end + 4 * tensor.numel()
+            header[key] = {"dtype": "F32", "shape": [tensor.numel()], "data_offsets": [begin, end]}
+        head = json.dumps(header).encode()
+        head += b" " * (-len(head) % 8)
+        digest = xxhash.xxh3_128()
+        with path.open("wb") as file:
+            for block in (len(head).to_bytes(8, "little"), head):
+                digest.update(block)
+                file.write(block)
+            for tensor in self.tensors.values():
+                for part in tensor.split(BLOCK // 4):
+                    data = part.float().contiguous().cpu().numpy().data
+                    digest.update(data)
+                    file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        return FileMark(path.name, size, digest.hexdigest())
 
 
 def state_file(optimizer: BaseOptimizer) -> StateFile:
@@ -141,20 +160,16 @@ def load_reference(reference: MovingReference, path: Path) -> None:
 
 def mark_of(path: Path) -> FileMark:
     """The mark of a file as it lies on the disk."""
-    return FileMark(path.name, path.stat().st_size, _file_digest(path))
-
-
-def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Whether a file's bytes are those of its mark in a manifest."""
-    return _file_digest(path) == str(mark["xxh3_128"])
-
-
-def _file_digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             digest.update(block)
-    return str(digest.hexdigest())
+    return FileMark(path.name, path.stat().st_size, digest.hexdigest())
+
+
+def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
+    """Whether a file's bytes are those of its mark in a manifest."""
+    return mark_of(path).xxh3_128 == str(mark["xxh3_128"])
 
 
 def frozen_digest(module: nn.Module) -> str:
@@ -194,28 +209,3 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 def _bytes(text: str) -> Tensor:
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileMark:
-    """A safetensors file of flat tensors as fp32, written block by block: no second copy in memory."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for key, tensor in tensors.items():
-        begin, end = end, end + 4 * tensor.numel()
-        header[key] = {"dtype": "F32", "shape": [tensor.numel()], "data_offsets": [begin, end]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    digest = xxhash.xxh3_128()
-    with path.open("wb") as file:
-        for block in (len(head).to_bytes(8, "little"), head):
-            digest.update(block)
-            file.write(block)
-        for tensor in tensors.values():
-            for part in tensor.split(BLOCK // 4):
-                data = part.float().contiguous().cpu().numpy().data
-                digest.update(data)
-                file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
-    return FileMark(path.name, size, digest.hexdigest())
