@@ -181,15 +181,8 @@ class Masks:
 
     def plan(self, items: Sequence[Item], max_tokens: int, copies: int = 1) -> list[list[list[Item]]]:
         """Packs of `items` as the model's layers run them best (see `pack.plan`)."""
-        return plan(
-            items,
-            max_tokens,
-            self.multiple,
-            shared=self.shared,
-            copies=copies,
-            one_row=self.blocks,  # where what is masked costs nothing
-            apart=self.apart,
-        )
+        how = {"shared": self.shared, "one_row": self.blocks, "apart": self.apart}
+        return plan(items, max_tokens, self.multiple, copies=copies, **how)
 
     def of_pack(
         self, pack: Pack, keep_prompt: PromptState | None = None, prefixes: Prefixes | None = None
@@ -221,19 +214,16 @@ class Masks:
     ) -> dict[str, Any]:
         """Keyword arguments of the model's forward for a pack's segments [B, K + N], where these say all."""
         before = 0 if prefixes is None else prefixes.width
-        made: dict[str, Any] = {}
-        batch = None
+        made, batch = dict[str, Any](), None
         if self.rule is not None:
             batch = completion_batch(segments, before)
             made = {"shared_state": SharedState(batch, self.rule, keep_prompt, prefixes)}
+        unread = {"attention_mask": unread_mask(segments.device)}
         if self.flex:
-            return made | {
-                "flex": block_mask(segments, before),
-                "attention_mask": unread_mask(segments.device),
-            }
+            return made | unread | {"flex": block_mask(segments, before)}
         prefix = prefix_layout(segments, batch, before) if self.blocks else None
         if prefix is not None:
-            return made | {"prefix": prefix, "attention_mask": unread_mask(segments.device)}
+            return made | unread | {"prefix": prefix}
         return made | {"attention_mask": self._as_layers_take_it(attention_mask(segments)[:, :, before:])}
 
     def _as_layers_take_it(self, mask: Tensor) -> Tensor:

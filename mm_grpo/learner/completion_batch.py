@@ -2,9 +2,8 @@
 
 Layers that run a prompt once need both: attention (attention.py) to let each completion look at its prompt, layers
 with a recurrent state (linear_attention.py) to start each completion from it. Sequences of like length share a batch,
-so that little of it is padding however ragged they are. Tensors here are [B, N, ...], one entry for each place of the
-pack's rows, as a model's layers have them; with prompts that are run apart (`Pack.prefixes`) they are [B, K + N, ...]
-where these are read.
+so that little of it is padding. Tensors here are [B, N, ...], as a model's layers have them, and [B, K + N, ...] where
+prompts that are run apart (`Pack.prefixes`) are read.
 """
 
 from __future__ import annotations
@@ -126,8 +125,20 @@ def completion_batch(segments: Tensor, before: int = 0) -> CompletionBatch:
     starts_of, lengths_of = starts_of[order], lengths_of[order]
 
     def sequences(first: Tensor, count: Tensor, numbers: Tensor) -> Sequences:
-        own = first - before * (first // width + 1)  # among the B * N
-        return _sequences(own, count, numbers, starts_of, lengths_of, device)
+        """Sequences by their flat starts and lengths [n] and the numbers [n] of their prompts."""
+        index, real = _index(first - before * (first // width + 1), count)  # among the B * N
+        each, rows = numbers.unique(return_inverse=True)
+        return Sequences(
+            index=index.to(device),
+            kept=real.flatten().nonzero()[:, 0].to(device),
+            places=index[real].to(device),
+            lengths=count.to(device),
+            equal=bool(real.all()),
+            prompts=numbers.to(device),
+            rows=rows.to(device),
+            prompt_index=_index(starts_of[each], lengths_of[each])[0].to(device),
+            prompt_lengths=lengths_of[numbers].to(device),
+        )
 
     cuts = torch.arange(len(inside)).split([len(batch) for batch in batches]) if batches else ()
     prompts = [sequences(starts_of[own], lengths_of[own], own) for own in cuts]
@@ -162,30 +173,6 @@ def _batches(prompts: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         else:
             found.append(([i], lengths[i], prompts[i], pairs))
     return [sorted(members) for members, *_ in found]
-
-
-def _sequences(
-    starts: Tensor,
-    lengths: Tensor,
-    prompts: Tensor,
-    prompt_starts: Tensor,
-    prompt_lengths: Tensor,
-    device: torch.device,
-) -> Sequences:
-    """Sequences by their flat starts and lengths [n] and the numbers [n] of their prompts, whose own are [R]."""
-    index, real = _index(starts, lengths)
-    each, rows = prompts.unique(return_inverse=True)
-    return Sequences(
-        index=index.to(device),
-        kept=real.flatten().nonzero()[:, 0].to(device),
-        places=index[real].to(device),
-        lengths=lengths.to(device),
-        equal=bool(real.all()),
-        prompts=prompts.to(device),
-        rows=rows.to(device),
-        prompt_index=_index(prompt_starts[each], prompt_lengths[each])[0].to(device),
-        prompt_lengths=prompt_lengths[prompts].to(device),
-    )
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:

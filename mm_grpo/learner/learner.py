@@ -98,8 +98,7 @@ class Learner:
         self.ranks = ranks or Ranks()
         # adapters, say, start from each process's random numbers
         self.ranks.broadcast_tensors(model.parameters())
-        self.checkpointing = _with_checkpointing(model, config)
-        use_checkpointing(model, self.checkpointing)
+        self.checkpointing = use_checkpointing(model, config.optim.gradient_checkpointing)
         wrap = partial(wrap_model, processor=processor, config=config)
         self.reference: PackForward | None = None
         if config.algorithm.beta > 0 and config.algorithm.reference_path is not None:
@@ -132,8 +131,9 @@ class Learner:
         if self.ranks.world > 1:
             cost = partial(group_cost, config=self.config, shared=self.module.masks.shared)
             groups = balanced(groups, cost, self.ranks, images=perceives)
-        ratio = algorithm.option("perception_mask_ratio")
-        self._masked = MaskedPrompts(groups, self.processor, ratio) if perceives else None
+        if perceives:
+            ratio = algorithm.option("perception_mask_ratio")
+            self._masked = MaskedPrompts(groups, self.processor, ratio)
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
         self._keep_features(len(minibatches))
         logprobs = LogProbs([c.logprobs for g in groups for c in g.completions])
@@ -143,7 +143,9 @@ class Learner:
         for minibatch in minibatches[1:]:
             logprobs.old |= self._run(minibatch.live, self.module)[0]
 
-        statistics, updates = LossStatistics(), list[UpdateRecord]()
+        counted = sum(len(i.token_ids) for m in minibatches for i in m.items if i.counts)
+        statistics = LossStatistics(algorithm.num_iterations * counted)
+        updates: list[UpdateRecord] = []
         for _ in range(algorithm.num_iterations):
             for minibatch in minibatches:
                 updates.append(self._update_on(minibatch, logprobs, statistics))
@@ -209,22 +211,19 @@ class Learner:
         self, minibatch: Minibatch, logprobs: LogProbs, statistics: LossStatistics
     ) -> UpdateRecord:
         """One optimizer update: forward and backward of each pack, then the optimizer. Collective."""
-        statistics.add(counted=sum(len(i.token_ids) for i in minibatch.items if i.counts))
         inputs, chosen = minibatch.inputs, None
         if self.config.algorithm.top_entropy_quantile < 1:
             inputs, chosen = self._top_entropy(minibatch)
         with self.ranks.fail_together("planning packs"):
-            copies = 1 if self._masked is None else 2
-            planned = run = self.module.masks.plan(
-                minibatch.live, self.config.optim.max_tokens_per_pack, copies
-            )
+            most, copies = self.config.optim.max_tokens_per_pack, 1 if self._masked is None else 2
+            planned = run = self.module.masks.plan(minibatch.live, most, copies)
             if self._masked is not None:
                 run = [self._masked.with_twins(rows) for rows in planned]
         whole = ForwardPass(self.module, run, self.processor.media_token_ids, self._work)
         count = self.ranks.max(whole.backwards, "packs")
         if count == 0:
             return self.optimizer.skip()
-        before, number = statistics.live_tokens, 0
+        number = 0
         with whole:
             for rows, pack in zip(planned, whole.packs(), strict=True):
                 with span("forward", device=True):
@@ -246,7 +245,7 @@ class Learner:
             dummy = dummy_pack(min(self.processor.stop_token_ids), self.processor.family.position_axes)
             logp, entropy = self.optimizer.forward(dummy)
             self.optimizer.backward((logp + entropy).sum() * 0.0, last=number == count)
-        live = self.ranks.sum({"live": statistics.live_tokens - before}, "live tokens")
+        live = self.ranks.sum({"live": statistics.take_live()}, "live tokens")
         with span("optimizer", device=True):
             return self.optimizer.apply(int(live["live"]))
 
@@ -333,13 +332,6 @@ class Learner:
         # a reference of another path has another tower
         if self.reference is not None and self.config.algorithm.reference_path is None:
             self.reference.features = features
-
-
-def _with_checkpointing(model: Any, config: GRPOConfig) -> bool:
-    """`optim.gradient_checkpointing`, or where that is null, whether the model is on a GPU and can do it."""
-    wanted = config.optim.gradient_checkpointing
-    on_gpu = model.device.type == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
-    return bool(on_gpu if wanted is None else wanted)
 
 
 def _make_optimizer(

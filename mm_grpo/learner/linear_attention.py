@@ -5,9 +5,8 @@ token: the last inputs of a short causal convolution, and a matrix [keys, values
 batches of their own and completions in others, which start from what their prompts end with. So the result is that of
 prompt + completion in one sequence, for outputs and gradients. All else in the layer looks at one token at a time.
 
-What the layers are, and how they come to call `shared_state_forward`, is in transformers_patches.py. The rule itself is
-transformers' own in torch; on a GPU in bfloat16 the kernel of flash-linear-attention is taken where it is installed,
-compared with that (`fault`) and right.
+The rule itself is transformers' own in torch; on a GPU in bfloat16 the kernel of flash-linear-attention is taken where
+it is installed, compared with that (`fault`) and right. How layers come to call this is in transformers_patches.py.
 
 Rounding: where heads forget within a token or two (exp(A_log) of 5 and more, as published models have some), the
 gradients of A_log, dt_bias and in_proj_a are what is left of sums that cancel in the rule's own fp32. They lie up to

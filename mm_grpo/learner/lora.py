@@ -168,10 +168,7 @@ def adapter_factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_adapter(model: nn.Module, path: str | Path, base: str) -> None:
-    """Write the factors, in fp32, as peft does: `peft.PeftModel.from_pretrained(base model, path)` reads them.
-
-    `base` is the folder or name of the base model that is written beside them.
-    """
+    """Write the factors, in fp32, as peft does, with the folder or name of their `base` model beside them."""
     Path(path).mkdir(parents=True, exist_ok=True)
     factors = {name: factor.cpu().contiguous() for name, factor in adapter_factors(model)}
     save_file(factors, Path(path) / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -31,9 +31,8 @@ ByCompletion = dict[int, Tensor]
 class Minibatch:
     """The completions of one update that this process runs.
 
-    `items` are all of them, `live` those that can change the update: they carry weight and, where only advantages
-    act, belong to a group that has some. `advantages` [T] are those of each completion's tokens where its turns have
-    their own (`algorithm.turn_gamma`), else None.
+    `items` are all of them, `live` those that can change it: they carry weight and an advantage, or have a dense
+    objective. `advantages` [T] are those of each completion's tokens where turns have some (`algorithm.turn_gamma`).
     """
 
     items: Sequence[Item]

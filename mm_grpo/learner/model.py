@@ -116,20 +116,24 @@ def check_saveable(model: Any, processor: Any) -> None:
             ) from error
 
 
-def use_checkpointing(model: Any, wanted: bool) -> None:
-    """Turn gradient checkpointing on or off, whatever the model came with. ConfigError where it has none.
+def use_checkpointing(model: Any, wanted: bool | None) -> bool:
+    """Turn gradient checkpointing on or off, whatever the model came with; None is on for a GPU's model that has it.
 
-    Random numbers' states, two copies off a GPU for each layer, are kept where the model's config has any dropout.
+    Returns whether it is on. ConfigError where it is wanted and the model has none. Random numbers' states, two copies
+    off a GPU for each layer, are kept where the model's config has any dropout.
     """
+    if wanted is None:
+        wanted = model.device.type == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
     if not wanted:
         if getattr(model, "is_gradient_checkpointing", False):
             model.gradient_checkpointing_disable()
-        return
+        return False
     drops = any("drop" in name and value for name, value in _flat(model.config.to_dict()).items())
     try:
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": drops})
     except ValueError as error:
         raise ConfigError(f"optim.gradient_checkpointing = true: {quoted(error)}; set it to false") from None
+    return True
 
 
 def resolve_device(name: str) -> torch.device:

@@ -59,28 +59,8 @@ class StateFile:
         return replace(self, tensors=snapshot.copies(self.tensors))
 
     def write(self, path: Path) -> FileMark:
-        """Write the file block by block, without a second copy in memory; it is on the disk then. Raises OSError."""
-        header: dict[str, Any] = {"__metadata__": dict(self.metadata)}
-        end = 0
-        for key, tensor in self.tensors.items():
-            begin, end = end, end + 4 * tensor.numel()
-            header[key] = {"dtype": "F32", "shape": [tensor.numel()], "data_offsets": [begin, end]}
-        head = json.dumps(header).encode()
-        head += b" " * (-len(head) % 8)
-        digest = xxhash.xxh3_128()
-        with path.open("wb") as file:
-            for block in (len(head).to_bytes(8, "little"), head):
-                digest.update(block)
-                file.write(block)
-            for tensor in self.tensors.values():
-                for part in tensor.split(BLOCK // 4):
-                    data = part.float().contiguous().cpu().numpy().data
-                    digest.update(data)
-                    file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        return FileMark(path.name, size, digest.hexdigest())
+        """Write the file; it is on the disk when this returns. Raises OSError."""
+        return _write(path, self.tensors, self.metadata)
 
 
 def state_file(optimizer: BaseOptimizer) -> StateFile:
@@ -209,3 +189,28 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 def _bytes(text: str) -> Tensor:
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileMark:
+    """A safetensors file of flat tensors as fp32, written block by block: no second copy in memory."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for key, tensor in tensors.items():
+        begin, end = end, end + 4 * tensor.numel()
+        header[key] = {"dtype": "F32", "shape": [tensor.numel()], "data_offsets": [begin, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    digest = xxhash.xxh3_128()
+    with path.open("wb") as file:
+        for block in (len(head).to_bytes(8, "little"), head):
+            digest.update(block)
+            file.write(block)
+        for tensor in tensors.values():
+            for part in tensor.split(BLOCK // 4):
+                data = part.float().contiguous().cpu().numpy().data
+                digest.update(data)
+                file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return FileMark(path.name, size, digest.hexdigest())

@@ -38,22 +38,21 @@ class LossStatistics:
     """Sums over tokens, added pack by pack, and the means that become metrics.
 
     `counted` are the tokens that enter the loss, with those that are left out because they cannot change an
-    update; `live` those that should have a gradient.
+    update; `live` those that should have a gradient: with weight and a non-zero advantage, and that no bound, mask or
+    correction left without.
     """
 
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
+    def __init__(self, counted: int | None = None) -> None:
+        self.sums: dict[str, float] = {} if counted is None else {"counted": counted}
         self._unread: dict[str, Tensor] = {}
+        self._live = 0
 
-    def add(self, over: Tensor | None = None, **values: Tensor | int) -> None:
+    def add(self, over: Tensor | None = None, **values: Tensor) -> None:
         """Add up values, of a mask's tokens alone where there is one. Nothing waits for the device."""
         for name, value in values.items():
-            if isinstance(value, Tensor):
-                kept = value.detach() if over is None else torch.where(over, value.detach(), 0)
-                whole = kept.sum(dtype=torch.float64)
-                self._unread[name] = self._unread[name] + whole if name in self._unread else whole
-            else:
-                self.sums[name] = self.sums.get(name, 0.0) + value
+            kept = value.detach() if over is None else torch.where(over, value.detach(), 0)
+            whole = kept.sum(dtype=torch.float64)
+            self._unread[name] = self._unread[name] + whole if name in self._unread else whole
 
     def read(self) -> dict[str, float]:
         """The sums; those that were added since the last call come in one transfer."""
@@ -64,10 +63,10 @@ class LossStatistics:
             self._unread = {}
         return self.sums
 
-    @property
-    def live_tokens(self) -> int:
-        """Tokens with weight and a non-zero advantage that no bound, mask or correction left without gradient."""
-        return int(self.read().get("live", 0.0))
+    def take_live(self) -> int:
+        """The live tokens that were added since the last call."""
+        before, self._live = self._live, int(self.read().get("live", 0.0))
+        return self._live - before
 
     def metrics(self, updates: int = 1) -> Mapping[str, float]:
         """The mean loss of `updates`, and means per token that was run, under TRL's names; absent where none was.

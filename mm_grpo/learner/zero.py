@@ -1,8 +1,7 @@
 """The optimizer of several processes: DeepSpeed's ZeRO stages 1 and 2 as a `BaseOptimizer`.
 
-Accumulation is ours. DeepSpeed's own stays at 1, which alone would make each backward an update's last,
-keep its gradient and drop those before it; so the boundary is set by hand before every backward, and
-counted: `UpdateRecord.boundaries` other than 1 is stopped by the guard `update_happens`.
+Accumulation is ours. DeepSpeed's own stays at 1, which alone would make each backward an update's last, and drop the
+gradients before it; so the boundary is set by hand before every backward, and counted (`UpdateRecord.boundaries`).
 
 Stage 0 is not here: DeepSpeed's refuses fp32 sums of bf16 gradients, and `Optimizer` has them. Nor is
 stage 3, which shards the weights themselves: a rollout engine in this process needs them whole.

@@ -61,7 +61,8 @@ def digest(tensor: Tensor) -> str:
 def digests(tensors: Sequence[Tensor]) -> list[str]:
     """The `digest` of each of some tensors, of one device, which sends all that is folded at once."""
     folded = [_folded(tensor.detach()) for tensor in tensors]
-    parts = torch.cat(folded).cpu().split([len(each) for each in folded]) if folded else ()
+    whole = folded[0] if len(folded) == 1 else torch.cat(folded)
+    parts = whole.cpu().split([len(each) for each in folded])
     found = []
     for tensor, part in zip(tensors, parts, strict=True):
         state = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -77,6 +78,8 @@ def _folded(tensor: Tensor) -> Tensor:
         flat = flat.clone()
     whole = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
     weights, rows = _weights(flat.device), _CPU_ROWS if flat.device.type == "cpu" else _ROWS
+    if not whole:
+        return flat
     words = [
         (part * weights).sum(1) for part in flat[:whole].view(torch.int64).view(-1, _COLUMNS).split(rows)
     ]

@@ -15,7 +15,8 @@ from helpers.steps import LENGTHS, config_for, learner_of, load, make_groups, pl
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.update_happens import update_happens
-from mm_grpo.learner.learner import Learner, _with_checkpointing
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import Optimizer, adamw, schedule
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group
@@ -321,9 +322,12 @@ def test_a_full_gpu_names_the_size_of_packs(models: dict[str, Any], monkeypatch:
 def test_gradient_checkpointing_is_on_where_a_gpu_is(
     asked: bool | None, device: str, able: bool, done: bool
 ) -> None:
-    model = SimpleNamespace(device=torch.device(device), supports_gradient_checkpointing=able)
-    config = config_for("x", optim={"gradient_checkpointing": asked})
-    assert _with_checkpointing(model, config) is done
+    turned: list[Any] = []
+    model = SimpleNamespace(
+        device=torch.device(device), supports_gradient_checkpointing=able,
+        config=SimpleNamespace(to_dict=dict), gradient_checkpointing_enable=turned.append,
+    )  # fmt: skip
+    assert use_checkpointing(model, asked) is done and bool(turned) is done
 
 
 @pytest.mark.parametrize(("device", "fused"), [("cuda", True), ("cpu", None)])

@@ -132,7 +132,7 @@ def test_tokens_are_live_that_have_weight_an_advantage_and_a_gradient(dtype: tor
     zeros, statistics = torch.zeros(6, dtype=dtype), LossStatistics()
     tokens = PackTokens(torch.arange(6), ratio, zeros, zeros, zeros, None)
     pack_loss(AlgorithmConfig(loss_type="dapo"), LossInputs(advantages, weights, 6), tokens, statistics)
-    assert statistics.live_tokens == 2
+    assert (statistics.take_live(), statistics.take_live()) == (2, 0)
 
 
 def test_the_share_that_the_off_policy_mask_drops_by_hand() -> None:
