@@ -119,10 +119,8 @@ def graphs() -> int:
 
 @cache
 def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> str | None:
-    """Test FlexAttention here: return None when it agrees with plain attention, else a message.
-
-    A small random pack with every kind of place and of square in it is compared, and its first row alone, so that
-    every variant of the kernel that a model needs is compiled here.
+    """Test FlexAttention here: None when it agrees with plain attention, else a message. A small random pack with every
+    kind of place and of square is compared, and its first row alone: all variants that a model needs are compiled.
     """
     width = 430
     segments = torch.full((2, width), PADDING)

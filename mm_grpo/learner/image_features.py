@@ -27,7 +27,6 @@ class SharedFeatures:
     before the last leave the gradients of its features here, and the last encodes it again, with gradients, to which
     it adds those. So each pack's backward goes through the tower once, at the same point of it: through images that
     are complete, or through a blank one times 0. ZeRO-2 needs that (see forward.py); without `blanks` none is run.
-
     Without `packs` a frozen tower's features are kept for all that ask, while the caller holds the prompts. `encoded`
     counts images that went through the tower, without blank ones.
     """

@@ -121,8 +121,7 @@ class Learner:
     def update(self, groups: Sequence[Group]) -> LearnerReport:
         """Make the step's updates from this process's groups; the weights have changed in place on return.
 
-        The report is that of the whole step, equal on every process. Raises ValueError for groups without advantages,
-        and for completions without tokens or without a log-prob for each.
+        The report is that of the whole step, equal on every process. Raises ValueError (see `check_groups`).
         """
         algorithm = self.config.algorithm
         with self.ranks.fail_together("groups"):

@@ -99,10 +99,10 @@ def adopt_model(
 
 
 def check_saveable(model: Any, processor: Any) -> None:
-    """Save everything but the weights to a folder that is removed: what cannot be saved is found before training.
+    """Save everything but the weights to a folder that is removed: ConfigError for what cannot be saved.
 
     Sampling flags without `do_sample` in a generation config are refused by transformers when it is saved, and taken
-    when it is loaded: there `do_sample` is set, with a warning. Raises ConfigError for anything else.
+    when it is loaded: there `do_sample` is set, with a warning.
     """
     _repair_generation_config(model)
     with temporary_folder("save") as folder:

@@ -48,9 +48,8 @@ class Fragment:
 
 class BaseOptimizer(ABC):
     """AdamW over the trainable parameters of `module`. A subclass decides which process holds what of its state, and
-    sets `forward`, which runs the module where gradients are wanted, and `adamw`.
-
-    `updates` counts those made and skipped, and is the place in the schedule of `total_updates`.
+    sets `forward`, which runs the module where gradients are wanted, and `adamw`. `updates` counts those made and
+    skipped, and is the place in the schedule of `total_updates`.
     """
 
     forward: Any

@@ -37,9 +37,8 @@ class LearnerReport:
 class LossStatistics:
     """Sums over tokens, added pack by pack, and the means that become metrics.
 
-    `counted` are the tokens that enter the loss, with those that are left out because they cannot change an
-    update; `live` those that should have a gradient: with weight and a non-zero advantage, and that no bound, mask or
-    correction left without.
+    `counted` are the tokens that enter the loss, those too that cannot change an update; `live` those that should have
+    a gradient: with weight and a non-zero advantage, and that no bound, mask or correction left without.
     """
 
     def __init__(self, counted: int | None = None) -> None:
