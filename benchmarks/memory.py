@@ -29,7 +29,7 @@ import torch
 from common import Machine, arguments, machine_of, parse, positive, positives, versions, write_json
 from torch import Tensor
 
-from mm_grpo.learner.logprobs import CHUNK_BYTES, token_logprobs
+from mm_grpo.learner.logprobs import chunk_bytes_of, token_logprobs
 
 MIB = 1 << 20
 PROBE = 32 * MIB
@@ -154,6 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--child", choices=(*SIDES, "difference"), help="measure this alone, in this process")
     args = parse(parser, argv, "trl")
     machine = machine_of(args)
+    chunk_bytes = chunk_bytes_of(gpu=machine.device.type == "cuda")
     if args.child:
         print(json.dumps(child(args.child, args.vocabularies[0], args.tokens, args.width, machine)))
         return
@@ -161,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
         f"{args.tokens} tokens, width {args.width}, {args.dtype}; extra memory in MiB, one chunk of ours has ",
         end="",
     )
-    print(f"{CHUNK_BYTES / MIB:.0f}")
+    print(f"{chunk_bytes / MIB:.0f}")
     print(f"{'V':>7}{'all logits':>12}{'head and gradient':>19}{'ours':>9}{'TRL':>9}{'TRL / ours':>12}")
     rows = []
     for vocabulary in args.vocabularies:
@@ -170,10 +171,10 @@ def main(argv: list[str] | None = None) -> None:
         extra = {side: in_a_fresh_process(side, *sizes) for side in SIDES}
         head = 2 * vocabulary * args.width * torch.empty((), dtype=machine.dtype).element_size()
         row = {
-            "V": vocabulary, "M": args.tokens, "D": args.width, "chunk_bytes": CHUNK_BYTES,
+            "V": vocabulary, "M": args.tokens, "D": args.width, "chunk_bytes": chunk_bytes,
             "bytes_logits": 4 * args.tokens * vocabulary, "bytes_head_and_gradient": head,
             "extra_ours": extra["ours"], "extra_trl": extra["trl"],
-            "ratio": extra["trl"] / max(extra["ours"], 1), "chunks_ours": extra["ours"] / CHUNK_BYTES,
+            "ratio": extra["trl"] / max(extra["ours"], 1), "chunks_ours": extra["ours"] / chunk_bytes,
             "gradient_gap": gap,
         }  # fmt: skip
         rows.append(row)

@@ -72,9 +72,11 @@ def log_importance(log_ratio: Tensor, completion_index: Tensor, level: Level) ->
 
 def sequence_sum(values: Tensor, completion_index: Tensor) -> Tensor:
     """For each token [M], the sum of `values` [M] over its completion."""
-    _, index = torch.unique(completion_index, return_inverse=True)
-    sums = values.new_zeros(int(index.max()) + 1).index_add(0, index, values)
-    return sums[index]
+    # numbers from 0, which are fewer than M; torch.unique would wait for the device to count them
+    ordered, order = completion_index.sort()
+    number = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)
+    index = torch.empty_like(number).index_copy(0, order, number)
+    return torch.zeros_like(values).index_add(0, index, values)[index]
 
 
 def sequence_mean(values: Tensor, completion_index: Tensor) -> Tensor:

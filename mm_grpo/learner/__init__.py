@@ -8,12 +8,11 @@ One step
 - `step_report.py`: the metrics of a step.
 - `perception.py`: packs with the masked images of PAPO's term.
 - `sight.py`: how much completions depend on their images: log-probs with their own and with another row's.
-- `score.py`: log-probs of given completions, without an optimizer.
 
 Forward
 - `pack.py`: groups laid out as shared-prefix rows, and the plan that fills packs.
 - `forward.py`: the one module whose forward takes a pack.
-- `forward_pass.py`: one pass over the packs of a plan, with what these share.
+- `forward_pass.py`: one pass over the packs of a plan, with what these share; log-probs of given completions.
 - `prompt_states.py`: prompts that are run once for several packs: what is kept of them, and their backward.
 - `image_features.py`: image features that passes or packs share.
 - `completion_batch.py`: a pack's rows cut into prompts and a batch of completions.

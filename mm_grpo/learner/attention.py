@@ -16,7 +16,7 @@ their keys and values come before those of the pack, whichever way is taken.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +28,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.completion_batch import CompletionBatch, Sequences, completion_batch
-from mm_grpo.learner.flex import BLOCK, attend, block_mask, exhausted, fault
+from mm_grpo.learner.flex import BLOCK, attend, block_mask, exhausted, fault, warn_once
 from mm_grpo.learner.linear_attention import SharedState, prepare_linear_layers
-from mm_grpo.learner.pack import PADDING, Pack, attention_mask
+from mm_grpo.learner.pack import PADDING, Item, Pack, attention_mask, plan
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
 from mm_grpo.learner.transformers_patches import unread_mask, use_prefix_attention
 from mm_grpo.processors.family import Family
 
 SLIDING = "sliding_attention"
-logger = logging.getLogger("mm_grpo")
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,6 @@ class Masks:
     """The arguments that tell a model's text layers who sees whom in a pack. `attn` is the config's `model.attn`.
 
     Where completions are not `shared` rows of a prompt, the model is told what is padding, and makes its masks itself.
-    Models with sliding windows or with images that look ahead get a dense mask for each kind of layer.
     Raises ConfigError when `flex_attention` is asked for and does not work here.
     """
 
@@ -172,11 +170,6 @@ class Masks:
         self.rule = prepare_linear_layers(model) if shared else None
 
     @property
-    def one_row(self) -> bool:
-        """True when a pack is best one row: where what is masked costs nothing."""
-        return self.blocks
-
-    @property
     def flex(self) -> bool:
         """True when packs get a `BlockMask` for FlexAttention."""
         return self._flex_works and not exhausted()
@@ -185,6 +178,11 @@ class Masks:
     def multiple(self) -> int:
         """Multiple that a pack's width is rounded up to: few different widths, and whole blocks, for the kernel."""
         return BLOCK if self.flex else 1
+
+    def plan(self, items: Sequence[Item], max_tokens: int, copies: int = 1) -> list[list[list[Item]]]:
+        """Packs of `items` as the model's layers run them best (see `pack.plan`)."""
+        how = {"shared": self.shared, "one_row": self.blocks, "apart": self.apart}
+        return plan(items, max_tokens, self.multiple, copies=copies, **how)
 
     def of_pack(
         self, pack: Pack, keep_prompt: PromptState | None = None, prefixes: Prefixes | None = None
@@ -216,19 +214,17 @@ class Masks:
     ) -> dict[str, Any]:
         """Keyword arguments of the model's forward for a pack's segments [B, K + N], where these say all."""
         before = 0 if prefixes is None else prefixes.width
-        if self.rule is None:
-            return self._of_attention(segments, None, before)
-        batch = completion_batch(segments, before)
-        shared = SharedState(batch, self.rule, keep_prompt, prefixes)
-        return self._of_attention(segments, batch, before) | {"shared_state": shared}
-
-    def _of_attention(self, segments: Tensor, batch: CompletionBatch | None, before: int) -> dict[str, Any]:
+        made, batch = dict[str, Any](), None
+        if self.rule is not None:
+            batch = completion_batch(segments, before)
+            made = {"shared_state": SharedState(batch, self.rule, keep_prompt, prefixes)}
+        unread = {"attention_mask": unread_mask(segments.device)}
         if self.flex:
-            return {"flex": block_mask(segments, before), "attention_mask": unread_mask(segments.device)}
+            return made | unread | {"flex": block_mask(segments, before)}
         prefix = prefix_layout(segments, batch, before) if self.blocks else None
         if prefix is not None:
-            return {"prefix": prefix, "attention_mask": unread_mask(segments.device)}
-        return {"attention_mask": self._as_layers_take_it(attention_mask(segments)[:, :, before:])}
+            return made | unread | {"prefix": prefix}
+        return made | {"attention_mask": self._as_layers_take_it(attention_mask(segments)[:, :, before:])}
 
     def _as_layers_take_it(self, mask: Tensor) -> Tensor:
         """Eager adds its mask, sdpa selects by it."""
@@ -261,7 +257,5 @@ def _flex_works(model: Any, attn: str) -> bool:
             f"model.attn = 'flex_attention' does not work on {device}: {wrong}; write auto or sdpa"
         )
     if wrong is not None:
-        logger.warning(
-            "FlexAttention is not used on %s: %s; attention goes block by block in sdpa", device, wrong
-        )
+        warn_once(f"FlexAttention is not used on {device}: {wrong}; attention goes block by block in sdpa")
     return wrong is None

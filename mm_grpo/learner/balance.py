@@ -26,8 +26,6 @@ def balanced(
 ) -> list[Group]:
     """This process's groups after the exchange, in the order of their slots; what moves keeps its `images` where asked
     to. Collective."""
-    if ranks.world == 1:
-        return list(groups)
     shares = ranks.all_gather({g.slot: cost(g) for g in groups}, "loads")
     moves: dict[int, int] = {}
     for update in sorted({c[0] for share in shares for c in share.values()}):
@@ -38,7 +36,7 @@ def balanced(
     parcels: list[list[Group]] = [[] for _ in range(ranks.world)]
     for group in groups:
         if group.slot in moves:
-            prompt = _with_images_alone(group.prompt) if images else _bare(group.prompt)
+            prompt = _moved(group.prompt, images=images)
             parcels[moves[group.slot]].append(replace(group, prompt=prompt, parts={}, extra={}))
     received = [group for parcel in ranks.all_to_all(parcels, "groups") for group in parcel]
     kept = [g for g in groups if g.slot not in moves]
@@ -71,12 +69,9 @@ def plan_moves(loads: Sequence[Mapping[int, int]]) -> dict[int, int]:
         moves[slot] = light
 
 
-def _bare(prompt: Prompt) -> Prompt:
-    """A prompt without what only engines and rewards look at."""
-    return replace(prompt, sample=Sample(prompt.uid, ()), engine_prompt=EnginePrompt((), ()))
-
-
-def _with_images_alone(prompt: Prompt) -> Prompt:
-    """A prompt that can be laid out anew, without what only rewards look at."""
+def _moved(prompt: Prompt, *, images: bool) -> Prompt:
+    """What the learner needs of a prompt; with `images` it can be laid out anew."""
+    if not images:
+        return replace(prompt, sample=Sample(prompt.uid, ()), engine_prompt=EnginePrompt((), ()))
     sample = replace(prompt.sample, images=prompt.engine_prompt.images, columns={}, row=None)
     return replace(prompt, sample=sample)

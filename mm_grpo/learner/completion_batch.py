@@ -2,9 +2,8 @@
 
 Layers that run a prompt once need both: attention (attention.py) to let each completion look at its prompt, layers
 with a recurrent state (linear_attention.py) to start each completion from it. Sequences of like length share a batch,
-so that little of it is padding however ragged they are. Tensors here are [B, N, ...], one entry for each place of the
-pack's rows, as a model's layers have them; with prompts that are run apart (`Pack.prefixes`) they are [B, K + N, ...]
-where these are read.
+so that little of it is padding. Tensors here are [B, N, ...], as a model's layers have them, and [B, K + N, ...] where
+prompts that are run apart (`Pack.prefixes`) are read.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class CompletionBatch:
     """The prompts and the completions of a pack, in batches; prompts are numbered in the order of theirs, those that
     are run apart after those of the rows, in the order of `Pack.prefixes`.
 
-    `even` says that there is one row of one prompt, or none, and completions of one length, or none, without padding,
-    where all of this is a matter of views.
+    `even`: one row of at most one prompt and completions of one length, without padding; all is a matter of views.
     """
 
     prompts: tuple[Sequences, ...]
@@ -93,17 +91,13 @@ class CompletionBatch:
 
     def of_prompts(self, x: Tensor, prompts: Sequence[Tensor], own: Sequences) -> Tensor:
         """The prompts' tokens of each completion of a batch: of [B, K + N, ...], cut into `prompts`, to [c, P, ...]."""
-        found = prompts[0] if _is_alone(prompts) else _gather(x, own.prompt_index)
+        alone = len(prompts) == 1 and len(prompts[0]) == 1  # one prompt in one batch
+        found = prompts[0] if alone else _gather(x, own.prompt_index)
         return _repeated(found, own.rows)
 
     def after_prompt(self, x: Tensor, own: Sequences) -> Tensor:
         """Repeat prompts' last values for each completion of a batch: by number of the prompt [R, ...] to [c, ...]."""
         return _repeated(x, own.prompts)
-
-
-def _is_alone(prompts: Sequence[Tensor]) -> bool:
-    """True when batches of prompts [r, P, ...] hold one prompt."""
-    return len(prompts) == 1 and len(prompts[0]) == 1
 
 
 def completion_batch(segments: Tensor, before: int = 0) -> CompletionBatch:
@@ -131,8 +125,20 @@ def completion_batch(segments: Tensor, before: int = 0) -> CompletionBatch:
     starts_of, lengths_of = starts_of[order], lengths_of[order]
 
     def sequences(first: Tensor, count: Tensor, numbers: Tensor) -> Sequences:
-        own = first - before * (first // width + 1)  # among the B * N
-        return _sequences(own, count, numbers, starts_of, lengths_of, device)
+        """Sequences by their flat starts and lengths [n] and the numbers [n] of their prompts."""
+        index, real = _index(first - before * (first // width + 1), count)  # among the B * N
+        each, rows = numbers.unique(return_inverse=True)
+        return Sequences(
+            index=index.to(device),
+            kept=real.flatten().nonzero()[:, 0].to(device),
+            places=index[real].to(device),
+            lengths=count.to(device),
+            equal=bool(real.all()),
+            prompts=numbers.to(device),
+            rows=rows.to(device),
+            prompt_index=_index(starts_of[each], lengths_of[each])[0].to(device),
+            prompt_lengths=lengths_of[numbers].to(device),
+        )
 
     cuts = torch.arange(len(inside)).split([len(batch) for batch in batches]) if batches else ()
     prompts = [sequences(starts_of[own], lengths_of[own], own) for own in cuts]
@@ -154,9 +160,8 @@ def _batches(prompts: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
 
     From the longest to the shortest, each goes to the first batch whose padding stays within `WASTE` or `SMALL`.
     """
-    found: list[
-        tuple[list[int], int, int, int]
-    ] = []  # members, longest, longest prompt, pairs without padding
+    # members, longest, longest prompt, pairs without padding
+    found: list[tuple[list[int], int, int, int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], -prompts[i])):
         pairs = lengths[i] * (prompts[i] + lengths[i])
         for place, (members, longest, prompt, real) in enumerate(found):
@@ -168,30 +173,6 @@ def _batches(prompts: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         else:
             found.append(([i], lengths[i], prompts[i], pairs))
     return [sorted(members) for members, *_ in found]
-
-
-def _sequences(
-    starts: Tensor,
-    lengths: Tensor,
-    prompts: Tensor,
-    prompt_starts: Tensor,
-    prompt_lengths: Tensor,
-    device: torch.device,
-) -> Sequences:
-    """Sequences by their flat starts and lengths [n] and the numbers [n] of their prompts, whose own are [R]."""
-    index, real = _index(starts, lengths)
-    each, rows = prompts.unique(return_inverse=True)
-    return Sequences(
-        index=index.to(device),
-        kept=real.flatten().nonzero()[:, 0].to(device),
-        places=index[real].to(device),
-        lengths=lengths.to(device),
-        equal=bool(real.all()),
-        prompts=prompts.to(device),
-        rows=rows.to(device),
-        prompt_index=_index(prompt_starts[each], prompt_lengths[each])[0].to(device),
-        prompt_lengths=prompt_lengths[prompts].to(device),
-    )
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -46,8 +47,7 @@ _EXHAUSTED = threading.Event()
 def block_mask(segments: Tensor, before: int = 0) -> BlockMask:
     """The mask of a pack's segments [B, N] (see `pack.attention_mask`), padded to whole blocks and two at least.
 
-    The first `before`, whole blocks, are keys of prompts that are run apart; what is asked there is not looked at, so
-    that each of these blocks sees itself alone.
+    The first `before`, whole blocks, are keys of prompts that are run apart; queries there are not looked at.
     """
     width = segments.shape[1]
     blocks = max(-(-width // BLOCK), 2)  # what is compiled for one block is compiled for no other number
@@ -108,12 +108,19 @@ def exhausted() -> bool:
     return _EXHAUSTED.is_set()
 
 
+def graphs() -> int:
+    """How many graphs of the kernel this process holds compiled; 0 where nothing asked for it."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # whose import takes seconds
+        return 0
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(_kernel.__code__))
+
+
 @cache
 def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> str | None:
-    """Test FlexAttention here: return None when it agrees with plain attention, else a message.
-
-    Outputs and gradients of a small random pack with every kind of place and of square in it are compared, and of
-    its first row alone. Every variant of the kernel that a model needs is compiled here.
+    """Test FlexAttention here: None when it agrees with plain attention, else a message. A small random pack with every
+    kind of place and of square is compared, and its first row alone: all variants that a model needs are compiled.
     """
     width = 430
     segments = torch.full((2, width), PADDING)
@@ -130,16 +137,29 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
         torch.randn(2, width, h, size, generator=generator).to(device, dtype)
         for h in (heads, kv_heads, kv_heads, heads)
     ]
-    try:
+
+    def compare() -> list[dict[str, float]]:
         with _for_all_sizes():  # the kernels of the backward pass are compiled when it is first run
-            distances = [_distances(segments[:rows], [x[:rows] for x in inputs]) for rows in (2, 1)]
-    except Exception as error:  # whatever a compiler may raise: plain attention is there
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
-            :300
-        ]
-    for what, distance in (pair for of_rows in distances for pair in of_rows.items()):
-        if not distance <= LIMITS[dtype]:
-            return f"its {what} is {distance:.1e} of the norm away from plain attention's"
+            return [_distances(segments[:rows], [x[:rows] for x in inputs]) for rows in (2, 1)]
+
+    return fault_of(compare, LIMITS[dtype])
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Warn of what every wrapped model would warn of: each scoring of a canary wraps one."""
+    logger.warning(message)
+
+
+def fault_of(compare: Callable[[], Iterable[Mapping[str, float]]], limit: float) -> str | None:
+    """Message on the first result of a kernel that is more than `limit` of the norm away from what it should be."""
+    try:
+        distances = list(compare())
+    except Exception as error:  # whatever a compiler may raise: there is another way
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+    for what, distance in (pair for some in distances for pair in some.items()):
+        if not distance <= limit:
+            return f"its {what} is {distance:.1e} of the norm away from torch's"
     return None
 
 

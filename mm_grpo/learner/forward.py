@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.attention import Masks
-from mm_grpo.learner.image_features import KeptFeatures, SharedFeatures, zero_of_blank
-from mm_grpo.learner.logprobs import CHUNK_BYTES, token_logprobs
+from mm_grpo.learner.image_features import SharedFeatures, zero_of_blank
+from mm_grpo.learner.logprobs import token_logprobs
 from mm_grpo.learner.pack import Pack, prompt_pack
 from mm_grpo.learner.prompt_states import Prefixes, PromptEnd, PromptState, PromptStates
 from mm_grpo.learner.transformers_patches import features_for_pixels
 from mm_grpo.learner.vision_attention import patch_vision_tower
+from mm_grpo.processors.base import Processor
 from mm_grpo.processors.family import Family
 from mm_grpo.types import Prompt
 
@@ -45,7 +47,7 @@ class PackForward(nn.Module):
         temperature: float,
         attn: str = "auto",
         shared: bool = True,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
         super().__init__()
         family.check(model)
@@ -55,7 +57,7 @@ class PackForward(nn.Module):
         self.blank = family.blank(model)
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
-        self.features: KeptFeatures | SharedFeatures | None = None  # set for passes that share them
+        self.features: SharedFeatures | None = None  # set for passes that share them
         self.prompts: PromptStates | None = None  # as well, where packs go on from prompts that are run apart
         self.blank_images = True  # false where no optimizer looks at the order of gradients
         self.masks = Masks(model, attn, family=family, shared=shared)
@@ -135,3 +137,15 @@ class PackForward(nn.Module):
         embeds: Tensor = self.model.get_input_embeddings()(input_ids)
         zero = zero_of_blank(self.model, self.family, self.blank)
         return embeds + zero.to(embeds.dtype)
+
+
+def wrap_model(model: Any, processor: Processor, config: GRPOConfig) -> PackForward:
+    """The module that a learner of this config calls."""
+    return PackForward(
+        model,
+        family=processor.family,
+        media_token_ids=processor.media_token_ids,
+        temperature=config.rollout.temperature,
+        attn=config.model.attn,
+        shared=processor.layout == "shared_prefix",
+    )

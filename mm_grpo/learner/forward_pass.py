@@ -1,19 +1,26 @@
 """One pass over the packs of a plan, with what its packs share: features of images and states of prompts.
 
 The pass lays out its packs one at a time, gives the module what they share while it lasts, and counts what was run.
-With gradients a prompt that was run apart has a backward of its own, after the last pack that goes on from it.
+With gradients a prompt that was run apart has a backward of its own, after the last pack that goes on from it. Without
+any there are log-probs of given completions (`score`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from mm_grpo.learner.forward import PackForward
+import torch
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.forward import PackForward, wrap_model
 from mm_grpo.learner.image_features import SharedFeatures
+from mm_grpo.learner.minibatch import ByCompletion, split_by_completion
 from mm_grpo.learner.pack import Item, Pack, by_group, layout, pictured_of, spread_prompts
 from mm_grpo.learner.prompt_states import PromptEnd, PromptStates
 from mm_grpo.learner.step_report import PackStatistics
+from mm_grpo.processors.base import Processor
 from mm_grpo.types import Prompt
 
 
@@ -32,6 +39,7 @@ class ForwardPass:
         spread = spread_prompts(planned) if module.masks.apart else []
         self._apart = {id(prompt): prompt for prompt in spread}
         self._shared: SharedFeatures | None = None
+        self._width = 0
         self._prompts = PromptStates(map(self._prefixes, planned))
 
     @property
@@ -44,6 +52,7 @@ class ForwardPass:
         for rows in self.planned:
             pack = layout(rows, self.media_token_ids, self.module.masks.multiple, self._apart)
             self.work.add(pack, rows)
+            self._width = pack.segments.numel()
             yield pack
 
     def ended(self, pack: Pack) -> list[PromptEnd]:
@@ -62,14 +71,56 @@ class ForwardPass:
             module.features = self._shared
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.module.prompts = None
         for prompt in self._prompts.ran:
             self.work.add_prompt(prompt, self.module.masks.multiple)
         if self._shared is not None:
             self.module.features = None
             self.work.images += self._shared.encoded
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ConfigError(
+                f"optim.max_tokens_per_pack: the GPU's memory is full in a pack of {self._width} tokens; lower it, or "
+                "set optim.gradient_checkpointing or optim.offload_optimizer to true, or rollout.vllm.sleep_level to "
+                "1 or 2 (`mm-grpo estimate` says what each of them frees)"
+            ) from error
 
     def _prefixes(self, rows: Sequence[Sequence[Item]]) -> list[Prompt]:
         prompts = (group[0].prompt for row in rows for group in by_group(row))
         return [prompt for prompt in prompts if id(prompt) in self._apart]
+
+
+def score(
+    model: Any,
+    processor: Processor,
+    config: GRPOConfig,
+    prompt: Prompt,
+    completions: Sequence[Sequence[int]],
+    *,
+    as_sampled: bool = False,
+) -> list[list[float]]:
+    """Log-probabilities [T] of each completion of `prompt`, as the learner computes them.
+
+    Over the whole vocabulary at temperature 1; with `as_sampled`, over the distribution that training samples from
+    (media tokens masked, at the training temperature).
+    """
+    module = wrap_model(model, processor, config)
+    if not as_sampled:
+        module.media_token_ids, module.temperature = [], 1.0
+    items = [Item(i, 0, prompt, tuple(ids)) for i, ids in enumerate(completions)]
+    planned = module.masks.plan(items, config.optim.max_tokens_per_pack)
+    with ForwardPass(module, planned, processor.media_token_ids, PackStatistics()) as whole:
+        found = logprobs_and_entropies(module, whole.packs())[0]
+    return [found[i].tolist() for i in range(len(items))]
+
+
+def logprobs_and_entropies(module: PackForward, packs: Iterable[Pack]) -> tuple[ByCompletion, ByCompletion]:
+    """Log-probabilities [T] and entropies [T] of each completion of some packs, without gradients."""
+    logps: ByCompletion = {}
+    entropies: ByCompletion = {}
+    with torch.no_grad():
+        for pack in packs:
+            order = pack.completion_index.tolist()
+            for found, values in zip((logps, entropies), module(pack), strict=True):
+                found |= split_by_completion(values, order)
+    return logps, entropies

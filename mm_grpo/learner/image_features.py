@@ -1,8 +1,7 @@
 """Image features that several passes or packs share, so that no image goes through the vision tower for each row.
 
-A frozen tower makes the same features in all passes of a step: `KeptFeatures`. A tower that is trained makes the same
-ones in all packs of a pass, for no update comes between them: `SharedFeatures`. Its gradients are those of every pack
-at once, in one backward through the tower.
+A frozen tower makes the same features in all passes of a step. One that is trained makes the same ones in all packs of
+a pass, for no update comes between them; its gradients are those of every pack at once, in one backward.
 """
 
 from __future__ import annotations
@@ -20,31 +19,6 @@ from mm_grpo.processors.family import Family, VisionFeatures
 from mm_grpo.types import Pictured
 
 
-class KeptFeatures:
-    """Image features of a frozen vision tower, kept for the passes of one step.
-
-    A step runs the model over its prompts more than once when it has a reference policy, several updates or several
-    iterations. A prompt's images are encoded when it is first asked for. `encoded` counts images that went through
-    the tower.
-    """
-
-    def __init__(self, model: Any, family: Family) -> None:
-        self.model, self.family = model, family
-        self.encoded = 0
-        # by a prompt's id: the prompt too, so that its id stays its own
-        self._kept: dict[int, tuple[Pictured, VisionFeatures]] = {}
-
-    def of(self, prompts: Sequence[Pictured]) -> VisionFeatures:
-        """The features of all images of `prompts`, in order; every prompt has images."""
-        new = list({id(p): p for p in prompts if id(p) not in self._kept}.values())
-        if new:
-            with torch.no_grad():
-                made = encode(self.model, self.family, new)
-            self._kept |= {id(p): (p, own) for p, own in zip(new, made, strict=True)}
-            self.encoded += sum(self.family.count(p.vision) for p in new)
-        return VisionFeatures.join([self._kept[id(p)][1] for p in prompts])
-
-
 class SharedFeatures:
     """Image features for the packs of one pass, whose prompts are `packs`, each pack asking once and in any order.
 
@@ -52,12 +26,13 @@ class SharedFeatures:
     without gradients in the first of them, and the others take these features. Where the tower is trained, the packs
     before the last leave the gradients of its features here, and the last encodes it again, with gradients, to which
     it adds those. So each pack's backward goes through the tower once, at the same point of it: through images that
-    are complete, or through a blank one times 0. ZeRO-2 needs that (see forward.py); without `blanks` none is
-    run. `encoded` counts images that went through the tower, without blank ones.
+    are complete, or through a blank one times 0. ZeRO-2 needs that (see forward.py); without `blanks` none is run.
+    Without `packs` a frozen tower's features are kept for all that ask, while the caller holds the prompts. `encoded`
+    counts images that went through the tower, without blank ones.
     """
 
     def __init__(
-        self, model: Any, family: Family, packs: Iterable[Sequence[Pictured]], *, blanks: bool = True
+        self, model: Any, family: Family, packs: Iterable[Sequence[Pictured]] = (), *, blanks: bool = True
     ) -> None:
         self.model, self.family = model, family
         self.trained = not family.tower_is_frozen(model)

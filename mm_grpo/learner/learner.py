@@ -31,9 +31,10 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.balance import balanced
-from mm_grpo.learner.forward import PackForward
-from mm_grpo.learner.forward_pass import ForwardPass
-from mm_grpo.learner.image_features import KeptFeatures
+from mm_grpo.learner.flex import graphs
+from mm_grpo.learner.forward import PackForward, wrap_model
+from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score
+from mm_grpo.learner.image_features import SharedFeatures
 from mm_grpo.learner.lora import (
     adapted_layers,
     has_adapters,
@@ -55,10 +56,9 @@ from mm_grpo.learner.minibatch import (
 )
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
-from mm_grpo.learner.pack import Item, Pack, dummy_pack, plan
+from mm_grpo.learner.pack import Item, dummy_pack
 from mm_grpo.learner.perception import MaskedPrompts, own_tokens, with_masked
 from mm_grpo.learner.reference import MovingReference, load_reference_model
-from mm_grpo.learner.score import logprobs_and_entropies, score, wrap_model
 from mm_grpo.learner.step_report import (
     LearnerReport,
     LossStatistics,
@@ -98,57 +98,59 @@ class Learner:
                 "some (model.freeze_vision, or requires_grad of the model that you passed in)"
             )
         self.model, self.processor, self.config = model, processor, config.with_correction()
-        self._shared = processor.layout == "shared_prefix"
         self.adapted_layers = adapted_layers(model)
         self.factored: frozenset[str] = frozenset()
         self.ranks = ranks or Ranks()
         # adapters, say, start from each process's random numbers
         self.ranks.broadcast_tensors(model.parameters())
-        self.checkpointing = _with_checkpointing(model, config)
-        use_checkpointing(model, self.checkpointing)
+        self.checkpointing = use_checkpointing(model, config.optim.gradient_checkpointing)
+        wrap = partial(wrap_model, processor=processor, config=config)
         self.reference: PackForward | None = None
         if config.algorithm.beta > 0 and config.algorithm.reference_path is not None:
-            self.reference = self._wrap(load_reference_model(config, model, processor))
+            self.reference = wrap(load_reference_model(config, model, processor))
         elif config.algorithm.beta > 0 and has_adapters(model):
-            self.reference = self._wrap(model)  # run without its adapters
+            self.reference = wrap(model)  # run without its adapters
         elif config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
-            self.reference = self._wrap(copy.deepcopy(model).requires_grad_(False).eval())
+            self.reference = wrap(copy.deepcopy(model).requires_grad_(False).eval())
         moves = self.reference is not None and config.algorithm.sync_ref_model
         self.moving = MovingReference(self.reference.model) if moves and self.reference is not None else None
-        self.module = self._wrap(model)
+        self.module = wrap(model)
         self.optimizer = _make_optimizer(self.module, config, total_updates, self.ranks)
         tower = {id(p) for p in processor.family.tower(model).parameters()}
         others = any(p.requires_grad and id(p) not in tower for p in model.parameters())
         # where the tower alone is trained, the loss of a text has no gradient but through a blank image
         self.module.blank_images = self.optimizer.reads_order or not others
-        self._features: KeptFeatures | None = None
         self._masked: MaskedPrompts | None = None
         self._work = PackStatistics()
 
     def update(self, groups: Sequence[Group]) -> LearnerReport:
         """Make the step's updates from this process's groups; the weights have changed in place on return.
 
-        The report is that of the whole step, equal on every process. Raises ValueError for groups without advantages,
-        and for completions without tokens or without a log-prob for each.
+        The report is that of the whole step, equal on every process. Raises ValueError (see `check_groups`).
         """
+        algorithm = self.config.algorithm
         with self.ranks.fail_together("groups"):
             check_groups(groups)
-        cost = partial(group_cost, config=self.config, shared=self._shared)
-        perceives = self.config.algorithm.perception_coef > 0
-        groups = balanced(groups, cost, self.ranks, images=perceives)
-        ratio = self.config.algorithm.option("perception_mask_ratio")
-        self._masked = MaskedPrompts(groups, self.processor, ratio) if perceives else None
+        perceives = algorithm.perception_coef > 0
+        if self.ranks.world > 1:
+            cost = partial(group_cost, config=self.config, shared=self.module.masks.shared)
+            groups = balanced(groups, cost, self.ranks, images=perceives)
+        if perceives:
+            ratio = algorithm.option("perception_mask_ratio")
+            self._masked = MaskedPrompts(groups, self.processor, ratio)
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
         self._keep_features(len(minibatches))
         logprobs = LogProbs([c.logprobs for g in groups for c in g.completions])
-        if self.reference is not None and not self.config.algorithm.kl_in_reward:
+        if self.reference is not None and not algorithm.kl_in_reward:
             logprobs.reference = self._under_reference([i for m in minibatches for i in m.live])
         # the first minibatch meets the policy that sampled it; later ones need its log-probs from before
         for minibatch in minibatches[1:]:
             logprobs.old |= self._run(minibatch.live, self.module)[0]
 
-        statistics, updates = LossStatistics(), list[UpdateRecord]()
-        for _ in range(self.config.algorithm.num_iterations):
+        counted = sum(len(i.token_ids) for m in minibatches for i in m.items if i.counts)
+        statistics = LossStatistics(algorithm.num_iterations * counted)
+        updates: list[UpdateRecord] = []
+        for _ in range(algorithm.num_iterations):
             for minibatch in minibatches:
                 updates.append(self._update_on(minibatch, logprobs, statistics))
             logprobs.old = {**logprobs.first, **logprobs.old}
@@ -165,11 +167,8 @@ class Learner:
         self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
     ) -> list[list[list[float]]]:
         """The same under the present weights. Collective. What it runs is not counted as work of the step."""
-        work, self._work = self._work, PackStatistics()
-        try:
-            return self._answered(answered, lambda items: self._run(items, self.module)[0])
-        finally:
-            self._work = work
+        uncounted = PackStatistics()
+        return self._answered(answered, lambda items: self._run(items, self.module, uncounted)[0])
 
     def refresh_reference(self) -> None:
         """Move the reference policy: `ref_model_mixup_alpha` of the present weights, the rest its own."""
@@ -185,11 +184,9 @@ class Learner:
         as_sampled: bool = False,
         as_sent: bool = False,
     ) -> list[list[float]]:
-        """Log-probabilities [T] of each completion of `prompt` under the present weights.
+        """Log-probabilities [T] of each completion of `prompt` under the present weights: see `forward_pass.score`.
 
-        Over the whole vocabulary at temperature 1, as an engine's `score`; with `as_sampled`, over the
-        distribution that training samples from (media tokens masked, at the training temperature). With `as_sent`
-        adapters are merged and rounded, as in `named_tensors`.
+        With `as_sent` adapters are merged and rounded, as in `named_tensors`.
         """
         with merged_layers(self.model, self.factored) if as_sent else nullcontext():
             return score(self.model, self.processor, self.config, prompt, completions, as_sampled=as_sampled)
@@ -224,26 +221,26 @@ class Learner:
         self, minibatch: Minibatch, logprobs: LogProbs, statistics: LossStatistics
     ) -> UpdateRecord:
         """One optimizer update: forward and backward of each pack, then the optimizer. Collective."""
-        statistics.add(counted=sum(len(i.token_ids) for i in minibatch.items if i.counts))
-        inputs, chosen = self._top_entropy(minibatch)
+        inputs, chosen = minibatch.inputs, None
+        if self.config.algorithm.top_entropy_quantile < 1:
+            inputs, chosen = self._top_entropy(minibatch)
         with self.ranks.fail_together("planning packs"):
-            planned = run = self._plan(minibatch.live, copies=2 if self._masked is not None else 1)
+            most, copies = self.config.optim.max_tokens_per_pack, 1 if self._masked is None else 2
+            planned = run = self.module.masks.plan(minibatch.live, most, copies)
             if self._masked is not None:
                 run = [self._masked.with_twins(rows) for rows in planned]
-        whole = self._pass(self.module, run)
+        whole = ForwardPass(self.module, run, self.processor.media_token_ids, self._work)
         count = self.ranks.max(whole.backwards, "packs")
         if count == 0:
             return self.optimizer.skip()
-        before, number = statistics.live_tokens, 0
+        number = 0
         with whole:
             for rows, pack in zip(planned, whole.packs(), strict=True):
                 with span("forward", device=True):
                     logp, entropy = self.optimizer.forward(pack)
-                own = own_tokens(pack, rows)  # all of them, but with masked twins
-                own_logp, masked_logp = logp.tensor_split([len(own.completion_index)])
-                logprobs.add_first(own, own_logp)
-                own_entropy = entropy[: len(own_logp)]
-                tokens = logprobs.pack_tokens(own, own_logp, own_entropy, chosen, minibatch.advantages)
+                own = pack if self._masked is None else own_tokens(pack, rows)
+                logp, masked_logp = logp.tensor_split([len(own.completion_index)])
+                tokens = logprobs.pack_tokens(own, logp, entropy[: len(logp)], chosen, minibatch.advantages)
                 if self._masked is not None:
                     tokens = with_masked(tokens, rows, masked_logp)
                 loss = pack_loss(self.config.algorithm, inputs, tokens, statistics)
@@ -255,22 +252,22 @@ class Learner:
                         self.optimizer.backward(self.optimizer.forward(end)[0], last=number == count)
         while number < count:
             number += 1
-            logp, entropy = self.optimizer.forward(self._dummy_pack())
+            dummy = dummy_pack(min(self.processor.stop_token_ids), self.processor.family.position_axes)
+            logp, entropy = self.optimizer.forward(dummy)
             self.optimizer.backward((logp + entropy).sum() * 0.0, last=number == count)
-        live = self.ranks.sum({"live": statistics.live_tokens - before}, "live tokens")
+        live = self.ranks.sum({"live": statistics.take_live()}, "live tokens")
         with span("optimizer", device=True):
             return self.optimizer.apply(int(live["live"]))
 
-    def _top_entropy(self, minibatch: Minibatch) -> tuple[LossInputs, ByCompletion | None]:
-        """Mask the tokens of the loss, 1 or 0 by completion; None where it takes all.
+    def _top_entropy(self, minibatch: Minibatch) -> tuple[LossInputs, ByCompletion]:
+        """Mask the tokens of the loss, 1 or 0 by completion.
 
         The quantile is that of all tokens of the update that carry weight, over all processes, so it takes a
         pass of its own before the first backward.
         """
         inputs, quantile = minibatch.inputs, self.config.algorithm.top_entropy_quantile
-        if quantile == 1.0:
-            return inputs, None
-        weighted = [i for i in minibatch.items if float(inputs.weights[i.index]) > 0]
+        weights = inputs.weights.tolist()
+        weighted = [i for i in minibatch.items if weights[i.index] > 0]
         entropies = self._run(weighted, self.module)[1]
         own = torch.cat([*entropies.values(), torch.zeros(0, device=self.model.device)]).cpu()
         shares = self.ranks.all_gather(own, "entropies")
@@ -288,9 +285,10 @@ class Learner:
         versions: Sequence[tuple[int, ...]],
     ) -> LearnerReport:
         """The step's metrics over all processes; forgets what was kept for the step. Collective."""
-        statistics.sums = self.ranks.sum(statistics.sums, "loss")
+        statistics.sums = self.ranks.sum(statistics.read(), "loss")
         work, self._work = self._work, PackStatistics()
-        work.images += self._features.encoded if self._features is not None else 0
+        work.graphs = graphs()
+        work.images += self.module.features.encoded if self.module.features is not None else 0
         self._use_features(None)
         self._masked = None
         metrics = {
@@ -314,14 +312,15 @@ class Learner:
         values = (found[i].tolist() for i in range(len(items)))
         return [[next(values) for _ in ours] for _, ours in answered]
 
-    def _run(self, items: Sequence[Item], module: PackForward) -> tuple[ByCompletion, ByCompletion]:
-        """Log-probabilities [T] and entropies [T] of each completion under `module`, counted as work of the step."""
-        with (
-            span("pass without gradients", device=True),
-            self.ranks.fail_together("a pass without gradients"),
-            self._pass(module, self._plan(items)) as whole,
-        ):
-            return logprobs_and_entropies(module, whole.packs())
+    def _run(
+        self, items: Sequence[Item], module: PackForward, work: PackStatistics | None = None
+    ) -> tuple[ByCompletion, ByCompletion]:
+        """Log-probs [T] and entropies [T] of each completion under `module`, counted as `work`, None as the step's."""
+        name = "pass without gradients"
+        with span(name, device=True), self.ranks.fail_together(f"a {name}"):
+            planned = module.masks.plan(items, self.config.optim.max_tokens_per_pack)
+            with ForwardPass(module, planned, self.processor.media_token_ids, work or self._work) as whole:
+                return logprobs_and_entropies(module, whole.packs())
 
     def _under_reference(self, items: Sequence[Item]) -> ByCompletion:
         """Log-probabilities [T] of each completion under the reference policy."""
@@ -336,44 +335,13 @@ class Learner:
         passes = algorithm.num_iterations * (2 if algorithm.top_entropy_quantile < 1 else 1) + in_loss
         several = passes > 1 or minibatches > 1
         kept = several and family.tower_is_frozen(self.model)
-        self._use_features(KeptFeatures(self.model, family) if kept else None)
+        self._use_features(SharedFeatures(self.model, family) if kept else None)
 
-    def _use_features(self, features: KeptFeatures | None) -> None:
-        self._features = features
+    def _use_features(self, features: SharedFeatures | None) -> None:
         self.module.features = features
         # a reference of another path has another tower
         if self.reference is not None and self.config.algorithm.reference_path is None:
             self.reference.features = features
-
-    # packs -----------------------------------------------------------------------------------
-
-    def _wrap(self, model: Any) -> PackForward:
-        return wrap_model(model, self.processor, self.config)
-
-    def _plan(self, items: Sequence[Item], copies: int = 1) -> list[list[list[Item]]]:
-        masks = self.module.masks
-        return plan(
-            items,
-            self.config.optim.max_tokens_per_pack,
-            masks.multiple,
-            shared=self._shared,
-            copies=copies,
-            one_row=masks.one_row,
-            apart=masks.apart,
-        )
-
-    def _pass(self, module: PackForward, planned: Sequence[Sequence[Sequence[Item]]]) -> ForwardPass:
-        return ForwardPass(module, planned, self.processor.media_token_ids, self._work)
-
-    def _dummy_pack(self) -> Pack:
-        return dummy_pack(min(self.processor.stop_token_ids), self.processor.family.position_axes)
-
-
-def _with_checkpointing(model: Any, config: GRPOConfig) -> bool:
-    """`optim.gradient_checkpointing`, or where that is null, whether the model is on a GPU and can do it."""
-    wanted = config.optim.gradient_checkpointing
-    on_gpu = model.device.type == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
-    return bool(on_gpu if wanted is None else wanted)
 
 
 def _make_optimizer(

@@ -5,9 +5,8 @@ token: the last inputs of a short causal convolution, and a matrix [keys, values
 batches of their own and completions in others, which start from what their prompts end with. So the result is that of
 prompt + completion in one sequence, for outputs and gradients. All else in the layer looks at one token at a time.
 
-What the layers are, and how they come to call `shared_state_forward`, is in transformers_patches.py. The rule itself is
-transformers' own in torch; on a GPU in bfloat16 the kernel of flash-linear-attention is taken where it is installed,
-compared with that (`fault`) and right.
+The rule itself is transformers' own in torch; on a GPU in bfloat16 the kernel of flash-linear-attention is taken where
+it is installed, compared with that (`fault`) and right. How layers come to call this is in transformers_patches.py.
 
 Rounding: where heads forget within a token or two (exp(A_log) of 5 and more, as published models have some), the
 gradients of A_log, dt_bias and in_proj_a are what is left of sums that cancel in the rule's own fp32. They lie up to
@@ -17,7 +16,6 @@ equals the plain forward's to 1e-6.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,11 +27,9 @@ from transformers.activations import ACT2FN
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.completion_batch import CompletionBatch, Sequences
-from mm_grpo.learner.flex import LIMITS
+from mm_grpo.learner.flex import LIMITS, fault_of, warn_once
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
 from mm_grpo.learner.transformers_patches import Rule, fla_rule, torch_rule, use_shared_state
-
-logger = logging.getLogger("mm_grpo")
 
 
 @dataclass(frozen=True)
@@ -146,15 +142,19 @@ def prepare_linear_layers(model: Any) -> Rule | None:
         return None
     layer, device, dtype = layers[0], torch.device(model.device), model.dtype
     plain, kernel = torch_rule(layer), fla_rule()
-    if kernel is None or device.type != "cuda" or dtype == torch.float32:
+    if device.type != "cuda" or dtype == torch.float32:
+        return plain
+    if kernel is None:
+        warn_once(
+            "flash-linear-attention cannot be imported: without it layers of linear attention are several times slower "
+            "on a GPU; pip install 'mm_grpo[flash-linear-attention]'"
+        )
         return plain
     wrong = fault(kernel, plain, device, dtype, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
     if wrong is None:
         return kernel
-    logger.warning(
-        "the gated delta rule of flash-linear-attention is not used on %s: %s; it runs in torch",
-        device,
-        wrong,
+    warn_once(
+        f"the gated delta rule of flash-linear-attention is not used on {device}: {wrong}; it runs in torch"
     )
     return plain
 
@@ -195,16 +195,13 @@ def fault(
         loss = torch.stack([(x.float() * w).sum() for x, w in zip(outputs, weights, strict=True)]).sum()
         return [*(x.detach() for x in (*outputs, *states)), *torch.autograd.grad(loss, leaves)]
 
-    try:
-        found, wanted = run(kernel), run(plain)
-    except Exception as error:  # whatever a compiler may raise: torch is there
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
     both = ("prompts", "completions")
     names = [f"{what} of {whose}" for what in ("output", "state") for whose in both]
     sides = ("query", "key", "value", "decay", "beta")
     names += [f"gradient of the {side} of {whose}" for whose in both for side in sides]
-    for name, ours, theirs in zip(names, found, wanted, strict=True):
-        distance = float((ours.float() - theirs.float()).norm() / theirs.float().norm())
-        if not distance <= LIMITS[dtype]:
-            return f"its {name} is {distance:.1e} of the norm away from torch's"
-    return None
+
+    def compare() -> list[dict[str, float]]:
+        pairs = zip(names, run(kernel), run(plain), strict=True)
+        return [{name: float((a.float() - b.float()).norm() / b.float().norm()) for name, a, b in pairs}]
+
+    return fault_of(compare, LIMITS[dtype])

@@ -69,12 +69,9 @@ def _linear_layers_of_tower(model: nn.Module, family: Family) -> list[str]:
     """Names of the tower's linear layers in the model. ConfigError where it has none."""
     # subclasses are left alone: what they are part of looks at their weight, and not at what they make
     own = {id(part) for part in family.tower(model).modules() if type(part) is nn.Linear}
-    found = [name for name, part in model.named_modules() if id(part) in own]
-    if not found:
-        raise ConfigError(
-            "model.lora.vision = true: the model's vision tower has no linear layer; set it to false"
-        )
-    return found
+    if not own:
+        raise ConfigError("model.lora.vision = true: the vision tower has no linear layer; set it to false")
+    return [name for name, part in model.named_modules() if id(part) in own]
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -84,7 +81,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before its adapters, for the time of the block."""
+    """The model without its adapters, for the time of the block."""
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -160,16 +157,11 @@ def checked_merge(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> It
             allowed = step * wanted.abs() + 1e-6 * (1 + delta.abs().max())
             right = bool(((tensor.float() - wanted).abs() <= allowed).all())
         else:
-            kept = own.get(name, own.get(_in_base(name)))
+            kept = own.get(name, own.get(".base_layer.".join(name.rsplit(".", 1))))
             right = kept is not None and torch.equal(kept.detach(), tensor)
         if not right:
             raise ValueError(f"{name} is not what its base weight and its adapter make")
         yield name, tensor
-
-
-def _in_base(name: str) -> str:
-    owner, _, leaf = name.rpartition(".")
-    return f"{owner}.base_layer.{leaf}"
 
 
 def merge_lost(model: nn.Module, layers: int = MEASURED) -> float | None:
@@ -198,10 +190,7 @@ def adapter_factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_adapter(model: nn.Module, path: str | Path, base: str) -> None:
-    """Write the factors, in fp32, as peft does: `peft.PeftModel.from_pretrained(base model, path)` reads them.
-
-    `base` is the folder or name of the base model that is written beside them.
-    """
+    """Write the factors, in fp32, as peft does, with the folder or name of their `base` model beside them."""
     Path(path).mkdir(parents=True, exist_ok=True)
     factors = {name: factor.cpu().contiguous() for name, factor in adapter_factors(model)}
     save_file(factors, Path(path) / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -73,25 +73,30 @@ def pack_loss(
     advantages = advantages.to(logp)
     weights = inputs.weights[pack.completion_index].to(logp)
     active = weights > 0
-    correction = _correction(config, pack)
-    tokens = Tokens(logp, pack.old_logp, advantages, pack.completion_index, correction)
+    index, correction, mode = pack.completion_index, None, config.importance_sampling_mode
+    # `GRPOConfig.with_correction` has put something else where auto is more than none
+    if mode != "none" and mode != "auto":
+        clip = config.importance_sampling_clip_min, config.importance_sampling_clip_max
+        correction = mismatch_weights(pack.old_logp, pack.sampling_logp, index, mode, *clip)
+    tokens = Tokens(logp, pack.old_logp, advantages, index, correction)
     term = LOSSES[config.loss_type].token_loss(tokens, config)
-    near = _near_enough(config, pack, advantages)
     keep = torch.ones_like(logp) if pack.chosen is None else pack.chosen
-    if near is not None:
+    if config.off_policy_mask_threshold is not None:
+        drift = config.off_policy_mask_threshold
+        near = off_policy_keep(logp, pack.sampling_logp, advantages, index, drift)
         keep = keep * near.to(logp)
-        statistics.add(negative=(advantages < 0)[active], off_policy=~near[active])
+        statistics.add(active, negative=advantages < 0, off_policy=~near)
     token_loss = term.loss * keep
     no_gradient = term.clipped_low | term.clipped_high | term.capped | (keep == 0)
     if correction is not None:
         no_gradient = no_gradient | (correction == 0)
-        statistics.add(importance=correction[active], masked=(correction == 0)[active])
+        statistics.add(active, importance=correction, masked=correction == 0)
         if config.loss_type != "vespo":  # which has it inside
             token_loss = token_loss * correction
     if pack.ref_logp is not None:
         kl = ESTIMATORS[config.kl_estimator](logp, pack.ref_logp)
         token_loss = token_loss + config.beta * kl
-        statistics.add(kl=kl[active])
+        statistics.add(active, kl=kl)
     loss = (weights * token_loss).sum()
     if config.entropy_coef:
         bonus = pack.entropy * active if pack.chosen is None else pack.entropy * active * pack.chosen
@@ -102,14 +107,9 @@ def pack_loss(
         loss = loss + _perception(
             config, inputs, logp[seen], pack.masked_logp, weights[seen], chosen, statistics
         )
-    statistics.add(
-        loss=loss,
-        tokens=active,
-        entropy=pack.entropy[active],
-        low=term.clipped_low[active],
-        high=term.clipped_high[active],
-        live=active & ~no_gradient & (advantages != 0),
-    )
+    live = active & ~no_gradient & (advantages != 0)
+    statistics.add(loss=loss, tokens=active, live=live)
+    statistics.add(active, entropy=pack.entropy, low=term.clipped_low, high=term.clipped_high)
     return loss
 
 
@@ -127,34 +127,10 @@ def _perception(
     KL_prcp is weighed as the KL is, and the entropies are those of the tokens that the entropy bonus takes.
     """
     active, kl = weights > 0, perception_kl(logp, masked_logp)
-    statistics.add(perception_kl=kl[active], pictured=active)
+    statistics.add(active, perception_kl=kl, pictured=active)
     loss = -config.perception_coef * (weights * kl).sum()
     if entropy_coef := config.option("perception_entropy_coef"):
         kept = active if chosen is None else active * chosen
         both = ((logp + masked_logp) * kept).sum()
         loss = loss - entropy_coef * both / max(inputs.tokens, 1)
     return loss
-
-
-def _correction(config: AlgorithmConfig, pack: PackTokens) -> Tensor | None:
-    """Mismatch weights [M], None when the config asks for none."""
-    mode = config.importance_sampling_mode
-    # `GRPOConfig.with_correction` has put something else where auto is more
-    if mode == "none" or mode == "auto":
-        return None
-    return mismatch_weights(
-        pack.old_logp,
-        pack.sampling_logp,
-        pack.completion_index,
-        mode,
-        config.importance_sampling_clip_min,
-        config.importance_sampling_clip_max,
-    )
-
-
-def _near_enough(config: AlgorithmConfig, pack: PackTokens, advantages: Tensor) -> Tensor | None:
-    """Make the off-policy mask of tokens [M], bool; None when the config asks for none."""
-    threshold = config.off_policy_mask_threshold
-    if threshold is None:
-        return None
-    return off_policy_keep(pack.logp, pack.sampling_logp, advantages, pack.completion_index, threshold)

@@ -31,9 +31,8 @@ ByCompletion = dict[int, Tensor]
 class Minibatch:
     """The completions of one update that this process runs.
 
-    `items` are all of them, `live` those that can change the update: they carry weight and, where only advantages
-    act, belong to a group that has some. `advantages` [T] are those of each completion's tokens where its turns have
-    their own (`algorithm.turn_gamma`), else None.
+    `items` are all of them, `live` those that can change it: they carry weight and an advantage, or have a dense
+    objective. `advantages` [T] are those of each completion's tokens where turns have some (`algorithm.turn_gamma`).
     """
 
     items: Sequence[Item]
@@ -55,11 +54,6 @@ class LogProbs:
     old: ByCompletion = field(default_factory=dict)
     first: ByCompletion = field(default_factory=dict)
 
-    def add_first(self, pack: Pack, logp: Tensor) -> None:
-        """Keep log-probs [M] of a pass with gradients, of completions that have had none yet."""
-        for index, values in split_by_completion(logp.detach(), pack.completion_index.tolist()).items():
-            self.first.setdefault(index, values)
-
     def pack_tokens(
         self,
         pack: Pack,
@@ -68,15 +62,19 @@ class LogProbs:
         chosen: ByCompletion | None,
         advantages: ByCompletion | None = None,
     ) -> PackTokens:
-        """The tokens of a pack from its pass (`logp` [M], `entropy` [M]), with what is kept of the other policies."""
+        """The tokens of a pack from its pass (`logp` [M], `entropy` [M]), with what is kept of the other policies.
+
+        Of completions that had no pass with gradients yet, this one's log-probs are kept.
+        """
         order, present = pack.completion_index.tolist(), logp.detach()
-        engine = {i: torch.tensor(self.engine[i], device=logp.device) for i in dict.fromkeys(order)}
+        self.first = {**split_by_completion(present, order), **self.first}
+        engine = torch.tensor([value for i in dict.fromkeys(order) for value in self.engine[i]])
         return PackTokens(
             completion_index=pack.completion_index.to(logp.device),
             logp=logp,
             entropy=entropy,
             old_logp=to_pack_order(self.old, order, present) if self.old else present,
-            sampling_logp=to_pack_order(engine, order, present),
+            sampling_logp=engine.to(logp.device),
             ref_logp=None if self.reference is None else to_pack_order(self.reference, order, present),
             chosen=None if chosen is None else to_pack_order(chosen, order, present),
             advantages=None if advantages is None else to_pack_order(advantages, order, present),
@@ -102,10 +100,7 @@ def check_groups(groups: Sequence[Group]) -> None:
 def make_minibatches(
     groups: Sequence[Group], config: GRPOConfig, ranks: Ranks, device: torch.device
 ) -> list[Minibatch]:
-    """One minibatch for each update of the step, from this process's groups. Collective.
-
-    An update whose slots are all empty is a minibatch without items.
-    """
+    """One minibatch for each update of the step, without items where its slots are all empty. Collective."""
     items = make_items(groups, config.algorithm)
     every_update = range(config.optim.updates_per_step)
     shares = [[i for i in items if update_of(groups[i.group].slot, config) == u] for u in every_update]
@@ -127,8 +122,7 @@ def update_of(slot: int, config: GRPOConfig) -> int:
 
 
 def group_cost(group: Group, config: GRPOConfig, *, shared: bool = True) -> Cost:
-    """The update of a group, and the tokens that the group has to run in it; its prompt for each completion where these
-    are not laid out `shared`."""
+    """The update of a group, and the tokens that it runs there, the prompt for each completion if not `shared`."""
     live = [
         c.run_length
         for c, acts in zip(group.completions, group.has_advantage, strict=True)

@@ -51,6 +51,8 @@ def load_model(config: ModelConfig, family: Family) -> Any:
             use_safetensors=True,  # a pickle runs code when it is read
             ignore_mismatched_sizes=True,  # they are named below
             output_loading_info=True,
+            # straight to a GPU: processes that each build the model on the host first may not fit there together
+            device_map=None if device.type == "cpu" else device,
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         refuse_own_code(config.path, error, config.trust_remote_code)
@@ -69,10 +71,10 @@ def adopt_model(
 ) -> Any:
     """The `model` that was passed in, treated as one that is loaded: adapters, frozen tower, attention, training mode.
 
-    In place. Its dtype and device are its own; ConfigError where the config asks for others by name, and for a model
-    that cannot be trained as it is. `from_path` is what else is made from `model.path`, and so has to fit: `processor`
-    (the model's type) or `engine` (everything that says how it is built). With `several` processes the model has to be
-    on this process's device. Parameters that the caller froze stay frozen.
+    In place. Its dtype and device are its own; ConfigError where the config asks for others by name. `from_path` is
+    what else is made from `model.path`, and so has to fit: `processor` (the model's type) or `engine` (everything that
+    says how it is built). With `several` processes the model has to be on this process's device. Parameters that the
+    caller froze stay frozen.
     """
     where = "the model that was passed in"
     if hasattr(model, "peft_config"):
@@ -97,10 +99,10 @@ def adopt_model(
 
 
 def check_saveable(model: Any, processor: Any) -> None:
-    """Save everything but the weights to a folder that is removed: what cannot be saved is found before training.
+    """Save everything but the weights to a folder that is removed: ConfigError for what cannot be saved.
 
     Sampling flags without `do_sample` in a generation config are refused by transformers when it is saved, and taken
-    when it is loaded: there `do_sample` is set, with a warning. Raises ConfigError for anything else.
+    when it is loaded: there `do_sample` is set, with a warning.
     """
     _repair_generation_config(model)
     with temporary_folder("save") as folder:
@@ -114,20 +116,29 @@ def check_saveable(model: Any, processor: Any) -> None:
             ) from error
 
 
-def use_checkpointing(model: Any, wanted: bool) -> None:
-    """Turn gradient checkpointing on or off, whatever the model came with. ConfigError where it has none."""
+def use_checkpointing(model: Any, wanted: bool | None) -> bool:
+    """Turn gradient checkpointing on or off, whatever the model came with; None is on for a GPU's model that has it.
+
+    Returns whether it is on. ConfigError where it is wanted and the model has none. Random numbers' states, two copies
+    off a GPU for each layer, are kept where the model's config has any dropout.
+    """
+    if wanted is None:
+        wanted = model.device.type == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
     if not wanted:
         if getattr(model, "is_gradient_checkpointing", False):
             model.gradient_checkpointing_disable()
-        return
+        return False
+    drops = any("drop" in name and value for name, value in _flat(model.config.to_dict()).items())
     try:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": drops})
     except ValueError as error:
         raise ConfigError(f"optim.gradient_checkpointing = true: {quoted(error)}; set it to false") from None
+    return True
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first GPU, else the CPU. ConfigError when the named device is not there."""
+    """`auto` is the first GPU, else the CPU; one with a number becomes the process's current one, for vLLM and NCCL go
+    by that. ConfigError when the named device is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -137,6 +148,8 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(
             f"model.device = '{name}' cannot be used here ({str(error).splitlines()[0]}); legal are auto, cpu, cuda"
         ) from None
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
     return device
 
 
@@ -192,8 +205,8 @@ def _refuse_pickles(where: str, folder: Path) -> None:
 
 def _refuse_incomplete(where: str, info: Mapping[str, Any]) -> None:
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    shapes, others = sorted(info["mismatched_keys"]), list(info["error_msgs"])
-    if not (missing or shapes or unexpected or others):
+    shapes = sorted(info["mismatched_keys"])
+    if not (missing or shapes or unexpected):
         return
     if missing:
         fault = f"{missing[0]} is missing{_others(missing, 'tensor')}, and would be drawn at random"
@@ -202,10 +215,8 @@ def _refuse_incomplete(where: str, info: Mapping[str, Any]) -> None:
         fault = (
             f"{name} has shape {list(theirs)} there and {list(ours)} in the model{_others(shapes, 'tensor')}"
         )
-    elif unexpected:
-        fault = f"the model has no {unexpected[0]}, which is among the weights{_others(unexpected, 'tensor')}"
     else:
-        fault = quoted(ValueError(others[0]))
+        fault = f"the model has no {unexpected[0]}, which is among the weights{_others(unexpected, 'tensor')}"
     raise ConfigError(f"{where}: the weights are not those of its config.json: {fault}; give the whole model")
 
 
@@ -215,12 +226,8 @@ def _refuse_incomplete(where: str, info: Mapping[str, Any]) -> None:
 def _refuse_other_place(where: str, model: Any, config: ModelConfig, several: bool) -> None:
     devices = {p.device for p in model.parameters()}
     dtypes = {p.dtype for p in model.parameters()}
-    if (
-        len(devices) > 1
-        or len(dtypes) > 1
-        or "meta" in {d.type for d in devices}
-        or not dtypes <= set(TRAINED)
-    ):
+    several_kinds = len(devices) > 1 or len(dtypes) > 1
+    if several_kinds or "meta" in {d.type for d in devices} or not dtypes <= set(TRAINED):
         found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         raise ConfigError(
             f"{where} has weights in {found} on {', '.join(sorted(map(str, devices)))}: must be in float32, or all in "
@@ -263,14 +270,9 @@ def _repair_generation_config(model: Any) -> None:
         return
     try:
         found.validate(strict=True)
-    except ValueError as error:
-        repaired = copy.deepcopy(found)
-        repaired.do_sample = True
-        try:
-            repaired.validate(strict=True)
-        except ValueError:
-            raise ConfigError(f"the model's generation config cannot be saved: {quoted(error)}") from None
-        model.generation_config = repaired
+    except ValueError:
+        model.generation_config = copy.deepcopy(found)
+        model.generation_config.do_sample = True
         logger.warning(
             "the model's generation config sets sampling flags and not do_sample, with which it cannot be saved; "
             "do_sample=True is written into the saved one"

@@ -26,8 +26,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.types import UpdateRecord
 
 SAMPLE_SIZE = 65536
-"""Elements of each tensor, evenly spaced, that are compared before and after an update: all of a small
-tensor, and enough of a large one to tell a zero from a real update and to estimate its norm."""
+"""Elements of each tensor, evenly spaced, from which the norm of an update is estimated."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 HOOK = "_mm_grpo_hook"
@@ -48,10 +47,9 @@ class Fragment:
 
 
 class BaseOptimizer(ABC):
-    """AdamW over the trainable parameters of `module`. A subclass decides which process holds what of its state.
-
-    A subclass sets `forward`, which runs the module where gradients are wanted, and `adamw`. `updates` counts those
-    made and skipped, and is the place in the schedule of `total_updates`.
+    """AdamW over the trainable parameters of `module`. A subclass decides which process holds what of its state, and
+    sets `forward`, which runs the module where gradients are wanted, and `adamw`. `updates` counts those made and
+    skipped, and is the place in the schedule of `total_updates`.
     """
 
     forward: Any
@@ -159,7 +157,8 @@ class BaseOptimizer(ABC):
         """Samples of the masters that this process holds, and how many elements each sampled one represents."""
         for name, start, master in self._masters():
             size = self.named[name].numel()
-            yield sample_elements(master, size, start), elements_per_sample(size)
+            stride = max(1, math.ceil(size / SAMPLE_SIZE))
+            yield master[-start % stride :: stride], size / max(1, math.ceil(size / stride))
 
 
 class Optimizer(BaseOptimizer):
@@ -232,11 +231,7 @@ class Optimizer(BaseOptimizer):
 
 
 def schedule(config: OptimConfig, update: int, total: int) -> float:
-    """Learning rate of the `update`-th (from 0) of `total` updates.
-
-    Linear warm-up from 0 over `warmup_steps` updates, then constant, or down to 0 in a straight line
-    (`linear`) or half a cosine (`cosine`), as transformers' schedules.
-    """
+    """Learning rate of the `update`-th (from 0) of `total` updates, as by transformers' schedules."""
     if update < config.warmup_steps:
         return config.peak_rate() * update / config.warmup_steps
     progress = (update - config.warmup_steps) / max(1, total - config.warmup_steps)
@@ -249,10 +244,7 @@ def schedule(config: OptimConfig, update: int, total: int) -> float:
 
 
 def adamw(params: list[Tensor], config: OptimConfig, **options: Any) -> torch.optim.Optimizer:
-    """AdamW over `params` in two groups: matrices decay, norms and biases do not.
-
-    Fused on a GPU: torch's other ways make temporary copies of all weights and are slower.
-    """
+    """AdamW over `params`: matrices decay, norms and biases do not. Fused on a GPU, or it would copy all weights."""
     if any(p.device.type == "cuda" for p in params):
         options.setdefault("fused", True)
     decay = [p for p in params if p.ndim >= 2]
@@ -272,24 +264,9 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(named)
 
 
-def sample_elements(flat: Tensor, size: int, start: int = 0) -> Tensor:
-    """Evenly spaced elements of a flat tensor, which is the part from `start` of one with `size` elements."""
-    stride = _stride(size)
-    return flat[-start % stride :: stride]
-
-
-def elements_per_sample(size: int) -> float:
-    """Number of elements of a tensor of `size` that each sampled one represents."""
-    return size / max(1, math.ceil(size / _stride(size)))
-
-
 def accumulate_into_master(master: Tensor, param: Tensor) -> None:
     """Add a parameter's gradient to its fp32 master's, and free it."""
     grad = param.grad
     if grad is not None:
         master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
         param.grad = None
-
-
-def _stride(size: int) -> int:
-    return max(1, math.ceil(size / SAMPLE_SIZE))

@@ -10,9 +10,6 @@ prompt is run once and each image encoded once, whatever G is, and the result is
 prompt + completion G times. Where a model cannot do that exactly, a row is one prompt and one completion (`unshared`),
 whose masks the model makes itself. The first token of each completion is predicted by the prompt's last state.
 
-Where attention costs what is seen and not what is masked, a pack is one row (`one_row`), so nothing but its end is
-padding. Layers with dense masks, which cost the square of a row, get rows as wide as the pack's longest group.
-
 In a conversation of several turns a completion holds the observations too, with their images and positions; they are
 run, and only what was sampled is a target.
 
@@ -146,14 +143,14 @@ def plan(
     """Packs of rows of items, each pack of several groups at most `max_tokens` once its rows are padded to a multiple,
     with `copies` of each row.
 
-    Items of a group stay together while they fit, and stand alone where they are not `shared`. Groups are placed from
-    the longest to the shortest, each in the first row that has room, else in a new one of the first pack that has
-    (first-fit decreasing). A pack is `one_row`, or has rows as wide as its first group. Where prompts can be run
-    `apart` from their completions, each part of a group that is larger than a pack begins one, one after the other, so
-    that no two of these groups are open at a time. Raises ConfigError when one prompt with one completion is larger
-    than a pack.
+    Items of a group, which come one after the other, stay together while they fit, and stand alone where they are not
+    `shared`. Groups are placed from the longest to the shortest, each in the first row that has room, else in a new one
+    of the first pack that has (first-fit decreasing). A pack is `one_row` where attention costs what is seen and not
+    what is masked, else it has rows as wide as its first group. Where prompts can be run `apart` from their
+    completions, each part of a group that is larger than a pack begins one, one after the other, so that no two of
+    these groups are open at a time. Raises ConfigError when one prompt with one completion is larger than a pack.
     """
-    groups = _by_group(items) if shared else ([item] for item in items)
+    groups = by_group(items) if shared else [[item] for item in items]
     split = [list(_split(group, max_tokens, copies)) for group in groups]
     first = [part for parts in split for part in parts if apart and len(parts) > 1]
     rest = [part for parts in split for part in parts if not apart or len(parts) == 1]
@@ -200,10 +197,9 @@ def layout(
     multiple: int = 1,
     apart: Collection[int] = (),
 ) -> Pack:
-    """Lay out the rows of one pack, its width rounded up to a multiple.
+    """Lay out the rows of one pack, its width rounded up to a multiple. GuardStop when a completion has a media token.
 
-    `apart` are the ids (Python's) of prompts that are run apart, whose tokens are left out. Raises GuardStop when a
-    completion holds a media token.
+    `apart` are the ids (Python's) of prompts that are run apart, whose tokens are left out.
     """
     width = _rounded(max(_length(row, apart) for row in rows), multiple)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -302,8 +298,7 @@ def pictured_of(row: Sequence[Item], apart: Collection[int] = ()) -> Iterator[Pi
 
 
 def spread_prompts(planned: Sequence[Sequence[Sequence[Item]]]) -> list[Prompt]:
-    """The prompts of groups that stand in several places of a plan. Two groups may have one prompt, of a row that fills
-    two slots."""
+    """The prompts of groups in several places of a plan. Two groups may have one prompt, of a row in two slots."""
     parts = [group[0] for rows in planned for row in rows for group in by_group(row)]
     counts = Counter((item.group, id(item.prompt)) for item in parts)
     spread = [item.prompt for item in parts if counts[item.group, id(item.prompt)] > 1]
@@ -322,13 +317,6 @@ def _length(row: Sequence[Item], apart: Collection[int] = ()) -> int:
 
 def _rounded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
-
-
-def _by_group(items: Sequence[Item]) -> Iterator[list[Item]]:
-    groups: dict[int, list[Item]] = {}
-    for item in items:
-        groups.setdefault(item.group, []).append(item)
-    yield from groups.values()
 
 
 def _split(group: list[Item], max_tokens: int, copies: int = 1) -> Iterator[list[Item]]:

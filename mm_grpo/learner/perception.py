@@ -3,11 +3,10 @@
 A pack of `algorithm.perception_coef` holds its rows and, after them, each row's groups with images once more with the
 masked ones (`with_twins`): the G completions of a group share the masked prompt as they share the other, and a masked
 image is encoded once. One forward gives both log-probabilities of a token, so the gradient is that of the term as it
-is written (algorithm/perception.py). A pack is bounded by `optim.max_tokens_per_pack` with the twins, and a process
-makes no more backward passes than its packs.
+is written (algorithm/perception.py). `optim.max_tokens_per_pack` counts the twins.
 
-A group's mask is drawn from the seed of its first completion: another one at every step, the same on any number of
-processes and in a resumed run. It stays for all updates of the step. Rows without images have no term.
+A group's mask is drawn from the seed of its first completion: another one at every step, and the same in all its
+updates, on any number of processes and in a resumed run. Rows without images have no term.
 """
 
 from __future__ import annotations

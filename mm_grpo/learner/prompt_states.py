@@ -14,8 +14,7 @@ count in each of its packs (`pack.plan`), and besides
 
 which gradient checkpointing does not make smaller.
 
-The backward through a prompt is one more of the update, made as that of a pack: it reaches every parameter, in the same
-order (see forward.py), so ZeRO-2 may count it as one.
+The backward through a prompt reaches every parameter, in a pack's order (see forward.py): for ZeRO-2 it is one more.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,14 +110,16 @@ class PromptStates:
         return PromptState(kept.length, layers, next(leaves))
 
 
+@dataclass(frozen=True)
 class Prefixes:
     """States of prompts that are run apart, for a pack's layers: `states` row by row, of `rows` how many each.
 
     `width` is K, that of the prompts of a row with what pads them.
     """
 
-    def __init__(self, states: Sequence[PromptState], rows: Sequence[int], width: int) -> None:
-        self.states, self.rows, self.width = states, rows, width
+    states: Sequence[PromptState]
+    rows: Sequence[int]
+    width: int
 
     def pairs(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return the state of each prompt in a layer."""
@@ -141,16 +141,16 @@ class Prefixes:
 
 def summed_leaf(tensor: Tensor, sums: list[Tensor | None], place: int) -> Tensor:
     """`tensor` as a leaf, the gradients of whose backwards are summed in fp32 at that place of `sums`."""
+
+    def move_gradient(leaf: Tensor) -> None:
+        grad, total = leaf.grad, sums[place]
+        leaf.grad = None
+        if grad is not None:
+            sums[place] = grad.float() if total is None else total.add_(grad)
+
     leaf = tensor.detach().requires_grad_()
-    leaf.register_post_accumulate_grad_hook(partial(_move_gradient, sums, place))
+    leaf.register_post_accumulate_grad_hook(move_gradient)
     return leaf
-
-
-def _move_gradient(sums: list[Tensor | None], place: int, leaf: Tensor) -> None:
-    grad, total = leaf.grad, sums[place]
-    leaf.grad = None
-    if grad is not None:
-        sums[place] = grad.float() if total is None else total.add_(grad)
 
 
 class _Ends(torch.autograd.Function):

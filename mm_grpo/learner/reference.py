@@ -4,10 +4,9 @@
 the KL term teaches what that would have said to the policy's own samples (on-policy distillation).
 
 `MovingReference` moves it towards the policy during a run, as in TR-DPO (arXiv:2404.09656), soft update. A bfloat16
-weight cannot take small moves: what is less than half of its spacing, one part in 256, is lost, move
-after move. So a reference in bfloat16 keeps fp32 master weights, which take the moves, and the weights that
-the model runs with are these, rounded. The masters lie in the host's memory, 4 bytes for each weight in each
-process, for they are needed once in `algorithm.ref_model_sync_steps` steps.
+weight loses moves of less than half its spacing, one part in 256, so there fp32 master weights take the moves, and the
+model runs with these, rounded. The masters lie in the host's memory, 4 bytes for each weight in each process, for they
+are needed once in `algorithm.ref_model_sync_steps` steps.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ SAMPLES = 2000
 def load_reference_model(config: GRPOConfig, policy: Any, processor: Processor) -> Any:
     """The frozen model at `algorithm.reference_path`, on the policy's device and in its number format.
 
-    It is given the policy's token ids, positions and pixels. ConfigError for a model of another type, for which these
-    mean something else, or with other tokens, and for one that cannot be loaded.
+    It is given the policy's token ids, positions and pixels: ConfigError where these mean something else to it.
     """
     path = str(config.algorithm.reference_path)
     changes = {

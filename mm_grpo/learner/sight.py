@@ -39,10 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupSight:
-    """Sight of a group: `tokens` [G][T] in nats, and `other`, the uid of the row that lent its images.
-
-    `pieces` [G][T] are the texts of the tokens, which joined give the completion's text.
-    """
+    """Sight of a group: `tokens` [G][T] in nats with their texts `pieces`; `other` is the row that lent its images."""
 
     slot: int
     attempt: int
@@ -97,8 +94,7 @@ def measure(groups: Sequence[Group], learner: Learner, max_tokens: int, ranks: R
 def pairs_of(digests: Mapping[int, Sequence[str]], count: int) -> list[tuple[int, int]]:
     """Slots to be measured, `count` at most and spread evenly, each with the slot of the other row.
 
-    `digests` are those of each slot's images. A slot without another row, all of whose images differ from those that
-    they would replace, is passed over.
+    `digests` are those of each slot's images. A slot without another row that differs in every image is passed over.
 
     >>> pairs_of({0: ["a"], 2: ["a"], 3: ["b"], 5: ["c", "a"]}, 9)
     [(0, 3), (2, 3), (3, 5), (5, 0)]
@@ -130,11 +126,8 @@ def with_images(processor: Processor, prompt: Prompt, images: Sequence[Image]) -
 
 def pieces_of(processor: Processor, token_ids: Sequence[int]) -> tuple[str, ...]:
     """The text that each token adds [T], "" for a special one; a character of several tokens stands at its last."""
-    pieces, start, end = (
-        list[str](),
-        0,
-        0,
-    )  # what stands between is decoded before: a first one may lose a space
+    # what stands between `start` and `end` is decoded before a token: a first one may lose a space
+    pieces, start, end = list[str](), 0, 0
     for place in range(len(token_ids)):
         before = processor.decode(token_ids[start:end])
         text = processor.decode(token_ids[start : place + 1])

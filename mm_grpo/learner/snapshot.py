@@ -1,8 +1,7 @@
 """Copies of tensors as they are now, in the host's memory, for a thread that writes them while training goes on.
 
-The memory is taken once and kept for the next copies: taking it anew costs more than copying. For tensors on a GPU it
-is page-locked, which makes the copy several times faster. By `cudaHostRegister` and not by torch's `pin_memory`, which
-rounds a size up to a power of two.
+The memory is taken once: taking it anew costs more than copying. For tensors on a GPU it is page-locked, which makes
+the copy several times faster, by `cudaHostRegister`: torch's `pin_memory` rounds a size up to a power of two.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The learner's state on disk: fp32 weights and AdamW's running means, by parameter name.
 
-Each process writes the parts that it holds, whatever they are, to a safetensors file of its own, and
-reads the parts that it needs from all files. So a state does not depend on how many processes wrote it,
-nor on their ZeRO stage, and no process ever holds more than its share.
+Each process writes the parts that it holds to a safetensors file of its own, and reads those that it needs from all
+files. So neither the number of processes nor their ZeRO stage matters, and none ever holds more than its share.
 
 A file's tensors are flat: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`. Its metadata has `starts`, the
 place of each part in the flattened parameter, and `random`, the process's random numbers. Parameters
@@ -141,20 +140,16 @@ def load_reference(reference: MovingReference, path: Path) -> None:
 
 def mark_of(path: Path) -> FileMark:
     """The mark of a file as it lies on the disk."""
-    return FileMark(path.name, path.stat().st_size, _file_digest(path))
-
-
-def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Whether a file's bytes are those of its mark in a manifest."""
-    return _file_digest(path) == str(mark["xxh3_128"])
-
-
-def _file_digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             digest.update(block)
-    return str(digest.hexdigest())
+    return FileMark(path.name, path.stat().st_size, digest.hexdigest())
+
+
+def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
+    """Whether a file's bytes are those of its mark in a manifest."""
+    return mark_of(path).xxh3_128 == str(mark["xxh3_128"])
 
 
 def frozen_digest(module: nn.Module) -> str:

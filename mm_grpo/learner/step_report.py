@@ -37,51 +37,64 @@ class LearnerReport:
 class LossStatistics:
     """Sums over tokens, added pack by pack, and the means that become metrics.
 
-    `counted` are the tokens that enter the loss, with those that are left out because they cannot change an
-    update; `live` those that should have a gradient.
+    `counted` are the tokens that enter the loss, those too that cannot change an update; `live` those that should have
+    a gradient: with weight and a non-zero advantage, and that no bound, mask or correction left without.
     """
 
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
+    def __init__(self, counted: int | None = None) -> None:
+        self.sums: dict[str, float] = {} if counted is None else {"counted": counted}
+        self._unread: dict[str, Tensor] = {}
+        self._live = 0
 
-    def add(self, **values: Tensor | int) -> None:
+    def add(self, over: Tensor | None = None, **values: Tensor) -> None:
+        """Add up values, of a mask's tokens alone where there is one. Nothing waits for the device."""
         for name, value in values.items():
-            whole = float(value.detach().double().sum()) if isinstance(value, Tensor) else value
-            self.sums[name] = self.sums.get(name, 0.0) + whole
+            kept = value.detach() if over is None else torch.where(over, value.detach(), 0)
+            whole = kept.sum(dtype=torch.float64)
+            self._unread[name] = self._unread[name] + whole if name in self._unread else whole
 
-    @property
-    def live_tokens(self) -> int:
-        """Tokens with weight and a non-zero advantage that no bound, mask or correction left without gradient."""
-        return int(self.sums.get("live", 0.0))
+    def read(self) -> dict[str, float]:
+        """The sums; those that were added since the last call come in one transfer."""
+        if self._unread:
+            found = torch.stack([*self._unread.values()]).tolist()
+            for name, whole in zip(self._unread, found, strict=True):
+                self.sums[name] = self.sums.get(name, 0.0) + whole
+            self._unread = {}
+        return self.sums
+
+    def take_live(self) -> int:
+        """The live tokens that were added since the last call."""
+        before, self._live = self._live, int(self.read().get("live", 0.0))
+        return self._live - before
 
     def metrics(self, updates: int = 1) -> Mapping[str, float]:
-        """The mean loss of `updates`, and means per token, under TRL's metric names.
+        """The mean loss of `updates`, and means per token that was run, under TRL's names; absent where none was.
 
-        Shares of clipped tokens are of all that counted, for one that is left out is never clipped. The other
-        means are of the tokens that were run, and absent where none was; `sampling/off_policy_ratio` is the share that
-        the off-policy mask drops of those with a negative advantage, which alone it may drop.
+        Shares of clipped tokens are of all that counted, for one that is left out is never clipped;
+        `sampling/off_policy_ratio` is one of tokens with a negative advantage, which alone the mask may drop.
         """
-        tokens = self.sums.get("tokens", 0.0)
-        counted = max(self.sums.get("counted", tokens), 1.0)
-        low, high = self.sums.get("low", 0.0) / counted, self.sums.get("high", 0.0) / counted
+        sums = self.read()
+        tokens = sums.get("tokens", 0.0)
+        counted = max(sums.get("counted", tokens), 1.0)
+        low, high = sums.get("low", 0.0) / counted, sums.get("high", 0.0) / counted
         metrics = {
-            "loss": self.sums.get("loss", 0.0) / updates,
+            "loss": sums.get("loss", 0.0) / updates,
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high,
         }
         if not tokens:
             return metrics
-        metrics["entropy"] = self.sums["entropy"] / tokens
-        if "kl" in self.sums:
-            metrics["kl"] = self.sums["kl"] / tokens
-        if self.sums.get("pictured"):
-            metrics["perception/kl"] = self.sums["perception_kl"] / self.sums["pictured"]
-        if "importance" in self.sums:
-            metrics["sampling/importance_sampling_ratio/mean"] = self.sums["importance"] / tokens
-            metrics["sampling/masked_ratio"] = self.sums["masked"] / tokens
-        if "negative" in self.sums:
-            metrics["sampling/off_policy_ratio"] = self.sums["off_policy"] / max(self.sums["negative"], 1.0)
+        metrics["entropy"] = sums["entropy"] / tokens
+        if "kl" in sums:
+            metrics["kl"] = sums["kl"] / tokens
+        if sums.get("pictured"):
+            metrics["perception/kl"] = sums["perception_kl"] / sums["pictured"]
+        if "importance" in sums:
+            metrics["sampling/importance_sampling_ratio/mean"] = sums["importance"] / tokens
+            metrics["sampling/masked_ratio"] = sums["masked"] / tokens
+        if "negative" in sums:
+            metrics["sampling/off_policy_ratio"] = sums["off_policy"] / max(sums["negative"], 1.0)
         return metrics
 
 
@@ -90,7 +103,7 @@ class PackStatistics:
     """Counts of a step's passes: tokens, places in packs, images, prompts, packs.
 
     `places` count padding too. `plain` counts the tokens of the same completions without shared prefixes, the
-    prompt once for each.
+    prompt once for each. `graphs` are those of FlexAttention that the process has compiled so far.
     """
 
     tokens: int = 0
@@ -99,6 +112,7 @@ class PackStatistics:
     prompts: int = 0
     packs: int = 0
     plain: int = 0
+    graphs: int = 0
 
     def add_prompt(self, prompt: Prompt, multiple: int) -> None:
         """Count a prompt that was run apart, its width rounded up to a multiple."""
@@ -121,8 +135,9 @@ class PackStatistics:
         """
         every = ranks.all_gather(self, "pack statistics")
         total = {name: sum(getattr(w, name) for w in every) for name in self.__dataclass_fields__}
-        busiest = max(w.tokens for w in every)
+        busiest, graphs = (max(getattr(w, name) for w in every) for name in ("tokens", "graphs"))
         return {
+            **({"learner/flex_graphs": graphs} if graphs else {}),
             "learner/packs": total["packs"],
             "learner/fill": total["tokens"] / max(total["places"], 1),
             "learner/pack_fill": total["tokens"] / max(total["packs"] * max_tokens, 1),
@@ -155,9 +170,9 @@ def gap_metrics(
     """Distance of the engine's log-probs [R][T] from the learner's: over all completions that were run, and by the
     oldest version [R] that a completion was sampled under. Collective."""
     own: dict[int, list[float]] = {}
-    for index, values in learned.items():
-        moves = values.double().cpu() - torch.tensor(engine[index], dtype=torch.float64)
-        own.setdefault(min(versions[index]), []).extend(moves.tolist())
+    values = iter(torch.cat([*learned.values()]).tolist() if learned else ())
+    for index in learned:
+        own.setdefault(min(versions[index]), []).extend(next(values) - theirs for theirs in engine[index])
     every = ranks.all_gather(own, "log-prob gaps")
     by_version = {
         version: torch.tensor([m for found in every for m in found.get(version, ())], dtype=torch.float64)

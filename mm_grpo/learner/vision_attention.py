@@ -1,8 +1,7 @@
 """Attention of vision towers over many images as one sequence, in one sdpa call for each length.
 
-A tower runs the patches of all images of a pack as one sequence, cut into parts that attend within themselves:
-images, or windows of 64 patches. Parts of one length are a batch here, and the lengths are read from the device once
-a pass. How transformers' towers come to call this is in transformers_patches.py.
+A tower runs the patches of all images of a pack as one sequence, cut into images or windows of 64 patches that attend
+within themselves. Those of one length are a batch here; lengths are read from the device once a pass.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The optimizer of several processes: DeepSpeed's ZeRO stages 1 and 2 as a `BaseOptimizer`.
 
-Every process runs its own packs; gradients add up over all of them, and each process keeps the fp32 weights and
-running means of its shard of the parameters (and at stage 2 of the gradients).
-
-Accumulation is ours. DeepSpeed's own stays at 1, which alone would make each backward an update's last,
-keep its gradient and drop those before it; so the boundary is set by hand before every backward, and
-counted: `UpdateRecord.boundaries` other than 1 is stopped by the guard `update_happens`.
+Accumulation is ours. DeepSpeed's own stays at 1, which alone would make each backward an update's last, and drop the
+gradients before it; so the boundary is set by hand before every backward, and counted (`UpdateRecord.boundaries`).
 
 Stage 0 is not here: DeepSpeed's refuses fp32 sums of bf16 gradients, and `Optimizer` has them. Nor is
 stage 3, which shards the weights themselves: a rollout engine in this process needs them whole.
@@ -24,7 +20,6 @@ from torch import Tensor, nn
 
 from mm_grpo.config import OptimConfig
 from mm_grpo.distributed.ranks import Ranks, open_group_alone, use_deepspeed
-from mm_grpo.errors import ConfigError
 from mm_grpo.learner import optimizer
 from mm_grpo.learner.optimizer import MOMENTS, BaseOptimizer, Fragment
 
@@ -41,8 +36,7 @@ class ZeroOptimizer(BaseOptimizer):
         super().__init__(module, config, total_updates, ranks)
         self.boundaries = 0
         params = list(self.named.values())
-        dtype = _one_dtype(params)
-        gpu = params[0].device.type == "cuda"
+        dtype, gpu = params[0].dtype, params[0].device.type == "cuda"
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         deepspeed = use_deepspeed(gpu)
         os.environ.setdefault("LOCAL_RANK", "0")
@@ -77,18 +71,11 @@ class ZeroOptimizer(BaseOptimizer):
         # without a boundary DeepSpeed made no norm; the guard reports that, and it is not an overflow
         norm = float(self.engine.get_global_grad_norm() or 0.0) if self.boundaries else 0.0
         if not math.isfinite(norm):
-            self._drop_sums()
+            # Stage 2 sums bf16 gradients in fp32 buffers, and with offload it keeps these after an overflow (DeepSpeed
+            # 0.19.8): the next update's gradients would be added to an infinity, and so on for ever.
+            sums: dict[int, Any] = getattr(self.engine.optimizer, "averaged_gradients", {})
+            sums.update(dict.fromkeys(sums))
         return norm
-
-    def _drop_sums(self) -> None:
-        """Forget the gradients of an update that was not finite.
-
-        DeepSpeed's stage 2 sums bf16 gradients in fp32 buffers, and with offload it keeps these after an overflow
-        (0.19.8): the next update's gradients would be added to an infinity, and so on for ever.
-        """
-        sums: dict[int, Any] = getattr(self.engine.optimizer, "averaged_gradients", {})
-        for group in sums:
-            sums[group] = None
 
     def _masters(self) -> Iterator[tuple[str, int, Tensor]]:
         for name, mapping in self._mappings():
@@ -138,14 +125,3 @@ def settings(config: OptimConfig, dtype: torch.dtype, gpu: bool, module: nn.Modu
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
     }
-
-
-def _one_dtype(params: list[nn.Parameter]) -> torch.dtype:
-    dtypes = {p.dtype for p in params}
-    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16}:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        raise ConfigError(
-            f"the trainable parameters are {names}; ZeRO shares out those of one number format, float32 or bfloat16: "
-            "load the model in one (model.dtype), or set optim.zero_stage=0"
-        )
-    return dtypes.pop()

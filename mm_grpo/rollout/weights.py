@@ -13,9 +13,10 @@ that is the unit. Nothing here knows a model or an engine: the tensors leave thr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,16 +55,35 @@ def digest(tensor: Tensor) -> str:
     2^64, and a GPU sends 1/512 of the tensor to the host. No part of this is cryptographic: it finds what a transport
     lost, not what somebody forged.
     """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return digests([tensor])[0]
+
+
+def digests(tensors: Sequence[Tensor]) -> list[str]:
+    """The `digest` of each of some tensors, of one device, which sends all that is folded at once."""
+    folded = [_folded(tensor.detach()) for tensor in tensors]
+    whole = folded[0] if len(folded) == 1 else torch.cat(folded)
+    parts = whole.cpu().split([len(each) for each in folded])
+    found = []
+    for tensor, part in zip(tensors, parts, strict=True):
+        state = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        state.update(part.numpy().data)
+        found.append(str(state.hexdigest()))
+    return found
+
+
+def _folded(tensor: Tensor) -> Tensor:
+    """Bytes [n] that stand for a tensor's: of each whole row its word, and what is left of the last one."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
-    state = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     whole = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
-    weights, rows = _weights().to(flat.device), _CPU_ROWS if flat.device.type == "cpu" else _ROWS
-    for part in flat[:whole].view(torch.int64).view(-1, _COLUMNS).split(rows):
-        state.update((part * weights).sum(1).cpu().numpy().data)
-    state.update(flat[whole:].cpu().numpy().data)
-    return str(state.hexdigest())
+    weights, rows = _weights(flat.device), _CPU_ROWS if flat.device.type == "cpu" else _ROWS
+    if not whole:
+        return flat
+    words = [
+        (part * weights).sum(1) for part in flat[:whole].view(torch.int64).view(-1, _COLUMNS).split(rows)
+    ]
+    return torch.cat([*(word.view(torch.uint8) for word in words), flat[whole:]])
 
 
 @dataclass
@@ -147,9 +167,10 @@ class WeightLedger:
         self, tensors: Iterable[tuple[str, Tensor]], result: Transfer
     ) -> Iterator[tuple[str, Tensor, str]]:
         if not self._units:
-            yield from ((name, tensor, digest(tensor)) for name, tensor in tensors)
+            for _, unit_tensors in groupby(tensors, key=lambda pair: unit_of(pair[0])):
+                yield from _digested(dict(unit_tensors))
             return
-        pending: dict[str, dict[str, tuple[Tensor, str]]] = {}
+        pending: dict[str, dict[str, Tensor]] = {}
         seen: set[str] = set()
         for name, tensor in tensors:
             unit = unit_of(name)
@@ -158,17 +179,18 @@ class WeightLedger:
                     f"weight sync: the learner sent '{name}', which its first transfer did not have"
                 )
             members = pending.setdefault(unit, {})
-            members[name] = (tensor, digest(tensor))
+            members[name] = tensor
             seen.add(name)
             if len(members) < len(self._units[unit]):
                 continue
             del pending[unit]
-            if any(self._held.get(member) != value for member, (_, value) in members.items()):
-                yield from ((member, *entry) for member, entry in members.items())
+            digested = _digested(members)
+            if any(self._held.get(member) != value for member, _, value in digested):
+                yield from digested
             else:
-                result.skipped_bytes += sum(t.numel() * t.element_size() for t, _ in members.values())
+                result.skipped_bytes += sum(t.numel() * t.element_size() for t in members.values())
         for unit, members in pending.items():
-            if any(self._held.get(member) != value for member, (_, value) in members.items()):
+            if any(self._held.get(member) != value for member, _, value in _digested(members)):
                 raise GuardStop(
                     f"weight sync: '{unit}' changed and came without {_few(sorted(self._units[unit] - seen))}; "
                     "engines fuse such neighbours into one layer, so all of them must be sent together"
@@ -179,6 +201,10 @@ class WeightLedger:
                 f"weight sync: the engine has lost its weights and {_few(lost)} did not come; after sleep level 2 "
                 "every tensor must be sent"
             )
+
+
+def _digested(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, str]]:
+    return list(zip(tensors, tensors.values(), digests([*tensors.values()]), strict=True))
 
 
 def missing_tensors(sent: Mapping[str, str], received: Mapping[str, str]) -> str | None:
@@ -198,7 +224,7 @@ def missing_tensors(sent: Mapping[str, str], received: Mapping[str, str]) -> str
 
 
 @cache
-def _weights() -> Tensor:
+def _weights(device: torch.device) -> Tensor:
     """The odd column weights of the fold [512], by the SplitMix64 sequence."""
     mask, values = (1 << 64) - 1, []
     for i in range(1, _COLUMNS + 1):
@@ -207,7 +233,7 @@ def _weights() -> Tensor:
         z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
         z = (z ^ z >> 31) | 1
         values.append(z - (1 << 64) if z >> 63 else z)
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64).to(device)
 
 
 def _few(names: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.logp_gap import LIMITS
-from mm_grpo.learner.score import score
+from mm_grpo.learner.forward_pass import score
 from mm_grpo.parity.gaps import Gap, gap_of
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.rollout.weights import digest

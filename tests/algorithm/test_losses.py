@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -65,14 +66,43 @@ TOKENS = Tokens(
 )
 
 
-def config(**fields: float | str) -> AlgorithmConfig:
+def config(**fields: Any) -> AlgorithmConfig:
     return AlgorithmConfig(**fields)
 
 
-def test_cispo_by_hand() -> None:
-    # ratios 0.5, 2, 1.5 cut at 1.4: -(0.5 * 1 * -1), -(1.4 * 1 * -2), -(1.4 * -2 * -0.5)
-    got = LOSSES["cispo"].token_loss(TOKENS, config(epsilon_high=1.4))
-    assert got.loss.tolist() == pytest.approx([0.5, 2.8, -1.4], abs=1e-6)
+SEQUENCE = {"importance_sampling_level": "sequence"}
+TAUS = {"loss_options": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}}
+GATES = [
+    4 / (1 + math.exp(-x)) for x in (-0.5, 1.0, 1.0)
+]  # of tau (r - 1), tau 1 for A > 0 and 2 for the last
+PHI, PHI_3 = 4 * math.exp(-3.0), 27 * math.exp(-4.0)  # of w 2: e^(3 - 6) * 2^2; of w 3: e^(2 - 6) * 3^3
+WHOLE = [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "fields", "correction", "loss"),
+    [
+        # ratios 0.5, 2, 1.5 cut at 1.4: -(0.5 * 1 * -1), -(1.4 * 1 * -2), -(1.4 * -2 * -0.5)
+        ("cispo", {"epsilon_high": 1.4}, None, [0.5, 2.8, -1.4]),
+        ("cispo", {"epsilon": 0.4}, None, [0.4, 0.8, -0.4]),  # cut at 0.4
+        ("cispo", {"epsilon_high": 1.4, **SEQUENCE}, None, [1.0, 2.0, -1.4]),  # geometric means 1 and 1.5
+        ("dapo", {}, None, [-0.5, -1.2, 3.0]),  # 2 is cut to 1.2
+        ("dapo", SEQUENCE, None, [-1.0, -1.0, 3.0]),  # nothing is
+        ("sapo", {"loss_type": "sapo", **TAUS}, None, [-GATES[0], -GATES[1], GATES[2]]),
+        # w = 0.5 * 2 = 1, so phi = 1; 1.5: e^(2 - 3) * 1.5^3, k 3 and lambda 2
+        ("vespo", {}, None, [1.0, 2.0, -(math.exp(-1.0) * 3.375)]),
+        # w = 1 * (2 * 1) and 1.5 * 2; where a token has the weight of its completion this counts once
+        ("vespo", {}, [2.0, 1.0, 2.0], [PHI, 2 * PHI, -PHI_3]),
+        ("vespo", {"importance_sampling_mode": "sequence_truncate"}, WHOLE, [PHI, 2 * PHI, -PHI_3]),
+        ("vespo", {"importance_sampling_mode": "sequence_mask"}, WHOLE, [PHI, 2 * PHI, -PHI_3]),
+    ],
+)
+def test_losses_of_tokens_by_hand(
+    loss_type: str, fields: dict[str, Any], correction: list[float] | None, loss: list[float]
+) -> None:
+    tokens = TOKENS if correction is None else replace(TOKENS, correction=torch.tensor(correction))
+    got = LOSSES[loss_type].token_loss(tokens, config(**fields))
+    assert got.loss.tolist() == pytest.approx(loss, abs=1e-5)
 
 
 def test_cispo_keeps_the_gradient_of_tokens_that_it_cuts() -> None:
@@ -83,17 +113,6 @@ def test_cispo_keeps_the_gradient_of_tokens_that_it_cuts() -> None:
     assert logp.grad is not None
     assert logp.grad.tolist() == pytest.approx([-0.5, -1.4, 2.8], abs=1e-6)
     assert not got.clipped_low.any() and not got.clipped_high.any()
-
-
-def test_cispo_at_the_sequence_level_by_hand() -> None:
-    # geometric means 1 (of 0.5 and 2) and 1.5, cut at 1.4
-    got = LOSSES["cispo"].token_loss(TOKENS, config(epsilon_high=1.4, importance_sampling_level="sequence"))
-    assert got.loss.tolist() == pytest.approx([1.0, 2.0, -1.4], abs=1e-6)
-
-
-def test_cispo_without_an_upper_bound_of_its_own_takes_epsilon() -> None:
-    got = LOSSES["cispo"].token_loss(TOKENS, config(epsilon=0.4))
-    assert got.loss.tolist() == pytest.approx([0.4, 0.8, -0.4], abs=1e-6)
 
 
 def test_sapo_on_policy_is_the_policy_gradient_whatever_the_temperature() -> None:
@@ -108,16 +127,6 @@ def test_sapo_on_policy_is_the_policy_gradient_whatever_the_temperature() -> Non
     got.loss.sum().backward()
     assert logp.grad is not None
     assert logp.grad.tolist() == pytest.approx([-1.0, -1.0, 2.0], abs=1e-6)
-
-
-def test_sapo_by_hand() -> None:
-    # -sigmoid(tau (r - 1)) * 4 / tau * A, tau 1 for A > 0 and 2 for the last
-    got = LOSSES["sapo"].token_loss(
-        TOKENS,
-        config(loss_type="sapo", loss_options={"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}),
-    )
-    sigmoid = [1 / (1 + math.exp(-x)) for x in (-0.5, 1.0, 1.0)]
-    assert got.loss.tolist() == pytest.approx([-4 * sigmoid[0], -4 * sigmoid[1], 4 * sigmoid[2]], abs=1e-6)
 
 
 def test_dppo_tv_by_hand() -> None:
@@ -181,29 +190,6 @@ def test_gmpo_by_hand() -> None:
     assert got.clipped_high.tolist() == [False, True, False] and not got.clipped_low.any()
 
 
-def test_vespo_by_hand() -> None:
-    # w = 0.5 * 2 = 1 for the first two, so phi = 1; 1.5 for the last: e^(2 - 3) * 1.5^3 with k 3 and lambda 2
-    got = LOSSES["vespo"].token_loss(TOKENS, config())
-    assert got.loss.tolist() == pytest.approx([1.0, 2.0, -(math.exp(-1.0) * 3.375)], abs=1e-5)
-
-
-def test_vespo_takes_the_correction_inside_by_hand() -> None:
-    # w = 1 * (2 * 1) = 2 for the first two: e^(3 - 6) * 2^2 with k 2 and lambda 3; 1.5 * 2 = 3: e^(2 - 6) * 3^3
-    corrected = replace(TOKENS, correction=torch.tensor([2.0, 1.0, 2.0]))
-    phi = 4 * math.exp(-3.0), 27 * math.exp(-4.0)
-    got = LOSSES["vespo"].token_loss(corrected, config())
-    assert got.loss.tolist() == pytest.approx([phi[0], 2 * phi[0], -phi[1]], abs=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
-def test_vespo_takes_the_correction_of_a_completion_once(mode: str) -> None:
-    # every token has the weight of its completion, 2: w = 1 * 2 for the first two, not 1 * 2 * 2; 1.5 * 2 = 3
-    corrected = replace(TOKENS, correction=torch.tensor([2.0, 2.0, 2.0]))
-    phi = 4 * math.exp(-3.0), 27 * math.exp(-4.0)
-    got = LOSSES["vespo"].token_loss(corrected, config(importance_sampling_mode=mode))
-    assert got.loss.tolist() == pytest.approx([phi[0], 2 * phi[0], -phi[1]], abs=1e-5)
-
-
 def test_vespo_forgets_what_the_correction_masks_and_moves_only_log_probs() -> None:
     # a weight of 0 is a w of 1e-8: 1e-16 * e^3 for k = 2; the gradient of the others is -phi * A
     logp = TOKENS.logp.clone().requires_grad_()
@@ -219,14 +205,6 @@ def test_luspo_is_made_for_the_sequence_level() -> None:
     term = LOSSES["luspo"].token_loss(TOKENS, config(loss_type="luspo", importance_sampling_level="sequence"))
     weights = token_weights("luspo", torch.tensor([2, 1]), 20)
     assert float((term.loss * weights[[0, 0, 1]]).sum()) == pytest.approx(0.5, abs=1e-6)
-
-
-def test_the_sequence_level_by_hand() -> None:
-    # geometric mean of 0.5 and 2 is 1: nothing is clipped, where at token level 2 is cut to 1.2
-    token = LOSSES["dapo"].token_loss(TOKENS, config())
-    sequence = LOSSES["dapo"].token_loss(TOKENS, config(importance_sampling_level="sequence"))
-    assert token.loss.tolist() == pytest.approx([-0.5, -1.2, 3.0], abs=1e-6)
-    assert sequence.loss.tolist() == pytest.approx([-1.0, -1.0, 3.0], abs=1e-6)
 
 
 def test_mismatch_weights_by_hand() -> None:

@@ -55,7 +55,7 @@ learner/loss.py < learner/test_minibatch.py learner/test_learner.py algorithm
     dropped mask | pack.entropy * active * pack.chosen ==> pack.entropy * active
     dropped factor | token_loss + config.beta * kl ==> token_loss + kl
     sign | loss = loss - config.entropy_coef ==> loss = loss + config.entropy_coef
-    * live tokens | live=active & ~no_gradient & (advantages != 0) ==> live=active & (advantages != 0)
+    * live tokens | live = active & ~no_gradient & (advantages != 0) ==> live = active & (advantages != 0)
 learner/minibatch.py < learner/test_minibatch.py learner/test_learner.py learner/test_conversations.py
     * denominator | weights.to(device), int(lengths.sum())) ==> weights.to(device), len(lengths))
     * denominator | len(i.token_ids) if i.counts else 0) for ==> len(i.token_ids)) for

@@ -13,10 +13,27 @@ from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.forward_pass import ForwardPass
 from mm_grpo.learner.pack import Item, Pack
 from mm_grpo.learner.step_report import PackStatistics
+from mm_grpo.processors.base import Processor
 
 Plan = Sequence[Sequence[Sequence[Item]]]
 Loss = Callable[[Pack, Tensor, Tensor], Tensor]
 """Of a pack with its log-probs [M] and entropies [M]."""
+
+
+def forward_of(model: Any, processor: Processor, temperature: float = 1.0, **options: Any) -> PackForward:
+    """The module over `model`, as a learner wraps it."""
+    media = processor.media_token_ids
+    return PackForward(
+        model, family=processor.family, media_token_ids=media, temperature=temperature, **options
+    )
+
+
+def orders_of(model: Any) -> list[str]:
+    """A list to which each of the model's parameters adds its name when its gradient is ready."""
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    return order
 
 
 def backward_of(module: PackForward, planned: Plan, media: frozenset[int], loss: Loss) -> PackStatistics:

@@ -13,7 +13,9 @@ from helpers import tiny
 from helpers.configs import merged, small_config
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.optimizer import Optimizer
 from mm_grpo.learner.pack import GROUP, PADDING
+from mm_grpo.learner.step_report import LearnerReport
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Completion, Group
 
@@ -87,3 +89,19 @@ def segments_of(rows: Sequence[Sequence[Any]]) -> Tensor:
     ]
     width = max(map(len, known))
     return torch.tensor([own + [PADDING] * (width - len(own)) for own in known])
+
+
+def gradients_of(learner: Learner, groups: list[Group]) -> tuple[dict[str, Tensor], LearnerReport]:
+    """The gradients of a step's first update in fp32, before they are clipped, and the step's report."""
+    optimizer, found = learner.optimizer, dict[str, Tensor]()
+    assert isinstance(optimizer, Optimizer)
+    apply = optimizer.apply
+
+    def noted(live: int) -> Any:
+        if not found:
+            pairs = zip(optimizer.named, optimizer.masters, strict=True)
+            found.update((name, master.grad.clone()) for name, master in pairs if master.grad is not None)
+        return apply(live)
+
+    optimizer.apply = noted  # type: ignore[method-assign]
+    return found, learner.update(groups)

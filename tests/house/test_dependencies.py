@@ -13,6 +13,7 @@ ROOT = Path(mm_grpo.__file__).parent
 PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # What a package is imported as, where the two names differ.
 MODULES = {
+    "flash-linear-attention": "fla",
     "math-verify": "math_verify",
     "pillow": "PIL",
     "ruamel.yaml": "ruamel",

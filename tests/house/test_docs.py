@@ -231,7 +231,7 @@ def test_the_page_on_installing_names_every_extra_and_the_versions_of_the_pins()
     project = tomllib.loads(read("pyproject.toml"))["project"]
     text = read("docs/install.md")
     extras = re.findall(r"^\| (`.*?) \|", text.partition("## Extras")[2], re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", "".join(extras))) == set(project["optional-dependencies"])
+    assert set(re.findall(r"`([\w-]+)`", "".join(extras))) == set(project["optional-dependencies"])
     asked = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
     pins = read("requirements/cpu.in")
     versions = re.findall(r"^\| (\w+) \| ([\d.]+)[^|]*\| ([\d.]+)", text, re.MULTILINE)

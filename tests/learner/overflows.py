@@ -1,5 +1,7 @@
 """Three updates by every optimizer, with and without a first gradient that is not finite: a script of two ranks.
 
+    overflows.py FOLDER [cuda]
+
 Writes FOLDER/RANK.pt: by case, the records and the weights after the updates that count.
 """
 
@@ -31,31 +33,35 @@ FACTORS = (None, float("inf"), float("nan"))
 PACKS = 2
 
 
-def updates(kind: str, dtype: str, factor: float | None, ranks: Ranks) -> dict[str, Any]:
+def updates(kind: str, dtype: str, factor: float | None, ranks: Ranks, device: str) -> dict[str, Any]:
     """Update 1 skipped (None) or with a loss times `factor` in the last rank's first pack; then updates 2 and 3."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(getattr(torch, dtype))
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(device, getattr(torch, dtype))
     config = config_for("x", optim={"learning_rate": 1e-2, **KINDS[kind]}).optim
     made: BaseOptimizer = (Optimizer if kind == "whole" else ZeroOptimizer)(module, config, 10, ranks)
     records = [] if factor is not None else [made.skip()]
     for update in range(len(records), 3):
         for pack in range(PACKS):
             torch.manual_seed(100 * update + 10 * pack + ranks.rank)
-            loss = made.forward(torch.randn(5, 8).to(getattr(torch, dtype))).float().square().sum()
+            inputs = torch.randn(5, 8).to(device, getattr(torch, dtype))
+            loss = made.forward(inputs).float().square().sum()
             spoilt = update == 0 and pack == 0 and ranks.rank == ranks.world - 1 and factor is not None
             made.backward(loss * factor if spoilt else loss, last=pack == PACKS - 1)
         records.append(made.apply(1))
-    weights = torch.cat([p.detach().float().flatten() for p in module.parameters()])
+    weights = torch.cat([p.detach().float().cpu().flatten() for p in module.parameters()])
     found = {"records": [r.__dict__ for r in records], "weights": weights, "adam_steps": made.adam_steps}
     if isinstance(made, ZeroOptimizer):
         made.engine.destroy()
     return found
 
 
-def main(folder: str) -> None:
-    ranks = distributed.start("cpu", deadline=60.0)
+def main(folder: str, device: str = "cpu") -> None:
+    ranks = distributed.start(device, deadline=60.0)
     cases = product(KINDS, DTYPES, FACTORS)
-    found = {(kind, dtype, str(factor)): updates(kind, dtype, factor, ranks) for kind, dtype, factor in cases}
+    found = {
+        (kind, dtype, str(factor)): updates(kind, dtype, factor, ranks, device)
+        for kind, dtype, factor in cases
+    }
     torch.save(found, Path(folder) / f"{ranks.rank}.pt")
 
 

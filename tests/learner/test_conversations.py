@@ -10,11 +10,10 @@ import torch
 from helpers import tiny
 from helpers.conversations import cases, items_of, plain
 from helpers.families import is_rounding
-from helpers.passes import backward_of
+from helpers.passes import backward_of, forward_of
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.pack import Item, Pack, layout, pictured_of, plan
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools
@@ -45,9 +44,7 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
     expected = [plain(reference, processor, c) for c in conversations]
     sum((w * logp).sum() for w, logp in zip(weights, expected, strict=True)).backward()
 
-    module = PackForward(
-        model, media_token_ids=processor.media_token_ids, family=processor.family, temperature=1.0
-    )
+    module = forward_of(model, processor)
     packs = plan(items, max_tokens=some(items), apart=True)
     assert len(packs) > 3
 
@@ -112,9 +109,7 @@ def test_in_bfloat16_packs_round_no_more_than_the_plain_forward(family: str, mod
     exact = copy.deepcopy(model).float()
     plainly = copy.deepcopy(model)
     conversations, groups = cases(processor, seed=4)
-    module = PackForward(
-        model, media_token_ids=processor.media_token_ids, family=processor.family, temperature=1.0
-    )
+    module = forward_of(model, processor)
     items, worst = items_of(conversations, groups), {"packs": 0.0, "plain": 0.0}
     with torch.no_grad():
         truth = [plain(exact, processor, c) for c in conversations]

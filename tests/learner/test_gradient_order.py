@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.families import TABLE, legal_tokens
+from helpers.passes import forward_of, orders_of
 from transformers import AutoModelForImageTextToText
 
-from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.pack import Item, Pack, dummy_pack, layout
 from mm_grpo.processors.base import Processor, load_processor
 
@@ -53,12 +53,8 @@ def test_every_pack_gives_every_gradient_in_one_order(
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     processor = load_processor(str(path))
-    module = PackForward(
-        model, media_token_ids=processor.media_token_ids, family=processor.family, temperature=1.0
-    )
-    order: list[str] = []
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    module = forward_of(model, processor)
+    order = orders_of(model)
     orders: dict[str, list[str]] = {}
     for name, pack in packs_of(processor).items():
         order.clear()

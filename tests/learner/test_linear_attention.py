@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
+from helpers.passes import forward_of
 from helpers.steps import config_for, load, make_groups, plain_logp, segments_of
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -19,7 +20,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner import linear_attention
 from mm_grpo.learner.attention import Masks
 from mm_grpo.learner.completion_batch import completion_batch
-from mm_grpo.learner.forward import PackForward
+from mm_grpo.learner.flex import warn_once
 from mm_grpo.learner.linear_attention import SharedState, fault, prepare_linear_layers, shared_state_forward
 from mm_grpo.learner.minibatch import make_items
 from mm_grpo.learner.pack import GROUP, by_group, layout, plan
@@ -130,13 +131,7 @@ def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float,
     expected = [plain_logp(reference, config, media, g, c)[0] for g, c in pairs]
     weights = [torch.linspace(0.5, 2, len(e)) for e in expected]
     torch.cat([w * e for w, e in zip(weights, expected, strict=True)]).sum().backward()
-    module = PackForward(
-        model,
-        family=processor.family,
-        media_token_ids=processor.media_token_ids,
-        temperature=config.rollout.temperature,
-        attn="eager" if model.config.get_text_config()._attn_implementation == "eager" else "auto",
-    )
+    module = forward_of(model, processor, config.rollout.temperature)
     packs = plan(items, max_tokens=170)
     assert len(packs) > 1 and any(len(by_group(row)) > 1 for rows in packs for row in rows)
     most = 0.0
@@ -246,10 +241,13 @@ def test_a_kernel_that_is_right_is_taken_on_a_gpu(
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     assert prepare_linear_layers(model) is plain  # in float32
     monkeypatch.setattr(type(model), "dtype", torch.bfloat16)
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "mm_grpo"):
-        assert (prepare_linear_layers(model) is kernel) == taken
+        assert [(prepare_linear_layers(model) is kernel) for _ in range(2)] == [taken, taken]
+    assert len(caplog.records) == (not taken)  # every scoring prepares the layers
     told = "the gated delta rule of flash-linear-attention is not used on cuda: its output of completions"
     assert (told in caplog.text) == (kernel is wrong)
+    assert ("mm_grpo[flash-linear-attention]" in caplog.text) == (kernel is None)
 
 
 def test_bfloat16_differs_by_its_rounding_alone(models: dict[str, Path]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from helpers import tiny
 from helpers.steps import config_for
 
+from mm_grpo.algorithm.correction import Mode
+from mm_grpo.algorithm.losses import LOSSES
 from mm_grpo.config import AlgorithmConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
@@ -130,7 +132,7 @@ def test_tokens_are_live_that_have_weight_an_advantage_and_a_gradient(dtype: tor
     zeros, statistics = torch.zeros(6, dtype=dtype), LossStatistics()
     tokens = PackTokens(torch.arange(6), ratio, zeros, zeros, zeros, None)
     pack_loss(AlgorithmConfig(loss_type="dapo"), LossInputs(advantages, weights, 6), tokens, statistics)
-    assert statistics.live_tokens == 2
+    assert (statistics.take_live(), statistics.take_live()) == (2, 0)
 
 
 def test_the_share_that_the_off_policy_mask_drops_by_hand() -> None:
@@ -147,3 +149,21 @@ def test_the_share_that_the_off_policy_mask_drops_by_hand() -> None:
     unmasked = LossStatistics()
     pack_loss(AlgorithmConfig(), inputs, tokens, unmasked)
     assert "sampling/off_policy_ratio" not in unmasked.metrics()
+
+
+MODES: list[dict[str, Any]] = [{"importance_sampling_mode": mode} for mode in get_args(Mode)]
+
+
+@pytest.mark.parametrize("fields", [*({"loss_type": name} for name in LOSSES), *MODES], ids=str)
+def test_the_loss_of_a_pack_waits_for_no_device(fields: dict[str, Any]) -> None:
+    """Its tensors have no data here, so that reading one is an error; metrics are read once an update."""
+    logp, entropy, other = (torch.empty(12, device="meta", requires_grad=True) for _ in range(3))
+    index = torch.empty(12, dtype=torch.long, device="meta")
+    inputs = LossInputs(*(torch.empty(3, device="meta", dtype=torch.float64) for _ in range(2)), 12)
+    algorithm = AlgorithmConfig(beta=0.1, entropy_coef=0.1, off_policy_mask_threshold=0.5, **fields)
+    statistics = LossStatistics()
+    tokens = PackTokens(index, logp, entropy, other.detach(), other.detach(), other.detach())
+    for _ in range(2):
+        pack_loss(algorithm, inputs, tokens, statistics).backward()
+    with pytest.raises(RuntimeError):
+        statistics.read()

@@ -59,32 +59,6 @@ def test_mask_of_two_groups_by_hand() -> None:
     ]
 
 
-def test_masks_of_image_blocks_and_windows_by_hand() -> None:
-    # a prompt of 4, whose second and third token are an image, and completions of 2 and 1
-    segments = torch.tensor([[0, 0, 0, 0, 1, 1, 2]])
-    blocks = torch.tensor([[-1, 0, 0, -1, -1, -1, -1]])
-    ahead = attention_mask(segments, blocks)[0, 0].int().tolist()
-    assert ahead == [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],  # the image's first token sees its second
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 0, 0, 1],
-    ]
-    both = attention_mask(segments, blocks, window=2)[0, 0].int().tolist()
-    assert both == [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],
-        [0, 1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0, 0],
-        [0, 0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 1, 0, 0, 1],  # the second completion is as near to the prompt as the first
-    ]
-
-
 def test_rows_of_one_completion_where_prompts_are_not_shared() -> None:
     planned = plan([*items(4, 3, 3), *items(6, 2, group=1, first=2)], max_tokens=16, shared=False)
     assert [[[i.index for i in row] for row in pack] for pack in planned] == [[[2], [0]], [[1]]]

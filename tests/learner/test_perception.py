@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.families import is_rounding
-from helpers.steps import config_for, learner_of, load, make_groups, plain_logp
+from helpers.steps import config_for, gradients_of, learner_of, load, make_groups, plain_logp
 from PIL import Image
 from torch import Tensor
 
@@ -25,24 +25,6 @@ from mm_grpo.types import Group, Prompt
 
 OPTIONS = {"perception_entropy_coef": 0.1, "perception_mask_ratio": 0.5}
 TERM = {"perception_coef": 0.3, "loss_options": OPTIONS}
-
-
-def gradients_of(path: Any, groups: list[Group], **changes: Any) -> Any:
-    """The gradient of the first update, before it is clipped, and the step's metrics."""
-    learner = learner_of(path, **changes)
-    found: dict[str, Tensor] = {}
-    apply = learner.optimizer.apply
-
-    def noted(live: int) -> Any:
-        if not found:
-            names = {id(p): n for n, p in learner.model.named_parameters()}
-            optimizer: Any = learner.optimizer
-            both = zip(optimizer.params, optimizer.masters, strict=True)
-            found.update((names[id(p)], master.grad.clone()) for p, master in both)
-        return apply(live)
-
-    learner.optimizer.apply = noted  # type: ignore[method-assign]
-    return found, learner.update(groups).metrics
 
 
 def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str, Tensor], float, float]:
@@ -82,14 +64,16 @@ def test_the_gradient_is_that_of_plain_autograd(
     path = models[family]
     changes: Any = {"algorithm": {**TERM, "loss_type": loss_type}, "optim": {"max_tokens_per_pack": packs}}
     groups = make_groups(load_processor(str(path)))
-    ours, metrics = gradients_of(path, groups, **changes)
+    ours, report = gradients_of(learner_of(path, **changes), groups)
     theirs, loss, kl = oracle(path, groups, config_for(path, **changes))
-    plain, _ = gradients_of(path, groups, optim=changes["optim"], algorithm={"loss_type": loss_type})
+    without = {**changes, "algorithm": {"loss_type": loss_type}}
+    plain, _ = gradients_of(learner_of(path, **without), groups)
     whole = torch.stack([t.norm() for t in theirs.values()]).norm()
     for name, want in theirs.items():
         assert float((ours[name] - want).norm()) <= 1e-5 * float(want.norm()) or is_rounding(name), name
     difference = torch.stack([(plain[n] - t).norm() for n, t in theirs.items()]).norm()
     assert float(difference) > 1e-3 * float(whole)  # the term is a visible part of it
+    metrics = report.metrics
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["perception/kl"] == pytest.approx(kl, rel=1e-3) and kl > 1e-6
     # three rows with images, each image and its masked one encoded once
@@ -101,10 +85,10 @@ def test_groups_without_advantage_are_run_where_they_have_images(models: dict[st
     path = models["qwen2_5_vl"]
     groups = make_groups(load_processor(str(path)))
     level = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0,) * 3) for g in groups]
-    grads, metrics = gradients_of(path, level, algorithm=TERM)
+    grads, report = gradients_of(learner_of(path, algorithm=TERM), level)
     rows = [g for g in groups if g.prompt.vision]
     tokens = sum(2 * (len(g.prompt.token_ids) + sum(c.run_length for c in g.completions)) for g in rows)
-    assert metrics["learner/tokens"] == tokens
+    assert report.metrics["learner/tokens"] == tokens
     assert sum(group_cost(g, config_for(path, algorithm=TERM))[1] for g in level) == tokens
     assert any(bool(g.any()) for g in grads.values())
 
@@ -151,8 +135,8 @@ def test_a_pack_has_to_hold_a_completion_twice(models: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match=rf"= {2 * largest - 1} is smaller than .* tokens, twice with algorithm.perc"
     ):
-        gradients_of(path, groups, algorithm=TERM, optim=optim)
-    gradients_of(path, groups, algorithm=TERM, optim={"max_tokens_per_pack": 2 * largest})
+        learner_of(path, algorithm=TERM, optim=optim).update(groups)
+    learner_of(path, algorithm=TERM, optim={"max_tokens_per_pack": 2 * largest}).update(groups)
 
 
 def test_conversations_and_text_alone_are_refused() -> None:

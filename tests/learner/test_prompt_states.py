@@ -12,18 +12,16 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.families import TABLE, answers_of, groups_of, is_rounding, plain_logprobs, prompts_of
-from helpers.passes import backward_of, counted
+from helpers.passes import backward_of, counted, forward_of, orders_of
 from helpers.steps import config_for, load, make_groups
 from torch import Tensor
 
 from mm_grpo.config import LoRAConfig
-from mm_grpo.learner.forward import PackForward
-from mm_grpo.learner.forward_pass import ForwardPass
+from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.lora import add_adapters
 from mm_grpo.learner.pack import Item, Pack, layout, plan, spread_prompts
 from mm_grpo.learner.prompt_states import PromptState, PromptStates
-from mm_grpo.learner.score import logprobs_and_entropies
 from mm_grpo.learner.step_report import PackStatistics
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import EnginePrompt, Prompt
@@ -60,11 +58,6 @@ def scattered(items: list[Item]) -> Plan:
         [[*three[1:4], *one[3:]], [*three[4:6]], [*two[3:]]],
         [[*three[6:]]],
     ]
-
-
-def module_of(model: Any, processor: Processor, attn: str = "auto") -> PackForward:
-    media = processor.media_token_ids
-    return PackForward(model, family=processor.family, media_token_ids=media, temperature=1.0, attn=attn)
 
 
 def weighted(pack: Pack, logp: Tensor, entropy: Tensor) -> Tensor:
@@ -127,10 +120,14 @@ def test_gradients_of_a_prompts_packs_are_summed_in_float32(dtype: torch.dtype) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case",
-    ["trained", "trained, checkpointed", "frozen", "adapters", "adapters, checkpointed"],
+    ("family", "case"),
+    [
+        *(("qwen3_vl", case) for case in ("trained", "frozen", "adapters, checkpointed")),
+        ("qwen3_5", "trained, checkpointed"),
+        ("qwen3_5", "adapters"),
+        ("gemma3", "trained, checkpointed"),
+    ],
 )
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma3"])
 def test_groups_over_packs_give_what_transformers_forward_gives(
     case: str, family: str, models: dict[str, Path]
 ) -> None:
@@ -150,7 +147,7 @@ def test_groups_over_packs_give_what_transformers_forward_gives(
     reference = Reference(model, processor, items)
     if "checkpointed" in case:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    module, media = module_of(model, processor), processor.media_token_ids
+    module, media = forward_of(model, processor), processor.media_token_ids
     images = sum(p.vision["pixel_values"].numel() for p in prompts_of("mixed", processor) if p.vision)
 
     def loss(pack: Pack, logp: Tensor, entropy: Tensor) -> Tensor:
@@ -179,9 +176,7 @@ def test_a_prompts_end_gives_every_gradient_in_the_order_of_a_pack(
     """Of prompts with images and without; with a head of its own, which the prompt itself does not reach."""
     model: Any = load(tiny.build(family, tmp_path, tie=False))
     processor = load_processor(str(tmp_path))
-    module, order = module_of(model, processor), list[str]()
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    module, order = forward_of(model, processor), orders_of(model)
     orders = []
     planned = over(items_of(processor), 2)
     with ForwardPass(module, planned, processor.media_token_ids, PackStatistics()) as whole:
@@ -201,7 +196,7 @@ def test_a_prompts_end_gives_every_gradient_in_the_order_of_a_pack(
 def test_a_pass_without_gradients_keeps_a_prompt_as_long_as_it_is_needed(models: dict[str, Path]) -> None:
     path = models["qwen3_5"]
     processor = load_processor(str(path))
-    module, items = module_of(load(path), processor), items_of(processor)
+    module, items = forward_of(load(path), processor), items_of(processor)
     alone = [[[item]] for item in items]
     want = logprobs_and_entropies(module, (layout(rows, processor.media_token_ids) for rows in alone))[0]
     held = []
@@ -309,7 +304,7 @@ def test_in_bfloat16_nothing_is_lost(family: str, models: dict[str, Path]) -> No
     want = torch.cat([g.flatten().float() for g in gradients(exact).values()])
 
     def distance(apart: bool) -> float:
-        module = module_of(load(path).bfloat16(), processor)
+        module = forward_of(load(path).bfloat16(), processor)
         module.masks.apart = apart
         work = backward_of(module, over(items, 4), processor.media_token_ids, weighted)
         assert work.prompts == (3 if apart else 3 * 4)

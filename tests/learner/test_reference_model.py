@@ -14,7 +14,6 @@ from helpers.steps import config_for, learner_of, load, make_groups, plain_logp
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
-from mm_grpo.preflight.memory import run_sentence
 from mm_grpo.types import Group
 
 
@@ -70,11 +69,6 @@ def test_adapters_learn_from_a_teacher(models: dict[str, Path], teacher: Path) -
     learner = build_parts(config, 3, []).learner
     assert learner.reference is not None and learner.reference.model is not learner.model
     assert not hasattr(learner.reference.model, "peft_config")
-
-
-def test_its_size_is_in_the_line_on_memory(models: dict[str, Path], teacher: Path) -> None:
-    learner, _ = made(models["qwen2_5_vl"], teacher)
-    assert "+ reference " in run_sentence(learner)
 
 
 def test_models_that_cannot_teach_are_refused(models: dict[str, Path], teacher: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.steps import config_for, learner_of, load, make_groups, plain_logp
+from helpers.steps import config_for, gradients_of, learner_of, load, make_groups, plain_logp
 from torch import Tensor
 
 from mm_grpo.config import GRPOConfig
@@ -63,22 +63,6 @@ def plain_loss(model: Any, config: GRPOConfig, media: list[int], groups: list[Gr
     return loss
 
 
-def gradients(model: Any, config: GRPOConfig, processor: Any, groups: list[Group]) -> dict[str, Tensor]:
-    """The gradients that the learner's update would apply, in fp32."""
-    learner, found = Learner(model, processor, config, 10), dict[str, Tensor]()
-    optimizer: Any = learner.optimizer
-    apply = optimizer._clip_and_update
-
-    def noted() -> Any:
-        found.update({n: m.grad.clone() for n, m in zip(optimizer.named, optimizer.masters, strict=True)})
-        return apply()
-
-    optimizer._clip_and_update = noted
-    report = learner.update(groups)
-    assert all(update_happens(u) is None and u.stepped for u in report.updates)
-    return found
-
-
 @pytest.mark.parametrize("max_tokens", [16384, 60], ids=["one-pack", "many-packs"])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_gradients_are_those_of_a_plain_loop(
@@ -88,7 +72,8 @@ def test_gradients_are_those_of_a_plain_loop(
     algorithm = {**GAMMA, "loss_type": loss_type}
     config = config_for(path, algorithm=algorithm, optim={"max_tokens_per_pack": max_tokens})
     groups, plain = conversations(processor), load(path)
-    got = gradients(load(path), config, processor, groups)
+    got, report = gradients_of(Learner(load(path), processor, config, 10), groups)
+    assert all(update_happens(u) is None and u.stepped for u in report.updates)
     plain_loss(plain, config, sorted(processor.media_token_ids), groups).backward()
     for name, parameter in plain.named_parameters():
         assert (got[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() > 0, name

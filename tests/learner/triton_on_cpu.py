@@ -1,12 +1,11 @@
 """The Triton kernels that FlexAttention runs on an H100, on a machine without a GPU: interpreted or assembled.
 
     triton_on_cpu.py FOLDER interpret 4/2/16/float32
-    triton_on_cpu.py FOLDER interpret 4/2/16/float32/broken
     triton_on_cpu.py FOLDER assemble 16/2/128/bfloat16
 
 FOLDER is new, and takes what torch and Triton write. A case is heads / heads of keys and values / size of a
 head / dtype; `flex.fault` goes through it as it does on a GPU, and its answer is printed as JSON with the kernels and
-launches that were counted (see `main`). `broken` puts in a mask that lets completions attend to each other.
+launches that were counted (see `main`).
 
 torch has no backward pass of FlexAttention on a CPU, and writes no Triton kernels where there is no GPU. So in
 this process torch is made to believe in a GPU, and nothing else can be done in it; test_flex_kernels.py starts it. In
@@ -40,7 +39,6 @@ import json
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from types import SimpleNamespace
@@ -60,7 +58,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
 from mm_grpo.learner import flex
-from mm_grpo.learner.pack import PADDING
 
 H100 = SimpleNamespace(
     name="H100",
@@ -152,20 +149,13 @@ def assemble(seen: list[dict[str, Any]]) -> None:
     CachingAutotuner.run = lambda *args, **options: None
 
 
-def broken_mask_mod(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return ((k <= q) & (segments[b, k] != PADDING)) | (k == q)
-
-    return seen
-
-
 def main(interpreted: bool, case: str) -> dict[str, Any]:
     """What `fault` said, and what was seen.
 
     Interpreted: the distances by number of rows, and launches by kernel. Assembled: the bytes of shared memory,
     threads, and registers and bytes spilled per thread, of each kernel; `fault` has compared what lay in memory.
     """
-    heads, kv_heads, size, dtype, *broken = case.split("/")
+    heads, kv_heads, size, dtype = case.split("/")
     seen: list[Any] = []
     distances: dict[int, dict[str, float]] = {}
     compare = flex._distances
@@ -187,8 +177,6 @@ def main(interpreted: bool, case: str) -> dict[str, Any]:
     backend = partial(compile_fx.compile_fx, inner_compile=compile_for_gpu)
     torch.compile = partial(torch.compile, backend=backend)
     flex._distances = noted
-    if broken:
-        flex._mask_mod = broken_mask_mod
     fault = flex.fault(torch.device("cpu"), getattr(torch, dtype), int(heads), int(kv_heads), int(size))
     if interpreted:
         return {"fault": fault, "distances": distances, "launches": Counter(seen)}

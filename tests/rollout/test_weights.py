@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mm_grpo.errors import GuardStop
 from mm_grpo.rollout import weights as weights_module
-from mm_grpo.rollout.weights import WeightLedger, digest, unit_of
+from mm_grpo.rollout.weights import WeightLedger, digest, digests, unit_of
 
 LAYER = "model.language_model.layers.0"
 NAMES = [
@@ -74,6 +75,21 @@ def test_everything_goes_first_and_then_what_changed() -> None:
     assert send(ledger, tensors) == [f"{LAYER}.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
     ledger.forget()  # sleep level 2
     assert sorted(send(ledger, tensors)) == sorted(NAMES)
+
+
+def test_a_layer_is_digested_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each one waits for all that was begun before."""
+    ledger, tensors = WeightLedger(), weights()
+    read: list[int] = []
+    cpu = Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: read.append(len(tensor)) or cpu(tensor))
+    runs = [len(list(names)) for _, names in groupby(NAMES, key=unit_of)]
+    for transfers in (len(runs), len(set(map(unit_of, NAMES)))):
+        read.clear()
+        transfer = ledger.transfer(tensors.items())
+        sent = dict(transfer)
+        assert len(read) == transfers and sum(read) == 6 * 4 * 4 * len(NAMES)
+        ledger.settle(transfer, {name: transfer.digests[name] for name in sent})
 
 
 def test_q_and_v_alone_take_k_and_o_and_the_biases_along() -> None:
@@ -145,7 +161,7 @@ class Receiver:
 
 def test_a_tensor_is_hashed_once_by_the_learner_and_once_as_received(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: Counter[int] = Counter()
-    monkeypatch.setattr(weights_module, "digest", lambda t: (hashed.update([id(t)]), digest(t))[1])
+    monkeypatch.setattr(weights_module, "digests", lambda ts: (hashed.update(map(id, ts)), digests(ts))[1])
     engine: Any = Receiver()
     ledger, tensors = WeightLedger(), weights()
     sent = ledger.send(engine, tensors.items(), 0)

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.forward_pass import score
 from mm_grpo.learner.lora import merged_tensors
 from mm_grpo.learner.model import load_model
-from mm_grpo.learner.score import score
 from mm_grpo.learner.state import load_weights, state_file
 from mm_grpo.processors.base import load_processor
 from mm_grpo.run.paths import RunPaths
