@@ -336,16 +336,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
     from mm_grpo.rollout.vllm.engine import VLLMEngine
 
     dtype = str(model.dtype).removeprefix("torch.")
-    settings = vllm_settings(config, processor, dtype, context_of(model.config))
-    try:
-        return VLLMEngine(settings, processor)
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("vllm"):
-            raise
-        raise ConfigError(
-            "rollout.engine = 'vllm': vLLM is not installed; install mm_grpo[vllm] on a GPU machine, "
-            "mm_grpo[cpu] on a CPU, or use rollout.engine=transformers"
-        ) from None
+    return VLLMEngine(vllm_settings(config, processor, dtype, context_of(model.config)), processor)
 
 
 def own_address(url: str) -> str:
