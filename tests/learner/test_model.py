@@ -20,7 +20,7 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.build import Parts, build_parts
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.model import adopt_model, check_saveable, load_model
+from mm_grpo.learner.model import adopt_model, check_saveable, load_model, resolve_device
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
 
@@ -316,3 +316,14 @@ def test_another_model_than_the_path_is_refused(models: dict[str, Path]) -> None
     ):
         adopt_model(model, config, FAMILY, from_path="engine")
     adopt_model(model, config, FAMILY, from_path="processor")
+
+
+def test_a_gpu_that_is_not_the_process_s_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM, NCCL and other threads would take the first one."""
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: None)  # both GPUs are there
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ConfigError, match=r"model.device = 'cuda:1'.*CUDA_VISIBLE_DEVICES=1"):
+        resolve_device("cuda:1")
+    assert resolve_device("cuda:0") == torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
