@@ -60,7 +60,8 @@ class ModelConfig(Section):
     freeze_vision: bool = False
     """Leave the weights of the vision tower as they are. Default: false."""
     device: Device = "auto"
-    """Where the model is held: cpu, cuda or cuda:N; auto is a GPU if there is one, else cpu. Default: auto."""
+    """Where the model is held: cpu or cuda; auto is a GPU if there is one, else cpu. cuda:N has to be the process's own
+    GPU; another one is chosen with CUDA_VISIBLE_DEVICES. Default: auto."""
 
 
 class DataConfig(Section):

@@ -21,8 +21,9 @@ from rich.table import Table
 from mm_grpo.build import plan_run, processor_of
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.environments.toolbox import toolbox_of
-from mm_grpo.errors import DataError, UserError
+from mm_grpo.errors import ConfigError, DataError, UserError
 from mm_grpo.pages.check_page import ROWS, CheckPage
+from mm_grpo.preflight.estimate import checkpoint_note
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
 from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.processors.model_folder import read_config
@@ -94,6 +95,8 @@ def check_config(  # noqa: PLR0915
         notes.append(
             "rollout.server.urls = []: train with --serve N, or name the servers of `mm-grpo serve` there"
         )
+    with suppress(ConfigError):  # of a model that the estimate cannot read
+        notes += filter(None, [checkpoint_note(config)])
     reports: dict[str, list[RewardReport]] = {}
     for name, dataset in sets.items():
         conversational = True
