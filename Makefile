@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-long test-all test-lowest test-random lint bench gpu-proof docs requirements
+.PHONY: help setup demo test test-long test-all test-lowest test-random lint bench gpu-proof gpu-wheels docs requirements
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
@@ -82,14 +82,21 @@ bench: setup  ## measure against TRL on the CPU, in about twenty minutes; ends i
 	$(BIN)/python benchmarks/plot.py
 	$(BIN)/python benchmarks/readme.py
 
-# A GPU machine has its own torch, which the pins of requirements/cpu.txt would replace: PYTHON runs with what it has.
-gpu-proof: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+# A GPU machine has its own torch, which the pins of requirements/cpu.txt would replace: PYTHON runs with what it has,
+# and with the wheels of WHEELS. PART=1 to 3 is ten minutes of it.
+FOLDER ?= benchmarks/results/gpu
+gpu-proof: export PYTHONPATH := $(CURDIR)$(if $(WHEELS),:$(abspath $(WHEELS))/site)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-proof: $(if $(DRY),setup)  ## measure on a GPU with the packages of PYTHON, in 40 minutes; DRY=1 tries it on a CPU
 ifdef DRY
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_proof.py --dry
 else
-	$(PYTHON) benchmarks/gpu_proof.py; status=$$?; $(PYTHON) benchmarks/readme.py && exit $$status
+	$(if $(WHEELS),$(PYTHON) -m pip install -q --no-index --no-deps --upgrade --target $(WHEELS)/site $(WHEELS)/*.whl)
+	$(PYTHON) benchmarks/gpu_proof.py --folder $(FOLDER) $(if $(PART),--part $(PART)); status=$$?; \
+	$(PYTHON) benchmarks/readme.py benchmarks/results/cpu $(FOLDER) && exit $$status
 endif
+
+gpu-wheels:  ## download what gpu-proof needs on a GPU machine without an index (VLLM=0.25.1: with vLLM)
+	$(PYTHON) benchmarks/gpu_wheels.py build/gpu-wheels $(if $(VLLM),--vllm $(VLLM))
 
 # The reference is read out of the source without importing it, so none of our own dependencies are installed.
 docs: .venv-docs/.ready  ## build the site of docs/ in build/docs, links checked

@@ -50,6 +50,14 @@ PROMPTS = 2
 """P: groups of one update, each a pack of its own, so that the second pack meets the gradients of the first."""
 TOKENS = 256
 """T: tokens of a completion."""
+WHOLE = 16384
+"""Tokens of a pack as runs have them, which holds several groups."""
+CASES = (
+    ("lora", 8, 448, True, False), ("full", 8, 1024, True, False), ("lora", 8, 448, True, True),
+    ("full", 8, 448, True, True), ("full", 8, 448, False, False), ("lora", 8, 448, False, False),
+    ("lora", 16, 1024, True, False), ("full", 16, 448, True, True),
+)  # fmt: skip
+"""Weights trained, G, size of the image, checkpointing, whole packs; what is asked for most stands first."""
 FACTORS = {
     "full": {"layers": 3, "attention": 3, "head": 3, "tower": 3},
     "lora": {"layers": 2, "attention": 3, "head": 2, "tower": 1},
@@ -72,7 +80,7 @@ def attention_cases() -> dict[str, Case]:
             attention, heads=HEADS[model], dtype=dtype, pack=shape
         )
         for model in HEADS
-        for dtype in (torch.bfloat16, torch.float32)
+        for dtype in (torch.bfloat16,)  # the kernels of fp32 spill, and no run takes them unasked
         for pack, shape in PACKS.items()
     }
 
@@ -162,15 +170,13 @@ def _stand_in(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tens
 
 
 def learner_cases(model: str) -> dict[str, Case]:
-    """Updates of one model: G, size of the image, checkpointing, all weights or adapters."""
+    """Updates of one model: all weights or adapters, G, size of the image, checkpointing, size of a pack."""
     return {
-        f"{train}, G {count}, {side} px, {'checkpointing' if again else 'no checkpointing'}": partial(
-            learner, name=model, train=train, count=count, side=side, checkpointing=again
+        f"{train}, G {count}, {side} px, {'checkpointing' if again else 'no checkpointing'}"
+        + (", whole packs" if whole else ""): partial(
+            learner, name=model, train=train, count=count, side=side, checkpointing=again, whole=whole
         )
-        for train in ("full", "lora")
-        for count in (8, 16)
-        for side in (448, 1024)
-        for again in (True, False)
+        for train, count, side, again, whole in CASES
     }
 
 
@@ -224,8 +230,10 @@ class Watched:
         self.meter.reset()
 
 
-def learner(setting: Setting, name: str, train: str, count: int, side: int, checkpointing: bool) -> Row:
-    """Updates on PROMPTS groups: seconds, tokens, utilisation and memory, beside the estimate."""
+def learner(
+    setting: Setting, name: str, train: str, count: int, side: int, checkpointing: bool, whole: bool
+) -> Row:
+    """Updates on PROMPTS packs, of a group each or `whole`: seconds, utilisation, memory beside the estimate."""
     machine, tokens = setting.machine, setting.of(TOKENS, 6)
     count, side = setting.of(count, count // 4), setting.of(side, side // 8)
     config, parts = config_and_processor(name, setting)
@@ -234,14 +242,16 @@ def learner(setting: Setting, name: str, train: str, count: int, side: int, chec
         processor = load_processor(made, max_pixels=side**2)
         meter = Meter(machine.device)
         model = make_model(config, parts, machine)
-        prompts = [make_prompt(processor, side, seed=number) for number in range(PROMPTS)]
-        length = len(prompts[0].token_ids)
-        pack = -(-(length + count * tokens) // flex.BLOCK) * flex.BLOCK
+        length = len(make_prompt(processor, side, seed=0).token_ids)
+        groups_each = max(1, setting.of(WHOLE, 512) // (length + count * tokens)) if whole else 1
+        size = PROMPTS * groups_each
+        prompts = [make_prompt(processor, side, seed=number) for number in range(size)]
+        pack = -(-groups_each * (length + count * tokens) // flex.BLOCK) * flex.BLOCK
         given = GRPOConfig.from_dict(
             {
                 "model": {"path": made, "lora": {"rank": 16} if train == "lora" else None},
                 "rollout": {
-                    "prompts_per_step": PROMPTS, "num_generations": count, "max_completion_length": tokens,
+                    "prompts_per_step": size, "num_generations": count, "max_completion_length": tokens,
                 },
                 "optim": {
                     "gradient_checkpointing": checkpointing, "max_tokens_per_pack": pack,
@@ -265,21 +275,22 @@ def learner(setting: Setting, name: str, train: str, count: int, side: int, chec
     assert update_norm > 0, "the update changed no weight"
     patches = patches_of(prompts[0])
     by_part = forward_flops(model, length, count, tokens, patches)
-    work = PROMPTS * sum(FACTORS[train][part] * flops for part, flops in by_part.items())
+    work = size * sum(FACTORS[train][part] * flops for part, flops in by_part.items())
     taken, of_update = statistics.median(seconds), statistics.median(optimizing)
     estimate = learner_memory(
         ModelSizes.of(model),
         tokens=pack,
         checkpointing=checkpointing,
         gpu=machine.device.type == "cuda",
-        pixels=sum(patches) * config.vision_config.patch_size**2,
+        pixels=groups_each * sum(patches) * config.vision_config.patch_size**2,
     )
     resting = weights + optimizer
     return {
-        "model": name, "train": train, "P": PROMPTS, "G": count, "T": tokens, "L": length, "side": side,
+        "model": name, "train": train, "P": size, "pack": pack, "G": count, "T": tokens, "L": length, "side": side,
         "checkpointing": checkpointing, "flex": made_learner.module.masks.flex,
         "seconds": taken, "seconds_optimizer": of_update,
-        "tokens_per_second": PROMPTS * (length + count * tokens) / taken,
+        "samples_per_second": size * count / taken,
+        "tokens_per_second": size * (length + count * tokens) / taken,
         "flops": work, "peak": setting.peak, "peak_from": setting.peak_from,
         "mfu": work / taken / setting.peak, "mfu_passes": work / (taken - of_update) / setting.peak,
         "bytes_weights": weights, "bytes_optimizer": optimizer,

@@ -1,15 +1,18 @@
 """What this package does on a GPU, in stages that one command runs: `make gpu-proof`.
 
-    python benchmarks/gpu_proof.py [--stages run,trl] [--minutes 40] [--folder DIR] [--peak-tflops 989]
+    python benchmarks/gpu_proof.py [--part 1] [--stages run,trl] [--minutes 9] [--folder DIR] [--peak-tflops 989]
     python benchmarks/gpu_proof.py --dry [--without vllm]
 
-    tests             pytest tests/gpu
-    attention         FlexAttention against plain attention at the packs of the learner: exactness, seconds, bytes
     learner-MODEL     updates of Qwen2.5-VL-3B and Qwen3-VL-4B with random weights: seconds, tokens/s, share of the
                       GPU's peak (MFU), memory
-    trl               loss and backward of the same batch by TRL's trainer
     run               a short run of the 3B with the embedded engine, every guard on
-    vllm-sleep-LEVEL  the same with vLLM on the same GPU, which sleeps while the learner works
+    trl               loss and backward of the same batch by TRL's trainer, each side alone
+    vllm-sleep-LEVEL  the run with vLLM on the same GPU, which sleeps while the learner works
+    attention         FlexAttention against plain attention at the packs of the learner: exactness, seconds, bytes
+    tests             pytest tests/gpu
+
+A part is some of them, what is asked for most first, in the ten minutes that a borrowed machine may give: its results
+and logs are DIR/part-N.tar.gz at its end. Compiled kernels stay in DIR, for the stages and parts that follow.
 
 Each stage runs in a process of its own, at most LIMIT seconds, and writes DIR/STAGE.json after each of its cases:
 {"stage", "status", "reason", "versions", "seconds", "rows"}. The status is one of
@@ -38,6 +41,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -46,7 +50,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Machine, positive, rounded, versions
+
+try:
+    from common import Machine, positive, rounded, versions
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: `make gpu-wheels` collects what a machine without an index lacks")
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -55,21 +63,24 @@ LIMIT = 530
 LEAST = 30
 """Seconds below which none is started: imports alone take that long."""
 NEEDS: dict[str, tuple[str, ...]] = {
-    "tests": ("pytest", "pytest_timeout", "hypothesis"),
-    "attention": (),
     "learner-qwen2_5_vl-3b": ("peft",),
-    "learner-qwen3_vl-4b": ("peft",),
-    "trl": ("trl", "datasets"),
     "run": (),
-    "vllm-sleep-1": ("vllm",),
+    "trl": ("trl", "datasets"),
     "vllm-sleep-2": ("vllm",),
+    "attention": (),
+    "learner-qwen3_vl-4b": ("peft",),
+    "tests": ("pytest", "pytest_timeout", "hypothesis"),
+    "vllm-sleep-1": ("vllm",),
 }
 """The stages, in order, and the packages that each imports beside mm_grpo's own."""
+PARTS = {1: list(NEEDS)[:1], 2: list(NEEDS)[1:3], 3: list(NEEDS)[3:]}
 NAMED = ("accelerate", "peft", "trl", "vllm", "deepspeed", "flash_attn", "fla", "triton")
 """Packages, as they are imported, whose versions stand in every result; null is one that is not installed."""
 PEAKS = {"H100": 989.4, "H200": 989.4, "A100": 312.0}
 """Data sheets' TFLOP/s of dense products in bfloat16, of the SXM cards."""
 OUT_OF_MEMORY = "out of memory"
+ALLOCATOR = "expandable_segments:True"
+"""What the command mm-grpo sets of PYTORCH_CUDA_ALLOC_CONF, where nobody else has."""
 
 Result = dict[str, Any]
 
@@ -115,7 +126,8 @@ def machine_of(args: argparse.Namespace) -> Machine:
 def _versions(args: argparse.Namespace) -> dict[str, Any]:
     found = versions(machine_of(args)) | {"cuda": torch.version.cuda}
     sources = packages_distributions()  # vLLM's for a CPU has another name
-    return found | {name: version(sources[name][0]) if name in sources else None for name in NAMED}
+    found |= {name: version(sources[name][0]) if name in sources else None for name in NAMED}
+    return found | {"allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ALLOCATOR)}
 
 
 def _empty(stage: str, args: argparse.Namespace, now: Mapping[str, Any], **more: Any) -> Result:
@@ -199,7 +211,13 @@ def start(stages: list[str], args: argparse.Namespace, seconds: float) -> tuple[
     command += ["--dry"] if args.dry else []
     command += ["--peak-tflops", str(args.peak_tflops)] if args.peak_tflops else []
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    kept = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    environment = {
+        **{name: str(args.folder / folder) for name, folder in kept.items()},
+        "PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR,
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     log = args.folder / f"{stages[0]}.log"
     with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(
@@ -255,9 +273,19 @@ def run_all(args: argparse.Namespace) -> bool:
     for stage in args.stages:
         if stage not in due:
             show(args.folder, stage)
-    print(f"results: {args.folder}")
+    print(f"results: {archive(args) if args.part else args.folder}")
     found_status = {read(args.folder / f"{stage}.json")["status"] for stage in args.stages}
     return found_status <= {"done", "not run"}
+
+
+def archive(args: argparse.Namespace) -> Path:
+    """Results and logs of a part in one file."""
+    target: Path = args.folder / f"part-{args.part}.tar.gz"
+    with tarfile.open(target, "w:gz") as packed:
+        for file in sorted(args.folder.iterdir()):
+            if file.stem in args.stages and file.suffix in (".json", ".log"):
+                packed.add(file, file.name)
+    return target
 
 
 def show(folder: Path, stage: str) -> None:
@@ -269,9 +297,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stages", type=_stages, default=list(NEEDS), help="of those above, with commas")
+    parser.add_argument(
+        "--part", type=int, choices=PARTS, help="stages of ten minutes, and one archive of them"
+    )
+    parser.add_argument("--stages", type=_stages, help="of those above, with commas")
     parser.add_argument("--folder", type=Path, help="of the results (benchmarks/results/gpu)")
-    parser.add_argument("--minutes", type=positive, default=40, help="for all stages together (40)")
+    parser.add_argument("--minutes", type=positive, help="for all stages together (9 for a part, else 40)")
     parser.add_argument(
         "--peak-tflops",
         type=float,
@@ -289,6 +320,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.folder is None:
         args.folder = Path(tempfile.mkdtemp(prefix="gpu-proof-")) if args.dry else RESULTS
     args.folder = args.folder.absolute()
+    args.stages = args.stages or PARTS.get(args.part, list(NEEDS))
+    args.minutes = args.minutes or (9 if args.part else 40)
     if args.dry and RESULTS in (args.folder, *args.folder.parents):
         parser.error(f"--folder {args.folder}: a dry run's figures mean nothing; name another folder")
     if args.child:

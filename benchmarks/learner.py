@@ -17,6 +17,7 @@ sitting to those that the file has of equal versions, and its rows hold medians 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import statistics
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,17 +158,28 @@ def gap(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: torch.dtype) 
     return found
 
 
+def batch(size: str, shape: tuple[int, int, int]) -> tuple[Processor, Prompt, Tensor, Tensor]:
+    """Processor and prompt of a shape, G random answers [G, T] and their advantages [G]."""
+    count, tokens, side = shape
+    processor = load_shapes_processor(max(448, side) ** 2)
+    generator = torch.Generator().manual_seed(2)
+    words = SIZES[size][0]["vocab_size"]
+    answers = torch.randint(FIRST_WORD, words, (count, tokens), generator=generator)
+    return processor, make_prompt(processor, side), answers, torch.randn(count, generator=generator)
+
+
+def about(name: str, size: str, shape: tuple[int, int, int], prompt: Prompt) -> dict[str, Any]:
+    """What a row says of its shape."""
+    count, tokens, side = shape
+    kind = "image" if side else "text"
+    return {"shape": name, "size": size, "G": count, "T": tokens, "L": len(prompt.token_ids), "kind": kind}
+
+
 def measure(
     name: str, rounds: int, size: str, machine: Machine, shape: tuple[int, int, int]
 ) -> dict[str, Any]:
     """One shape: gradients compared, then both sides timed."""
-    count, tokens, side = shape
-    processor = load_shapes_processor(max(448, side) ** 2)
-    prompt = make_prompt(processor, side)
-    generator = torch.Generator().manual_seed(2)
-    words = SIZES[size][0]["vocab_size"]
-    answers = torch.randint(FIRST_WORD, words, (count, tokens), generator=generator)
-    advantages = torch.randn(count, generator=generator)
+    processor, prompt, answers, advantages = batch(size, shape)
     # a model each, with equal weights: ours has its attention and its tower changed
     model, their_model = (make_model(processor, size, machine) for _ in range(2))
     ours = Ours(model, processor, prompt, answers, advantages)
@@ -184,14 +197,53 @@ def measure(
         seconds = interleaved(  # the comparison of the gradients was the warm round
             {"ours": ours, "trl": theirs}, rounds, machine, warm=0, before=forget
         )
-    length = len(prompt.token_ids)
-    return {
-        "shape": name, "size": size, "G": count, "T": tokens, "L": length,
-        "kind": "image" if side else "text",
+    row = about(name, size, shape, prompt)
+    return row | {
         "ratio": seconds["trl"] / seconds["ours"],
         "seconds_ours": seconds["ours"], "seconds_trl": seconds["trl"],
-        "gradient_gap": gradient_gap, "flops": flops(model, length, count, tokens, patches_of(prompt)),
+        "gradient_gap": gradient_gap,
+        "flops": flops(model, row["L"], row["G"], row["T"], patches_of(prompt)),
     }  # fmt: skip
+
+
+def apart(
+    name: str, rounds: int, size: str, machine: Machine, shape: tuple[int, int, int], checkpointing: bool
+) -> dict[str, Any]:
+    """One shape where the device may not hold both: each side is timed alone, and gone before the other comes.
+
+    A side that the device has no memory for is `fault_ours` or `fault_trl`: a result beside the other's.
+    """
+    processor, prompt, *rest = batch(size, shape)
+    row = about(name, size, shape, prompt) | {"checkpointing": checkpointing}
+    found: dict[str, dict[str, Tensor]] = {}
+
+    def alone(side: str, folder: str) -> None:
+        model = make_model(processor, size, machine)
+        row["flops"] = flops(model, row["L"], row["G"], row["T"], patches_of(prompt))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        given = (model, processor, prompt, *rest)
+        run = Ours(*given) if side == "ours" else TRL(*given, folder)
+        found[side] = gradients(model, run)
+        clear = partial(model.zero_grad, set_to_none=True)
+        row[f"seconds_{side}"] = interleaved({side: run}, rounds, machine, warm=0, before=clear)[side]
+
+    for side in ("ours", "trl"):
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                alone(side, folder)
+        except torch.OutOfMemoryError:
+            row[f"fault_{side}"] = "out of memory"
+        gc.collect()
+        if machine.device.type == "cuda":
+            torch.cuda.empty_cache()
+    if len(found) == 2:
+        row["ratio"] = row["seconds_trl"] / row["seconds_ours"]
+        try:
+            row["gradient_gap"] = gap(found["ours"], found["trl"], machine.dtype)
+        except AssertionError as error:
+            row["fault"] = str(error)
+    return row
 
 
 def shapes(text: str) -> dict[str, tuple[int, int, int]]:

@@ -238,21 +238,79 @@ def gpu_learner(results: Sequence[Result]) -> list[list[str]]:
 
 def gpu_trl(results: Sequence[Result]) -> list[list[str]]:
     table = [["case", "L", "ours, s", "TRL, s", "TRL / ours", "our MFU", "TRL's MFU"]]
-    for r in _rows_of(results, "trl", "seconds_ours"):
-        times = [f"{r['seconds_ours']:.3f}", f"{r['seconds_trl']:.3f}", f"{r['ratio']:.2f}"]
-        table.append([r["case"], str(r["L"]), *times, f"{r['mfu_ours']:.0%}", f"{r['mfu_trl']:.0%}"])
+    for r in _rows_of(results, "trl", "L"):
+        sides = ("ours", "trl")
+        times = [_figure(r, f"seconds_{s}", "{:.3f}") or r.get(f"fault_{s}", "") for s in sides]
+        shares = [_figure(r, f"mfu_{side}", "{:.0%}") for side in sides]
+        table.append([r["case"], str(r["L"]), *times, _figure(r, "ratio", "{:.2f}"), *shares])
     return table
 
 
 def gpu_runs(results: Sequence[Result]) -> list[list[str]]:
     phases = ("step", "rollout", "learner", "sync", "sleep", "wake")
-    table = [["run", *(f"{phase}, s" for phase in phases), "log-prob gap", "canary moved", "canary gap"]]
+    memory = ("learner", "rollout")
+    table = [
+        [
+            "run",
+            "samples/s",
+            *(f"{phase}, s" for phase in phases),
+            "log-prob gap",
+            "canary moved",
+            "canary gap",
+        ]
+    ]
+    table[0] += [f"{phase}, GB" for phase in memory]
     for stage in ("run", "vllm-sleep-1", "vllm-sleep-2"):
         for r in _rows_of(results, stage, "seconds_step"):
             times = [f"{r['seconds_' + p]:.2f}" if f"seconds_{p}" in r else "" for p in phases]
             canary = [f"{r[k]:.1e}" if k in r else "" for k in ("canary_moved", "canary_gap_mean")]
-            table.append([r["case"], *times, f"{r['logp_gap_mean']:.1e}", *canary])
+            sizes = [f"{r['bytes_' + p] / GB:.1f} / {r['estimate_' + p] / GB:.1f}" for p in memory]
+            rate = f"{r['samples_per_second']:.2f}"
+            table.append([r["case"], rate, *times, f"{r['logp_gap_mean']:.1e}", *canary, *sizes])
     return table
+
+
+LEARNER, WHOLE = "learner-qwen2_5_vl-3b", "G 8, 448 px, checkpointing, whole packs"
+HEADLINES = (
+    ("samples per second and GPU, vLLM", "vllm-sleep-2", "samples_per_second", "{:.2f}"),
+    ("samples per second and GPU, embedded engine", "run", "samples_per_second", "{:.2f}"),
+    (
+        "MFU of an update, LoRA",
+        f"{LEARNER}/lora, {WHOLE}",
+        "mfu",
+        "{:.0%}",
+    ),
+    (
+        "MFU of an update, all weights",
+        f"{LEARNER}/full, {WHOLE}",
+        "mfu",
+        "{:.0%}",
+    ),
+    ("TRL's time / ours, loss and backward", "trl/G 8, 448 px, checkpointing", "ratio", "{:.2f}"),
+    ("peak while it learns / its estimate", "vllm-sleep-2", "bytes_learner/estimate_learner", "{:.2f}"),
+    ("peak while it samples / its estimate", "vllm-sleep-2", "bytes_rollout/estimate_rollout", "{:.2f}"),
+    ("seconds of a weight sync", "vllm-sleep-2", "seconds_sync", "{:.2f}"),
+    ("seconds of a wake", "vllm-sleep-2", "seconds_wake", "{:.2f}"),
+)
+"""What is asked first of a GPU, all of the 3B: stage (and case), key (or a ratio of two), format."""
+
+
+def gpu_headline(results: Sequence[Result]) -> list[list[str]]:
+    """A figure a line; a cell stays empty until it is measured."""
+    table = [["Qwen2.5-VL-3B", "measured"]]
+    for title, place, key, form in HEADLINES:
+        stage, _, case = place.partition("/")
+        rows = [r for r in _rows_of(results, stage) if not case or r["case"] == case]
+        table.append([title, _figure(rows[0], key, form) if rows else ""])
+    return table
+
+
+def _figure(row: Row, key: str, form: str) -> str:
+    """A value, or the ratio of two; "" where a row has none."""
+    keys = key.split("/")
+    if any(k not in row for k in keys):
+        return ""
+    return form.format(row[keys[0]] / (row[keys[1]] if len(keys) > 1 else 1))
 
 
 def _rows_of(results: Sequence[Result], stage: str, key: str = "case") -> list[Row]:
@@ -261,6 +319,7 @@ def _rows_of(results: Sequence[Result], stage: str, key: str = "case") -> list[R
 
 
 GPU_TABLES: dict[str, Callable[[Sequence[Result]], list[list[str]]]] = {
+    "gpu-headline": gpu_headline,
     "gpu-stages": gpu_stages,
     "gpu-attention": gpu_attention,
     "gpu-learner": gpu_learner,

@@ -15,42 +15,27 @@ PAGE = Path(__file__).with_name("choosing.md")
 CARDS = (24, 48, 80)
 
 
-def qwen3_vl(hidden: int, inner: int, tower: tuple[int, int, int], tie: bool) -> dict[str, Any]:
-    """The shapes of a dense Qwen3-VL, as its config.json has them; `tower` is depth, hidden and inner size."""
-    depth, width, wide = tower
-    text = {
-        "model_type": "qwen3_vl_text", "hidden_size": hidden, "intermediate_size": inner, "head_dim": 128,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
-        "max_position_embeddings": 262144, "tie_word_embeddings": tie,
-        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
-    }  # fmt: skip
-    vision = {
-        "depth": depth, "hidden_size": width, "intermediate_size": wide, "num_heads": 16, "patch_size": 16,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304, "out_hidden_size": hidden,
-        "deepstack_visual_indexes": [5, 11, 17] if depth == 24 else [8, 16, 24],
-    }  # fmt: skip
+def qwen2_5_vl(
+    hidden: int, inner: int, layers: int, heads: tuple[int, int], words: int, tie: bool
+) -> dict[str, Any]:
+    """The shapes of a Qwen2.5-VL, as its config.json has them; `heads` with those of keys and values."""
     return {
-        "model_type": "qwen3_vl",
-        "tie_word_embeddings": tie,
-        "text_config": text,
-        "vision_config": vision,
-    }
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen2.5-VL-3B": {
-        "model_type": "qwen2_5_vl", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 128000,
-        "tie_word_embeddings": True, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "model_type": "qwen2_5_vl", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "vocab_size": words,
+        "max_position_embeddings": 128000, "tie_word_embeddings": tie,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
         "vision_config": {
             "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 2048, "window_size": 112,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden, "window_size": 112,
             "fullatt_block_indexes": [7, 15, 23, 31],
         },
-    },
-    "Qwen3-VL-4B": qwen3_vl(2560, 9728, (24, 1024, 4096), tie=True),
-    "Qwen3-VL-8B": qwen3_vl(4096, 12288, (27, 1152, 4304), tie=False),
-}  # fmt: skip
+    }  # fmt: skip
+
+
+MODELS = {
+    "Qwen2.5-VL-3B": qwen2_5_vl(2048, 11008, 36, (16, 2), 151_936, tie=True),
+    "Qwen2.5-VL-7B": qwen2_5_vl(3584, 18944, 28, (28, 4), 152_064, tie=False),
+}
 """Shapes from the models' published config.json files, as assumed here."""
 
 START, END = "<!-- cards: written by docs/make_memory.py -->", "<!-- end of the cards -->"
@@ -78,8 +63,8 @@ def cards() -> str:
 
 def cell(path: Path, lora: dict[str, int] | None, card: int) -> str:
     found = fit_sentence(what_fits(config_of(path, lora), card * GB, processes=1), card)
-    short = found.replace(f" on {card} GB", "").replace("fits with", "with").replace("fits (", "yes (")
-    return short.partition(", whatever")[0]
+    short = found.replace(f" on {card} GB", "").partition(", whatever")[0]
+    return short.replace("does not fit", "refused").replace("fits with", "refused without")
 
 
 def config_of(path: Path, lora: dict[str, int] | None) -> GRPOConfig:

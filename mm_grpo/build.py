@@ -355,15 +355,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
     settings = vllm_settings(config, processor, dtype, context_of(model.config))
     if lora is not None and has_adapters(model):
         settings = replace(settings, lora_rank=lora.rank, lora_vision=lora.vision)
-    try:
-        return VLLMEngine(settings, processor)
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("vllm"):
-            raise
-        raise ConfigError(
-            "rollout.engine = 'vllm': vLLM is not installed; install mm_grpo[vllm] on a GPU machine, "
-            "mm_grpo[cpu] on a CPU, or use rollout.engine=transformers"
-        ) from None
+    return VLLMEngine(settings, processor)
 
 
 def own_address(url: str) -> str:

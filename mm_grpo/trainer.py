@@ -31,6 +31,7 @@ from mm_grpo.pages.report import LivePage, check_expected
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.preflight.memory import run_sentence
+from mm_grpo.preflight.out_of_memory import memory_explained, refuse_too_large
 from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.collect import Collector, Rollout
@@ -146,6 +147,8 @@ class GRPOTrainer:
     def _load(self, model: Any, processor: Processor | None) -> None:
         """Load the model and start the engine."""
         config, plan = self.config, self.plan
+        if model is None:
+            refuse_too_large(config, processes=self.ranks.world)
         # adapters are drawn from the run's seed, and the caller's random numbers go on as they were
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(config.run.seed % 2**63)
@@ -264,11 +267,12 @@ class GRPOTrainer:
     def _step(self, step: int) -> dict[str, float]:
         """Prompts, completions, rewards, advantages, update and sync of one step; returns its metrics.
 
-        The engine sleeps while the learner works, unless it samples ahead; a step that fails leaves it as it is.
+        The engine sleeps while the learner works, unless it samples ahead, and new weights wake it; a step that fails
+        leaves it as it is.
         """
         ranks, algorithm, guards = self.ranks, self.config.algorithm, self.guards
         times = dict[str, float]()
-        with timed(times, "step_time"):
+        with timed(times, "step_time"), memory_explained(self.learner):
             rollout = self.pipeline.take(step)  # prompts, completions, rewards, advantages (`collect_step`)
             groups = rollout.groups
             with ranks.fail_together("guards"):
@@ -291,7 +295,6 @@ class GRPOTrainer:
 
             self.pipeline.drain(step)
             with timed(times, "time/sync"), ranks.fail_together("weight sync"):
-                self.pipeline.wake()
                 own = report.gaps.get(self.sync.version)
                 synced = self.sync.update(step, canary, noise=0.0 if own is None else own.max)
                 guards.apply("logp_gap", synced.problem, step)
@@ -352,7 +355,8 @@ class GRPOTrainer:
         done, kept, log = self._restore()
         with self.ranks.fail_together("starting"):
             if self.ranks.first:
-                run.start(self.config.to_yaml(), rewards=rewards_of(self.scorer.specs))
+                rewards = rewards_of(self.scorer.specs)
+                run.start(self.config.to_yaml(), rewards=rewards, sampler=self.engine.sampler)
                 run.cut_after(done, log)
                 if done and run.paths.metrics.exists():
                     self.guards.replay(iter_metrics(run.paths.metrics))

@@ -93,7 +93,13 @@ def main() -> None:
         os._exit(code)
 
 
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+"""Packs are of ever new sizes, which leave holes in torch's cache. By its older name, the one that vLLM 0.25 reads."""
+
+
 def _main() -> None:  # noqa: C901
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault(*ALLOCATOR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not what a test has put in its place
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows the rest of a message

@@ -85,7 +85,8 @@ class ModelConfig(Section):
     freeze_vision: bool = False
     """Leave the weights of the vision tower as they are. Default: false."""
     device: Device = "auto"
-    """Where the model is held: cpu, cuda or cuda:N; auto is a GPU if there is one, else cpu. Default: auto."""
+    """Where the model is held: cpu or cuda; auto is a GPU if there is one, else cpu. cuda:N has to be the process's own
+    GPU; another one is chosen with CUDA_VISIBLE_DEVICES. Default: auto."""
 
 
 class DataConfig(Section):
@@ -191,9 +192,9 @@ class VLLMConfig(Section):
     """Most images in one prompt, >= 1; null is what the rows have. Default: null."""
     gpu_memory_utilization: Number = Field(default=0.3, gt=0, le=1)
     """Share of a GPU's memory that vLLM may hold, > 0 and <= 1. Default: 0.3."""
-    sleep_level: Literal[0, 1, 2] = 0
+    sleep_level: Literal[0, 1, 2] = 2
     """What a GPU engine frees while the learner works: 0 nothing; 1 its caches are dropped, and its weights wait in the
-    host's memory; 2 its weights are dropped too, and sent again. Default: 0."""
+    host's memory; 2 its weights are dropped too, and sent again. Default: 2."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vllm.LLM, as {name: value}. Default: {}."""
 

@@ -148,8 +148,11 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(
             f"model.device = '{name}' cannot be used here ({str(error).splitlines()[0]}); legal are auto, cpu, cuda"
         ) from None
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise ConfigError(
+            f"model.device = '{name}': vLLM and NCCL take this process's first GPU; write cuda, and choose a GPU with "
+            f"CUDA_VISIBLE_DEVICES={device.index}"
+        )
     return device
 
 
@@ -239,7 +242,8 @@ def _refuse_other_place(where: str, model: Any, config: ModelConfig, several: bo
         raise ConfigError(
             f"model.dtype = '{config.dtype}': {where} is in {str(dtype).removeprefix('torch.')}"
         )
-    if (config.device != "auto" or several) and _place(device) != _place(wanted):
+    bound = config.device != "auto" or several or device.type == "cuda"
+    if bound and _place(device) != _place(wanted):
         raise ConfigError(f"model.device = '{config.device}': {where} is on {device}, and not on {wanted}")
 
 

@@ -156,6 +156,7 @@ class VerifiedSync:
             return 0, 0
         with span("sending weights"):
             sent = self._ledger.send(self.engine, tensors, version)
+        self.engine.wake()  # not before: caches would take the memory that the weights pass through
         self.version = version
         return len(sent.digests), sent.bytes
 

@@ -6,5 +6,6 @@ gold_text     the right answer of a row to a reward
 doctor        `mm-grpo doctor`: engine against learner, before and after a real update
 memory        what one process of a run holds of its device, estimated
 estimate      `mm-grpo estimate`: that, from the model's config alone, and what makes it fit
+out_of_memory  runs that are larger than their GPU, refused before and explained after
 smoke         `--smoke`: a config that runs on any CPU in seconds
 """

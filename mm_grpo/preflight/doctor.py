@@ -23,6 +23,7 @@ from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, GuardStop
 from mm_grpo.health.duplicate_completions import duplicate_completions
 from mm_grpo.parity.gaps import PromptParity, compare, gap_of, past_limit
+from mm_grpo.preflight.out_of_memory import refuse_too_large
 from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
 from mm_grpo.terminal import byte_size, cell, print_line
 from mm_grpo.types import Completion, Group, Prompt
@@ -90,6 +91,7 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     rollout = config.rollout
     rows = load_train(config)
     plan, toolbox = plan_run(config, rows, at_least_an_epoch=True), toolbox_of(config, None, None)
+    refuse_too_large(config)
     parts = build_parts(_for_updates(config), 100, [rows], toolbox=toolbox)
     model, limit = parts.model, parts.sync.limit
     report.dtype, report.device = str(model.dtype).removeprefix("torch."), str(model.device)

@@ -1,8 +1,8 @@
 """`mm-grpo estimate`: what a config will hold of a GPU's memory, from the model's config.json alone.
 
 The model is built without weights (torch's meta device), so that every count of weights is exact; the arithmetic is
-that of memory.py, which the run prints at its start. CUDA's context is taken for 0.5 GB. A card of N GB has N * 10^9
-bytes. What does not fit is tried again with one setting more, in the order of what costs least.
+that of memory.py, which the run prints at its start. A card of N GB has N * 10^9 bytes. What does not fit is tried
+again with one setting more, in the order of what costs least.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mm_grpo.preflight.memory import (
     GB,
     ModelSizes,
     Phases,
+    in_gb,
     largest_pack,
     longest,
     memory_of_run,
@@ -35,13 +36,12 @@ from mm_grpo.preflight.memory import (
 from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.processors.qwen_vl import IMAGE_TOKENS, QwenVLFamily
+from mm_grpo.run.environment import memory_limit
 from mm_grpo.terminal import print_line
 
 PROCESSES = "--processes"
 CARDS = (24, 48, 80)
 """Sizes of GPUs [GB] that are shown beside what is asked for."""
-CONTEXT = GB // 2
-"""Bytes of CUDA's context."""
 FEWEST = 512
 """Fewest tokens of a pack that are tried."""
 
@@ -96,6 +96,25 @@ def phases(sizes: ModelSizes, image: Image, config: GRPOConfig, card: int, *, pr
     )
 
 
+def checkpoint_note(config: GRPOConfig) -> str:
+    """What is to be said before a run whose state in the host's memory is more than there is; "" where it fits."""
+    limit = memory_limit()
+    if limit is None or not (config.run.save_every or config.optim.offload_optimizer):
+        return ""
+    trained = sizes_of(config)[0].trained
+    copy, offloaded = (
+        12 * trained if config.run.save_every else 0,
+        16 * trained * config.optim.offload_optimizer,
+    )
+    if copy + offloaded <= limit:
+        return ""
+    return (
+        f"run.save_every, optim.offload_optimizer: a copy for a checkpoint ({in_gb(copy)}) and an optimizer in the "
+        f"host's memory ({in_gb(offloaded)}) are more than its {in_gb(limit)}; checkpoints will be written while the "
+        "run waits"
+    )
+
+
 # what helps ----------------------------------------------------------------------------------
 
 
@@ -129,7 +148,7 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
         if _fits(current, card):
             break
         found = tried({**taken, name: value})
-        if found.peak < current.peak or (current.fault and not found.fault):
+        if _excess(found, card) < _excess(current, card) or (current.fault and not found.fault):
             taken[name], current = value, found
     if not _fits(current, card):
         return None
@@ -140,7 +159,7 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
     shown = (
         f"{n} {v}" if n == PROCESSES else f"{n}={yaml_repr(v)}".replace("'", "") for n, v in taken.items()
     )
-    return Remedy(tuple(shown), current.peak + CONTEXT)
+    return Remedy(tuple(shown), current.peak)
 
 
 def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> Iterator[tuple[str, Any]]:
@@ -148,7 +167,7 @@ def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> 
     optim, vllm = config.optim, config.rollout.vllm
     if config.rollout.engine == "vllm":
         if vllm.sleep_level == 0:
-            yield "rollout.vllm.sleep_level", 1
+            yield "rollout.vllm.sleep_level", 2
         sequences = sizes.cache_token * longest(config) * config.rollout.num_generations
         share = -(-100 * (sizes.sent + FORWARD + sequences) // card) / 100
         if share <= 1 and share != vllm.gpu_memory_utilization:
@@ -172,7 +191,12 @@ def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> 
 
 
 def _fits(found: Phases, card: int) -> bool:
-    return not found.fault and found.peak + CONTEXT <= card
+    return not found.fault and found.peak <= card
+
+
+def _excess(found: Phases, card: int) -> int:
+    """Bytes that both phases are past the card: what helps one of them counts though the other is larger."""
+    return sum(max(0, sum(phase.values()) - card) for phase in (found.learner, found.rollout))
 
 
 # what is shown -------------------------------------------------------------------------------
@@ -222,13 +246,13 @@ def _table(found: Phases, card: float) -> Table:
     table = Table(title=f"GB of one process on a GPU of {card:g} GB")
     for title in ("", "while it learns", "while it samples"):
         table.add_column(title, justify="left" if not title else "right")
-    columns = [{**phase, "CUDA's context": CONTEXT} for phase in (found.learner, found.rollout)]
+    columns = [found.learner, found.rollout]
 
     def add(name: str, counts: Sequence[int]) -> None:
         if any(counts):
             table.add_row(name, *(f"{count / GB:.2f}" if count else "-" for count in counts))
 
-    for name in dict.fromkeys([*found.learner, *found.rollout, "CUDA's context"]):
+    for name in dict.fromkeys([*found.learner, *found.rollout]):
         add(name, [phase.get(name, 0) for phase in columns])
     table.add_section()
     add("sum", [sum(phase.values()) for phase in columns])

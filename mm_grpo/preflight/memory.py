@@ -1,4 +1,6 @@
-"""Estimate of a run's device memory, from the sizes of its model: printed at the start, and by `mm-grpo estimate`.
+"""Estimate of a run's device memory in both of its phases, from the sizes of its model.
+
+The run prints it at its start, `mm-grpo estimate` without one, and out_of_memory.py refuses what it says is too large.
 
 Each part is explained where it is computed: b are the bytes of a number of the weights, n the weights that are trained.
 With gradient checkpointing each layer keeps its input, and one at a time has everything.
@@ -29,7 +31,16 @@ CHUNK = 64
 PROMPT = 1024
 """Tokens of a prompt whose length nothing bounds."""
 FORWARD = GB
-"""Bytes that vLLM is taken to need for a forward of its own, beside weights and cache."""
+"""Bytes that vLLM is taken to need for a forward of its own, beside weights and cache, with launch.py's limits."""
+GRAPHS = 2 * GB
+"""Bytes that vLLM's CUDA graphs are taken for; some versions keep them while they sleep."""
+SCORED = 1024
+"""Most tokens of a prompt whose log-probs vLLM computes at once."""
+CONTEXT = GB // 2
+"""Bytes of CUDA's context."""
+
+EMBEDDED_CACHE = "cache of the embedded engine"
+"""Taken for rows of the longest prompts and completions, which those of a run may never be."""
 
 Bytes = dict[str, int]
 """By what they are for, in words."""
@@ -192,6 +203,16 @@ class Phases:
         """Bytes of the larger phase."""
         return max(sum(self.learner.values()), sum(self.rollout.values()))
 
+    def sentence(self, available: int) -> str:
+        """What each phase holds, and of what."""
+        phases = {"while it learns": self.learner, "while it samples": self.rollout}
+        said = [
+            f"{phase} {' + '.join(f'{name} {in_gb(size)}' for name, size in held.items() if size)} = "
+            f"{in_gb(sum(held.values()))}"
+            for phase, held in phases.items()
+        ]
+        return f"memory of one process, estimated: {'; '.join(said)}; of {in_gb(available)}"
+
 
 def memory_of_run(
     sizes: ModelSizes,
@@ -217,26 +238,32 @@ def memory_of_run(
         pixels=max_pixels * images_in_pack(config, processes),
         kept=kept_tokens(config),
     )
-    sampling = {name: learner[name] for name in ("weights", "reference", "optimizer")}
+    learner["CUDA's context"] = CONTEXT if gpu else 0
+    sampling = {name: learner[name] for name in ("weights", "reference", "optimizer", "CUDA's context")}
     length, fault = longest(config), ""
     if rollout.engine == "vllm" and gpu:
         share = round(device * rollout.vllm.gpu_memory_utilization)
         learner["vLLM"] = share if rollout.vllm.sleep_level == 0 else 0
-        sampling["vLLM"] = share
+        learner["vLLM's CUDA graphs"] = GRAPHS
+        # the canary's logits in fp32, and what the softmax makes of them
+        scores = 2 * 4 * sizes.vocabulary * min(SCORED, length)
+        sampling |= {"vLLM": share, "vLLM's CUDA graphs": GRAPHS, "vLLM's scores of a prompt": scores}
         cache = max(0, share - sizes.sent - FORWARD) // sizes.cache_token
         if cache < length:
             least = (sizes.sent + FORWARD + sizes.cache_token * length) / GB
             fault = f"vLLM's share of {share / GB:.1f} GB has no room for its weights and one sequence ({least:.1f} GB)"
+    elif rollout.engine == "vllm_server":
+        cache = 0
     else:
         rows = min(MAX_ROWS, -(-rollout.prompts_per_step // processes) * rollout.num_generations)
         cache = rows * length
-        sampling["cache of the embedded engine"] = cache * sizes.cache_token
+        sampling[EMBEDDED_CACHE] = cache * sizes.cache_token
     return Phases(learner, sampling, cache, fault)
 
 
 def run_sentence(learner: Learner) -> str:
-    """One line: what this process will hold of its device, what the device has, and where that is too little, what
-    helps. "" where the model's config does not name its axes as Llama's does."""
+    """One line: what this process will hold of its device in each phase, and what the device has. "" where the model's
+    config does not name its axes as Llama's does."""
     model, reference = learner.model, learner.reference.model if learner.reference is not None else None
     try:
         sizes = ModelSizes.of(model, reference if reference is not model else None)
@@ -247,13 +274,13 @@ def run_sentence(learner: Learner) -> str:
     found = memory_of_run(
         sizes, config, available, processes=processes, checkpointing=checkpointing,
         max_pixels=learner.processor.max_pixels, gpu=model.device.type == "cuda",
-    ).learner  # fmt: skip
-    how = f"of a pack of {largest_pack(config, processes)} tokens {'with' if checkpointing else 'without'} gradient"
-    names = {"activations": f"activations {how} checkpointing"}
-    parts = [f"{names.get(name, name)} {_in_gb(size)}" for name, size in found.items() if size]
-    total = sum(found.values())
-    line = f"memory of one process, estimated: {' + '.join(parts)} = {_in_gb(total)} of {_in_gb(available)}"
-    return line if total <= available else f"{line}: more than there is; `mm-grpo estimate` says what helps"
+    )  # fmt: skip
+    how = "with" if checkpointing else "without"
+    line = (
+        f"{found.sentence(available)} (packs of {largest_pack(config, processes)} tokens {how} checkpointing)"
+    )
+    more = "; more than there is: `mm-grpo estimate` says what helps" if found.peak > available else ""
+    return line + more
 
 
 def prompt_tokens(config: GRPOConfig) -> int:
@@ -329,9 +356,9 @@ def _vision(tower: VisionSizes, b: int, pixels: int, checkpointing: bool) -> int
     return inputs + kept
 
 
-def _in_gb(count: int) -> str:
+def in_gb(count: int) -> str:
     """
-    >>> _in_gb(23_456_789), _in_gb(7_510_000_000)
+    >>> in_gb(23_456_789), in_gb(7_510_000_000)
     ('0.023 GB', '7.5 GB')
     """
     return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e9:.2g} GB"

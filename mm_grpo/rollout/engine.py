@@ -108,7 +108,8 @@ class RequestStream(ABC):
 class RolloutEngine(ABC):
     """An engine that samples completions under the learner's weights.
 
-    It is awake once it is made. While the learner works it sleeps, and gives the device's memory back where it can.
+    It is awake once it is made. While the learner works it sleeps, and gives the device's memory back where it can. New
+    weights come before it is woken: `update_weights` takes back what it needs for them.
     """
 
     remote = False
@@ -119,6 +120,11 @@ class RolloutEngine(ABC):
     @property
     def sentence(self) -> str:
         """What it runs on, for the log; "" where there is nothing to say."""
+        return ""
+
+    @property
+    def sampler(self) -> str:
+        """What draws its samples, where a seed's samples are those of one version of it alone."""
         return ""
 
     @property

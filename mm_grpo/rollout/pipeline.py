@@ -82,10 +82,6 @@ class Synchronous:
     def settle(self) -> None:
         """Wait until nothing runs that an evaluation may not run beside."""
 
-    def wake(self) -> None:
-        """Give the device back to the engine."""
-        self.engine.wake()
-
     def landed(self, step: int) -> None:
         """Called when the weights of `step` have arrived."""
 
@@ -119,9 +115,6 @@ class Lockstep(Synchronous):
 
     def sleep(self) -> None:
         """The engine goes on."""
-
-    def wake(self) -> None:
-        """It did not sleep."""
 
     def drain(self, step: int) -> None:
         """Wait for every job that was begun: it is to be sampled under the weights that the engine has."""

@@ -10,6 +10,7 @@ weights and nothing to transfer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,16 @@ class TransformersEngine(ModelRunner, RolloutEngine):
 
     def __init__(self, model: Any, processor: Processor, *, max_rows: int = MAX_ROWS) -> None:
         super().__init__(model, processor, max_rows)
+
+    @property
+    def sentence(self) -> str:
+        """On a GPU with vLLM, what that would bring."""
+        if self.model.device.type != "cuda" or find_spec("vllm") is None:
+            return ""
+        return (
+            "rollout.engine = transformers: Python starts each operation of each token; vLLM, which is installed here, "
+            "replays them as one CUDA graph and pages its cache: rollout.engine=vllm (see `mm-grpo estimate`)"
+        )
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order; neighbours that share a prompt share its prefill."""

@@ -5,6 +5,8 @@ No environment variables, host or user names: a run folder is something that peo
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import platform
 import re
@@ -19,6 +21,8 @@ from typing import Any
 
 from mm_grpo.terminal import redact
 from mm_grpo.version import __version__
+
+logger = logging.getLogger("mm_grpo")
 
 # Those whose version can change a result; one that is not installed is left out.
 PACKAGES = (
@@ -55,6 +59,17 @@ def describe_environment() -> dict[str, Any]:
         "command": [Path(program).name, *map(redact, arguments)],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def warn_of_another_sampler(file: Path, sampler: str) -> None:
+    """Warn where a run that goes on was sampled by another version of its engine: by the environment.json of then."""
+    then = json.loads(file.read_text(encoding="utf-8")).get("sampler") if file.is_file() else None
+    if then and then != sampler:
+        logger.warning(
+            "the run was sampled by %s and goes on with %s: the same seeds give other samples from here on",
+            then,
+            sampler or "another engine",
+        )
 
 
 def describe_limits() -> dict[str, Any]:

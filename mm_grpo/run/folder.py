@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write
-from mm_grpo.run.environment import describe_environment
+from mm_grpo.run.environment import describe_environment, warn_of_another_sampler
 from mm_grpo.run.events import append_event, cut_events
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.lock import RunLock, read_mark, refuse_running
@@ -101,14 +101,18 @@ class RunFolder:
             self._lock.release()
             self._lock = None
 
-    def start(self, config_yaml: str, *, rewards: Sequence[Mapping[str, Any]] = ()) -> RunFolder:
+    def start(
+        self, config_yaml: str, *, rewards: Sequence[Mapping[str, Any]] = (), sampler: str = ""
+    ) -> RunFolder:
         """Write config.yaml and environment.json, after removing the run that may be replaced.
 
-        `rewards` name the function of each reward; they are kept in environment.json. Raises
-        ConfigError as `claim` does.
+        `rewards` name the function of each reward, `sampler` what the engine draws with; environment.json keeps both.
+        Raises ConfigError as `claim` does.
         """
         paths = self.paths
-        environment = describe_environment() | {"rewards": [dict(reward) for reward in rewards]}
+        if self._resume:
+            warn_of_another_sampler(paths.environment, sampler)
+        environment = describe_environment() | {"sampler": sampler, "rewards": [dict(r) for r in rewards]}
         with self.claim(), self.writing("the folder"):
             assert self._lock is not None
             if not self._resume:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,13 +34,15 @@ def test_every_stage_of_a_dry_run(script: Script, tmp_path: Path, capsys: pytest
     assert found["tests"]["rows"][0]["skipped"] == found["tests"]["rows"][0]["tests"] > 10
     assert all(row["right"] and row["distance_flex"] < row["limit"] for row in found["attention"]["rows"])
     for model in ("learner-qwen2_5_vl-3b", "learner-qwen3_vl-4b"):
-        full, lora = found[model]["rows"]
+        lora, full = found[model]["rows"]
         assert (full["train"], full["checkpointing"], lora["train"]) == ("full", True, "lora")
         assert 0 < full["mfu"] < full["mfu_passes"] and full["update_norm"] > 0 < lora["update_norm"]
         assert lora["estimate_optimizer"] < full["estimate_optimizer"]
+        assert full["P"] > lora["P"] == 2 and full["pack"] > 2 * full["L"]  # several groups in a pack
     assert all(row["kind"] == "image" and row["gradient_gap"] < 0.05 for row in found["trl"]["rows"])
     for name in ("run", "vllm-sleep-1", "vllm-sleep-2"):
         (run,) = found[name]["rows"]
+        assert run["samples_per_second"] == pytest.approx(8 / run["seconds_step"], rel=1e-4)
         assert run["weights_changed"] > 0.1 and run["update_norm_least"] > 0 and run["logp_gap_mean"] < 0.01
         assert name == "run" or (
             run["canary_moved"] > run["canary_gap_mean"] and run["canary_problems"] == []
@@ -46,8 +50,13 @@ def test_every_stage_of_a_dry_run(script: Script, tmp_path: Path, capsys: pytest
 
     # a second call runs nothing again; what is not installed is named, and the tables take what is there
     proof.start = lambda *args: pytest.fail("a stage was run again")
-    proof.main(asked)
+    proof.main([*asked, "--part", "2"])
     assert results_in(tmp_path) == found
+    with tarfile.open(tmp_path / "part-2.tar.gz") as packed:
+        assert packed.getnames() == [
+            "run.json",
+            "trl.json",
+        ]  # in a dry run the first stage has the log of all
     capsys.readouterr()
     proof.main([*asked, "--fresh", "--stages", "trl,vllm-sleep-2", "--without", "vllm,trl"])
     assert "not installed: vllm" in capsys.readouterr().out
@@ -57,8 +66,12 @@ def test_every_stage_of_a_dry_run(script: Script, tmp_path: Path, capsys: pytest
         assert (result["status"], result["reason"]) == ("not run", f"not installed: {package}")
     page = (proof.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     filled = script("readme").written(page, tmp_path / "none", tmp_path)
-    assert "| `trl` | not run | 0 | 0 | cpu |" in filled and "| qwen3_vl-4b | full, G 8, 448 px, ch" in filled
+    assert "| `trl` | not run | 0 | 0 | cpu |" in filled and "| qwen3_vl-4b | lora, G 8, 448 px, ch" in filled
     assert filled.count("Not measured yet.") == 1  # TRL's
+    headline = filled.partition("<!-- gpu-headline -->")[2].partition("<!-- /gpu-headline -->")[0]
+    assert "| TRL's time / ours, loss and backward |  |" in headline
+    rate = found["run"]["rows"][0]["samples_per_second"]
+    assert f"| samples per second and GPU, embedded engine | {rate:.2f} |" in headline
 
 
 def test_faults_stay_in_their_cases(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +137,43 @@ def test_the_readme_lists_every_stage(script: Script) -> None:
     proof = script("gpu_proof")
     page = (proof.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     section = page.partition("\n## On a GPU\n")[2]
-    assert [stage for stage in proof.NEEDS if f"`{stage}`" not in section] == []
+    stages = [(part, stage) for part, stages in proof.PARTS.items() for stage in stages]
+    assert [stage for _, stage in stages] == [*proof.NEEDS]
+    assert [stage for part, stage in stages if f"| {part} | `{stage}` |" not in section] == []
     readme = script("readme")
     for name in readme.GPU_TABLES:
         assert f"<!-- {name} -->\n" in section and f"<!-- /{name} -->" in section
+
+
+def test_a_side_without_memory_is_a_result_beside_the_other(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, runs, models = script("learner"), script("gpu_runs"), script("gpu_models")
+
+    class Full:
+        def __init__(self, *args: Any) -> None:
+            raise torch.OutOfMemoryError("64 GiB")
+
+    monkeypatch.setattr(learner, "TRL", Full)
+    machine = script("common").Machine(torch.device("cpu"), torch.float32)
+    row = runs.trl(models.Setting(machine, 1e12, "given", True), "x", (8, 256, 448, True))
+    assert row["fault_trl"] == "out of memory" and row["seconds_ours"] > 0 and row["mfu_ours"] > 0
+    assert not {"fault", "seconds_trl", "ratio", "fault_ours"} & row.keys()
+    (_, line) = script("readme").gpu_trl([{"stage": "trl", "rows": [row | {"case": "x"}]}])
+    assert line[3:5] == ["out of memory", ""]
+
+
+def test_a_wheel_is_trimmed_and_stays_one(script: Script, tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm-0.25.1-cp38-abi3-linux_x86_64.whl"
+    record = (
+        "vllm/__init__.py,sha256=a,1\nvllm/_vllm_fa2_C.abi3.so,sha256=b,9\nvllm-0.25.1.dist-info/RECORD,,\n"
+    )
+    files = {"vllm/__init__.py": "x", "vllm/_vllm_fa2_C.abi3.so": "y" * 9, "vllm/third_party/a/b.py": "z"}
+    with zipfile.ZipFile(wheel, "w") as whole:
+        for name, content in (files | {"vllm-0.25.1.dist-info/RECORD": record}).items():
+            whole.writestr(name, content)
+    script("gpu_wheels").trim(wheel)
+    with zipfile.ZipFile(wheel) as kept:
+        assert kept.namelist() == ["vllm/__init__.py", "vllm-0.25.1.dist-info/RECORD"]
+        lines = kept.read("vllm-0.25.1.dist-info/RECORD").decode().splitlines()
+    assert lines == ["vllm/__init__.py,sha256=a,1", "vllm-0.25.1.dist-info/RECORD,,"]

@@ -20,7 +20,7 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.build import Parts, build_parts
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.model import adopt_model, check_saveable, load_model, use_checkpointing
+from mm_grpo.learner.model import adopt_model, check_saveable, load_model, resolve_device, use_checkpointing
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
 
@@ -246,11 +246,11 @@ def test_recomputed_layers_keep_random_states_where_something_is_random(
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cpu", None), ("cuda:1", torch.device("cuda:1"))])
-def test_a_model_is_built_on_its_gpu_which_is_the_process_own(
+def test_a_model_is_built_on_its_gpu(
     device: str, wanted: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No GPU here: what torch and transformers are asked for is noted."""
-    current, asked = list[Any](), list[Any]()
+    asked = list[Any]()
 
     def from_pretrained(path: str, **options: Any) -> Any:
         asked.append(options["device_map"])
@@ -258,10 +258,10 @@ def test_a_model_is_built_on_its_gpu_which_is_the_process_own(
 
     monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", from_pretrained)
     monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     with pytest.raises(ConfigError, match=r"model\.path"):
         load_model(ModelConfig(path=str(folder), device=device), FAMILY)
-    assert asked == [wanted] and current == ([] if wanted is None else [wanted])
+    assert asked == [wanted]
 
 
 def test_parameters_that_the_caller_froze_stay_frozen(models: dict[str, Path]) -> None:
@@ -338,3 +338,14 @@ def test_another_model_than_the_path_is_refused(models: dict[str, Path]) -> None
     ):
         adopt_model(model, config, FAMILY, from_path="engine")
     adopt_model(model, config, FAMILY, from_path="processor")
+
+
+def test_a_gpu_that_is_not_the_process_s_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM, NCCL and other threads would take the first one."""
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: None)  # both GPUs are there
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ConfigError, match=r"model.device = 'cuda:1'.*CUDA_VISIBLE_DEVICES=1"):
+        resolve_device("cuda:1")
+    assert resolve_device("cuda:0") == torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")

@@ -100,9 +100,7 @@ def report(tmp_path: Path, site: Site) -> Path:
         pieces = [evil[i : i + 9] for i in range(0, len(evil), 9)]
         sight[5, 0, 0] = sight_of(pieces, [float(i % 6) - 2 for i in range(len(pieces))])
         add_to_rollouts(folder.paths, step, sight)
-    folder.on_log(
-        21, {f"rewards/{evil}/mean": 0.5, "rewards/b/mean": 0.25, "reward": 1.0, "entropy": None}
-    )
+    folder.on_log(21, {f"rewards/{evil}/mean": 0.5, "rewards/b/mean": 0.25, "reward": 1.0, "entropy": None})
     folder.append_event(10, evil, "warn", evil)
     environment = json.loads(folder.paths.environment.read_text()) | {"gpu": evil, evil: {evil: evil}}
     folder.paths.environment.write_text(json.dumps(environment))

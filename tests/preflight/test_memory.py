@@ -211,9 +211,9 @@ def test_the_run_says_what_it_will_hold(models: dict[str, Path], monkeypatch: py
     learner = learner_of(models["qwen2_vl"])
     tokens = 4 * (1024 + 3 * 8)
     line = run_sentence(learner)
-    assert f"activations of a pack of {tokens} tokens without gradient checkpointing" in line
+    assert f"packs of {tokens} tokens without checkpointing" in line and "; while it samples " in line
     assert "mm-grpo estimate" not in line
     monkeypatch.setattr("mm_grpo.preflight.memory.device_memory", lambda device: 10**6)
-    assert "more than there is; `mm-grpo estimate`" in run_sentence(learner)
+    assert "more than there is: `mm-grpo estimate`" in run_sentence(learner)
     learner.model.config.get_text_config = SimpleNamespace  # no axes
     assert run_sentence(learner) == ""

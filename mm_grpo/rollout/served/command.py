@@ -77,7 +77,8 @@ def require_vllm() -> None:
 def server_command(settings: ServerSettings, port: int) -> list[str]:
     """The command of a server, without its key: everybody on this machine can read it."""
     require_vllm()
-    arguments = {k: v for k, v in engine_arguments(settings.engine).items() if k not in NOT_FOR_SERVERS}
+    given = engine_arguments(settings.engine, alone=True)
+    arguments = {k: v for k, v in given.items() if k not in NOT_FOR_SERVERS}
     arguments.setdefault("scheduling_policy", "priority")  # for the checks of updates
     arguments |= {
         "tensor_parallel_size": settings.tensor_parallel,
@@ -142,6 +143,8 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
     for name in OF_THE_TRAINER:
         environment.pop(name, None)
+    if environment.get("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True":  # of mm_grpo's command
+        del environment["PYTORCH_CUDA_ALLOC_CONF"]  # GPUs of one server cannot map each other's
     folder = str(Path(__file__).parents[3])  # the worker imports this package, wherever it was imported from
     paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p and p != folder]
     environment["PYTHONPATH"] = os.pathsep.join([folder, *paths])

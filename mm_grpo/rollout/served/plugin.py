@@ -34,7 +34,7 @@ from torch import Tensor
 
 from mm_grpo.rollout.served.broadcast import BroadcastGroup, Tensors, buffer_size, unpack
 from mm_grpo.rollout.served.protocol import model_sizes
-from mm_grpo.rollout.vllm.read_back import ReadBack
+from mm_grpo.rollout.vllm.read_back import ReadBack, quiet_reload
 
 EXTENSION = "mm_grpo.rollout.served.plugin.WorkerExtension"
 
@@ -217,7 +217,8 @@ class Receiver:
     def _finalize(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
+        with quiet_reload():
+            finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
 
 
 class GlooReceiver(Receiver):

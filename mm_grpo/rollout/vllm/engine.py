@@ -19,7 +19,7 @@ from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.engine import Follows, Request, RequestStream, RolloutEngine
 from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.adapters import is_factor
-from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, launch
+from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, launch, vllm_version
 from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
 from mm_grpo.timing import span
 from mm_grpo.types import Completion, Prompt
@@ -85,6 +85,12 @@ class VLLMEngine(RolloutEngine):
         return VLLMStream(self)
 
     @property
+    def sampler(self) -> str:
+        """vLLM's version and which of its two model runners it took: each draws from a seed in a way of its own."""
+        second = getattr(self._handle.llm.llm_engine.vllm_config, "use_v2_model_runner", False)
+        return f"vLLM {vllm_version()}, model runner {2 if second else 1}"
+
+    @property
     def holds_weights(self) -> bool:
         """True when vLLM holds this trainer's weights, or those on disk when nobody has sent any."""
         return self._current and self._handle.owner is self
@@ -134,7 +140,7 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         """Free what can be freed: vLLM itself stays to the end of the process, asleep where it can sleep."""
         if self._handle.owner is self:
-            if self._can_sleep and not self._handle.asleep:
+            if self._can_sleep and not self._handle.asleep and self._handle.fault is None:
                 internals.sleep(self._handle, 2)
             self._current = False
 

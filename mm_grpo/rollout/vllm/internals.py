@@ -18,6 +18,7 @@ from torch import Tensor
 from mm_grpo.errors import DataError, EngineError
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.launch import Handle, first_line
+from mm_grpo.rollout.vllm.read_back import quiet_reload
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 from mm_grpo.user_code.watchdog import Watchdog
 
@@ -121,28 +122,18 @@ def _abort(handle: Handle) -> None:
 
 
 def _answer(output: Any) -> EngineAnswer:
+    """vLLM's answer, whose log-probs are flat records of the chosen tokens alone, and of a prompt's after its first."""
     sequences = sorted(output.outputs, key=lambda o: o.index)
     prompt = output.prompt_logprobs
-    if isinstance(prompt, list):  # the first token has no log-probability, and no entry in a flat record
-        prompt = prompt[1:]
     return EngineAnswer(
         tuple(output.prompt_token_ids),
-        tuple(
-            Sampled(tuple(s.token_ids), tuple(_chosen(s.logprobs, s.token_ids)), s.finish_reason)
-            for s in sequences
-        ),
-        () if prompt is None else [None, *_chosen(prompt, output.prompt_token_ids[1:])],
+        tuple(Sampled(tuple(s.token_ids), _flat(s.logprobs), s.finish_reason) for s in sequences),
+        () if prompt is None else (None, *_flat(prompt)),
     )
 
 
-def _chosen(entries: Any, token_ids: Sequence[int]) -> list[float]:
-    """The log-probability of each token: one flat list, or a mapping per position in versions without it."""
-    if entries is None:
-        return []
-    flat = getattr(entries, "logprobs", None)
-    if flat is not None and len(flat) == len(token_ids):
-        return [float(x) for x in flat]
-    return [float(entry[token].logprob) for entry, token in zip(entries, token_ids, strict=True)]
+def _flat(record: Any) -> tuple[float, ...]:
+    return () if record is None else tuple(record.logprobs)
 
 
 @contextmanager
@@ -195,7 +186,7 @@ def reload(handle: Handle, tensors: Iterable[tuple[str, Tensor]]) -> None:
             failures.append(error)
 
     try:
-        with _eager(), _watched(handle, "took new weights"):
+        with _eager(), _watched(handle, "took new weights"), quiet_reload():
             handle.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": until_failure()})
     except BaseException as error:
         handle.fault = f"its worker failed in a weight update ({first_line(error)})"
@@ -252,7 +243,7 @@ def reset_encoder_cache(handle: Handle) -> None:
 
 def sleep(handle: Handle, level: int) -> None:
     """Give memory back: at level 1 weights go to the host, at level 2 they are gone."""
-    with _watched(handle, "gave memory back"):
+    with _watched(handle, "gave memory back"), _lost_on_failure(handle, "gave memory back"):
         handle.llm.sleep(level=level)
     handle.asleep = {"weights", "kv_cache"}
 
@@ -263,6 +254,20 @@ def wake(handle: Handle, *parts: str) -> None:
     if due and torch.cuda.is_available():
         torch.cuda.empty_cache()  # vLLM takes memory from the device, not from torch's cache of freed blocks
     if due:
-        with _watched(handle, "took memory back"):
+        with _watched(handle, "took memory back"), _lost_on_failure(handle, "took memory back"):
             handle.llm.wake_up(due)
         handle.asleep -= set(due)
+
+
+@contextmanager
+def _lost_on_failure(handle: Handle, what: str) -> Iterator[None]:
+    """A call that may leave half of its allocations mapped: an engine that failed in it is not used again."""
+    try:
+        yield
+    except BaseException as error:
+        handle.fault = f"it failed while it {what} ({first_line(error)})"
+        if not isinstance(error, Exception):
+            raise
+        raise EngineError(
+            f"vLLM failed while it {what}: {type(error).__name__}: {first_line(error)}"
+        ) from error

@@ -43,6 +43,9 @@ OURS: Mapping[str, str] = {
 }
 """Arguments that mm_grpo sets itself, and where each comes from: `engine_kwargs` may not set them."""
 
+BESIDE_A_LEARNER = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+"""Limits of an engine that has a share of a GPU. vLLM's own on a large card, 1,024 and 16,384, take several GB of it
+for logits and images of a forward."""
 CPU_KV_BYTES = (64 << 20, 4 << 30)
 """Least and most memory for keys and values that is taken on a CPU without being asked."""
 
@@ -141,8 +144,17 @@ def _import_vllm() -> None:
         ) from error
 
 
-def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """The arguments of `vllm.LLM`: the user's, then ours by device, then those that keep the laws."""
+def vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`: the user's, then ours by device, then those that keep the laws.
+
+    An engine that is `alone` on its GPUs, a server, keeps vLLM's own limits there.
+    """
     given = dict(settings.engine_kwargs)
     for name in given:
         if name in OURS:
@@ -155,6 +167,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         arguments |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "enable_sleep_mode": settings.sleep_level > 0,
+            **({} if alone else BESIDE_A_LEARNER),
         }
     else:
         # A request with a seed of its own that is prefilled in pieces stops the CPU sampler, so a prompt
@@ -257,6 +270,7 @@ def _cpu_kv_bytes(settings: EngineSettings, sequences: int) -> int:
 def _prepare_environment() -> None:
     """vLLM's own switches, each only where the user has not set it."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if torch.cuda.is_available() else "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 

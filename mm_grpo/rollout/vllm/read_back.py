@@ -12,7 +12,9 @@ Works on the model alone, in the trainer's process and in a server's worker; vLL
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,10 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 """vLLM's fused layers and what they are made of, in order; a model's own `packed_modules_mapping` comes on top."""
 COLUMNS = 16
 """Columns of a packed layer that are looked at after an update, others each time."""
+
+
+RELOAD_LOGGERS = ("vllm.model_executor.model_loader.reload", "vllm.v1.worker")
+"""Loggers above those that warn of layers without new weights."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,20 @@ class ReadBack:
             if owner in layers:
                 found[name] = owner, leaf, start
         return found
+
+
+@contextmanager
+def quiet_reload() -> Iterator[None]:
+    """No warning for each layer that got nothing: an update brings what changed, and digests say what arrived."""
+    loggers = [logging.getLogger(name) for name in RELOAD_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _rows(parameter: Tensor | None, start: int, shape: torch.Size) -> Tensor | None:

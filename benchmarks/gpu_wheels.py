@@ -1,0 +1,82 @@
+"""The wheels that gpu_proof.py needs on a GPU machine without an index: `make gpu-wheels`.
+
+    python benchmarks/gpu_wheels.py FOLDER [--python 3.12] [--vllm 0.25.1]
+
+The machine is taken to have torch with CUDA, transformers, peft and pytest, with what these need. PACKAGES are what
+mm_grpo and the stages import beside; versions are those of requirements/cpu.txt, or the newest of what it lacks.
+vLLM comes without the parts in UNUSED, and without its requirements, of which torch alone is larger than all else here.
+Of qwen-vl-utils only its videos need av, which stays away too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+PINS = Path(__file__).parents[1] / "requirements" / "cpu.txt"
+PACKAGES = (
+    "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "ruamel-yaml", "qwen-vl-utils", "datasets",
+    "dill", "multiprocess", "trl", "fla-core", "flash-linear-attention",
+)  # fmt: skip
+UNUSED = ("vllm/_vllm_fa2_C*", "vllm/vllm-rs*", "vllm/third_party/*")
+"""FlashAttention 2, for cards before the H100; a server; kernels for other models' formats."""
+
+
+def pinned(name: str, pins: str) -> str:
+    """
+    >>> pinned("trl", "torch==2.13.0\\ntrl==1.16.0\\n"), pinned("fla-core", "trl==1.16.0")
+    ('trl==1.16.0', 'fla-core')
+    """
+    found = re.search(rf"^{re.escape(name)}==\S+", pins, re.MULTILINE)
+    return found[0] if found else name
+
+
+def trim(wheel: Path) -> None:
+    """Write a wheel anew without its UNUSED files, in its list of files (RECORD) too."""
+    part = wheel.with_suffix(".part")
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as kept:
+        for entry in whole.infolist():
+            if _is_unused(entry.filename):
+                continue
+            content = whole.read(entry)
+            if entry.filename.endswith(".dist-info/RECORD"):
+                lines = content.decode().splitlines(keepends=True)
+                content = "".join(line for line in lines if not _is_unused(line.partition(",")[0])).encode()
+            kept.writestr(entry, content)
+    part.replace(wheel)
+
+
+def _is_unused(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in UNUSED)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", default="3.12", help="of the GPU machine (3.12)")
+    parser.add_argument("--vllm", help="its version, where it is wanted")
+    args = parser.parse_args(argv)
+    pins = PINS.read_text(encoding="utf-8")
+    wanted = [pinned(name, pins) for name in PACKAGES] + ([f"vllm=={args.vllm}"] if args.vllm else [])
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    for platform in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
+        command += ["--platform", platform]
+    command += ["--python-version", args.python, "--dest", str(args.folder), *wanted]
+    subprocess.run(command, check=True)
+    for wheel in args.folder.glob("vllm-*.whl"):
+        trim(wheel)
+    sizes = {wheel.name: wheel.stat().st_size for wheel in sorted(args.folder.glob("*.whl"))}
+    for name, size in sizes.items():
+        print(f"{size / 1e6:>8.1f} MB  {name}")
+    print(f"{sum(sizes.values()) / 1e6:>8.1f} MB  {len(sizes)} wheels in {args.folder}")
+
+
+if __name__ == "__main__":
+    main()

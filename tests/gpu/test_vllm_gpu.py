@@ -1,0 +1,131 @@
+"""vLLM beside the learner on one GPU: what no CPU has, which runs vLLM's other model runner and frees nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+
+from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.processors.base import load_processor, mm_processor_kwargs
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.rollout.vllm import internals
+from mm_grpo.rollout.vllm.engine import VLLMEngine
+from mm_grpo.rollout.vllm.launch import EngineSettings
+from mm_grpo.rollout.weights import WeightLedger
+
+BASE = Path(__file__).parents[2] / "examples" / "shapes" / "base"
+TWELVE = Sampling(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def engine(models: dict[str, Path]) -> Iterator[tuple[VLLMEngine, Any]]:
+    """An engine in bf16 that can sleep, and the model whose weights it is sent."""
+    pytest.importorskip("vllm")
+    from transformers import AutoModelForImageTextToText
+
+    path = models["qwen2_5_vl"]
+    processor = load_processor(str(path))
+    settings = EngineSettings(
+        str(path), "bfloat16", 1024, tuple(mm_processor_kwargs(processor).items()), gpu_memory_utilization=0.1,
+        sleep_level=2,
+    )  # fmt: skip
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16).cuda()
+    yield VLLMEngine(settings, processor), model
+
+
+def tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, p.detach()) for name, p in model.named_parameters(remove_duplicate=False))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_after_a_sleep_scores_are_those_of_before(
+    engine: tuple[VLLMEngine, Any], level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the bit; level 2 drops the weights, which all come again, and neither is a page of warnings."""
+    own, model = engine
+    prompt = own.processor.prompt(tiny.sample("one", "what is it", (tiny.picture(1),)))
+    ledger = WeightLedger()
+    ledger.send(own, tensors(model), 0)
+    before = own.score(prompt, [40, 41, 42, 50])
+    free = torch.cuda.mem_get_info()[0]
+    internals.sleep(own._handle, level)
+    own._current = level < 2
+    assert torch.cuda.mem_get_info()[0] - free > 0.05 * torch.cuda.mem_get_info()[1]
+    with caplog.at_level(logging.WARNING):
+        assert bool(ledger.send(own, tensors(model), 1).digests) is (level == 2)
+    assert "Failed to load" not in caplog.text
+    assert own.score(prompt, [40, 41, 42, 50]) == before
+
+
+def test_a_seed_s_samples_are_the_same_alone_and_in_a_batch(engine: tuple[VLLMEngine, Any]) -> None:
+    own, model = engine
+    WeightLedger().send(own, tensors(model), 2)
+    prompts = [own.processor.prompt(tiny.sample(f"r{i}", "what is it", (tiny.picture(i),))) for i in range(3)]
+    together = own.generate(requests_for(prompts, [range(8 * i, 8 * i + 8) for i in range(3)], TWELVE))
+    alone = [own.generate([Request(prompts[1], seed, TWELVE)])[0] for seed in range(8, 16)]
+    assert [c.token_ids for c in together[8:16]] == [c.token_ids for c in alone]
+    banned = own.processor.media_token_ids  # a bias of -inf
+    assert not any(banned & set(c.token_ids) for c in together)
+
+
+def test_a_run_stays_within_its_estimate(tmp_path: Path) -> None:
+    """In a process of its own: one engine lives in each."""
+    from helpers import processes
+
+    status, said = processes.finished(["-c", RUN, str(BASE), str(tmp_path)], tmp_path / "said.txt")
+    assert status == 0, said[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and all(row["learner/update_norm"] > 0 for row in rows)
+    assert all(row["sampling/sampling_logp_difference/mean"] < 0.1 for row in rows)
+
+
+RUN = (
+    "import sys; sys.path.append('tests/gpu'); from test_vllm_gpu import small_run; small_run(*sys.argv[1:])"
+)
+
+
+def small_run(base: str, folder: str) -> None:
+    """Three steps beside vLLM; what the GPU held while each side worked, against the estimate and a tenth."""
+    from mm_grpo.preflight.memory import ModelSizes, device_memory, memory_of_run
+
+    config = GRPOConfig.from_dict(
+        {
+            "model": {"path": base, "dtype": "bfloat16"},
+            "rollout": {
+                "engine": "vllm", "prompts_per_step": 8, "num_generations": 8, "max_completion_length": 8,
+                "vllm": {"gpu_memory_utilization": 0.2},
+            },
+            "optim": {"learning_rate": 1e-4},
+            "run": {"dir": f"{folder}/r", "max_steps": 3},
+        }
+    )  # fmt: skip
+    free, total = torch.cuda.mem_get_info()
+    others = total - free
+    trainer = GRPOTrainer(config, train=shapes_rows(split="train", size=24, seed=0), rewards=[len])
+    held: list[int] = []
+    sleep = trainer.engine.sleep
+
+    def watched() -> None:
+        free, total = torch.cuda.mem_get_info()
+        held.append(total - free - others)
+        sleep()
+
+    trainer.engine.sleep = watched  # type: ignore[method-assign]
+    trainer.train()
+    card = device_memory(torch.device("cuda"))
+    found = memory_of_run(
+        ModelSizes.of(trainer.model), config, card, processes=1, checkpointing=trainer.learner.checkpointing,
+        max_pixels=trainer.processor.max_pixels,
+    )  # fmt: skip
+    sys.exit(
+        0 if max(held) <= 1.1 * sum(found.rollout.values()) else f"held {held}, estimated {found.rollout}"
+    )

@@ -1,0 +1,124 @@
+"""What vLLM is asked for on a GPU, and its handle after failures: with stand-ins, and by vLLM's own source."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mm_grpo.errors import EngineError
+from mm_grpo.rollout import transformers_engine
+from mm_grpo.rollout.vllm import internals, launch
+from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, engine_arguments
+from mm_grpo.rollout.vllm.read_back import RELOAD_LOGGERS
+
+SETTINGS = EngineSettings(model="unused", dtype="bfloat16", max_model_len=1024, sleep_level=2)
+
+
+def source(*files: str) -> str:
+    """The text of vLLM's files, which are not imported."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    return "\n".join((Path(found.origin).parent / file).read_text(encoding="utf-8") for file in files)
+
+
+def engine(**calls: Any) -> Handle:
+    step = SimpleNamespace(step=lambda: [])
+    return Handle(SimpleNamespace(llm_engine=step, **calls), SETTINGS)
+
+
+@pytest.mark.parametrize("call", ["wake", "sleep"])
+def test_a_card_that_is_full_loses_the_engine_and_says_so(call: str) -> None:
+    """Half of the allocations may be mapped then, so it is not used again; what sleeps is what slept."""
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:62")
+
+    handle = engine(wake_up=full, sleep=full)
+    handle.asleep = {"weights", "kv_cache"} if call == "wake" else set()
+    before = set(handle.asleep)
+    with pytest.raises(EngineError) as found:
+        internals.wake(handle, "weights") if call == "wake" else internals.sleep(handle, 2)
+    assert "out of memory" in str(found.value.__cause__)
+    assert handle.asleep == before and handle.fault is not None and "out of memory" in handle.fault
+
+
+def test_layers_that_get_nothing_are_no_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    names = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.worker.gpu_model_runner")
+    levels = [logging.getLogger(name).level for name in RELOAD_LOGGERS]
+
+    def reload(method: str, kwargs: Any) -> None:
+        assert method == "reload_weights"
+        for name in names:
+            logging.getLogger(name).warning("QKVParallelLinear: Failed to load weights")
+            logging.getLogger(name).error("an error is still said")
+
+    def none() -> Iterator[Any]:
+        yield from ()
+
+    with caplog.at_level(logging.WARNING):
+        internals.reload(engine(collective_rpc=reload), none())
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert [logging.getLogger(name).level for name in RELOAD_LOGGERS] == levels
+    folder = "model_executor/model_loader/reload/"
+    assert "Failed to load weights" in source(folder + "layerwise.py")
+    for file in (folder + "layerwise.py", folder + "inplace.py", "v1/worker/gpu_model_runner.py"):
+        assert "init_logger(__name__)" in source(file)
+        assert ("vllm." + file.replace("/", ".")).startswith(RELOAD_LOGGERS)
+
+
+def test_an_engine_beside_a_learner_asks_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = engine_arguments(SETTINGS)
+    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (256, 8192)
+    assert found["enable_sleep_mode"] is True
+    own = EngineSettings("unused", "bfloat16", 1024, engine_kwargs=(("max_num_seqs", 512),))
+    assert engine_arguments(own)["max_num_seqs"] == 512
+    assert not launch.BESIDE_A_LEARNER.keys() & engine_arguments(SETTINGS, alone=True).keys()
+
+
+def test_the_embedded_engine_says_on_a_gpu_what_vllm_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(device: str, found: object) -> str:
+        monkeypatch.setattr(transformers_engine, "find_spec", lambda name: found)
+        engine: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
+        return str(transformers_engine.TransformersEngine.sentence.fget(engine))  # type: ignore[attr-defined]
+
+    assert "rollout.engine=vllm" in said("cuda", "vllm")
+    assert said("cuda", None) == said("cpu", "vllm") == ""
+
+
+def test_vllm_reports_no_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.setenv(name, "")  # put back after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    launch._prepare_environment()
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+    assert "envs.VLLM_NO_USAGE_STATS" in source("usage/usage_lib.py")
+
+
+def test_the_allocator_s_variable_is_one_that_vllm_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = import_module("mm_grpo.cli.main")
+    seen: list[str | None] = []
+    monkeypatch.setattr(main, "app", lambda arguments: seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF")))
+    monkeypatch.setattr(main.sys, "excepthook", main.sys.excepthook)
+    monkeypatch.setattr(main, "end_with_launcher", lambda: None)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    main._main()
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    main._main()
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    main._main()
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert seen == ["max_split_size_mb:512", None, "expandable_segments:True"]
+    assert "PYTORCH_CUDA_ALLOC_CONF" in source("device_allocator/alloc_conf.py")
