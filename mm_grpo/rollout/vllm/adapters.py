@@ -108,5 +108,5 @@ def _place(model: Any, layer: str) -> tuple[Any, int] | None:
 
 def _mapper(model: Any) -> Any:
     """The model's renaming of weights; newer versions keep it apart from their fusions."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
