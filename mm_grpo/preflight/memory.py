@@ -21,7 +21,7 @@ import torch
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.logprobs import CHUNK_BYTES
+from mm_grpo.learner.logprobs import chunk_bytes_of
 from mm_grpo.learner.zero import BUCKET
 from mm_grpo.rollout.transformers_engine import MAX_ROWS
 
@@ -180,7 +180,7 @@ def learner_memory(
         "optimizer": 0 if offload else (8 * n + masters) // parts,  # with AdamW's two means
         "activations": activations,
         # last states and their fp32 gradients, the gradient of the head, and a tile (learner/logprobs.py)
-        "log-probs": tokens * (4 + b) * model.hidden + head + CHUNK_BYTES,
+        "log-probs": tokens * (4 + b) * model.hidden + head + chunk_bytes_of(gpu=gpu),
         "vision tower": _vision(model.vision, b, pixels, checkpointing) if model.vision is not None else 0,
         # a dense mask for each kind of layer, and what attention makes of it in a layer's dtype
         "attention masks": tokens**2 * (model.mask_kinds + b * masked) if model.mask_kinds else 0,

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest.mock import patch
 
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import AutoProcessor, GenerationConfig
+from transformers import AutoProcessor, GenerationConfig, processing_utils
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
@@ -232,7 +233,7 @@ class HFProcessor(ABC):
 
     def _load(self, path: str) -> Any:
         try:
-            return AutoProcessor.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+            return _from_pretrained(path, trust_remote_code=self.trust_remote_code)
         except _UNREADABLE as error:
             refuse_own_code(path, error, self.trust_remote_code)
             raise ConfigError(
@@ -309,3 +310,18 @@ class HFProcessor(ABC):
             eos = None
         ids = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
         return frozenset(int(i) for i in ids if i is not None)
+
+
+def _from_pretrained(path: str, **options: Any) -> Any:
+    """`AutoProcessor.from_pretrained`, which imports mistral_common only for a tokenizer of that.
+
+    transformers compares the class of every tokenizer with its own and with that of mistral_common, and imports the
+    package for it, where it is installed (vLLM brings it along): 0.2 s.
+    """
+    classes: dict[str, Any] = getattr(processing_utils, "MODALITY_TO_BASE_CLASS_MAPPING", {})
+    with patch.dict(classes, tokenizer="PreTrainedTokenizerBase"):
+        try:
+            return AutoProcessor.from_pretrained(path, **options)
+        except TypeError:
+            pass
+    return AutoProcessor.from_pretrained(path, **options)

@@ -51,4 +51,4 @@ def test_what_cannot_be_shown_is_one_message(
     with (tmp_path / "one" / "metrics.jsonl").open("a") as file:
         file.write("{oops\n")
     done = command("view", "one")
-    assert done.code == 2 and "not JSON" in done.err
+    assert done.code == 2 and "one/metrics.jsonl" in done.err

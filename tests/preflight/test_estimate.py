@@ -17,7 +17,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.preflight.estimate import phases, show, sizes_of, what_fits
-from mm_grpo.preflight.memory import GB, ModelSizes, in_gb, learner_memory, run_sentence
+from mm_grpo.preflight.memory import GB, ModelSizes, in_gb, learner_memory, memory_of_run, run_sentence
 from mm_grpo.processors.base import load_processor
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -71,7 +71,10 @@ def test_the_run_says_what_the_estimate_says(models: dict[str, Path]) -> None:
     processor = load_processor(str(models["gemma3"]))
     learner = Learner(load_model(config.model, processor.family), processor, config, 10)
     off = config.with_values({"optim.gradient_checkpointing": False})
-    found = phases(*sizes_of(off), off, 80 * GB, processes=1).learner
+    sizes, image = sizes_of(off)
+    found = memory_of_run(
+        sizes, off, 80 * GB, processes=1, checkpointing=False, max_pixels=image.pixels, gpu=False
+    ).learner
     line = run_sentence(learner)
     for name in ("weights", "attention masks", "vision tower", "log-probs"):
         assert f"{name} {in_gb(found[name])}" in line

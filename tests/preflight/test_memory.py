@@ -34,7 +34,7 @@ def test_one_gpu_by_hand() -> None:
     assert found["gradients"] == 15_000_000_000
     assert found["optimizer"] == 45_000_000_000  # two means and masters, 12 bytes each
     assert found["activations"] == 36 * 16384 * 141_312 == 83_349_209_088
-    assert found["log-probs"] == 16384 * 6 * 2048 + 151_936 * 2 * 2048 + (64 << 20) == 890_765_312
+    assert found["log-probs"] == 16384 * 6 * 2048 + 151_936 * 2 * 2048 + (512 << 20) == 1_360_527_360
     kept = learner_memory(LARGE, tokens=16384, checkpointing=True)
     # 36 inputs of 4,096 bytes for a token, and one layer in full
     assert kept["activations"] == 16384 * (36 * 4096 + 141_312) == 4_731_174_912
@@ -62,7 +62,7 @@ def test_fp32_adapters_and_a_reference_by_hand() -> None:
     adapters = replace(LARGE, trained=10_000_000, head_is_trained=False)
     found = learner_memory(adapters, tokens=1, checkpointing=False)
     assert (found["gradients"], found["optimizer"]) == (40_000_000, 120_000_000)
-    assert found["log-probs"] == 6 * 2048 + (64 << 20)
+    assert found["log-probs"] == 6 * 2048 + (512 << 20)
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_fields_that_change_no_update_may_change(models: dict[str, Path]) -> Non
         rollout={
             "eval": {"temperature": 1.0},
             "environment_workers": 3,
-            "vllm": {"gpu_memory_utilization": 0.9, "sleep_level": 2},
+            "vllm": {"gpu_memory_utilization": 0.9, "sleep_level": 1},
             "server": {"timeout": 9, "wait_timeout": 9},
         },
     )
@@ -245,6 +245,7 @@ def test_fields_that_change_no_update_may_change(models: dict[str, Path]) -> Non
         assert (
             "optim.max_tokens_per_pack" in deciding_fields(config_for(path, data=data, optim=optim))
         ) == decides
+    assert is_neutral("run.dir") and not is_neutral("run.seed")
     constant = {"optim": {"lr_scheduler_type": "constant"}}
     assert "run.max_steps" not in deciding_fields(config_for(path, **constant))
 

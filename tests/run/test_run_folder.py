@@ -90,12 +90,12 @@ def test_another_version_of_vllm_is_said_where_a_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its samples of a seed are others."""
-    RunFolder.prepare(tmp_path / "a").start("run: 1\n", sampler="vLLM 0.25.1, model runner 2")
+    RunFolder(tmp_path / "a").start("run: 1\n", sampler="vLLM 0.25.1, model runner 2")
     kept = json.loads((tmp_path / "a" / "environment.json").read_text())
     assert kept["sampler"] == "vLLM 0.25.1, model runner 2"
     for sampler, warned in (("vLLM 0.25.1, model runner 2", 0), ("vLLM 0.33.0, model runner 2", 1)):
         caplog.clear()
-        RunFolder.prepare(tmp_path / "a", resume=True).start("run: 1\n", sampler=sampler)
+        RunFolder(tmp_path / "a", resume=True).start("run: 1\n", sampler=sampler)
         assert len(caplog.records) == warned
 
 
