@@ -128,8 +128,10 @@ class HFProcessor(ABC):
         """Process one sample: resize once, tokenize once, expand one placeholder per image.
 
         `token_ids` [L], `position_ids` [*A, L], vision tensors in the family's form. Raises DataError naming the row
-        for an image without a stable size, or special tokens typed into the text.
+        for videos, an image without a stable size, or special tokens typed into the text.
         """
+        if sample.videos:
+            raise DataError(f"{sample.uid}: the row has videos; only images are supported")
         images = tuple(self._resize(sample.uid, i, image) for i, image in enumerate(sample.images))
         collapsed = self.ids(sample)
         self._check_placeholders(sample.uid, collapsed, len(images))

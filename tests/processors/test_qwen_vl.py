@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -102,6 +103,12 @@ def test_an_image_without_a_stable_size_is_refused(models: dict[str, Any]) -> No
     processor = load_processor(str(models["qwen2_vl"]))
     with pytest.raises(DataError, match=r"train:9: image 0 cannot be brought to a stable size: 3x900"):
         processor.prompt(tiny.sample("train:9", "x", (Image.new("RGB", (3, 900)),)))
+
+
+def test_a_sample_with_videos_is_refused(models: dict[str, Any]) -> None:
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    with pytest.raises(DataError, match=r"r:1: .*videos"):
+        processor.prompt(replace(tiny.sample("r:1"), videos=("film.mp4",)))
 
 
 def test_a_tokenizer_that_drops_all_text_is_refused(models: dict[str, Any], tmp_path: Path) -> None:
