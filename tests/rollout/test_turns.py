@@ -523,5 +523,5 @@ def test_a_run_is_not_resumed_without_its_tools(models: dict[str, Path], tmp_pat
     run(models["qwen2_5_vl"], tmp_path / "run", **{**SMALL, "run": {"max_steps": 2, "save_every": 1}})
     changes = {**SMALL, "run": {"max_steps": 3, "save_every": 1}}
     config = config_for(models["qwen2_5_vl"], tmp_path / "run", **changes)
-    with pytest.raises(ConfigError, match=r"tools: the checkpoint .* was made with look, "):
+    with pytest.raises(ConfigError, match=r"tools: the checkpoint .* was made with other names"):
         GRPOTrainer(config, train=ROWS, rewards=[length], resume=True).train()

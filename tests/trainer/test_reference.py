@@ -50,5 +50,7 @@ def test_it_moves_every_so_many_steps_and_resumes_as_it_was(models: dict[str, Pa
     mark = tmp_path / "cut" / "checkpoints" / "step-000005" / "reference.safetensors"
     mark.write_bytes(mark.read_bytes()[:-4])
     (tmp_path / "cut" / "checkpoints" / "step-000003" / "reference.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"reference\.safetensors has \d+ bytes .* truncated; .* lacks"):
+    with pytest.raises(
+        ConfigError, match=r"step-000005/reference\.safetensors .*; step-000003/reference\.safetensors "
+    ):
         trainer("cut", resume=True, max_steps=6).train()

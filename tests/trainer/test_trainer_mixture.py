@@ -126,12 +126,12 @@ def test_another_mixture_is_refused_on_resuming(
     made = config(models, folder, run, run={"max_steps": 1, "save_every": 1, "save_model": False})
     GRPOTrainer(made, rewards=REWARDS).train()
     other = made.with_values({"data.train": train(folder, weight=2)})
-    with pytest.raises(ConfigError, match=r"3 x colours .* then, 2 x colours .* now"):
+    with pytest.raises(ConfigError, match=r"data.train: the checkpoint .* other rows"):
         GRPOTrainer(other, rewards=REWARDS, resume=True).train()
     counts = [json.loads(line) for line in (folder / "counts.jsonl").read_text().splitlines()]
     counts[1]["answer"] = "7"
     other_rows = Mixture([train(folder)[0], {"path": counts, "task": "count"}])
-    with pytest.raises(ConfigError, match=r"1 x source-2 \(4 rows\) now"):
+    with pytest.raises(ConfigError, match=r"data.train: the checkpoint .* other rows"):
         GRPOTrainer(made, train=other_rows, rewards=REWARDS, resume=True).train()
     # the same ratio is the same mixture
     double = Mixture([train(folder, weight=6)[0], train(folder)[1] | {"weight": 2}])

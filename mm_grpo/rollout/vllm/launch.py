@@ -32,9 +32,6 @@ OURS: Mapping[str, str] = {
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "tensor_parallel_size": "one engine in each process",
     "enable_sleep_mode": "rollout.vllm.sleep_level",
-    "max_lora_rank": "model.lora",
-    "max_loras": "model.lora",
-    "enable_tower_connector_lora": "model.lora",
     "mm_processor_kwargs": "data.min_pixels and data.max_pixels",
     "limit_mm_per_prompt": "the data",
     "logprobs_mode": "the learner",
@@ -206,19 +203,21 @@ def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[s
 
 def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Arguments for LoRA layers; none where there are no adapters, or vLLM or `engine_kwargs` have no such layers."""
-    if not settings.lora_rank or not dict(settings.engine_kwargs).get("enable_lora", True):
+    given = dict(settings.engine_kwargs)
+    if not settings.lora_rank or not given.get("enable_lora", True):
         return {}
     config = read_config(settings.model, trust_remote_code=settings.trust_remote_code)
     size = next((size for size in adapters.RANKS if size >= settings.lora_rank), None)
     if size is None or not adapters.supports(config):
         return {}
     tower = settings.lora_vision and adapters.supports(config, tower=True)
-    return {
+    wanted = {
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": size,
         "enable_tower_connector_lora": tower,
     }
+    return wanted | {name: given[name] for name in wanted if name in given}
 
 
 def _construct(settings: EngineSettings, lora: Mapping[str, Any]) -> Any:
