@@ -171,17 +171,21 @@ def build_parts(
         set_special_tokens(processor, config.data.special_tokens)
     if model is None:
         phase(f"loading the weights of {config.model.path}")
-        model = load_model(config.model, processor.family)
+        # a base that vLLM will lend is on the device once, and not twice until then
+        host = _host_copy(config) if config.rollout.engine == "vllm" and config.model.lora is not None else {}
+        model = load_model(config.model.model_copy(update=host), processor.family)
     else:
         several = ranks is not None and ranks.world > 1
         from_path = "engine" if config.rollout.engine != "transformers" else from_path
         model = adopt_model(model, config.model, processor.family, from_path=from_path, several=several)
     check_saveable(model, processor)
     prompt_builder, limited, limits = _prompts(config, model, processor, datasets, toolbox)
-    learner = Learner(model, processor, config, updates, ranks)
     if config.rollout.engine != "transformers":
         phase(f"starting {config.rollout.engine}")
     engine = build_engine(limited, model, processor, ranks)
+    lent = _share_base(engine, model)
+    model.to(device)
+    learner = Learner(model, processor, config, updates, ranks)
     sync = VerifiedSync(engine, learner, config)
     sync.start()
     pixels = f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)"
@@ -194,7 +198,7 @@ def build_parts(
         limits,
         engine.sentence,
         unshared if processor.layout == "unshared" else "",
-        "" if config.rollout.engine == "transformers" else adapters_sentence(learner),
+        "" if config.rollout.engine == "transformers" else adapters_sentence(learner, lent),
     )
     parts = (processor, model, prompt_builder, engine, tuple(filter(None, sentences)))
     return Parts(*parts, learner=learner, sync=sync)
@@ -214,12 +218,13 @@ def build_sampler(
     servers always, and what arrived is compared with what was sent. The model is then held in the host's memory.
     """
     from mm_grpo.learner.lora import merged_tensors
-    from mm_grpo.learner.model import load_model, resolve_device, resolve_dtype
+    from mm_grpo.learner.model import load_model
     from mm_grpo.rollout.weights import WeightLedger
 
     embedded = config.rollout.engine == "transformers"
-    dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
-    held = {"dtype": str(dtype).removeprefix("torch.")} | ({} if embedded else {"device": "cpu"})
+    held = _host_copy(config)
+    if embedded:
+        del held["device"]
     processor = processor_of(config)
     phase(f"loading the weights of {config.model.path}")
     model = load_model(config.model.model_copy(update=held), processor.family)
@@ -236,14 +241,42 @@ def build_sampler(
     return SamplerParts(processor, model, prompt_builder, engine, (limits,) if limits else ())
 
 
-def adapters_sentence(learner: Learner) -> str:
-    """How an engine of its own is given the learner's adapters; "" without any."""
+def _host_copy(config: GRPOConfig) -> dict[str, str]:
+    """Fields of `config.model` for weights in the host's memory, in the dtype that they would have on the device."""
+    from mm_grpo.learner.model import resolve_device, resolve_dtype
+
+    dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
+    return {"dtype": str(dtype).removeprefix("torch."), "device": "cpu"}
+
+
+def _share_base(engine: RolloutEngine, model: Any) -> int:
+    """Let the engine, which is sent the model's weights for it, lend its own in place of a base that nothing changes.
+
+    Returns the bytes that became free: none where the engine runs not all adapters as factors.
+    """
+    from mm_grpo.learner.lora import adapted_layers, frozen_base, merged_tensors
+    from mm_grpo.rollout.weights import WeightLedger
+
+    layers = frozenset(adapted_layers(model))
+    if not layers or engine.adapter_layers(layers) != layers:
+        return 0
+    WeightLedger().send(engine, merged_tensors(model, layers), 0)
+    return engine.share(frozen_base(model))
+
+
+def adapters_sentence(learner: Learner, lent: int) -> str:
+    """How an engine of its own is given the learner's adapters, and how many bytes of the base it lends the learner; ""
+    without adapters."""
     layers = learner.adapted_layers
     merged = [layer for layer in layers if layer not in learner.factored]
     if not layers:
         return ""
     if not merged:
-        return f"adapters: the engine runs those of all {len(layers)} layers itself, and is sent their factors alone"
+        frozen = sum(p.nbytes for p in learner.model.parameters() if not p.requires_grad)
+        return (
+            f"adapters: the engine runs those of all {len(layers)} layers itself, and is sent their factors alone; "
+            f"{lent / 1e9:.2f} GB of the base's {frozen / 1e9:.2f} are the engine's own tensors, in memory once"
+        )
     return (
         f"adapters: those of {len(merged)} of {len(layers)} layers ({merged[0]}, ...) are merged for the engine, which "
         "has no LoRA layers for them; what rounding takes from them is lora/merge_lost"

@@ -112,6 +112,12 @@ def merged_tensors(model: nn.Module, factored: Container[str] = frozenset()) -> 
             yield name, tensor.detach()
 
 
+def frozen_base(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters beside adapters that nothing changes, by the names that `merged_tensors` sends them under."""
+    named = [(name.replace(".base_layer.", "."), p) for name, p in model.named_parameters()]
+    return {name: p for name, p in named if not p.requires_grad}
+
+
 def sent_factors(model: nn.Module, factored: Container[str]) -> Iterator[tuple[str, Tensor]]:
     """The factors of the layers `factored` as an engine runs them, in the base's dtype, with the scale in lora_B."""
     for name, layer in _layers(model):

@@ -24,6 +24,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.logprobs import chunk_bytes_of
 from mm_grpo.learner.zero import BUCKET
 from mm_grpo.rollout.transformers_engine import MAX_ROWS
+from mm_grpo.rollout.vllm.launch import can_free_cache_alone
 
 GB = 10**9
 CHUNK = 64
@@ -95,7 +96,7 @@ class ModelSizes:
     keys: int = 0  # width of the keys of all heads, and of the values
     vision: VisionSizes | None = None
     trained_numbers: int = 0  # bytes of a trained number, 4 of adapters; 0 is `numbers`
-    adapters: int = 0  # weights of adapters, which an engine gets merged
+    adapters: int = 0  # weights of adapters, which are not among those that an engine holds
 
     @classmethod
     def of(cls, model: Any, reference: Any = None) -> ModelSizes:
@@ -243,7 +244,12 @@ def memory_of_run(
     length, fault = longest(config), ""
     if rollout.engine == "vllm" and gpu:
         share = round(device * rollout.vllm.gpu_memory_utilization)
-        learner["vLLM"] = share if rollout.vllm.sleep_level == 0 else 0
+        asleep = rollout.vllm.sleep_level > 0
+        lent = shares_base(sizes, config)
+        if lent:
+            for held in (learner, sampling):
+                held["weights"] -= sizes.numbers * (sizes.weights - sizes.trained)
+        learner["vLLM"] = (sizes.sent if lent else 0) if asleep else share
         learner["vLLM's CUDA graphs"] = GRAPHS
         # the canary's logits in fp32, and what the softmax makes of them
         scores = 2 * 4 * sizes.vocabulary * min(SCORED, length)
@@ -259,6 +265,14 @@ def memory_of_run(
         cache = rows * length
         sampling[EMBEDDED_CACHE] = cache * sizes.cache_token
     return Phases(learner, sampling, cache, fault)
+
+
+def shares_base(sizes: ModelSizes, config: GRPOConfig) -> bool:
+    """True where the base of adapters lies on the GPU once, as vLLM's (`rollout/vllm/engine.py`), for families that
+    vLLM has LoRA layers for. Some versions lend it only where they never sleep."""
+    vllm = config.rollout.vllm
+    factors = sizes.adapters > 0 and vllm.engine_kwargs.get("enable_lora", True)
+    return bool(factors and (vllm.sleep_level == 0 or can_free_cache_alone()))
 
 
 def run_sentence(learner: Learner) -> str:

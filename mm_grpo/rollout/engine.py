@@ -20,6 +20,7 @@ from mm_grpo.errors import EngineError, GuardStop
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
 
     from mm_grpo.types import Completion, Pictured, Prompt
 
@@ -143,6 +144,13 @@ class RolloutEngine(ABC):
         Factors come with the other tensors, by the names of peft's files (`learner/lora.py`).
         """
         return frozenset()
+
+    def share(self, parameters: Mapping[str, Parameter]) -> int:
+        """Lend frozen `parameters`, by the names under which they were sent, its own tensors in place of theirs.
+
+        Only those that are the same to the bit; returns how many bytes became free.
+        """
+        return 0
 
     @abstractmethod
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

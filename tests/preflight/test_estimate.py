@@ -105,6 +105,22 @@ def test_the_phases_of_a_run_by_hand(bare: Path) -> None:
     assert embedded.rollout["cache of the embedded engine"] == 12 * (1024 + 8) * 384
 
 
+def test_a_base_beside_adapters_is_counted_once(bare: Path) -> None:
+    config = config_for(bare, model={"lora": LORA}, rollout={"engine": "vllm"})
+    sizes, image = sizes_of(config)
+    own = sizes.trained_numbers * sizes.trained
+
+    def held(**vllm: object) -> tuple[int, int, int]:
+        changed = config.with_values({f"rollout.vllm.{name}": value for name, value in vllm.items()})
+        found = phases(sizes, image, changed, 10 * GB, processes=1)
+        return found.learner["weights"], found.rollout["weights"], found.learner["vLLM"]
+
+    assert held() == (own, own, sizes.sent)  # what vLLM keeps while its cache is given back
+    assert held(sleep_level=0, gpu_memory_utilization=0.5) == (own, own, 5 * GB)
+    both = own + sizes.sent
+    assert held(engine_kwargs={"enable_lora": False}) == (both, both, 0)
+
+
 def test_what_fits_takes_the_cheapest_settings(bare: Path) -> None:
     config = config_for(bare, rollout={"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.8}})
     sizes, image = sizes_of(config)

@@ -9,7 +9,7 @@ vLLM itself is behind `internals.py` and `launch.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,14 @@ from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.engine import Follows, Request, RequestStream, RolloutEngine
 from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.adapters import is_factor
-from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, launch, vllm_version
+from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_alone, launch, vllm_version
 from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
 from mm_grpo.timing import span
 from mm_grpo.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Parameter
 
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Digest
@@ -49,6 +50,7 @@ class VLLMEngine(RolloutEngine):
         self._handle = launch(settings)
         self._handle.timeout = timeout
         internals.wake(self._handle)
+        internals.give_back(self._handle)
         # a fresh engine holds what is on disk; one that is taken over, whatever its last trainer sent
         self._current = self._handle.owner is None
         self._handle.owner = self
@@ -129,6 +131,13 @@ class VLLMEngine(RolloutEngine):
         """Those that vLLM has LoRA layers for (`adapters.py`)."""
         return internals.layers_taken(self._handle, list(layers))
 
+    def share(self, parameters: Mapping[str, Parameter]) -> int:
+        """Those that lie in vLLM's layers as they came. From then on keys and values alone are given back in sleep, for
+        which some versions have no call: there nothing is lent, unless `sleep_level` is 0."""
+        if self._can_sleep and not can_free_cache_alone():
+            return 0
+        return internals.lend(self._handle, parameters)
+
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
         if not token_ids:
@@ -153,7 +162,7 @@ class VLLMEngine(RolloutEngine):
         level = self.settings.sleep_level
         if self._can_sleep and not handle.asleep:
             internals.sleep(handle, level)
-            if level >= 2:
+            if level >= 2 and "weights" in handle.asleep:
                 self._current = False
 
     @span("engine wake")

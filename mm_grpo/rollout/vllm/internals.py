@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from mm_grpo.errors import DataError, EngineError
 from mm_grpo.rollout.vllm import adapters
@@ -231,6 +232,31 @@ def put_adapter(handle: Handle, factors: Mapping[str, Tensor]) -> dict[str, str]
     return found
 
 
+def lend(handle: Handle, parameters: Mapping[str, Parameter]) -> int:
+    """Make `parameters`, by the names in the last update, views of the worker's own tensors where those are the same to
+    the bit; returns the bytes that became free."""
+    own: dict[str, Tensor] = handle.llm.apply_model(handle.read_back.parts)[0]
+    free = 0
+    for name, parameter in parameters.items():
+        part = own.get(name)
+        if (
+            part is not None
+            and part.dtype == parameter.dtype
+            and torch.equal(part.to(parameter.device), parameter)
+        ):
+            parameter.data = part
+            handle.lent.append(parameter)
+            free += part.nbytes
+    return free
+
+
+def give_back(handle: Handle) -> None:
+    """Give the parameters of an earlier learner, which is about to lose the worker's tensors, tensors of their own."""
+    while handle.lent:
+        parameter = handle.lent.pop()
+        parameter.data = parameter.data.clone()
+
+
 def reset_prefix_cache(handle: Handle) -> None:
     if handle.llm.reset_prefix_cache() is False:
         raise EngineError("vLLM did not reset its prefix cache: requests are still running")
@@ -242,10 +268,12 @@ def reset_encoder_cache(handle: Handle) -> None:
 
 
 def sleep(handle: Handle, level: int) -> None:
-    """Give memory back: at level 1 weights go to the host, at level 2 they are gone."""
+    """Give memory back: at level 1 weights go to the host, at level 2 they are gone; lent ones stay at any level."""
     with _watched(handle, "gave memory back"), _lost_on_failure(handle, "gave memory back"):
-        handle.llm.sleep(level=level)
-    handle.asleep = {"weights", "kv_cache"}
+        handle.llm.sleep(level=0 if handle.lent else level)
+        if handle.lent:
+            handle.llm.llm_engine.release_kv_cache_memory()
+    handle.asleep = {"kv_cache"} if handle.lent else {"weights", "kv_cache"}
 
 
 def wake(handle: Handle, *parts: str) -> None:

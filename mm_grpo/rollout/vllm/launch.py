@@ -7,14 +7,17 @@ registry, and leaves the process as it found it: random states, environment, thr
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.processors.model_folder import read_config
@@ -77,7 +80,8 @@ class Handle:
     """A running engine.
 
     `owner` is the last trainer's engine that used it, `fault` says why it is unusable, and `asleep` names the
-    parts of its memory that are given back (`weights`, `kv_cache`). `read_back` finds the
+    parts of its memory that are given back (`weights`, `kv_cache`). `lent` are parameters of a learner's whose tensors
+    are the engine's own, which then have to stay where they are. `read_back` finds the
     weights that it was given in its layers. `adapters` says whether it has LoRA layers, and `adapter` is what requests
     carry once factors are in them. A call that makes no step for `timeout` seconds counts as hung.
     """
@@ -87,6 +91,7 @@ class Handle:
     owner: object | None = None
     fault: str | None = None
     asleep: set[str] = field(default_factory=set)
+    lent: list[Parameter] = field(default_factory=list)
     read_back: ReadBack = field(default_factory=ReadBack)
     adapters: bool = False
     adapter: Any = None
@@ -145,6 +150,18 @@ def vllm_version() -> str:
     import vllm
 
     return str(vllm.__version__)
+
+
+def can_free_cache_alone() -> bool:
+    """True for a vLLM that gives keys and values back and leaves its weights in place, as newer ones than 0.25 do.
+
+    Read from its source, which is imported in seconds; True where none is installed.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return True
+    source = Path(found.origin).parent / "v1" / "engine" / "llm_engine.py"
+    return "def release_kv_cache_memory(" in source.read_text(encoding="utf-8")
 
 
 def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[str, Any]:

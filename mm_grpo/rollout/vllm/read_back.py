@@ -86,14 +86,10 @@ class ReadBack:
         That of a packed layer whose columns are not those that came says so, and is no digest of anything.
         """
         own = dict(model.named_parameters(remove_duplicate=False))
-        views: dict[str, str] = {}
+        views = {name: digest(part.to(self._noted[name].dtype)) for name, part in self.parts(model).items()}
         packed: dict[str, bool] = {}
         for name, (owner, leaf, start) in self._places(model).items():
-            noted = self._noted[name]
-            parameter = own.get(f"{owner}.{leaf}", own.get(f"{owner}.base_layer.{leaf}"))  # in a LoRA layer
-            part = _rows(parameter, start, noted.shape)
-            if part is not None and (self._views is None or name in self._views):
-                views[name] = digest(part.to(noted.dtype))
+            noted, parameter = self._noted[name], _parameter(own, owner, leaf)
             layer = getattr(model.get_submodule(owner), "cpu_linear", None) if leaf == "weight" else None
             if layer is not None and noted.columns is not None:
                 packed[name] = _holds(layer, parameter, start, noted)
@@ -104,6 +100,16 @@ class ReadBack:
         found |= {name: value for name, value in views.items() if name in self._views}
         lost = [name for name, same in packed.items() if name in self._packed and not same]
         return found | {name: f"not what '{name}' was sent as" for name in lost}
+
+    def parts(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """Views of the model's parameters that hold the noted tensors, as far as their places are confirmed."""
+        own = dict(model.named_parameters(remove_duplicate=False))
+        found = {}
+        for name, (owner, leaf, start) in self._places(model).items():
+            part = _rows(_parameter(own, owner, leaf), start, self._noted[name].shape)
+            if part is not None and (self._views is None or name in self._views):
+                found[name] = part
+        return found
 
     def _places(self, model: torch.nn.Module) -> dict[str, tuple[str, str, int]]:
         """Layer, parameter and first row of each noted tensor, as far as names and shapes tell."""
@@ -143,6 +149,11 @@ def quiet_reload() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _parameter(own: Mapping[str, Tensor], owner: str, leaf: str) -> Tensor | None:
+    """A layer's parameter, which in a LoRA layer lies a level deeper."""
+    return own.get(f"{owner}.{leaf}", own.get(f"{owner}.base_layer.{leaf}"))
 
 
 def _rows(parameter: Tensor | None, start: int, shape: torch.Size) -> Tensor | None:
