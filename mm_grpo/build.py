@@ -275,7 +275,7 @@ def adapters_sentence(learner: Learner, lent: int) -> str:
         frozen = sum(p.nbytes for p in learner.model.parameters() if not p.requires_grad)
         return (
             f"adapters: the engine runs those of all {len(layers)} layers itself, and is sent their factors alone; "
-            f"{lent / 1e9:.2f} GB of the base's {frozen / 1e9:.2f} are the engine's own tensors, in memory once"
+            f"{lent / frozen:.1%} of the base's {frozen / 1e9:.2f} GB are the engine's own tensors, in memory once"
         )
     return (
         f"adapters: those of {len(merged)} of {len(layers)} layers ({merged[0]}, ...) are merged for the engine, which "
