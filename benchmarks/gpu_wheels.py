@@ -39,7 +39,7 @@ def pinned(name: str, pins: str) -> str:
 def trim(wheel: Path) -> None:
     """Write a wheel anew without its UNUSED files, in its list of files (RECORD) too."""
     part = wheel.with_suffix(".part")
-    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as kept:
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(part, "w") as kept:
         for entry in whole.infolist():
             if _is_unused(entry.filename):
                 continue
@@ -47,7 +47,7 @@ def trim(wheel: Path) -> None:
             if entry.filename.endswith(".dist-info/RECORD"):
                 lines = content.decode().splitlines(keepends=True)
                 content = "".join(line for line in lines if not _is_unused(line.partition(",")[0])).encode()
-            kept.writestr(entry, content)
+            kept.writestr(entry, content, zipfile.ZIP_LZMA)  # half of what pip is used to
     part.replace(wheel)
 
 
