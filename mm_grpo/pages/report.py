@@ -138,7 +138,9 @@ class Report:
     def _lines(self, place: int, curve: Curve, blind: Sequence[str | None]) -> Iterator[dict[str, Any]]:
         """The lines of one chart; of a long run with the means of its points."""
         several = len(self.runs) > 1
-        for name, curves, kind in zip(run_names(self.runs), self.curves, blind, strict=True):
+        for run, (name, curves, kind) in enumerate(
+            zip(run_names(self.runs), self.curves, blind, strict=True)
+        ):
             traces = curves.traces[place]
             for metric, trace in traces.items():
                 if all(y is None for _, y in trace.points) or (several and curve.alone not in ("", metric)):
@@ -147,7 +149,7 @@ class Report:
                 if several:
                     label = f"{name} {label}" if len(traces) > 1 else name
                 means = {"means": trace.means, "width": trace.width} if trace.width > 1 else {}
-                yield {"label": label, "points": trace.points, **means}
+                yield {"label": label, "points": trace.points, **({"run": run} if several else {}), **means}
 
 
 class LivePage:

@@ -31,7 +31,7 @@ def test_train_and_check_do_what_they_say(run: Any, job: Path) -> None:
     assert not (job.parent / "run").exists()
     done = run("train", job, "run.max_steps=1")
     assert done.code == 0, done.err
-    assert "done: 1 steps" in done.out and "2 prompts x 2 generations = 4 completions" in done.out
+    assert "done: 1 step" in done.out and "2 prompts x 2 generations = 4 completions" in done.out
     assert (job.parent / "run" / "report.html").stat().st_size > 2000
 
 
@@ -75,8 +75,9 @@ def test_a_run_is_resumed_by_its_own_config(run: Any, job: Path) -> None:
     assert run("train", job).code == 0
     own = job.parent / "run" / "config.yaml"
     refused(run("train", own), "the config file")
-    done = run("train", own, "--resume", "run.max_steps=3")
-    assert done.code == 0 and "done: 3 steps" in done.out, done.err
+    done = run("train", own.parent, "--resume", "run.max_steps=3")
+    assert done.code == 0 and "after step 2" in done.out and "done: 3 steps" in done.out, done.err
+    refused(run("train", own, "--resume", "rollout="), "rollout")
 
 
 @pytest.mark.slow
