@@ -42,10 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How many steps and optimizer updates a run makes, the seeds of its generations, the order of its rows.
-
-    `sentences` say so, and what of the config was cut to the run.
-    """
+    """How many steps and updates a run makes, the seeds of its generations, the order of its rows; and all in words."""
 
     max_steps: int
     updates: int

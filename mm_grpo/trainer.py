@@ -27,8 +27,6 @@ from mm_grpo.health.guards import Guards
 from mm_grpo.health.logp_gap import sampled_gap
 from mm_grpo.health.update_happens import finite_loss, update_happens
 from mm_grpo.migrate.arguments import explain_arguments
-from mm_grpo.pages.gallery import WHILE_RUNNING
-from mm_grpo.pages.page import EmbeddedPage
 from mm_grpo.pages.report import LivePage, Report, check_expected
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
@@ -47,6 +45,7 @@ from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.inflight_state import pack_ahead, unpack_ahead
 from mm_grpo.run.inputs import inputs_of
+from mm_grpo.run.manifest import checkpoints_in
 from mm_grpo.run.metrics import iter_metrics
 from mm_grpo.run.outputs import names_of
 from mm_grpo.run.paths import REPORT_EVERY, dated
@@ -237,9 +236,9 @@ class GRPOTrainer:
             raise ConfigError("model.lora = null: the run has no adapters to save; save the model")
         self.learner.save_adapter(path)
 
-    def show(self, height: int = 800) -> EmbeddedPage:
-        """The page of the run so far, as a notebook shows it, `height` pixels high; report.html has more of it."""
-        return EmbeddedPage(Report([self.folder.paths]).html(WHILE_RUNNING), height)
+    def show(self) -> Report:
+        """The page of the run so far, which a notebook shows; report.html has more of it."""
+        return Report([self.folder.paths])
 
     def push_to_hub(
         self, name: str, private: bool = True, *, adapter: bool = False, overwrite: bool = False
@@ -441,7 +440,9 @@ class GRPOTrainer:
     def _finish(self, step: int, started: float) -> dict[str, Any]:
         """Save the model and write the summary of a run that ended after `step`."""
         run, saved = self.folder, self.config.run.save_model
-        kept, why = self.evaluations.kept_step(step, self.checkpoints.steps, base=not self._passed_in)
+        kept, why = self.evaluations.kept_step(
+            step, checkpoints_in(run.paths.checkpoints), base=not self._passed_in
+        )
         with self.ranks.fail_together("saving the model"):
             if self.ranks.first and saved:
                 with self.checkpoints.weights_of(kept) if kept != step else nullcontext():

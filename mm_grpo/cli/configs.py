@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
 
 Config = Annotated[
-    str,
-    typer.Argument(help="A YAML file, a run's folder, or the name of a shipped recipe.", show_default=False),
+    str, typer.Argument(help="A YAML file, a run's folder or a recipe's name.", show_default=False)
 ]
 Overrides = Annotated[
     list[str] | None,

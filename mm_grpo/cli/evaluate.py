@@ -22,8 +22,7 @@ def evaluate(
     config: Config,
     overrides: Overrides = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="A run, a checkpoint, an export or a model; else CONFIG's run or model.path."),
+        str | None, typer.Option(help="A run, a checkpoint, an export or a model; without it CONFIG's.")
     ] = None,
     checkpoint: Which = None,
     trust_remote_code: Trust = False,

@@ -104,10 +104,8 @@ def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, r
     from mm_grpo.run.summary import summary_lines
 
     steps = summary["steps"]
-    took = f"{steps} step{'s' * (steps != 1)} in {summary['seconds']:.0f} s"
-    lines = [
-        f"done: {f'nothing was left of {steps} steps' if trainer.resumed_at == steps else took}, {where}"
-    ]
+    left = "nothing was left" if trainer.resumed_at == steps else f"in {summary['seconds']:.0f} s"
+    lines = [f"done: {steps} steps, {left}, {where}"]
     lines += [f"  {line}" for line in summary_lines(summary)]
     lines += [next_command(config, loaded, summary)] if kept else []
     typer.echo(printable("\n".join(lines)))
@@ -119,11 +117,9 @@ def next_command(config: str, loaded: GRPOConfig, summary: Mapping[str, Any]) ->
     seen = folder / "report.html" if loaded.run.report else folder / "metrics.jsonl"
     weights = loaded.run.save_model or any((folder / "checkpoints").glob("step-*"))
     if summary["eval"] and weights:
-        kept = summary["model"] is not None and summary["model"]["step"] != summary["steps"]
-        best = " --checkpoint best" if kept else ""
-        return (
-            f"see {seen}; next: mm-grpo eval {shlex.quote(config)} --model {shlex.quote(str(folder))}{best}"
-        )
+        other = (summary["model"] or {}).get("step") not in (None, summary["steps"])
+        model = shlex.quote(str(folder)) + " --checkpoint best" * other
+        return f"see {seen}; next: mm-grpo eval {shlex.quote(config)} --model {model}"
     return f"see {seen}"
 
 

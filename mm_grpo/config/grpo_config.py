@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -107,7 +107,13 @@ class GRPOConfig(Section):
         values = cls._read(path)
         for layer in layers:
             values = merge(values, cls._read(layer), sources=("data.train", "data.eval"))
-        values = apply_overrides(values, refuse_empty_sections(cls.all_paths, overrides))
+        sections = {field.rpartition(".")[0] for field in cls.all_paths} - {*cls.all_paths}
+        for override in (overrides := list(overrides)):
+            name, _, value = (part.strip() for part in override.partition("="))
+            if name in sections and value in ("", "null", "~", "{}"):
+                why = "would put the whole section back to its defaults; set fields of it"
+                raise ConfigError(f"override {override!r}: {why}")
+        values = apply_overrides(values, overrides)
         if REDACTED in str(values):
             raise ConfigError(
                 f"'{path}' holds {REDACTED}: keys are not saved with a run; name its first config"
@@ -352,22 +358,8 @@ def check_seed_plan(
         )
 
 
-def refuse_empty_sections(fields: Sequence[str], overrides: Iterable[str]) -> list[str]:
-    """The overrides. ConfigError for one such as `rollout=`, which would put a whole section back to its defaults."""
-    listed = list(overrides)
-    for override in listed:
-        name, _, text = (part.strip() for part in override.partition("="))
-        inner = [field for field in fields if field.startswith(f"{name}.")]
-        if inner and name not in fields and text in ("", "null", "~", "{}"):
-            raise ConfigError(
-                f"override {override!r}: {name} is a section, and all that the config says in it would be lost; set a "
-                f"field of it, such as {inner[0]}=..."
-            )
-    return listed
-
-
-def _counted(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count:,} {noun}{'' if count == 1 else plural}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 Section.all_paths = tuple(path for path, _ in leaves(GRPOConfig))

@@ -65,11 +65,10 @@ class PromptOrder:
 
     def sentence(self, steps: int) -> str:
         """The rows and how often each comes in so many steps; of a mixture its shares too."""
-        epochs = self.epochs(steps)["epoch"]
-        more = f"; each comes {self.prompts_per_step / self.n_rows:.3g} times in a step (rollout.prompts_per_step)"
+        often = self.prompts_per_step / self.n_rows
+        more = f"; each comes {often:.3g} times in a step (rollout.prompts_per_step)" if often > 1 else ""
         return (
-            f"data: {self.n_rows:,} rows, {epochs:.3g} epoch{'s' * (epochs != 1)} in {steps:,} steps"
-            f"{more if self.prompts_per_step > self.n_rows else ''}"
+            f"data: {self.n_rows:,} rows, {self.epochs(steps)['epoch']:.3g} epochs in {steps:,} steps{more}"
         )
 
     @property

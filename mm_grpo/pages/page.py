@@ -55,18 +55,6 @@ class Picture:
     uri: str
 
 
-@dataclass(frozen=True)
-class EmbeddedPage:
-    """A page as the output of a notebook's cell."""
-
-    html: str
-    height: int
-
-    def _repr_html_(self) -> str:
-        style = f"width: 100%; height: {self.height}px; border: 0"
-        return f'<iframe srcdoc="{escape(self.html)}" style="{style}"></iframe>'
-
-
 def render(title: str, data: Mapping[str, Any], pictures: Mapping[str, Picture]) -> str:
     """The page. `data` is plain JSON that names `pictures`, whose names are letters, digits, dots and dashes.
 

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ logger = logging.getLogger("mm_grpo")
 
 
 class Report:
-    """The page of one or several runs, which may be written again and again as they go on."""
+    """The page of one or several runs, which may be written, or shown in a notebook, again and again as they go on."""
 
     def __init__(self, runs: Sequence[RunPaths]) -> None:
         self.runs = tuple(runs)
@@ -55,6 +56,10 @@ class Report:
         data, pictures = self.gather(budget)
         title = f"{', '.join(run['name'] for run in data['runs'])} – mm_grpo"
         return render(title, data, pictures)
+
+    def _repr_html_(self) -> str:
+        page = escape(self.html(WHILE_RUNNING))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 800px; border: 0"></iframe>'
 
     def gather(self, budget: Budget = WHOLE) -> tuple[dict[str, Any], dict[str, Picture]]:
         """Everything the page shows, and its pictures."""

@@ -19,14 +19,12 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
@@ -182,11 +180,6 @@ class Checkpoints:
         steps = "step" if every == 1 else f"{every} steps"
         return f"checkpoints: {size / 1e9:.3g} GB every {steps}, the newest {keep} and the best kept; --resume goes on"
 
-    @property
-    def steps(self) -> Collection[int]:
-        """The steps that have a checkpoint."""
-        return checkpoints_in(self.folder)
-
     @contextmanager
     def weights_of(self, step: int) -> Iterator[None]:
         """Within it this process has the weights of a checkpoint, or for 0 those of `model.path`, then its own."""
@@ -199,10 +192,13 @@ class Checkpoints:
             else:
                 section = self.config.model.model_copy(update={"device": "cpu"})
                 base = load_model(section, self.learner.processor.family)
-                _copy(dict(base.named_parameters()), trained)
+                for name, parameter in base.named_parameters():
+                    if name in trained:
+                        trained[name].data.copy_(parameter)
             yield
         finally:
-            _copy(own, trained)
+            for name, kept in own.items():
+                trained[name].data.copy_(kept)
 
     # writing ---------------------------------------------------------------------------------
 
@@ -317,12 +313,6 @@ class Checkpoints:
             "parameters": parameters,
             "frozen": self.ranks.broadcast(frozen, "frozen weights"),
         }
-
-
-def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in target.items():
-            parameter.copy_(source[name])
 
 
 def steps_between(every: int | None, max_steps: int, most: int | None = MOST_STEPS) -> int:

@@ -27,9 +27,7 @@ def dated(folder: str, *, newest: bool = False) -> str:
     >>> dated("runs/mine")
     'runs/mine'
     """
-    if TIME not in folder:
-        return folder
-    if not newest:
+    if TIME not in folder or not newest:
         return folder.replace(TIME, time.strftime("%Y%m%d-%H%M%S"))
     digits = "[0-9]" * 8 + "-" + "[0-9]" * 6
     found = [each for each in expand_glob(folder.replace(TIME, digits)) if (Path(each) / RUN_MARK).exists()]

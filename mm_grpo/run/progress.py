@@ -77,9 +77,8 @@ class Progress:
         if self.console.is_terminal and not quiet:
             bar = BarColumn(None, table_column=Column(ratio=1))
             self._bar = Bar(_Line(self.console), bar, console=self.console, expand=True)
-            self._task = self._bar.add_task(
-                "train", total=total, completed=first, parts=[f"step {first}/{total}"]
-            )
+            parts = [f"step {first}/{total}"]
+            self._task = self._bar.add_task("train", total=total, completed=first, parts=parts)
 
     def __enter__(self) -> Self:
         self._last = time.monotonic()
@@ -119,7 +118,8 @@ class Progress:
         if self._table is not None:
             self._table.add(f"{step}/{self.total}", found)
             return
-        parts = [f"step {step}/{self.total}", *in_words(found)]
+        words = [f"{text} {label}" if label in UNITS else f"{label} {text}" for label, text in found.items()]
+        parts = [f"step {step}/{self.total}", *words]
         if self._bar is not None:
             with self._while_there_is_a_terminal():
                 self._bar.update(self._task, completed=step, parts=parts)
@@ -133,7 +133,7 @@ class Progress:
             with self._while_there_is_a_terminal():
                 step = self._bar.tasks[0].fields["parts"][0]
                 self._bar.update(self._task, parts=[step, words])
-        elif time.monotonic() - self._printed >= SILENCE:
+        elif self._table is None and time.monotonic() - self._printed >= SILENCE:
             self.print(words)
 
     def print(self, text: str) -> None:
@@ -202,19 +202,19 @@ class NotebookTable:
 
 
 def describe(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """The few numbers worth watching by their label, in the order in which they matter; a loss of ±0.0000 is none."""
-    found = {}
+    """The few numbers worth watching by their label, in the order in which they matter; a loss of ±0.0000 is none.
+
+    >>> describe({"loss": 0.00001, "reward_std": 0.25, "reward": 0.5})
+    {'reward': '0.500 ± 0.250'}
+    """
+    found: dict[str, str] = {}
     for label, keys, form in SHOWN:
         value = next((metrics[key] for key in keys if metrics.get(key) is not None), None)
-        if value is not None and (label != "loss" or form.format(abs(value)) != form.format(0)):
-            found[label] = form.format(value)
+        if value is None or (label == "loss" and form.format(abs(value)) == form.format(0)):
+            continue
+        name = "reward" if label == "±" and "reward" in found else label
+        found[name] = f"{found[name]} ± {form.format(value)}" if name != label else form.format(value)
     return found
-
-
-def in_words(found: Mapping[str, str]) -> list[str]:
-    """The parts of a line, such as "reward 0.412 ± 0.250", "1.9 s/step"."""
-    parts = [f"{text} {label}" if label in UNITS else f"{label} {text}" for label, text in found.items()]
-    return "\n".join(parts).replace("\n±", " ±").split("\n")
 
 
 def fit(parts: Sequence[str], width: int) -> str:

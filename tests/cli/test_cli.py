@@ -31,7 +31,7 @@ def test_train_and_check_do_what_they_say(run: Any, job: Path) -> None:
     assert not (job.parent / "run").exists()
     done = run("train", job, "run.max_steps=1")
     assert done.code == 0, done.err
-    assert "done: 1 step" in done.out and "2 prompts x 2 generations = 4 completions" in done.out
+    assert "done: 1 steps" in done.out and "2 prompts x 2 generations = 4 completions" in done.out
     assert (job.parent / "run" / "report.html").stat().st_size > 2000
 
 
