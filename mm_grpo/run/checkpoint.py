@@ -178,7 +178,7 @@ class Checkpoints:
         )  # weights and two means, fp32
         keep = self.config.run.keep_checkpoints
         steps = "step" if every == 1 else f"{every} steps"
-        return f"checkpoints: {size / 1e9:.3g} GB every {steps}, the newest {keep} and the best kept; --resume goes on"
+        return f"checkpoints: {size / 1e9:.3g} GB every {steps}, newest {keep} and best kept, for --resume"
 
     @contextmanager
     def weights_of(self, step: int) -> Iterator[None]:

@@ -118,8 +118,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
             f"(steps {ends['before']['step']} and {ends['after']['step']})"
         )
     if guards := summary.get("guards"):
-        fired = [f"{name} at step {', '.join(map(str, steps))}" for name, steps in guards.items()]
-        lines.append(f"{sum(map(len, guards.values()))} time(s) a guard fired: {'; '.join(fired)}")
+        fired = [f"{name} at step {' and '.join(map(str, steps))}" for name, steps in guards.items()]
+        lines.append(f"guards that fired: {sum(map(len, guards.values()))} ({', '.join(fired)})")
     if model := summary.get("model"):
         what = f"the weights after step {model['step']}" if model["step"] else "the base model"
         lines.append(f"model/ holds {what}: {model['why']}")
