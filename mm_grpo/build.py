@@ -42,12 +42,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How many steps and optimizer updates a run makes, the seeds of its generations, the order of its rows."""
+    """How many steps and updates a run makes, the seeds of its generations, the order of its rows; and all in words."""
 
     max_steps: int
     updates: int
     seeds: SeedPlan
     order: PromptOrder
+    sentences: tuple[str, ...]
 
 
 def plan_run(
@@ -57,7 +58,7 @@ def plan_run(
 
     `at_least_an_epoch` lengthens a shorter run to as many prompts as there are rows, so that each has its seeds
     (`PromptBuilder.first`); those of the run stay the same. With `several_turns` conversations have up to
-    `rollout.max_turns`. Raises ConfigError when the warm-up is longer than the run, or when there are not seeds enough.
+    `rollout.max_turns`. Raises ConfigError when there are not seeds enough.
     """
     rollout, run = config.rollout, config.run
     if rollout.max_staleness and rollout.engine not in REMOTE:
@@ -78,12 +79,8 @@ def plan_run(
         else PromptOrder(len(rows), *how)
     )
     steps = run.max_steps or order.steps_per_epoch
-    updates = steps * config.optim.updates_per_step * config.algorithm.num_iterations
-    if config.optim.warmup_steps > updates:
-        raise ConfigError(
-            f"optim.warmup_steps = {config.optim.warmup_steps}: the run makes {updates} updates, so the learning "
-            "rate would never be reached; lower it, or raise run.max_steps"
-        )
+    updates, warmup = config.updates_in(steps), config.optim.warmup_steps
+    cut = [f"optim.warmup_steps = {warmup} is cut to the {updates} update(s) of the run"] * (warmup > updates)
     seeds = SeedPlan(
         run_seed=run.seed,
         prompts=rollout.prompts_per_step,
@@ -92,7 +89,7 @@ def plan_run(
         max_steps=max(steps, -(-order.n_rows // order.prompts_per_step)) if at_least_an_epoch else steps,
         max_turns=rollout.max_turns if several_turns else 1,
     )
-    return RunPlan(steps, updates, seeds, order)
+    return RunPlan(steps, updates, seeds, order, (order.sentence(steps), *cut))
 
 
 # the parts -----------------------------------------------------------------------------------

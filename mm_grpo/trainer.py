@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import islice
 from os import PathLike
@@ -27,7 +27,7 @@ from mm_grpo.health.guards import Guards
 from mm_grpo.health.logp_gap import sampled_gap
 from mm_grpo.health.update_happens import finite_loss, update_happens
 from mm_grpo.migrate.arguments import explain_arguments
-from mm_grpo.pages.report import LivePage, check_expected
+from mm_grpo.pages.report import LivePage, Report, check_expected
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.preflight.memory import run_sentence
@@ -45,14 +45,15 @@ from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.inflight_state import pack_ahead, unpack_ahead
 from mm_grpo.run.inputs import inputs_of
+from mm_grpo.run.manifest import checkpoints_in
 from mm_grpo.run.metrics import iter_metrics
 from mm_grpo.run.outputs import names_of
-from mm_grpo.run.paths import REPORT_EVERY
+from mm_grpo.run.paths import REPORT_EVERY, dated
 from mm_grpo.run.profile import Profile
 from mm_grpo.run.progress import Progress
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of, tool_sources_of
 from mm_grpo.run.stop_signals import StopSignals, interrupted
-from mm_grpo.run.summary import sight_of, summary_of
+from mm_grpo.run.summary import seen_in, summary_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import print_phase
 from mm_grpo.timing import span, timed
@@ -88,17 +89,21 @@ class GRPOTrainer:
         callbacks: Sequence[Any] = (),
         resume: bool = False,
     ) -> None:
-        self.config, self.resume = config, resume
         config.check()
         self.ranks = start(config.model.device, config.run.process_timeout)
+        with self.ranks.fail_together("looking at run.dir"):
+            run_dir = dated(config.run.dir, newest=resume) if self.ranks.first else ""
+        config = config.with_values({"run.dir": self.ranks.broadcast(run_dir, "run.dir")})
+        self.config, self.resume, self.resumed_at = config, resume, 0
         self.callbacks = Callbacks(callbacks, quiet=not self.ranks.first)
-        config.require_eval(given=eval is not None)
         self.toolbox = toolbox_of(config, tools, environment_factory)
         self._phase("reading the rows")
         self._read(train, eval, rewards)
+        config = self.config
         self.folder = self._look_at_folder(inputs_of(config, train=train, eval=eval, rewards=rewards))
         self.trackers = Trackers.prepare(config.run.trackers if self.ranks.first else [])
         self._load(model, processor)
+        self._passed_in = model is not None
         self.checkpoints = Checkpoints(self.folder.paths, self.learner, config, self._call)
         log = self.folder.append_event if self.ranks.first else None
         self.guards = Guards(config, self.scorer.specs, log)
@@ -121,6 +126,8 @@ class GRPOTrainer:
         self.save_every = steps_between(config.run.save_every, self.plan.max_steps)
         scorer.conversational, scorer.max_steps = self.train_set.conversational, self.plan.max_steps
         headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
+        every = steps_between(config.run.eval_every, self.plan.max_steps, None) if self.eval_sets else 0
+        self.config = config = config.with_values({"run.eval_every": every})
         self.evaluations = Evaluations(config, self.eval_sets, headline, several_turns=several_turns)
         if self.ranks.first:
             scorer.start()
@@ -164,7 +171,7 @@ class GRPOTrainer:
             )
         self.processor, self.model, self.prompt_builder = parts.processor, parts.model, parts.prompt_builder
         self.learner, self.engine, self.sync = parts.learner, parts.engine, parts.sync
-        self._limits = (plan.order.sentence, *parts.sentences)
+        self._limits = (*plan.sentences, self.evaluations.plan, *parts.sentences)
         self.sampler = sampler_of(
             config, self.processor, self.engine, self.toolbox, plan.seeds, lambda: self.sync.version
         )
@@ -228,6 +235,10 @@ class GRPOTrainer:
         if self.config.model.lora is None:
             raise ConfigError("model.lora = null: the run has no adapters to save; save the model")
         self.learner.save_adapter(path)
+
+    def show(self) -> Report:
+        """The page of the run so far, which a notebook shows; report.html has more of it."""
+        return Report([self.folder.paths])
 
     def push_to_hub(
         self, name: str, private: bool = True, *, adapter: bool = False, overwrite: bool = False
@@ -325,7 +336,7 @@ class GRPOTrainer:
     # the run around the steps ----------------------------------------------------------------
 
     def _train(self) -> dict[str, Any]:
-        started, every, last = time.perf_counter(), self.config.run.eval_every, self.plan.max_steps
+        started, every, last = time.perf_counter(), self.config.run.eval_every or 0, self.plan.max_steps
         done, kept = self._begin()
         with self._watched(done):
             self._before_steps(done, kept)
@@ -353,6 +364,11 @@ class GRPOTrainer:
         """Take up a checkpoint where one is asked for, and begin the folder: the steps done, and what was kept."""
         run = self.folder
         done, kept, log = self._restore()
+        self.resumed_at = done
+        if self.resume:
+            last = self.plan.max_steps
+            left = "nothing is left" if done == last else f"{last - done} of {last} steps are left"
+            self._phase(f"resuming {run.paths.root} after step {done}: {left}")
         with self.ranks.fail_together("starting"):
             if self.ranks.first:
                 rewards = rewards_of(self.scorer.specs)
@@ -371,7 +387,10 @@ class GRPOTrainer:
         steps = self.plan.max_steps - done
         profile = self.profile = Profile(config.run.profile, run.paths if first else None, steps)
         self._call("on_train_begin", step=done)
-        batch, memory = config.batch_sentence(processes=self.ranks.world), run_sentence(self.learner)
+        batch, memory = (
+            config.batch_sentence(processes=self.ranks.world),
+            run_sentence(self.learner, brief=True),
+        )
         on_disk = self.checkpoints.sentence(self.save_every), run.rollout_budget.sentence
         headline = "\n".join(filter(None, (batch, *self._limits, memory, *on_disk)))
         self.progress = Progress(
@@ -420,16 +439,20 @@ class GRPOTrainer:
 
     def _finish(self, step: int, started: float) -> dict[str, Any]:
         """Save the model and write the summary of a run that ended after `step`."""
-        run = self.folder
+        run, saved = self.folder, self.config.run.save_model
+        kept, why = self.evaluations.kept_step(
+            step, checkpoints_in(run.paths.checkpoints), base=not self._passed_in
+        )
         with self.ranks.fail_together("saving the model"):
-            if self.ranks.first and self.config.run.save_model:
-                run.replace_folder("model", self.save)
-                if self.config.model.lora is not None:
-                    run.replace_folder("adapter", self.save_adapter)
-                self.callbacks.call("on_save", trainer=self, step=step, path=run.paths.model)
-        sight, seconds = sight_of(run.paths.metrics, self.ranks), time.perf_counter() - started
-        summary = summary_of(self.evaluations, seconds, step, self.stop_reason or None, sight)
-        summary |= self.profile.summary()
+            if self.ranks.first and saved:
+                with self.checkpoints.weights_of(kept) if kept != step else nullcontext():
+                    run.replace_folder("model", self.save)
+                    if self.config.model.lora is not None:
+                        run.replace_folder("adapter", self.save_adapter)
+                self.callbacks.call("on_save", trainer=self, step=kept, path=run.paths.model)
+        seen, seconds = seen_in(run.paths, self.ranks), time.perf_counter() - started
+        summary = summary_of(self.evaluations, seconds, step, self.stop_reason or None, seen)
+        summary |= {"model": {"step": kept, "why": why} if saved else None, **self.profile.summary()}
         if self.ranks.first:
             run.write_summary(summary)
         return summary

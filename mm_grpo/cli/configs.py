@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
 
 Config = Annotated[
-    str, typer.Argument(help="A YAML file, or the name of a shipped recipe.", show_default=False)
+    str, typer.Argument(help="A YAML file, a run's folder or a recipe's name.", show_default=False)
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -77,8 +77,10 @@ def config_files(config: str, overrides: Sequence[str]) -> ConfigFiles:
 
 
 def find_config(config: str) -> Path:
-    """The file of a config, or of a recipe by name."""
+    """The file of a config, that in a folder, or of a recipe by name."""
     path = Path(config)
+    if (path / "config.yaml").is_file():  # a run's folder, or a recipe's
+        return path / "config.yaml"
     if os.path.exists(path) or path.suffix != "":
         return path
     known = find_recipes()

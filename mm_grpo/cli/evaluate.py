@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from mm_grpo.cli.configs import Config, Overrides, Trust, Which, load_config
 from mm_grpo.cli.imports import heavy_imports
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import OutputFile
+from mm_grpo.files import RUN_MARK, OutputFile
 from mm_grpo.terminal import print_phase
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def evaluate(
     config: Config,
     overrides: Overrides = None,
     model: Annotated[
-        str | None, typer.Option(help="A run, a checkpoint, an export or a model; without it model.path.")
+        str | None, typer.Option(help="A run, a checkpoint, an export or a model; without it CONFIG's.")
     ] = None,
     checkpoint: Which = None,
     trust_remote_code: Trust = False,
@@ -39,6 +40,8 @@ def evaluate(
 ) -> None:
     """Answer the evaluation sets of a config with a model, a checkpoint or a run; train nothing."""
     loaded = with_options(load_config(config, overrides or []), blind, samples, temperature)
+    if model is None and (Path(config) / RUN_MARK).is_file():
+        model = config
     file = None if as_json is None else OutputFile("--json", as_json)
     print_phase("importing torch and transformers")
     with heavy_imports():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -64,6 +65,13 @@ def init(
 ) -> None:
     """Write a first config, one row with its image and a reward of your own, all ready to be edited."""
     _copy(examples_folder() / "init", folder)
+    if find_spec("vllm") is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            config = folder / "config.yaml"
+            config.write_text(config.read_text().replace("rollout:\n", "rollout:\n  engine: vllm\n"))
+            typer.echo("rollout.engine: vllm, which is installed here and has a GPU")
     follow = f"mm-grpo check {folder / 'config.yaml'} --smoke, and mm-grpo rewards for what can score"
     typer.echo(printable(f"next: {follow}"))
 

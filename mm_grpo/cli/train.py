@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shlex
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,29 +91,35 @@ def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, r
             run_dir = loaded.run.dir if kept else str(work / "run")
             loaded = to_smoke(loaded, config, overrides, work, run_dir)
             rows, evaluations = smoke_sets(loaded)
-            summary = GRPOTrainer(loaded, train=rows, eval=evaluations or None).train()
+            trainer = GRPOTrainer(loaded, train=rows, eval=evaluations or None)
+            summary = trainer.train()
     else:
         trainer = GRPOTrainer(loaded, resume=resume)
         with keep_traceback(trainer.folder.paths.root) if trainer.ranks.first else nullcontext():
             summary = trainer.train()
         if not trainer.ranks.first:
             return
+    loaded = trainer.config
     where = f"results in {loaded.run.dir}" if kept else "results are not kept; set run.dir=... to keep them"
     from mm_grpo.run.summary import summary_lines
 
-    lines = [f"done: {summary['steps']} steps in {summary['seconds']:.0f} s, {where}"]
+    steps = summary["steps"]
+    left = "nothing was left" if trainer.resumed_at == steps else f"in {summary['seconds']:.0f} s"
+    lines = [f"done: {steps} steps, {left}, {where}"]
     lines += [f"  {line}" for line in summary_lines(summary)]
-    lines += [next_command(config, loaded, evaluated=bool(summary["eval"]))] if kept else []
+    lines += [next_command(config, loaded, summary)] if kept else []
     typer.echo(printable("\n".join(lines)))
 
 
-def next_command(config: str, loaded: GRPOConfig, *, evaluated: bool) -> str:
+def next_command(config: str, loaded: GRPOConfig, summary: Mapping[str, Any]) -> str:
     """What to look at, and what to run next."""
     folder = Path(loaded.run.dir)
     seen = folder / "report.html" if loaded.run.report else folder / "metrics.jsonl"
     weights = loaded.run.save_model or any((folder / "checkpoints").glob("step-*"))
-    if evaluated and weights:
-        return f"see {seen}; next: mm-grpo eval {shlex.quote(config)} --model {shlex.quote(str(folder))}"
+    if summary["eval"] and weights:
+        other = (summary["model"] or {}).get("step") not in (None, summary["steps"])
+        model = shlex.quote(str(folder)) + " --checkpoint best" * other
+        return f"see {seen}; next: mm-grpo eval {shlex.quote(config)} --model {model}"
     return f"see {seen}"
 
 

@@ -42,7 +42,6 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.files import RUN_MARK, atomic_write
 from mm_grpo.terminal import REDACTED, redact
 
-NO_EVAL = "needs rows to evaluate on; set data.eval, or 0 here"
 TRAINING_SEEDS = 2**30
 """Seeds of training are below this number; those of evaluation are not (the seed law)."""
 
@@ -108,6 +107,12 @@ class GRPOConfig(Section):
         values = cls._read(path)
         for layer in layers:
             values = merge(values, cls._read(layer), sources=("data.train", "data.eval"))
+        sections = {field.rpartition(".")[0] for field in cls.all_paths} - {*cls.all_paths}
+        for override in (overrides := list(overrides)):
+            name, _, value = (part.strip() for part in override.partition("="))
+            if name in sections and value in ("", "null", "~", "{}"):
+                why = "would put the whole section back to its defaults; set fields of it"
+                raise ConfigError(f"override {override!r}: {why}")
         values = apply_overrides(values, overrides)
         if REDACTED in str(values):
             raise ConfigError(
@@ -185,24 +190,21 @@ class GRPOConfig(Section):
                 f"rewards = []: {named}, or pass functions to GRPOTrainer(config, rewards=[...])"
             )
 
-    def require_eval(self, given: bool = False) -> None:
-        """Refuse evaluations during the run without rows for them, unless some are `given` in Python."""
-        if self.run.eval_every > 0 and self.data.eval is None and not given:
-            raise ConfigError(f"run.eval_every = {self.run.eval_every}: {NO_EVAL}")
+    def updates_in(self, steps: int) -> int:
+        """Optimizer updates of so many steps."""
+        return steps * self.optim.updates_per_step * self.algorithm.num_iterations
 
-    def batch_sentence(self, processes: int = 1, packs: int | None = None) -> str:
-        """The arithmetic of one step: prompts x generations -> packs x processes -> updates."""
+    def batch_sentence(self, processes: int = 1) -> str:
+        """The arithmetic of one step: prompts x generations -> updates."""
         prompts, generations = self.rollout.prompts_per_step, self.rollout.num_generations
         iterations, (few, rest) = self.algorithm.num_iterations, divmod(prompts, self.optim.updates_per_step)
         share = f"{few:,} or {few + 1:,} prompts each" if rest else f"{_counted(few, 'prompt')} each"
+        share += f", {iterations:,} iterations" if iterations > 1 else ""
+        several = f" on {processes:,} processes" if processes > 1 else ""
         defaulted = self.model.lora is not None and self.optim.learning_rate is None
         return (
-            f"{_counted(prompts, 'prompt')} x {generations:,} generations ="
-            f" {prompts * generations:,} completions a step ->"
-            f" {'packs' if packs is None else _counted(packs, 'pack')} of at most"
-            f" {self.optim.max_tokens_per_pack:,} tokens on {_counted(processes, 'process', 'es')} ->"
-            f" {_counted(self.optim.updates_per_step * iterations, 'update')}"
-            f" ({share}{f', {iterations:,} iterations' if iterations > 1 else ''})"
+            f"{_counted(prompts, 'prompt')} x {generations:,} generations = {prompts * generations:,} completions a"
+            f" step{several} -> {_counted(self.updates_in(1), 'update')} ({share})"
             + (f", learning rate {self.learning_rate:g} (the default for adapters)" if defaulted else "")
         )
 
@@ -222,17 +224,10 @@ class GRPOConfig(Section):
 
 
 def _steps(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Updates have prompts, warm-up ends, evaluation has rows."""
-    optim, run, prompts = config.optim, config.run, config.rollout.prompts_per_step
-    if optim.updates_per_step > prompts:
+    """Updates have prompts."""
+    prompts = config.rollout.prompts_per_step
+    if config.optim.updates_per_step > prompts:
         yield "optim.updates_per_step", f"must be <= rollout.prompts_per_step, {prompts}"
-    updates = optim.updates_per_step * config.algorithm.num_iterations * (run.max_steps or 0)
-    if run.max_steps is not None and optim.warmup_steps > updates:
-        product = "run.max_steps x optim.updates_per_step x algorithm.num_iterations"
-        yield "optim.warmup_steps", f"must be <= the updates of the run, which are {updates} ({product})"
-    # without data.train rows are passed in Python, and may be for evaluation too
-    if config.data.train is not None and run.eval_every > 0 and config.data.eval is None:
-        yield "run.eval_every", NO_EVAL
 
 
 def _advantages(config: GRPOConfig) -> Iterator[tuple[str, str]]:
@@ -363,8 +358,8 @@ def check_seed_plan(
         )
 
 
-def _counted(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count:,} {noun}{'' if count == 1 else plural}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 Section.all_paths = tuple(path for path, _ in leaves(GRPOConfig))

@@ -244,8 +244,8 @@ class RolloutConfig(Section):
     engine: Literal["transformers", "vllm", "vllm_server"] = "transformers"
     """Rollout engine: transformers (embedded), vllm (in the trainer's process) or vllm_server (servers of
     rollout.server, docs/served.md). Default: transformers."""
-    prompts_per_step: int = Field(default=8, ge=1)
-    """P: prompts in a step, over all processes, >= 1. Default: 8."""
+    prompts_per_step: int = Field(default=32, ge=1)
+    """P: prompts in a step, over all processes, >= 1. Default: 32."""
     num_generations: int = Field(default=8, ge=2)
     """G: completions per prompt, >= 2. Default: 8."""
     max_completion_length: int = Field(default=512, ge=1)
@@ -427,7 +427,8 @@ class OptimConfig(Section):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up: constant, linear or cosine; the last two end at 0. Default: constant."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer updates over which the learning rate rises from 0 to its peak, >= 0. Default: 0."""
+    """Optimizer updates over which the learning rate rises from 0 to its peak, >= 0; those of the run at most.
+    Default: 0."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates that share out the prompts of a step, >= 1; at most rollout.prompts_per_step. Default: 1."""
     max_tokens_per_pack: int = Field(default=16384, ge=1)
@@ -457,13 +458,15 @@ class RunConfig(Section):
 
     where: ClassVar[str] = "run"
     dir: PathText = "runs/mm_grpo"
-    """Folder of the run. Default: runs/mm_grpo."""
+    """Folder of the run; {time} in it, as in runs/{time}, stands for date and time of the start, and with --resume for
+    those of the newest run there. Default: runs/mm_grpo."""
     seed: int = Field(default=42, ge=0)
     """Seed of the order of the data and of every sample, >= 0. Default: 42."""
     max_steps: int | None = Field(default=None, ge=1)
     """Steps of the run, >= 1; null is one pass over the data. Default: null."""
-    eval_every: int = Field(default=0, ge=0)
-    """Steps from one evaluation to the next, >= 0; 0 is before and after only. Default: 0."""
+    eval_every: int | None = Field(default=None, ge=0)
+    """Steps from one evaluation to the next, >= 0; 0 is before and after only; null is a tenth of the run, at least 1.
+    Without data.eval nothing is evaluated. Default: null."""
     headline: HeadlineText = None
     """What evaluations, and the best checkpoint, are judged by: NAME >= MARK, such as exact_match >= 1, is the share
     of completions to which that reward gives at least the mark (accuracy); NAME mean, such as iou mean, its mean
@@ -484,6 +487,9 @@ class RunConfig(Section):
     Default: null."""
     save_model: bool = True
     """Save the trained model at the end. Default: true."""
+    keep: Literal["best", "last"] = "best"
+    """Which weights the saved model has: best (of the best evaluation, where evaluations and checkpoints were made; the
+    base model's where none was better) or last. Default: best."""
     save_every: int | None = Field(default=None, ge=0)
     """Steps from one checkpoint to the next, >= 0; 0 is none; null is a tenth of the run, at least 1 and at most 100; a
     killed run redoes at most so many steps. Default: null."""

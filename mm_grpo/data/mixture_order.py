@@ -80,14 +80,13 @@ class MixtureOrder(PromptOrder):
         prompts = max(self._turns.prompts_for(source, size) for source, size in enumerate(self.sizes))
         return -(-prompts // self.prompts_per_step)
 
-    @property
-    def sentence(self) -> str:  # type: ignore[override]
+    def sentence(self, steps: int) -> str:
         """The shares and sizes, and what an epoch is."""
         shares = ", ".join(
             f"{name} {weight / sum(self.weights):.1%} ({size:,} rows)"
             for name, weight, size in zip(self.names, self.weights, self.sizes, strict=True)
         )
-        return f"mixture: {shares}; an epoch, in which every row comes at least once, is {self.steps_per_epoch:,} steps"
+        return f"{super().sentence(steps)}; mixture: {shares}"
 
     def _places(self, step: int) -> list[tuple[int, int]]:
         """Of each slot of a step the source, and the number of the draw from it, from 0."""

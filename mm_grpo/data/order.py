@@ -23,9 +23,6 @@ class PromptOrder:
         key: what the permutations are drawn for, beside the seed.
     """
 
-    sentence = ""
-    """Describes the order for the start of a run; of a mixture its shares."""
-
     def __init__(
         self,
         n_rows: int,
@@ -65,6 +62,14 @@ class PromptOrder:
     def epochs(self, step: int) -> dict[str, float]:
         """The metric `epoch` once `step` is done, 1 after every row once; a mixture adds `epoch/{source}` for each."""
         return {"epoch": step * self.prompts_per_step / self.n_rows}
+
+    def sentence(self, steps: int) -> str:
+        """The rows and how often each comes in so many steps; of a mixture its shares too."""
+        often = self.prompts_per_step / self.n_rows
+        more = f"; each comes {often:.3g} times in a step (rollout.prompts_per_step)" if often > 1 else ""
+        return (
+            f"data: {self.n_rows:,} rows, {self.epochs(steps)['epoch']:.3g} epochs in {steps:,} steps{more}"
+        )
 
     @property
     def steps_per_epoch(self) -> int:

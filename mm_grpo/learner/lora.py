@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mm_grpo.config import LoRAConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.transformers_patches import copy_mode
 from mm_grpo.processors.family import Family
 
 logger = logging.getLogger("mm_grpo")
@@ -204,6 +205,7 @@ def save_adapter(model: nn.Module, path: str | Path, base: str) -> None:
     written = copy.copy(peft_configs[ADAPTER])
     written.base_model_name_or_path, written.inference_mode = base, True
     written.save_pretrained(str(path))
+    copy_mode(path, "adapter_config.json")
     lost = merge_lost(model)
     if lost is not None and lost > MUCH:
         logger.warning(

@@ -232,9 +232,10 @@ class Optimizer(BaseOptimizer):
 
 def schedule(config: OptimConfig, update: int, total: int) -> float:
     """Learning rate of the `update`-th (from 0) of `total` updates, as by transformers' schedules."""
-    if update < config.warmup_steps:
-        return config.peak_rate() * update / config.warmup_steps
-    progress = (update - config.warmup_steps) / max(1, total - config.warmup_steps)
+    warmup = min(config.warmup_steps, total)
+    if update < warmup:
+        return config.peak_rate() * update / warmup
+    progress = (update - warmup) / max(1, total - warmup)
     factor = {
         "constant": 1.0,
         "linear": max(0.0, 1.0 - progress),

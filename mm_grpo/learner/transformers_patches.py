@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -155,6 +156,17 @@ def save_pretrained(model: Any, path: str | Path, **options: Any) -> None:
     """
     with patch.object(modeling_utils, "unwrap_model", lambda wrapped: wrapped):
         model.save_pretrained(str(path), **options)
+    copy_mode(path, "config.json")
+
+
+def copy_mode(path: str | Path, of: str) -> None:
+    """Give the weights in a folder the mode of the file `of` in it.
+
+    Why: safetensors writes through a temporary file that its owner alone may read.
+    Needless when: safetensors keeps to the umask.
+    """
+    for file in Path(path).glob("*.safetensors"):
+        shutil.copymode(Path(path) / of, file)
 
 
 @contextmanager

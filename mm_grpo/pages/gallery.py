@@ -296,12 +296,24 @@ def _prompt(head: Mapping[str, Any], run: int) -> dict[str, Any]:
         "uid": head["uid"],
         "images": _names(head["images"]),
         "messages": [
-            {"role": m["role"], "text": cut(message_text(m["content"]), LONGEST_PROMPT)}
+            {"role": m["role"], "text": cut(prompt_text(m["content"], head["images"]), LONGEST_PROMPT)}
             for m in head["messages"]
         ],
         "answers": {name: cut(as_text(value), LONGEST_PROMPT) for name, value in gold.items()},
         "gold": (head.get("gold") or [])[:MOST_OVERLAYS],
     }
+
+
+def prompt_text(content: str | Sequence[Mapping[str, Any]], pictures: Sequence[str]) -> str:
+    """A message's content, a line for each part; images are named in it where no `pictures` are shown beside it.
+
+    >>> prompt_text([{"type": "image"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}], ["one.png"])
+    'a\\nb'
+    """
+    if isinstance(content, str):
+        return content
+    shown = (part for part in content if part["type"] == "text" or not pictures)
+    return "\n".join(message_text([part]).strip() for part in shown)
 
 
 def _names(names: Sequence[str]) -> list[str]:

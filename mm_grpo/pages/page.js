@@ -47,7 +47,7 @@ function duration(seconds) {
 // charts --------------------------------------------------------------------------------------
 
 const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [460, 230, 58, 446, 10, 190];
-const MOST_DOTS = 60, SMOOTH_FROM = 20;
+const MOST_DOTS = 60, SMOOTH_FROM = 20, IN_VIEW = 6;
 
 // Round numbers, 1, 2 or 5 times a power of ten apart, from at or below `low` to at or above `high`.
 function ticks(low, high, most, whole) {
@@ -76,11 +76,14 @@ function running_mean(line, width) {
   });
 }
 
+const run_look = (run) => `s${run % 6 + 1}`;
+
 // What is drawn of a chart: of a long run the means over its points, of a smooth one the running mean.
 function lines_of(chart) {
-  const several = data.runs.length > 1;
-  const drawn = chart.lines.flatMap(({ label, points: all, means, width }, i) => {
-    const look = `s${i % 6 + 1}${i % 12 < 6 ? "" : " dashed"}`;
+  const several = data.runs.length > 1, DASHES = ["", " dashed", " dotted"];
+  const drawn = chart.lines.flatMap(({ label, points: all, means, width, run }, i) => {
+    const place = chart.lines.slice(0, i).filter((line) => line.run === run).length;  // of several runs each has one colour
+    const look = several ? run_look(run) + DASHES[place % 3] : `s${i % 6 + 1}${i % 12 < 6 ? "" : " dashed"}`;
     const both = (faint, name, mean) => (several ? [{ label, look, points: mean }]
       : [{ label: faint, look: look + " faint", points: all }, { label: name, look, points: mean }]);
     if (means) return both(`${label}, lowest and highest`, `${label}, mean of ${width} steps`, means);
@@ -179,6 +182,7 @@ const plain = (text) => (Array.isArray(text) ? text.map((piece) => (Array.isArra
 
 // A text, or its pieces, of which those with nats are tokens with their sight.
 function text_box(text) {
+  if (!plain(text)) return el("div", { class: "text soft" }, "(empty)");
   return el("div", { class: "text", dir: "auto" }, Array.isArray(text) ? text.map((piece) => (Array.isArray(piece)
     ? el("span", { class: "sight " + shade(piece[1]), title: `${signed(piece[1], piece[1].toFixed(2))} nats` }, piece[0]) : piece)) : text);
 }
@@ -210,7 +214,7 @@ function completion(one, largest) {
     one.sight && part(`sight ${number(one.sight.nats)} nats`, { title: `against the images of row ${one.sight.other}` }),
     one.masked && part(`not learned from: ${one.masked}`));
   const body = one.turns ? one.turns.map((turn) => el("div", { class: "turn" }, el("span", { class: "role" }, turn_head(turn)),
-    "advantage" in turn && scores(turn, largest, " of the turn"), text_box(turn.text),
+    "advantage" in turn && scores(turn, largest, " of the turn"), (turn.text || !turn.images.length) && text_box(turn.text),
     turn.images.map((name, i) => picture(name, `image ${i + 1} of ${turn_head(turn)}`, []))))
     : [one.thinking && el("details", { class: "thinking" }, el("summary", {}, `thinking, ${plain(one.thinking).length} characters`), text_box(one.thinking)),
       text_box(one.text)];
@@ -425,7 +429,8 @@ function evaluation_rows(run) {
 
 function run_header(run, i) {
   const steps = run.summary ? run.summary.steps : run.last_step || 0, started = run.environment.started, events = run.events;
-  return el("header", {}, i === 0 && el("h1", {}, data.runs.map((each) => each.name).join(" · ")), data.runs.length > 1 && el("h3", {}, run.name),
+  return el("header", {}, i === 0 && el("h1", {}, data.runs.map((each) => each.name).join(" · ")),
+    data.runs.length > 1 && el("h3", { class: "key" }, el("i", { class: run_look(i) }), run.name),
     el("p", { class: "lead" }, steps || run.summary ? `${count(steps, "step")}${run.summary ? ", finished" : " so far"}` : "no step yet",
       started && `; started ${String(started).replace("T", " ").replace("+00:00", " UTC")}`),
     el("div", { class: "cards" }, summary_cards(run).map(([word, value, unit, note]) => el("div", { class: "card" }, el("div", { class: "word" }, word),
@@ -437,7 +442,9 @@ function run_header(run, i) {
 function curves() {
   const zero = data.charts.filter((chart) => chart.zero).map((chart) => chart.title.toLowerCase());
   const events = data.runs.length === 1 ? data.runs[0].events : [];
-  return data.charts.length ? [el("h2", {}, "Curves"), el("div", { class: "charts" }, data.charts.filter((chart) => !chart.zero).map((chart) => figure(chart, events))),
+  const figures = data.charts.filter((chart) => !chart.zero).map((chart) => figure(chart, events)), more = figures.slice(IN_VIEW);
+  return data.charts.length ? [el("h2", {}, "Curves"), el("div", { class: "charts" }, figures.slice(0, IN_VIEW)),
+    more.length > 0 && el("details", { class: "more" }, el("summary", {}, count(more.length, "more curve")), el("div", { class: "charts" }, more)),
     data.expected.map((source) => el("p", { class: "soft" }, `Expected ${source}`)),
     zero.length > 0 && el("p", { class: "soft" }, `0 throughout, and not drawn: ${zero.join(", ")}.`)] : [];
 }
@@ -535,8 +542,9 @@ function checked_row(row) {
 function checked_set(set) {
   const lengths = set.lengths, more = set.refused_count - set.refused.length;
   return [el("h2", {}, set.name),
-    lengths && el("p", {}, `${count(set.usable, "row")} can be used. Tokens of a prompt: ${lengths.low} to ${lengths.high}, ${lengths.mean} on average. The longest is ${lengths.longest}.`),
-    lengths && histogram(lengths), lengths && el("div", { class: "scale" }, el("span", {}, `${lengths.low} tokens`), el("span", {}, lengths.bars.at(-1).high)),
+    lengths && el("p", {}, `${count(set.usable, "row")} can be used. `, lengths.low === lengths.high ? `Each prompt has ${lengths.low} tokens.`
+      : `Tokens of a prompt: ${lengths.low} to ${lengths.high}, ${lengths.mean} on average. The longest is ${lengths.longest}.`),
+    lengths && lengths.low < lengths.high && [histogram(lengths), el("div", { class: "scale" }, el("span", {}, `${lengths.low} tokens`), el("span", {}, lengths.bars.at(-1).high))],
     set.refused_count > 0 && [el("h3", { class: "bad" }, `${count(set.refused_count, "row")} cannot be used`),
       el("ul", {}, set.refused.map(([row, message]) => el("li", {}, el("b", {}, row), `: ${message}`)))], more > 0 && el("p", { class: "soft" }, `and ${more} more`),
     set.shown.map(checked_row),
@@ -550,5 +558,13 @@ const PAGES = {
     data.overlaps.map(overlap), data.sets.map(checked_set)],
 };
 
+// A row of links to the sections, above the first of them.
+function contents() {
+  const heads = [...main.querySelectorAll("h2")];
+  heads.forEach((head, i) => head.setAttribute("id", `section-${i + 1}`));
+  if (heads.length > 1) heads[0].before(el("nav", { class: "contents", "aria-label": "sections" }, heads.map((head) => el("a", { href: `#${head.id}` }, head.textContent))));
+}
+
 fill(main, { class: data.kind }, PAGES[data.kind]());
+contents();
 if (find("filters")) listen();

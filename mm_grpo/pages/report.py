@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ logger = logging.getLogger("mm_grpo")
 
 
 class Report:
-    """The page of one or several runs, which may be written again and again as they go on."""
+    """The page of one or several runs, which may be written, or shown in a notebook, again and again as they go on."""
 
     def __init__(self, runs: Sequence[RunPaths]) -> None:
         self.runs = tuple(runs)
@@ -55,6 +56,10 @@ class Report:
         data, pictures = self.gather(budget)
         title = f"{', '.join(run['name'] for run in data['runs'])} – mm_grpo"
         return render(title, data, pictures)
+
+    def _repr_html_(self) -> str:
+        page = escape(self.html(WHILE_RUNNING))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 800px; border: 0"></iframe>'
 
     def gather(self, budget: Budget = WHOLE) -> tuple[dict[str, Any], dict[str, Picture]]:
         """Everything the page shows, and its pictures."""
@@ -138,7 +143,9 @@ class Report:
     def _lines(self, place: int, curve: Curve, blind: Sequence[str | None]) -> Iterator[dict[str, Any]]:
         """The lines of one chart; of a long run with the means of its points."""
         several = len(self.runs) > 1
-        for name, curves, kind in zip(run_names(self.runs), self.curves, blind, strict=True):
+        for run, (name, curves, kind) in enumerate(
+            zip(run_names(self.runs), self.curves, blind, strict=True)
+        ):
             traces = curves.traces[place]
             for metric, trace in traces.items():
                 if all(y is None for _, y in trace.points) or (several and curve.alone not in ("", metric)):
@@ -147,7 +154,7 @@ class Report:
                 if several:
                     label = f"{name} {label}" if len(traces) > 1 else name
                 means = {"means": trace.means, "width": trace.width} if trace.width > 1 else {}
-                yield {"label": label, "points": trace.points, **means}
+                yield {"label": label, "points": trace.points, **({"run": run} if several else {}), **means}
 
 
 class LivePage:

@@ -92,7 +92,7 @@ def check_config(  # noqa: PLR0915
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
-    notes = [plan.order.sentence] if plan.order.sentence else []
+    notes = list(plan.sentences)
     with suppress(ConfigError):  # of a model that the estimate cannot read
         notes += filter(None, [checkpoint_note(config)])
     reports: dict[str, list[RewardReport]] = {}
@@ -123,7 +123,7 @@ def check_config(  # noqa: PLR0915
             notes.append(
                 f"{name}: left out as too long (data.on_overlong = drop): {dropped} of {len(looked)}"
             )
-    if config.run.eval_blind is not None and not failures:
+    if config.run.eval_blind is not None and evaluations and not failures:
         first = {dataset.name: dataset for dataset in evaluations[:1]}
         try:
             blind_controls(first, config.run.eval_blind, several_turns=several_turns)

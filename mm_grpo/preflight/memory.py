@@ -275,9 +275,9 @@ def shares_base(sizes: ModelSizes, config: GRPOConfig) -> bool:
     return bool(factors and (vllm.sleep_level == 0 or can_free_cache_alone()))
 
 
-def run_sentence(learner: Learner) -> str:
-    """One line: what this process will hold of its device in each phase, and what the device has. "" where the model's
-    config does not name its axes as Llama's does."""
+def run_sentence(learner: Learner, *, brief: bool = False) -> str:
+    """One line: what this process will hold of its device in each phase, or with `brief` at most, and what the device
+    has. "" where the model's config does not name its axes as Llama's does."""
     model, reference = learner.model, learner.reference.model if learner.reference is not None else None
     try:
         sizes = ModelSizes.of(model, reference if reference is not model else None)
@@ -291,7 +291,9 @@ def run_sentence(learner: Learner) -> str:
     )  # fmt: skip
     how = "with" if checkpointing else "without"
     line = (
-        f"{found.sentence(available)} (packs of {largest_pack(config, processes)} tokens {how} checkpointing)"
+        f"memory: {in_gb(found.peak)} of {in_gb(available)} a process, estimated"
+        if brief
+        else f"{found.sentence(available)} (packs of {largest_pack(config, processes)} tokens {how} checkpointing)"
     )
     more = "; more than there is: `mm-grpo estimate` says what helps" if found.peak > available else ""
     return line + more

@@ -19,8 +19,9 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.model import load_model
 from mm_grpo.learner.optimizer import trainable
 from mm_grpo.learner.snapshot import Snapshot
 from mm_grpo.learner.state import (
     frozen_digest,
     load_reference,
     load_state,
+    load_weights,
     reference_file,
     state_file,
 )
@@ -48,6 +51,7 @@ from mm_grpo.run.manifest import (
     Checkpoint,
     checkpoints_in,
     inspect_checkpoint,
+    read_checkpoint,
 )
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.timing import span
@@ -168,16 +172,33 @@ class Checkpoints:
     def sentence(self, every: int) -> str:
         """What the run keeps to resume from, said at its start, with the bytes on disk of one checkpoint."""
         if not every:
-            return "no checkpoints (run.save_every is 0): a run that is killed starts again"
+            return "checkpoints: none (run.save_every = 0); a run that is killed starts again"
         size = 12 * sum(
             p.numel() for p in trainable(self.learner.module).values()
         )  # weights and two means, fp32
         keep = self.config.run.keep_checkpoints
-        return (
-            f"a checkpoint of {size / 1e9:.3g} GB every {every} step{'s' * (every > 1)} (run.save_every), written in "
-            f"the background from a copy of it in the host's memory, the newest {keep} kept; a run that is killed or "
-            "stopped goes on with --resume"
-        )
+        steps = "step" if every == 1 else f"{every} steps"
+        return f"checkpoints: {size / 1e9:.3g} GB every {steps}, newest {keep} and best kept, for --resume"
+
+    @contextmanager
+    def weights_of(self, step: int) -> Iterator[None]:
+        """Within it this process has the weights of a checkpoint, or for 0 those of `model.path`, then its own."""
+        trained = trainable(self.learner.module)
+        own = {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
+        try:
+            if step:
+                found = read_checkpoint(self.folder / f"step-{step:06d}")
+                load_weights(trained, [found.path / str(mark["name"]) for mark in found.manifest["files"]])
+            else:
+                section = self.config.model.model_copy(update={"device": "cpu"})
+                base = load_model(section, self.learner.processor.family)
+                for name, parameter in base.named_parameters():
+                    if name in trained:
+                        trained[name].data.copy_(parameter)
+            yield
+        finally:
+            for name, kept in own.items():
+                trained[name].data.copy_(kept)
 
     # writing ---------------------------------------------------------------------------------
 
@@ -294,6 +315,6 @@ class Checkpoints:
         }
 
 
-def steps_between(save_every: int | None, max_steps: int) -> int:
-    """Steps from one checkpoint to the next, 0 for none: what run.save_every says, or what null stands for."""
-    return max(1, min(MOST_STEPS, max_steps // 10)) if save_every is None else save_every
+def steps_between(every: int | None, max_steps: int, most: int | None = MOST_STEPS) -> int:
+    """Steps from one checkpoint (or evaluation) to the next, 0 for none: what a field says, or what null stands for."""
+    return max(1, min(most or max_steps, max_steps // 10)) if every is None else every

@@ -54,8 +54,12 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     longest = config.data.max_prompt_length
     if config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest):
         flat["optim.max_tokens_per_pack"] = config.optim.max_tokens_per_pack
-    if config.optim.lr_scheduler_type != "constant":  # the rate of every step goes by the length of the run
-        flat["run.max_steps"] = config.run.max_steps
+    steps = config.run.max_steps
+    cut = steps is not None and config.optim.warmup_steps > config.updates_in(steps)
+    if (
+        cut or config.optim.lr_scheduler_type != "constant"
+    ):  # the rate of every step goes by the length of the run
+        flat["run.max_steps"] = steps
     return flat
 
 

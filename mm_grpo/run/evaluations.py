@@ -7,7 +7,7 @@ headline, and doubles what an evaluation of that set costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
@@ -66,7 +66,7 @@ class Evaluations:
         self.config, self.sets, self.headline = config, sets, headline
         self.controls: dict[str, Dataset] = {}
         kind = config.run.eval_blind
-        if kind is not None:
+        if kind is not None and sets:
             chosen = dict([*sets.items()][:controlled])
             self.controls = blind_controls(chosen, kind, several_turns=several_turns)
         self.before: dict[str, Evaluation] = {}
@@ -152,6 +152,20 @@ class Evaluations:
                     log.write(best.step if best else None)
         return as_metrics(found)
 
+    def kept_step(self, step: int, checkpoints: Collection[int], *, base: bool) -> tuple[int, str]:
+        """The step whose weights a run that ends after `step` saves, 0 for the base model, and why, in words.
+
+        Which is what `run.keep` says, where there are `checkpoints` and for 0 a `base` model to go back to.
+        """
+        best, last = self.best, next(iter(self.after.values()), None)
+        if best is None or best.step == step or (last is not None and last.score == best.score):
+            return step, "the last" + ("" if best is None else ", and none was better")
+        if self.config.run.keep == "last":
+            return step, f"the last (run.keep); the best is that of step {best.step}"
+        if not checkpoints or (best.step not in checkpoints if best.step else not base):
+            return step, f"the last: the best, of step {best.step}, was not kept (run.save_every)"
+        return best.step, f"the best by {self.headline} (run.keep)"
+
     # kept over a resume ----------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -182,6 +196,15 @@ class Evaluations:
 
     # in words --------------------------------------------------------------------------------
 
+    @property
+    def plan(self) -> str:
+        """What will be evaluated and when, for the start of a run."""
+        run, rows = self.config.run, sum(len(rows) for rows in self.sets.values())
+        if not self.sets:
+            return "evaluation: none (data.eval = null)"
+        often = {0: "", 1: ", after every step"}.get(run.eval_every or 0, f", every {run.eval_every} steps")
+        return f"evaluation: {rows:,} rows before{often} and at the end (run.eval_every)"
+
     def sentence(self, step: int) -> str:
         """The newest evaluation on one line."""
         first, *_ = self.after.values()
@@ -206,8 +229,6 @@ def blind_controls(
     them; DataError where images cannot be exchanged.
     """
     where = f"run.eval_blind = '{kind}'"
-    if not sets:
-        raise ConfigError(f"{where}: needs rows to evaluate on; set data.eval, or leave it out")
     if several_turns and kind == "removed":
         raise ConfigError(
             f"{where}: tools and environments would look for the images that are removed; write shuffled"

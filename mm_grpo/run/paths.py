@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.files import RUN_MARK, expand_glob
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
 """Of a checkpoint."""
@@ -11,6 +15,25 @@ ROLLOUT_NAME = re.compile(r"(eval-)?step-(\d{6,})\.jsonl")
 IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
 REPORT_EVERY = 10
 """Steps from one report.html, and one table of a tracker, to the next."""
+
+
+TIME = "{time}"
+"""In `run.dir` the date and time at which a run starts."""
+
+
+def dated(folder: str, *, newest: bool = False) -> str:
+    """`folder` with the present second in place of TIME, or that of the `newest` run there is: ConfigError without one.
+
+    >>> dated("runs/mine")
+    'runs/mine'
+    """
+    if TIME not in folder or not newest:
+        return folder.replace(TIME, time.strftime("%Y%m%d-%H%M%S"))
+    digits = "[0-9]" * 8 + "-" + "[0-9]" * 6
+    found = [each for each in expand_glob(folder.replace(TIME, digits)) if (Path(each) / RUN_MARK).exists()]
+    if not found:
+        raise ConfigError(f"run.dir = '{folder}': there is no such run to resume; leave --resume out")
+    return found[-1]
 
 
 class RunPaths:

@@ -1,32 +1,46 @@
-"""Progress on the terminal: one bar, or one line a step where there is no terminal."""
+"""Progress of a run: one bar on a terminal, one table in a notebook, elsewhere a line for each step.
+
+A line has the step, the reward and the time left first; what does not fit the width is left out whole, from the right.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task
 from rich.progress import Progress as Bar
+from rich.table import Column
 from rich.text import Text
 
 from mm_grpo.terminal import printable
 
-# (label on the terminal, the metrics that may hold it: the first that is there counts, how it is written)
+# (label, the metrics that may hold it: the first that is there counts, how it is written); `left` stands for itself
 SHOWN = (
     ("reward", ("reward",), "{:.3f}"),
     ("±", ("reward_std",), "{:.3f}"),  # within groups
+    ("left", ("left",), "{}"),
     ("accuracy", ("accuracy", "rewards/accuracy/mean"), "{:.3f}"),
     ("zero spread", ("frac_reward_zero_std",), "{:.0%}"),  # groups whose rewards are all equal
+    ("s/step", ("seconds",), "{:.1f}"),
     ("length", ("completions/mean_length",), "{:.1f}"),
     ("clipped", ("completions/clipped_ratio",), "{:.0%}"),
-    ("loss", ("loss",), "{:.4f}"),
     ("sight", ("sight/nats",), "{:.2f}"),  # what images add to log-probs, in nats
+    ("loss", ("loss",), "{:.4f}"),
+    ("tokens/s", ("tokens_per_second",), "{:,.0f}"),
 )
+UNITS = ("left", "s/step", "tokens/s")
+"""Labels that stand behind their values."""
+LEAST_BAR = 5
+"""Columns that a line leaves for the bar, with the space before it."""
+MOST_ROWS = 200
+"""Newest steps in the table of a notebook."""
 SILENCE = 10.0
 """Seconds without a line after which a long evaluation prints how far it is, where there is no terminal."""
 RECENT = 20
@@ -36,9 +50,9 @@ RECENT = 20
 class Progress:
     """Shows the steps up to `total`, of which `first` are done; use it as a context manager.
 
-    It opens with `headline`. On a terminal it is a bar that stays at the bottom; elsewhere each step
-    prints a line, so that a log file stays readable. `quiet` prints nothing: for processes other
-    than the first. `tokens` are those of the steps that are done, of prompts and completions.
+    It opens with `headline`. On a terminal it is a bar that stays at the bottom, in a notebook one output with a table
+    that grows; elsewhere each step prints a line, so that a log file stays readable. `quiet` prints nothing: for
+    processes other than the first. `tokens` are those of the steps that are done, of prompts and completions.
     """
 
     def __init__(
@@ -58,17 +72,13 @@ class Progress:
         self._tokens = tokens
         self._last = self._printed = time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
+        self._table = NotebookTable() if self.console.is_jupyter and not quiet else None
         self._bar: Bar | None = None
         if self.console.is_terminal and not quiet:
-            self._bar = Bar(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.fields[metrics]}", markup=False),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-            self._task = self._bar.add_task("train", total=total, completed=first, metrics="")
+            bar = BarColumn(None, table_column=Column(ratio=1))
+            self._bar = Bar(_Line(self.console), bar, console=self.console, expand=True)
+            parts = [f"step {first}/{total}"]
+            self._task = self._bar.add_task("train", total=total, completed=first, parts=parts)
 
     def __enter__(self) -> Self:
         self._last = time.monotonic()
@@ -98,31 +108,40 @@ class Progress:
         self._recent.append(now - self._last)
         seconds = metrics.get("step_time", now - self._last)
         self._last = now
-        words = describe(metrics, seconds)
+        shown = {**metrics, "seconds": seconds}
         if (tokens := metrics.get("num_tokens")) is not None:
-            words += f"  {(tokens - self._tokens) / max(seconds, 1e-9):,.0f} tokens/s"
+            shown["tokens_per_second"] = (tokens - self._tokens) / max(seconds, 1e-9)
             self._tokens = tokens
+        if step < self.total:
+            shown["left"] = duration((self.total - step) * sum(self._recent) / len(self._recent))
+        found = describe(shown)
+        if self._table is not None:
+            self._table.add(f"{step}/{self.total}", found)
+            return
+        words = [f"{text} {label}" if label in UNITS else f"{label} {text}" for label, text in found.items()]
+        parts = [f"step {step}/{self.total}", *words]
         if self._bar is not None:
             with self._while_there_is_a_terminal():
-                self._bar.update(self._task, completed=step, metrics=words)
+                self._bar.update(self._task, completed=step, parts=parts)
         else:
-            left = (self.total - step) * sum(self._recent) / len(self._recent)
-            ends = f"  {duration(left)} left" if step < self.total else ""
-            self.print(f"step {step}/{self.total}  {words}{ends}")
+            self.print(fit(parts, self.console.width))
 
     def evaluating(self, name: str, done: int, total: int) -> None:
         """An evaluation has answered `done` of the `total` rows of the set `name`."""
         words = f"evaluating {name} {done}/{total}"
         if self._bar is not None:
             with self._while_there_is_a_terminal():
-                self._bar.update(self._task, metrics=words)
-        elif time.monotonic() - self._printed >= SILENCE:
+                step = self._bar.tasks[0].fields["parts"][0]
+                self._bar.update(self._task, parts=[step, words])
+        elif self._table is None and time.monotonic() - self._printed >= SILENCE:
             self.print(words)
 
     def print(self, text: str) -> None:
-        """Print a line, above the bar where there is one; nothing in it is read as markup."""
+        """Print a line, above bar or table where there is one; nothing in it is read as markup."""
         self._printed = time.monotonic()
-        if not self._quiet:
+        if self._table is not None:
+            self._table.note(text)
+        elif not self._quiet:
             with self._while_there_is_a_terminal():
                 self.console.print(Text(printable(text)), soft_wrap=True)
 
@@ -136,15 +155,80 @@ class Progress:
             self.console.quiet = True
 
 
-def describe(metrics: Mapping[str, Any], seconds: float) -> str:
-    """The few numbers worth watching, such as "reward 0.412  zero spread 25%  loss -0.0031  1.9 s/step"."""
-    words = []
-    for word, keys, form in SHOWN:
+class _Line(ProgressColumn):
+    """The parts of the newest step that fit beside the bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        return Text(printable(fit(task.fields["parts"], self._console.width - LEAST_BAR), lines=False))
+
+
+class NotebookTable:
+    """One output of a notebook: what was said, and a row for each of the newest steps."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.rows: deque[dict[str, str]] = deque(maxlen=MOST_ROWS)
+        self._output: Any = None
+
+    def note(self, text: str) -> None:
+        self.notes.append(printable(text))
+        self._show()
+
+    def add(self, step: str, found: Mapping[str, str]) -> None:
+        self.rows.append({"step": step, **found})
+        self._show()
+
+    def _show(self) -> None:
+        from IPython.display import display
+
+        if self._output is None:
+            self._output = display(self, display_id=True)
+        else:
+            self._output.update(self)
+
+    def _repr_html_(self) -> str:
+        def row(tag: str, cells: Sequence[str]) -> str:
+            return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+        seen = {label for each in self.rows for label in each}
+        labels = [label for label in ("step", *(label for label, _, _ in SHOWN)) if label in seen]
+        rows = "".join(row("td", [each.get(label, "") for label in labels]) for each in self.rows)
+        notes = escape("\n".join(self.notes))
+        return f'<pre style="white-space: pre-wrap">{notes}</pre><table>{row("th", labels)}{rows}</table>'
+
+
+def describe(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """The few numbers worth watching by their label, in the order in which they matter; a loss of ±0.0000 is none.
+
+    >>> describe({"loss": 0.00001, "reward_std": 0.25, "reward": 0.5})
+    {'reward': '0.500 ± 0.250'}
+    """
+    found: dict[str, str] = {}
+    for label, keys, form in SHOWN:
         value = next((metrics[key] for key in keys if metrics.get(key) is not None), None)
-        if value is not None:
-            words.append(f"{word} {form.format(value)}")
-    words.append(f"{seconds:.1f} s/step")
-    return "  ".join(words).replace("  ±", " ±")
+        if value is None or (label == "loss" and form.format(abs(value)) == form.format(0)):
+            continue
+        name = "reward" if label == "±" and "reward" in found else label
+        found[name] = f"{found[name]} ± {form.format(value)}" if name != label else form.format(value)
+    return found
+
+
+def fit(parts: Sequence[str], width: int) -> str:
+    """As many of the first parts as fit the width, and the first one at least.
+
+    >>> fit(["step 1/3", "reward 0.250", "2.0 s/step"], 22)
+    'step 1/3  reward 0.250'
+    """
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + 2 + len(part) > width:
+            break
+        line += f"  {part}"
+    return line
 
 
 def duration(seconds: float) -> str:

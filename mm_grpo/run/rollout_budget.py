@@ -39,11 +39,8 @@ class RolloutBudget:
     def sentence(self) -> str:
         """What is kept, for the start of a run."""
         if self.limit is None:
-            return "all logged completions and their images are kept (run.keep_rollouts is null)"
-        return (
-            f"at most {self.limit / 1e9:.3g} GB of logged completions and images are kept (run.keep_rollouts): the "
-            "oldest go first, never those of the first and the last step"
-        )
+            return "rollouts: all are kept (run.keep_rollouts)"
+        return f"rollouts: the newest {self.limit / 1e9:.3g} GB are kept (run.keep_rollouts)"
 
     def add(self, file: Path) -> None:
         """Count a log file that was written, and remove what is too much."""

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.run.events import read_events
 from mm_grpo.run.metrics import iter_metrics
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.run.evaluations import Evaluations
+    from mm_grpo.run.paths import RunPaths
 
 DETAILS = ("score", "interval", "reward", "reward_interval", "parts", "rows", "length", "clipped", "blind")
 
@@ -22,14 +22,14 @@ def summary_of(
     seconds: float,
     steps: int,
     stopped: str | None = None,
-    sight: Mapping[str, Any] | None = None,
+    seen: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `summary.json` holds: scores of the first set and of each set before and after, seconds, steps.
 
     A score is what the headline says; `accuracy_*` are the same where it is an accuracy, else None. A set whose score
     could not be measured is left out of `eval`. `first_set` has of the first set, before, best and after, the score
     with its 95 % interval, the mean reward, its parts, the mean length and the blind control. `stopped` is why a
-    callback ended the run before `run.max_steps`, else None. `sight` is what `sight_ends` gives.
+    callback ended the run before `run.max_steps`, else None. `seen` is what `seen_in` gives.
     """
     headline, before, after, best = found.headline, found.before, found.after, found.best
     first = next(iter(before), None)
@@ -56,15 +56,23 @@ def summary_of(
             for when, one in details.items()
             if one is not None
         },
-        "sight": dict(sight) if sight else None,
+        "sight": None,
+        "guards": {},
+        **(seen or {}),
     }
 
 
-def sight_of(metrics: Path, ranks: Ranks) -> dict[str, Any] | None:
-    """`sight_ends` of the file of metrics, which the first process writes, on every process."""
+def seen_in(paths: RunPaths, ranks: Ranks) -> dict[str, Any]:
+    """What the first process logged, on every process: `sight_ends` of metrics.jsonl, and of each guard that fired
+    (events.jsonl) the steps."""
+    seen: dict[str, Any] = {}
     with ranks.fail_together("the summary"):
-        sight = sight_ends(iter_metrics(metrics)) if ranks.first else None
-    found: dict[str, Any] | None = ranks.broadcast(sight, "the summary")
+        if ranks.first:
+            guards: dict[str, list[int]] = {}
+            for event in read_events(paths.events):
+                guards.setdefault(event["name"], []).append(event["step"])
+            seen = {"sight": sight_ends(iter_metrics(paths.metrics)), "guards": guards}
+    found: dict[str, Any] = ranks.broadcast(seen, "the summary")
     return found
 
 
@@ -94,7 +102,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
             text += f" [{last['interval'][0]:.3f}, {last['interval'][1]:.3f}]"
         text += f" ({result['rows']} rows)"
         if number == 0 and summary.get("best_step") is not None:
-            text += f", best {summary['score_best']:.3f} after step {summary['best_step']}"
+            step = summary["best_step"]
+            text += f", best {summary['score_best']:.3f} {f'after step {step}' if step else 'before the first step'}"
         lines.append(text)
         then, now = (one and one["blind"] for one in (first, last))
         if then and now and then["score"] is not None and now["score"] is not None:
@@ -108,4 +117,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
             f"sight: {ends['before']['nats']:.3f} -> {ends['after']['nats']:.3f} nats per completion "
             f"(steps {ends['before']['step']} and {ends['after']['step']})"
         )
+    if guards := summary.get("guards"):
+        fired = [f"{name} at step {' and '.join(map(str, steps))}" for name, steps in guards.items()]
+        lines.append(f"guards that fired: {sum(map(len, guards.values()))} ({', '.join(fired)})")
+    if model := summary.get("model"):
+        what = f"the weights after step {model['step']}" if model["step"] else "the base model"
+        lines.append(f"model/ holds {what}: {model['why']}")
     return lines

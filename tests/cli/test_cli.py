@@ -75,8 +75,9 @@ def test_a_run_is_resumed_by_its_own_config(run: Any, job: Path) -> None:
     assert run("train", job).code == 0
     own = job.parent / "run" / "config.yaml"
     refused(run("train", own), "the config file")
-    done = run("train", own, "--resume", "run.max_steps=3")
-    assert done.code == 0 and "done: 3 steps" in done.out, done.err
+    done = run("train", own.parent, "--resume", "run.max_steps=3")
+    assert done.code == 0 and "after step 2" in done.out and "done: 3 steps" in done.out, done.err
+    refused(run("train", own, "--resume", "rollout="), "rollout")
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, job: Path) -
     job.write_text(yaml.safe_dump(config))
     result = command("check", job)
     assert result.code == 0, result.out
-    assert "mixture: rows 25.0% (4 rows), where 75.0% (3 rows); an epoch, in which every row" in result.out
+    assert "mixture: rows 25.0% (4 rows), where 75.0% (3 rows)" in result.out
     assert row_of(result.out, "train", "exact_match")[3:5] == ["4", "1 / 1 / 1"]
     assert row_of(result.out, "train", "iou")[3:5] == ["3", "1 / 1 / 1"]
     assert "ok, does not apply to 3" in row_of(result.out, "train", "exact_match")[7]

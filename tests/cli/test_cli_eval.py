@@ -74,10 +74,10 @@ def test_a_run_and_its_model_score_as_the_run_did(
     kind: str, trained: dict[str, Trained], command: Any, tmp_path: Path
 ) -> None:
     run = trained[kind]
-    for number, model in enumerate((run.folder, run.folder / "model")):
+    named = [(run.config, "--model", run.folder, "--checkpoint", "last"), (run.folder,)]
+    for number, model in enumerate([*named, (run.config, "--model", run.folder / "model")]):
         out = tmp_path / f"{number}.json"
-        which = ["--checkpoint", "last"] if model == run.folder else []
-        done = command("eval", run.config, "--model", model, *which, "--json", out)
+        done = command("eval", *model, "--json", out)
         assert done.code == 0, done.err
         found = json.loads(out.read_text())["sets"]["eval"]
         expected = run.summary["first_set"]["after"]

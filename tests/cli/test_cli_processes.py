@@ -212,7 +212,7 @@ def test_the_launcher_gets_the_command_again(
     result = command("train", job, "model.device=cpu", "--resume", "--processes", "2")
     assert result.code == 3
     alone = command("train", job, "run.max_steps=1", "--processes", "1")  # a plain run
-    assert alone.code == 0 and "tokens on 1 process ->" in alone.out
+    assert alone.code == 0 and "completions a step -> 1 update" in alone.out
     assert calls == [(2, ["-m", "mm_grpo.cli", "train", str(job), "model.device=cpu", "--resume"])]
 
 

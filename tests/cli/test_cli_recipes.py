@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mm_grpo import ConfigError, GRPOConfig
+from mm_grpo.cli import recipes
 from mm_grpo.cli.configs import find_layers, find_recipes, load_config, prepare_command
 from mm_grpo.preflight.memory import ModelSizes, learner_memory
 
@@ -134,6 +136,16 @@ def test_init_writes_what_check_accepts(tmp_path: Path, command: Callable[..., A
     assert json.loads((folder / "rows.jsonl").read_text())["answer"] == "3"
     again = command("init", folder)
     assert again.code == 2 and "config.yaml and 3 more exists already" in again.err
+
+
+@pytest.mark.parametrize(("gpu", "engine"), [(True, "vllm"), (False, "transformers")])
+def test_init_takes_vllm_where_it_is_installed_and_can_run(
+    gpu: bool, engine: str, tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "find_spec", lambda name: object() if name == "vllm" else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert command("init", tmp_path / "first").code == 0
+    assert GRPOConfig.from_yaml(tmp_path / "first" / "config.yaml").rollout.engine == engine
 
 
 def test_a_curve_that_cannot_be_read_is_said_before_a_model_loads(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 
 LORA = {"lora": {"rank": 4}}
-SIXTY = {"algorithm": {"num_iterations": 3}, "run": {"max_steps": 10}}
 SEEDS = {"prompts_per_step": 3, "num_generations": 7}
 GDPO = {"multi_objective_aggregation": "normalize_then_sum"}
 MASKED = {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 2.0}
@@ -81,9 +80,6 @@ def test_a_contradiction_gets_one_line(field: str, algorithm: dict[str, Any], ot
         ("data.min_pixels", {"data": {"min_pixels": 4, "max_pixels": 3}}, "data.max_pixels"),
         ("optim.updates_per_step", {"rollout": {"prompts_per_step": 4}, "optim": {"updates_per_step": 5}},
          "rollout.prompts_per_step"),
-        # 10 steps x 2 updates x 3 iterations = 60 updates
-        ("optim.warmup_steps", {"optim": {"warmup_steps": 61, "updates_per_step": 2}, **SIXTY}, "are 60"),
-        ("run.eval_every", {"data": {"train": "a"}, "run": {"eval_every": 5}}, "data.eval"),
         ("run.max_steps", {"rollout": SEEDS, "run": {"max_steps": 51130564}}, "1073741844 seeds"),
     ],
 )  # fmt: skip
@@ -106,9 +102,10 @@ def test_a_contradiction_between_sections_gets_one_line(
         {"algorithm": {"loss_type": "vespo", "loss_options": {"vespo_k_pos": 1.0}}},
         {"data": {"min_pixels": 3, "max_pixels": 3}},
         {"rollout": {"prompts_per_step": 4}, "optim": {"updates_per_step": 4}},
-        {"optim": {"warmup_steps": 60, "updates_per_step": 2}, **SIXTY},
-        {"optim": {"warmup_steps": 61}},  # the length is not known yet
-        {"data": {"train": "a", "eval": "b"}, "run": {"eval_every": 5}},
+        {
+            "data": {"train": "a"},
+            "run": {"eval_every": 5, "eval_blind": "shuffled"},
+        },  # and then nothing is evaluated
         {"rollout": SEEDS, "run": {"max_steps": 51130563}},
     ],
 )

@@ -117,8 +117,8 @@ def test_an_epoch_ends_when_every_row_has_come() -> None:
     seen = {row for step in range(1, 101) for row in uneven.rows(step)}
     assert seen == set(range(130)) and set(range(130)) - {r for s in range(1, 100) for r in uneven.rows(s)}
     assert order([1, 1000], [1000, 1], 7).steps_per_epoch == 142929  # 999 and a half times 1001 prompts, by 7
-    sentence = order([3000, 200], [3, 1], 8).sentence
-    assert all(word in sentence for word in ("s0 75.0% (3,000 rows)", "s1 25.0% (200 rows)", "500 steps"))
+    sentence = order([3000, 200], [3, 1], 8).sentence(250)
+    assert all(word in sentence for word in ("s0 75.0% (3,000 rows)", "s1 25.0% (200 rows)", "0.5 epochs"))
 
 
 def test_what_is_no_mixture() -> None:

@@ -12,9 +12,9 @@ Values = dict[str, Any]
 SMALL: Mapping[str, Any] = {
     "rollout": {"prompts_per_step": 4, "num_generations": 3, "max_completion_length": 6},
     "optim": {"learning_rate": 1e-3},
-    "run": {"max_steps": 3, "save_every": 0},
+    "run": {"max_steps": 3, "save_every": 0, "eval_every": 0, "keep": "last"},
 }
-"""Three steps of four prompts, and no checkpoint."""
+"""Three steps of four prompts, no checkpoint, evaluated at the ends alone, and saved as the last step leaves it."""
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Values:

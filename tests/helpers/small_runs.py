@@ -14,7 +14,7 @@ ROWS = shapes_rows(split="train", size=6, seed=1, image_size=56)
 HELDOUT = shapes_rows(split="heldout", size=3, seed=2, image_size=56)
 
 
-def config_for(path: Any, folder: Path, **changes: Any) -> GRPOConfig:
+def config_for(path: Any, folder: Path | None = None, **changes: Any) -> GRPOConfig:
     return small_config(path, folder, **merged({"run": {"seed": 5}}, changes))
 
 

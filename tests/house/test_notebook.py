@@ -42,5 +42,6 @@ def test_the_notebook_runs_and_the_model_learns(tmp_path: Path, monkeypatch: pyt
     assert rewards == pytest.approx((1.0, 0.8, 0.0))
     (scores,) = [one for one in shown if isinstance(one, dict)]
     assert scores["accuracy_before"] < 0.45 and scores["accuracy_after"] > scores["accuracy_before"] + 0.25
+    assert [one for one in shown if "<iframe srcdoc=" in getattr(one, "_repr_html_", str)()]
     rows = [json.loads(line) for line in Path("runs/notebook/metrics.jsonl").read_text().splitlines()]
     assert not_on_the_page({name for row in rows for name in row}) == []

@@ -279,6 +279,8 @@ def test_the_change_of_a_large_tensor_is_that_of_all_its_elements() -> None:
 def test_schedules_by_hand(kind: str, rates: list[float]) -> None:
     optim = config_for("x", optim={"learning_rate": 1.0, "warmup_steps": 2, "lr_scheduler_type": kind}).optim
     assert [schedule(optim, u, 6) for u in range(5)] == pytest.approx(rates)
+    # a warm-up longer than the run is cut to its 2 updates, and reaches the peak with them
+    assert [schedule(optim.with_values({"warmup_steps": 9}), u, 2) for u in range(3)][:2] == [0.0, 0.5]
 
 
 @pytest.mark.parametrize("change", [{"token_ids": (), "logprobs": ()}, {"logprobs": (-1.0,)}, None])

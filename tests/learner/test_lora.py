@@ -167,6 +167,7 @@ def test_a_run_reports_what_merging_loses_and_saves_the_adapter_for_peft(
     assert {t.dtype for t in stored.values()} == {torch.float32} and len(stored) == 3 * 2 * 2
     described = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert (described["base_model_name_or_path"], described["r"]) == (str(path), 4)
+    assert len({file.stat().st_mode for file in (tmp_path / "run" / "adapter").iterdir()}) == 1
 
 
 def test_a_run_without_adapters_has_none_to_save(models: dict[str, Path], tmp_path: Path) -> None:

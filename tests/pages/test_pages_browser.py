@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from helpers.browser import DARK, LIGHT, Site, browse, found_by, needs_browser, serving
 from helpers.runs import group
+from helpers.runs import run as finished_run
 from PIL import Image
 from test_report import controlled
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.pages.check_page import describe_lengths
 from mm_grpo.pages.page import render
 from mm_grpo.pages.report import Report
 from mm_grpo.preflight.check import PageSettings, check_config
@@ -265,6 +267,26 @@ def test_what_is_drawn_of_a_finished_run_and_of_a_long_one(site: Site, tmp_path:
     ]  # fmt: skip
 
 
+def test_what_is_drawn_of_two_runs(site: Site, tmp_path: Path) -> None:
+    """A colour is a run, the rest of many curves is folded, and an empty completion says so."""
+    folders = [finished_run(tmp_path / name, steps=3) for name in ("one", "two")]
+    for folder in folders:
+        folder.on_log(4, {"reward": 1.0, "completions/mean_length": 4.0, "completions/max_length": 6.0})
+    folders[1].write_rollouts(4, [group(0, (1.0, 0.0), text="")])
+    data, pictures = Report([folder.paths for folder in folders]).gather()
+    page = tmp_path / "page.html"
+    page.write_text(render("both", data, pictures), encoding="utf-8")
+    script = """words("nav.contents a"), all("nav.contents a").every((a) => find(a.getAttribute("href").slice(1)).tagName === "H2"),
+      all(".charts")[0].children.length, all("details.more figure").length > 1, all("details.more[open]").length,
+      all("figure .key").filter((key) => /mean|max/.test(key.textContent)).map((key) => `${key.textContent} ${key.firstChild.className.trim()}`).join(),
+      words("header h3"), all("header h3 i").map((i) => i.className).join(), all(".message").some((m) => m.textContent.includes("[image]")),
+      (fill("f-step", "4"), words(".text.soft"))"""
+    assert look(site, tmp_path, page, script) == [
+        "Curves; Evaluation; Rollouts; one; two", "true", "6", "true", "0",
+        "one mean s1,one max s1 dashed,two mean s2,two max s2 dashed", "one; two", "s1,s2", "false", "(empty); (empty)",
+    ]  # fmt: skip
+
+
 PHONE = """page.documentElement.scrollWidth, all("main *").filter((e) => e.getBoundingClientRect().right > 360.5
     && !e.closest("pre, figure svg, .picture, .scroll")).length,
   view.getComputedStyle(page.body).backgroundColor, page.title, all("script:not([type])").length, all("img, link, iframe").length,
@@ -304,6 +326,18 @@ def test_what_is_drawn_of_a_check_on_a_phone(check: Path, site: Site, tmp_path: 
     assert found[8] == "6" and found[9].startswith(
         "right answer, iou; right answer, giou; right answer, clicking; box"
     )
+
+
+@pytest.mark.parametrize(("lengths", "bars"), [((7, 7), "0"), ((7, 8), "2")])
+def test_lengths_that_are_all_the_same_are_no_histogram(
+    lengths: tuple[int, ...], bars: str, site: Site, tmp_path: Path
+) -> None:
+    rows = describe_lengths([(length, "a") for length in lengths])
+    one = {"name": "train", "usable": 2, "shown": [], "left_out": 0, "refused": [], "refused_count": 0}
+    data = {"kind": "check", "megabytes": 1, "sets": [{**one, "lengths": rows}], "overlaps": []}
+    page = tmp_path / "page.html"
+    page.write_text(render("check", data, {}), encoding="utf-8")
+    assert look(site, tmp_path, page, 'all(".histogram rect").length') == [bars]
 
 
 def test_the_policy_stands_even_where_a_text_were_markup(report: Path, site: Site, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ CONFIG: list[tuple[str, str | bytes, tuple[str, ...]]] = [
 
 COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
     ("a config that is not there", "check none.yaml", ("none.yaml",)),
-    ("a config that is a folder", "check .", (".",)),
+    ("a folder without a config", "check MODEL", ("MODEL",)),
     ("a recipe misspelt", "check shapse", ("shapse", "shapes")),
     ("an override without =", f"{CHECK} run.seed", ("'run.seed'", "section.field=value")),
     ("an override into a number", f"{CHECK} run.seed.x=1", ("run.seed",)),

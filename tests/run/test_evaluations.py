@@ -12,6 +12,9 @@ from helpers.small_runs import HELDOUT, ROWS, rows_of, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.rollout.eval_metric import EvalMetric
+from mm_grpo.rollout.evaluate import Best, Evaluation
+from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import evaluated_steps, read_evaluation, read_rollouts
 
@@ -141,7 +144,6 @@ def test_removed_images_are_in_no_prompt(models: dict[str, Path], tmp_path: Path
 @pytest.mark.parametrize(
     ("heldout", "kind", "error", "field"),
     [
-        (None, "shuffled", ConfigError, "run.eval_blind"),
         ({"blind": HELDOUT}, "removed", ConfigError, "data.eval"),
         ({"own": HELDOUT, "blind": HELDOUT}, None, ConfigError, "run.eval_blind"),
         ([{**HELDOUT[0]}, {**HELDOUT[0]}], "shuffled", DataError, "run.eval_blind"),
@@ -150,9 +152,8 @@ def test_removed_images_are_in_no_prompt(models: dict[str, Path], tmp_path: Path
 def test_controls_that_cannot_be_made(
     heldout: Any, kind: str, error: type[Exception], field: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    every = {"eval_every": 0} if heldout is None else {}
     with pytest.raises(error, match=field):
-        trainer(models["qwen2_vl"], tmp_path / "run", heldout, run={"eval_blind": kind, **every})
+        trainer(models["qwen2_vl"], tmp_path / "run", heldout, run={"eval_blind": kind})
     assert not (tmp_path / "run").exists()
 
 
@@ -165,3 +166,33 @@ def test_a_run_goes_on_under_the_headline_it_began_with(
     made.evaluations.restore({**state, "headline": "mean vowels"})
     with pytest.raises(ConfigError, match="judged by 'mean reward' up to its checkpoint, and now by 'mean"):
         made.evaluations.restore({**state, "headline": "mean reward"})
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "after", "kept", "base", "expected"),
+    [
+        ("best", 4, 0.5, (4, 6), True, 4),
+        ("last", 4, 0.5, (4, 6), True, 6),
+        ("best", 6, 0.9, (4, 6), True, 6),
+        ("best", 4, 0.9, (4, 6), True, 6),  # as good as the best
+        ("best", 4, 0.5, (), True, 6),  # no checkpoint of it
+        ("best", 0, 0.5, (6,), True, 0),
+        ("best", 0, 0.5, (6,), False, 6),  # a model that was passed in is not on the disk
+        ("best", 0, 0.5, (), True, 6),
+        ("best", None, 0.5, (6,), True, 6),
+    ],
+)  # fmt: skip
+def test_the_step_whose_weights_are_saved(
+    keep: str,
+    best: int | None,
+    after: float,
+    kept: tuple[int, ...],
+    base: bool,
+    expected: int,
+    tmp_path: Path,
+) -> None:
+    config = small_config("m", tmp_path, run={"keep": keep})
+    found = Evaluations(config, {}, EvalMetric(), several_turns=False)
+    found.best = None if best is None else Best(0.9, best)
+    found.after = {"one": Evaluation(None, after, 4, after)}
+    assert found.kept_step(6, kept, base=base)[0] == expected

@@ -3,30 +3,87 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from mm_grpo.run.progress import Progress, describe
+from mm_grpo.run.progress import MOST_ROWS, Progress, describe
+
+METRICS = {
+    "reward": 0.2664, "reward_std": 0.4261, "frac_reward_zero_std": 0.125, "completions/mean_length": 31.25,
+    "completions/clipped_ratio": 0.5, "loss": -0.00004, "sight/nats": 1.25, "step_time": 1.9, "num_tokens": 5000,
+}  # fmt: skip
 
 
-def console(terminal: bool) -> tuple[Console, io.StringIO]:
+def console(terminal: bool, width: int = 120) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=120, highlight=False, color_system=None), out
+    return Console(file=out, force_terminal=terminal, width=width, highlight=False, color_system=None), out
 
 
 def test_a_step_in_words() -> None:
-    metrics = {"reward": 0.41249, "loss": -0.00312, "kl": 0.1, "rewards/accuracy/mean": 0.5}
-    assert describe(metrics, 1.94) == "reward 0.412  accuracy 0.500  loss -0.0031  1.9 s/step"
-    metrics = {
-        "reward": 0.5, "reward_std": 0.25, "frac_reward_zero_std": 0.125, "completions/mean_length": 31.25,
-        "completions/clipped_ratio": 0.5,
+    metrics = {"reward": 0.41249, "loss": -0.00312, "kl": 0.1, "rewards/accuracy/mean": 0.5, "seconds": 1.94}
+    assert [*describe(metrics).items()] == [
+        ("reward", "0.412"), ("accuracy", "0.500"), ("s/step", "1.9"), ("loss", "-0.0031")
+    ]  # fmt: skip
+    assert describe(METRICS) == {
+        "reward": "0.266 ± 0.426", "zero spread": "12%", "length": "31.2", "clipped": "50%", "sight": "1.25"
     }  # fmt: skip
-    assert (
-        describe(metrics, 2.0)
-        == "reward 0.500 ± 0.250  zero spread 12%  length 31.2  clipped 50%  2.0 s/step"
+    assert describe({"reward": None, "seconds": 0.04}) == {"s/step": "0.0"}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(
+    ("width", "last"),
+    [(40, "0.426"), (80, "s/step"), (100, "length 31.2"), (120, "clipped 50%"), (200, "tokens/s")],
+)
+def test_what_does_not_fit_is_left_out_whole(
+    terminal: bool, width: int, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In `width` columns the parts are there up to `last` at least."""
+    monkeypatch.setattr("mm_grpo.run.progress.time.monotonic", lambda: 100.0)
+    where, out = console(terminal, width)
+    with Progress(600, console=where) as progress:
+        progress.on_log(46, METRICS)
+    lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", out.getvalue())
+    line = [each for each in lines if each.startswith("step 46")][-1]
+    shown = line.rstrip(" ━╸╺")
+    whole = (
+        "step 46/600  reward 0.266 ± 0.426  0 s left  zero spread 12%  1.9 s/step  length 31.2  clipped 50%"
     )
-    assert describe({"reward": None}, 0.04) == "0.0 s/step"
+    whole += "  sight 1.25  2,632 tokens/s"
+    assert len(line) <= width and last in shown and (shown + "  " in whole or shown == whole)
+
+
+def test_a_notebook_has_one_output_with_a_table_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[Any] = []
+
+    def display(table: Any, display_id: bool) -> Any:
+        outputs.append(table)
+        return SimpleNamespace(update=lambda again: None)
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    where, out = console(False)
+    where.is_jupyter = True
+    with Progress(MOST_ROWS + 1, headline="<8 prompts>", console=where) as progress:
+        progress.on_log(1, METRICS)
+        progress.print("evaluated")
+        progress.on_log(2, {"reward": 0.5, "entropy": 1.0, "step_time": 1.0})
+        (table,) = outputs
+        shown = table._repr_html_()
+        for step in range(3, MOST_ROWS + 2):
+            progress.on_log(step, {})
+    assert out.getvalue() == "" and len(outputs) == 1 and len(table.rows) == MOST_ROWS
+    assert "&lt;8 prompts&gt;\nevaluated" in shown
+    rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", shown)]
+    assert rows[0][:2] == ["step", "reward"] and "loss" not in rows[0] and "entropy" not in rows[0]
+    assert [row[:2] for row in rows[1:]] == [
+        [f"1/{MOST_ROWS + 1}", "0.266 ± 0.426"], [f"2/{MOST_ROWS + 1}", "0.500"]
+    ]  # fmt: skip
 
 
 def test_without_a_terminal_each_step_is_a_line() -> None:
@@ -38,9 +95,9 @@ def test_without_a_terminal_each_step_is_a_line() -> None:
         progress.on_log(3, {"reward": 0.5, "step_time": 1.5})
     assert out.getvalue().splitlines() == [
         "8 prompts × 8 [generations]",
-        "step 1/3  reward 0.250  2.0 s/step  250 tokens/s  0 s left",
+        "step 1/3  reward 0.250  0 s left  2.0 s/step  250 tokens/s",
         "[red]a guard warns[/red]",
-        "step 2/3  reward 0.500  1.5 s/step  2,000 tokens/s  0 s left",
+        "step 2/3  reward 0.500  0 s left  1.5 s/step  2,000 tokens/s",
         "step 3/3  reward 0.500  1.5 s/step",
     ]
     assert out.getvalue().replace("\n", "").isprintable()
@@ -60,7 +117,7 @@ def test_the_time_that_is_left_and_a_long_evaluation(monkeypatch: pytest.MonkeyP
         progress.on_log(1, {"step_time": 2.0})
     assert out.getvalue().splitlines() == [
         "evaluating held 64/300",
-        "step 1/101  2.0 s/step  4 min 10 s left",
+        "step 1/101  4 min 10 s left  2.0 s/step",
     ]
 
 
@@ -73,8 +130,8 @@ def test_on_a_terminal_it_is_a_bar() -> None:
             if evaluates:
                 progress.evaluating("held", 120, 300)
         shown.append(out.getvalue())
-    assert "2/4" in shown[0] and "reward 0.250  2.0 s/step" in shown[0] and "step 2/4  " not in shown[0]
-    assert "evaluating held 120/300" in shown[1]
+    assert "step 2/4  reward 0.250" in shown[0] and "━" in shown[0]
+    assert "step 2/4  evaluating held 120/300" in shown[1]
 
 
 @pytest.mark.parametrize("terminal", [True, False])

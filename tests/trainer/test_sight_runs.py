@@ -14,8 +14,12 @@ from mm_grpo.run.summary import sight_ends, summary_lines
 
 
 def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     run = {"max_steps": 4, "sight_every": 3, "report": False}
     config = config_for(models["qwen2_vl"], tmp_path / "r", run=run)
     summary = GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +172,20 @@ def test_an_optimizer_that_holds_other_tensors_is_stopped(models: dict[str, Path
 def test_one_pass_over_the_data_is_the_default_length(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["qwen2_vl"], tmp_path / "r", run={"max_steps": None})
     assert GRPOTrainer(config, train=ROWS, rewards=[vowels]).plan.max_steps == 2  # 6 rows, 4 a step
-    late = config_for(models["qwen2_vl"], tmp_path / "r", run={"max_steps": None}, optim={"warmup_steps": 3})
-    with pytest.raises(ConfigError, match=r"optim.warmup_steps = 3: the run makes 2 updates"):
-        GRPOTrainer(late, train=ROWS, rewards=[vowels])
+
+
+@pytest.mark.parametrize(("heldout", "every"), [(HELDOUT, 3), (None, 0)])
+def test_a_short_trial_is_cut_and_evaluated_ten_times(
+    heldout: Any, every: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    run = {"dir": str(tmp_path / "{time}"), "max_steps": 30, "eval_every": None, "eval_blind": "shuffled"}
+    config = config_for(models["qwen2_vl"], run=run, optim={"warmup_steps": 31})
+    trainer = GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[vowels])
+    assert trainer.config.run.eval_every == every
+    assert any("optim.warmup_steps = 31" in each for each in trainer.plan.sentences)
+    assert re.fullmatch(r"\d{8}-\d{6}", trainer.folder.paths.root.name)
+    with pytest.raises(ConfigError, match=r"^run.dir"):
+        GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[vowels], resume=True)
 
 
 @pytest.mark.parametrize("name", ["model", "processor"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.configs import small_config
+from safetensors.torch import load_file
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
@@ -15,6 +18,7 @@ from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, better
 from mm_grpo.run import evaluations
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import evaluated_steps
+from mm_grpo.run.summary import summary_lines
 
 ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
 HELDOUT = {"first": ROWS[:1], "second": ROWS[1:2]}
@@ -115,3 +119,68 @@ def test_without_evaluations_there_is_no_best(models: dict[str, Path], tmp_path:
     assert summary["score_best"] is None and summary["best_step"] is None
     assert kept(tmp_path / "run") == ["step-000002"]
     assert extra_of(tmp_path / "run", 2)["best"] is None
+
+
+@pytest.mark.parametrize("best", [2, 0])
+def test_the_saved_model_is_the_best_and_the_trainer_s_the_last(
+    best: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collapses after step `best`, and a guard warns."""
+
+    def answered(*given: Any, **how: Any) -> list[RowScores]:
+        score = 0.9 if given[5] == best else 0.1
+        return [RowScores(0, [score], [score], {}, [1], 0, {})]
+
+    monkeypatch.setattr(evaluations, "answer_rows", answered)
+    model, folder = models["qwen2_5_vl"], tmp_path / "run"
+    run = {
+        "max_steps": 3,
+        "eval_every": 1,
+        "save_every": 1,
+        "keep_checkpoints": 1,
+        "report": False,
+        "keep": "best",
+    }
+    config = small_config(model, folder, optim={"learning_rate": 0.1}, run=run)
+    guard = Watch()
+    trainer = GRPOTrainer(config, train=ROWS, eval=ROWS[:1], rewards=[len_of], callbacks=[guard])
+    summary = trainer.train()
+    assert summary["model"]["step"] == best and summary["guards"] == {"zero_std": [1, 3]}
+    assert any("guard" in line and "zero_std" in line for line in summary_lines(summary))
+
+    def same(weights: dict[str, Any], file: Path) -> bool:
+        return all(
+            torch.equal(weights[name], tensor) for name, tensor in load_file(file).items() if name in weights
+        )
+
+    saved, base = folder / "model" / "model.safetensors", model / "model.safetensors"
+    weights = load_file(saved)
+    assert same(weights, base) is (best == 0)
+    for step, expected in guard.weights.items():
+        trainer.model.load_state_dict(expected)
+        trainer.save(tmp_path / str(step))
+        assert same(weights, tmp_path / str(step) / "model.safetensors") is (step == best)
+    assert stat.S_IMODE(saved.stat().st_mode) == stat.S_IMODE(
+        (folder / "model" / "config.json").stat().st_mode
+    )
+    assert "srcdoc" in trainer.show()._repr_html_()
+
+
+def len_of(completion: str) -> float:
+    return float(len(completion))
+
+
+class Watch:
+    """Keeps the weights after each step, and lets a guard fire in two of them."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, Any]] = {}
+
+    def on_step_end(self, trainer: GRPOTrainer, step: int) -> None:
+        self.weights[step] = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+        if step != 2:
+            trainer.folder.append_event(step, "zero_std", "warn", "all rewards are equal")
+
+    def on_train_end(self, trainer: GRPOTrainer) -> None:
+        last = self.weights[max(self.weights)]
+        assert all(torch.equal(last[name], tensor) for name, tensor in trainer.model.state_dict().items())
