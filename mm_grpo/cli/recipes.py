@@ -16,7 +16,8 @@ from typing import Annotated
 
 import typer
 
-from mm_grpo.cli.configs import examples_folder, find_layers, find_recipes, first_comment
+from mm_grpo.cli.configs import first_comment
+from mm_grpo.config.shipped import find_layers, find_recipes, shipped_folder
 from mm_grpo.errors import ConfigError, did_you_mean
 from mm_grpo.terminal import printable
 
@@ -48,7 +49,7 @@ def recipes(
     if copy is not None:
         more = {f"layers/{path.name}": path for path in layers.values()}
         if (found.parent / "make_base.py").is_file():
-            more["small_bases.py"] = examples_folder() / "small_bases.py"  # which it imports
+            more["small_bases.py"] = shipped_folder("examples") / "small_bases.py"  # which it imports
         _copy(found.parent, copy, more)
         command = f"mm-grpo train {copy / 'config.yaml'} [{copy / 'layers' / 'lora.yaml'} ...] [--smoke]"
         typer.echo(printable(f"next: {command}"))
@@ -63,7 +64,7 @@ def init(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write them.")] = Path("."),
 ) -> None:
     """Write a first config, one row with its image and a reward of your own, all ready to be edited."""
-    _copy(examples_folder() / "init", folder)
+    _copy(shipped_folder("examples") / "init", folder)
     follow = f"mm-grpo check {folder / 'config.yaml'} --smoke, and mm-grpo rewards for what can score"
     typer.echo(printable(f"next: {follow}"))
 

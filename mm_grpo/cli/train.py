@@ -6,7 +6,6 @@ With `--serve N` vLLM servers run beside it (serve.py).
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shlex
 from contextlib import ExitStack, nullcontext
@@ -80,7 +79,6 @@ def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, r
     with heavy_imports():
         from mm_grpo.trainer import GRPOTrainer
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     kept = True
     if smoke:
         from mm_grpo.preflight.smoke import smoke_sets

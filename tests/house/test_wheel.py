@@ -51,7 +51,9 @@ def test_the_packages_listed_are_the_packages_on_disk() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = project["tool"]["setuptools"]["packages"]
     folders = {f.parent for f in source_files() if f.parts[0] == "mm_grpo" and f.suffix == ".py"}
-    assert listed == sorted([".".join(folder.parts) for folder in folders] + ["mm_grpo.examples"])
+    assert listed == sorted(
+        [".".join(folder.parts) for folder in folders] + ["mm_grpo.docs", "mm_grpo.examples"]
+    )
     assert [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()] == []
 
 
@@ -73,6 +75,7 @@ def test_the_wheel_holds_each_file_once(wheel: Path) -> None:
     held = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
     wanted = [str(f) for f in source_files() if f.parts[0] == "mm_grpo"]
     wanted += [f"mm_grpo/{f}" for f in source_files() if f.parts[0] == "examples"]
+    wanted += [f"mm_grpo/{f}" for f in source_files() if f.match("docs/*.md") or f.match("docs/*.py")]
     assert sorted(held) == sorted(wanted)
 
 
