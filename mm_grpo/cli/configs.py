@@ -34,7 +34,7 @@ Config = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[LAYER.yaml | section.field=value]...",
+        metavar="LAYER.yaml | section.field=value",
         help="Layers, which are YAML files or names of shipped ones, and fields to change.",
         show_default=False,
     ),

@@ -12,7 +12,10 @@ from mm_grpo.terminal import printable
 
 def convert(
     file: Annotated[
-        str, typer.Argument(help="YAML or JSON, or a script with --key value.", show_default=False)
+        str,
+        typer.Argument(
+            help="YAML, JSON, a Python script, or a command with --key value.", show_default=False
+        ),
     ],
     output: Annotated[
         str | None,

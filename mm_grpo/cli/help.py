@@ -35,8 +35,9 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "doctor": ("mm-grpo doctor config.yaml", "mm-grpo doctor config.yaml rollout.engine=vllm --json"),
     "eval": (
         "mm-grpo eval config.yaml --model runs/first",
-        "mm-grpo eval config.yaml --model Qwen/Qwen2.5-VL-3B-Instruct --blind shuffled",
-        "mm-grpo eval config.yaml --model runs/first --samples 8 --by kind --json results.json",
+        "mm-grpo eval config.yaml --model Qwen/Qwen2.5-VL-3B-Instruct",
+        "mm-grpo eval config.yaml --model runs/first --blind shuffled --by kind",
+        "mm-grpo eval config.yaml --model runs/first --samples 8 --json all.json",
     ),
     "estimate": ("mm-grpo estimate config.yaml", "mm-grpo estimate geometry3k lora.yaml --gpu 24"),
     "view": ("mm-grpo view runs/first", "mm-grpo view runs/first runs/second -o both.html"),
@@ -63,7 +64,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "convert": (
         "mm-grpo convert trl.yaml",
         "mm-grpo convert trl.yaml --devices 8 --output config.yaml",
-        "mm-grpo convert train.sh --output config.yaml",
+        "mm-grpo convert train.py -o config.yaml",
     ),
 }
 """By the words that call a command."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def config(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[SECTION | FIELD]", help="Such as rollout.vllm.", show_default=False),
+        typer.Argument(metavar="SECTION | FIELD", help="Such as rollout.vllm.", show_default=False),
     ] = None,
 ) -> None:
     """Show the fields of a config, those that matter most marked with *; without a name those alone."""

@@ -174,7 +174,7 @@ def _take(found: Conversion, key: str, value: Any) -> str | None:
         return RULES[key](found, value)
     elif row is None or row.path is None:
         advice = advice_on(key, [name for name, _ in leaves(GRPOConfig)])
-        return advice or "mm_grpo knows no such key; docs/config.md has every field"
+        return advice or "mm_grpo knows no such key; `mm-grpo config` shows every field"
     elif value is None:
         found.taken[key] = "needless"
     else:

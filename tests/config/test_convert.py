@@ -100,7 +100,7 @@ def test_what_trl_does_by_default_is_written_out() -> None:
         ({"vllm_mode": "server"}, "vllm_mode", "use_vllm"),
         ({"lora_r": 8, "train_type": "full"}, "lora_r", "use_peft"),
         ({"loss_type": "sapo", "vespo_k_pos": 1.0}, "vespo_k_pos", "sapo_temperature_pos"),
-        ({"some_key": 1}, "some_key", "docs/config.md"),
+        ({"some_key": 1}, "some_key", "mm-grpo config"),
     ],
 )
 def test_what_is_left_out_has_a_reason(given: dict[str, Any], key: str, why: str) -> None:
