@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
 
 Config = Annotated[
-    str,
-    typer.Argument(
-        metavar="CONFIG", help="A YAML file, or the name of a shipped recipe.", show_default=False
-    ),
+    str, typer.Argument(metavar="CONFIG", help="A YAML file, or a shipped recipe.", show_default=False)
 ]
 Overrides = Annotated[
     list[str] | None,

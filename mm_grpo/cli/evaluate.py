@@ -27,9 +27,7 @@ def evaluate(
     trust_remote_code: Trust = False,
     blind: Annotated[
         str | None,
-        typer.Option(
-            metavar="shuffled|removed", help="Also with each row's images another row's, or with none."
-        ),
+        typer.Option(metavar="shuffled|removed", help="Also with another row's images, or with none."),
     ] = None,
     samples: Annotated[
         int | None,
@@ -38,7 +36,7 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
     by: Annotated[str | None, typer.Option(help="A column, by whose values results are split.")] = None,
     as_json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Also write all results as JSON.")
+        str | None, typer.Option("--json", metavar="FILE", help="All results, as JSON.")
     ] = None,
 ) -> None:
     """Answer the evaluation sets of a config with a model, a checkpoint or a run; train nothing."""

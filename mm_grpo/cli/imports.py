@@ -29,7 +29,7 @@ def heavy_imports() -> Iterator[None]:
     enabled, first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|mm_grpo)\.")
-    logging.getLogger("DeepSpeed").addFilter(_is_error)  # its level is set again when it is imported
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     try:
         yield
         from transformers.utils import logging as transformers_logging
@@ -41,7 +41,3 @@ def heavy_imports() -> Iterator[None]:
             atexit.register(gc.unfreeze)  # nanobind's modules would call their frozen objects leaks
         if enabled:
             gc.enable()
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR

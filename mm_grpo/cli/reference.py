@@ -39,8 +39,10 @@ def config(
     typer.echo(printable("\n".join(_lines(shown))))
     if name is None:
         sections = dict.fromkeys(field.path.rpartition(".")[0] or field.path for field in fields)
-        others = f"These are {len(shown)} of {len(fields)} fields. mm-grpo config SECTION shows all of one: "
-        typer.echo("\n".join(textwrap.wrap(f"{others}{', '.join(sections)}", _width())))
+        typer.echo(
+            f"These are {len(shown)} of {len(fields)} fields; mm-grpo config SECTION shows all of one, of"
+        )
+        typer.echo(", ".join(sections))
 
 
 def docs(
@@ -62,7 +64,7 @@ def docs(
 
 def _lines(fields: list[FieldHelp]) -> list[str]:
     """Each field with its mark, what is legal, its default and its help, in the terminal's width."""
-    lines = []
+    lines, width = [], min(shutil.get_terminal_size().columns, 110)
     for field in fields:
         default = field.default if field.default == "required" else f"default {field.default}"
         text = field.description.rpartition(" Default: ")[0] or field.description.removesuffix(" Required.")
@@ -70,9 +72,5 @@ def _lines(fields: list[FieldHelp]) -> list[str]:
             (f"{field.path}: {field.type}; {default}", "* " if field.matters else "  ", "      "),
             (text, "    ", "    "),
         ):
-            lines += textwrap.wrap(part, _width(), initial_indent=first, subsequent_indent=rest)
+            lines += textwrap.wrap(part, width, initial_indent=first, subsequent_indent=rest)
     return lines
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size().columns, 110)

@@ -62,9 +62,6 @@ def _faults(signature: inspect.Signature, args: tuple[Any, ...], given: Mapping[
             "GRPOConfig(...), train=..., rewards=[...]); GRPOConfig.from_dict and from_yaml make one"
         )
     for name in foreign:
-        advice = (
-            ARGUMENTS.get(name)
-            or advice_on(name, [])
-            or (f"{did_you_mean(name, own)}GRPOTrainer takes {', '.join(own)}")
-        )
+        ours = f"{did_you_mean(name, own)}GRPOTrainer takes {', '.join(own)}"
+        advice = ARGUMENTS.get(name) or advice_on(name, []) or ours
         yield f"{name}: unknown argument; {advice}"

@@ -295,13 +295,6 @@ def _trackers(found: Conversion, value: Any) -> str | None:
     return said if other else None
 
 
-def _quantized(found: Conversion, value: Any) -> str | None:
-    if value not in (True, 4):
-        return "only 4 bits are known: model.quantization: nf4"
-    found.put("model.quantization", "nf4")
-    return None
-
-
 def _vllm(found: Conversion, value: Any) -> str | None:
     if value:
         served = found.given.get("vllm_mode") == "server"
@@ -376,7 +369,7 @@ RULES: Mapping[str, Rule] = {
     "bf16": _bf16,
     "report_to": _trackers,
     "use_vllm": _vllm,
-    **dict.fromkeys(("load_in_4bit", "quant_bits"), _quantized),
+    **dict.fromkeys(("load_in_4bit", "quant_bits"), _choice("model.quantization", {True: "nf4", 4: "nf4"})),
     "vllm_enable_sleep_mode": _choice("rollout.vllm.sleep_level", {True: 2, False: 0}),
     "reward_funcs": _rewards,
     "dataset_name": _dataset,
@@ -429,10 +422,7 @@ def _defaults(found: Conversion, trainer: str) -> None:
         before = _flat(found.values)
         if RULES.get(key) is not _batch and _take(found, key, value) is None:
             found.taken.pop(key, None)
-            found.notes += [
-                f"{path}: {trainer}'s default" for path in _flat(found.values) if path not in before
-            ]
+            new = [path for path in _flat(found.values) if path not in before]
+            found.notes += [f"{path}: {trainer}'s default" for path in new]
     if "max_steps" not in found.given and "num_train_epochs" not in found.given:
-        found.notes.append(
-            f"run.max_steps: {trainer}'s default is 3 epochs; here null is one pass over the data"
-        )
+        found.notes.append(f"run.max_steps: {trainer}'s default is 3 epochs; null is one pass over the data")

@@ -47,10 +47,8 @@ def read_foreign(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: holds no key; give {kinds}")
     system = found.get("system")
     if isinstance(system, str) and system.endswith(".txt"):
-        places = (path.parent / system, Path(system))
-        found["system"] = next(
-            (p.read_text(encoding="utf-8") for p in places if p.is_file()), Computed(system)
-        )
+        places = [place for place in (path.parent / system, Path(system)) if place.is_file()]
+        found["system"] = places[0].read_text(encoding="utf-8") if places else Computed(system)
     return found
 
 
@@ -82,17 +80,12 @@ def _of_script(text: str) -> dict[str, Any]:
             continue
         found |= {"use_peft": True} if name == "LoraConfig" else {}
         prefix, order = CALLS[name]
-        given = [
-            *zip(order.split(), call.args, strict=False),
-            *((each.arg, each.value) for each in call.keywords),
-        ]
-        for argument, value in given:
-            if _called(value) in CALLS or ast.unparse(value) in read:
-                continue  # its own arguments are read
-            key = (
-                f"**{ast.unparse(value)}" if argument is None else f"{prefix}{argument.removeprefix(prefix)}"
-            )
-            found[key] = _literal(value)
+        placed = [ast.keyword(*each) for each in zip(order.split(), call.args, strict=False)]
+        for each in (*placed, *call.keywords):
+            code = ast.unparse(each.value)
+            if _called(each.value) not in CALLS and code not in read:  # else its own arguments are read
+                key = f"**{code}" if each.arg is None else f"{prefix}{each.arg.removeprefix(prefix)}"
+                found[key] = _literal(each.value)
     return found
 
 
