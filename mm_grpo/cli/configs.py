@@ -57,10 +57,6 @@ class ConfigFiles(NamedTuple):
     layers: tuple[Path, ...]
     fields: tuple[str, ...]
 
-    @property
-    def all(self) -> tuple[Path, ...]:
-        return self.config, *self.layers
-
 
 def load_config(config: str, overrides: Sequence[str]) -> GRPOConfig:
     """The config at a path, or that of a recipe by name, with layers and fields laid over it."""

@@ -21,13 +21,12 @@ from typing import Annotated
 import typer
 
 from mm_grpo.cli.convert import convert
-from mm_grpo.cli.env import env
 from mm_grpo.cli.evaluate import evaluate
 from mm_grpo.cli.export import ask, export
 from mm_grpo.cli.help import CommandGroup, show_version
 from mm_grpo.cli.preflight import check, doctor, estimate
 from mm_grpo.cli.recipes import init, recipes
-from mm_grpo.cli.reference import config, docs
+from mm_grpo.cli.reference import config, docs, env
 from mm_grpo.cli.rewards import app as rewards_app
 from mm_grpo.cli.serve import serve
 from mm_grpo.cli.train import train

@@ -1,7 +1,9 @@
-"""What there is to look up: `mm-grpo config` (fields) and `mm-grpo docs` (the pages of docs/, which ship too)."""
+"""What there is to look up: `mm-grpo config` (fields), `mm-grpo docs` (the pages of docs/, which ship too) and
+`mm-grpo env` (what a bug report needs of a machine)."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import textwrap
 from pathlib import Path
@@ -18,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def config(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="SECTION | FIELD", help="Such as rollout.vllm.", show_default=False),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="SECTION | FIELD", show_default=False)] = None,
 ) -> None:
     """Show the fields of a config, those that matter most marked with *; without a name those alone."""
     from mm_grpo.config import GRPOConfig
@@ -29,20 +28,16 @@ def config(
 
     fields = GRPOConfig.field_help()
     if name is None:
-        shown = [field for field in fields if field.matters]
-    else:
-        found = {field: f".{field.path}." for field in fields}
-        shown = [field for field, path in found.items() if path.startswith(f".{name}.")]
-        shown = shown or [field for field, path in found.items() if path.endswith(f".{name}.")]
-    if name is not None and not shown:
+        typer.echo(printable("\n".join(_lines([field for field in fields if field.matters]))))
+        sections = dict.fromkeys(field.path.rpartition(".")[0] or field.path for field in fields)
+        typer.echo(f"mm-grpo config SECTION shows every field of one of\n{', '.join(sections)}")
+        return
+    ends = {field: f".{field.path}." for field in fields}
+    shown = [field for field in fields if ends[field].startswith(f".{name}.")]
+    shown = shown or [field for field in fields if ends[field].endswith(f".{name}.")]
+    if not shown:
         raise ConfigError(unknown_key(name, None, [field.path for field in fields])[0])
     typer.echo(printable("\n".join(_lines(shown))))
-    if name is None:
-        sections = dict.fromkeys(field.path.rpartition(".")[0] or field.path for field in fields)
-        typer.echo(
-            f"These are {len(shown)} of {len(fields)} fields; mm-grpo config SECTION shows all of one, of"
-        )
-        typer.echo(", ".join(sections))
 
 
 def docs(
@@ -60,6 +55,15 @@ def docs(
             f"there is no page {name!r}; {did_you_mean(stem, pages)}pages are {', '.join(pages)}"
         )
     typer.echo(printable(pages[stem].read_text(encoding="utf-8")))
+
+
+def env() -> None:
+    """Show versions, devices and limits of this machine as JSON; nothing of it names a user or a host."""
+    from mm_grpo.run.environment import describe_environment, describe_limits
+
+    found = describe_environment()
+    del found["command"], found["started"]  # of a run
+    typer.echo(printable(json.dumps({**found, "limits": describe_limits()}, indent=2)))
 
 
 def _lines(fields: list[FieldHelp]) -> list[str]:

@@ -51,7 +51,8 @@ def train(
 ) -> None:
     """Train a model by a config or a recipe; layers and a.b=value change it."""
     loaded = load_config(config, overrides or [])
-    for file in config_files(config, overrides or []).all:
+    files = config_files(config, overrides or [])
+    for file in (files.config, *files.layers):
         refuse_own_folder(loaded.run.dir, file, resume=resume)
     if not smoke:
         refuse_missing_data(loaded, config)
