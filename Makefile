@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-long test-all test-lowest test-random lint bench gpu-proof gpu-wheels docs requirements
+.PHONY: help setup demo test test-long test-all test-lowest test-random lint release-check bench gpu-proof gpu-wheels docs requirements
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
@@ -58,6 +58,10 @@ test-lowest: .venv-lowest/.ready  ## run the tests of our dependencies that are 
 RANDOM_FILES = $(shell grep -lE "^from hypothesis|^import hypothesis" $$(find tests -name 'test_*.py'))
 test-random: setup  ## look for new examples that break a property, 2,000 of each, in about ten minutes
 	RANDOM_EXAMPLES=1 $(BIN)/python $(PYTEST) $(RANDOM_FILES)
+
+# What the index gives today may be newer than every pin.
+release-check: setup  ## try the wheel in an empty environment (6 GB, removed at the end) with what pip takes today
+	.ci/release-check
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check

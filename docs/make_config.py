@@ -9,8 +9,9 @@ from mm_grpo.config import GRPOConfig
 HEAD = """# Every field of the configuration
 
 Written by `python docs/make_config.py` from the fields' own descriptions. A config is a YAML file with
-these sections, the same object in Python (`GRPOConfig(model={...}, ...)`), and any field can be changed on
-the command line as `section.field=value`. Relative paths in a file are looked for beside it first.
+these sections, the same tree in Python ([python.md](python.md)), and any field can be changed on the command
+line as `section.field=value`. Relative paths in a file are looked for beside it first. `mm-grpo config` prints what
+follows. Most runs set some of the fields in **bold** and leave the others.
 
 `rewards` is a list: names (`exact_match`), places (`path/to/file.py:function`, `package.module:function`) or
 mappings (`{name: length, weight: 0.5, max_length: 200}`), whose further keys are the reward's arguments.
@@ -23,7 +24,8 @@ def page() -> str:
     for field in GRPOConfig.field_help():
         section = field.path.rpartition(".")[0] or field.path
         head = f"\n## {section}\n\n| field | legal | default | meaning |\n|---|---|---|---|"
-        cells = (f"`{field.path}`", field.type, f"`{field.default}`", field.description)
+        name = f"**`{field.path}`**" if field.matters else f"`{field.path}`"
+        cells = (name, field.type, f"`{field.default}`", field.description)
         row = "| " + " | ".join(escaped(cell) for cell in cells) + " |"
         tables.setdefault(section, [head]).append(row)
     return "\n".join([HEAD, *(line for table in tables.values() for line in table)]) + "\n"

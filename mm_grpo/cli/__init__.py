@@ -7,11 +7,11 @@ evaluate   `eval`
 preflight  `check`, `doctor`, `estimate`
 export     `export`, `ask`
 view       `view`
+reference  `config`, `docs`, `env`
 rewards    `rewards`, `rewards NAME`, `rewards try NAME`
 recipes    `recipes`, `init`
 configs    the config that a command runs: files, layers, fields
 convert    `convert`
-env        `env`
 imports    torch, transformers and what stands on them, imported without garbage collection
 unexpected the one line for what no command expects, and its traceback
 help       examples in every help, `--version`, advice on options that are fields

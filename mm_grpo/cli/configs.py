@@ -2,8 +2,8 @@
 
     CONFIG [LAYER ...] [a.b=value ...]
 
-CONFIG is a YAML file or the name of a recipe, a LAYER is a YAML file or the name of a shipped layer (lora, lora.yaml).
-Layers are merged in their order, then fields in theirs. Recipes and layers lie in `examples/`.
+CONFIG and LAYER are YAML files or names of shipped ones (config/shipped.py). Layers are merged in their order, then
+fields in theirs.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from mm_grpo.errors import ConfigError, DataError, did_you_mean
+from mm_grpo.config.shipped import find_config, find_layer
+from mm_grpo.errors import DataError
 from mm_grpo.terminal import printable
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
 
 Config = Annotated[
-    str, typer.Argument(help="A YAML file, a run's folder or a recipe's name.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="CONFIG", help="A YAML file, a run's folder or a shipped recipe.", show_default=False
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[LAYER.yaml | section.field=value]...",
+        metavar="LAYER.yaml | section.field=value",
         help="Layers, which are YAML files or names of shipped ones, and fields to change.",
         show_default=False,
     ),
@@ -56,10 +60,6 @@ class ConfigFiles(NamedTuple):
     layers: tuple[Path, ...]
     fields: tuple[str, ...]
 
-    @property
-    def all(self) -> tuple[Path, ...]:
-        return self.config, *self.layers
-
 
 def load_config(config: str, overrides: Sequence[str]) -> GRPOConfig:
     """The config at a path, or that of a recipe by name, with layers and fields laid over it."""
@@ -74,49 +74,6 @@ def config_files(config: str, overrides: Sequence[str]) -> ConfigFiles:
     fields = tuple(argument for argument in overrides if "=" in argument)
     layers = tuple(find_layer(argument) for argument in overrides if "=" not in argument)
     return ConfigFiles(find_config(config), layers, fields)
-
-
-def find_config(config: str) -> Path:
-    """The file of a config, that in a folder, or of a recipe by name."""
-    path = Path(config)
-    if (path / "config.yaml").is_file():  # a run's folder, or a recipe's
-        return path / "config.yaml"
-    if os.path.exists(path) or path.suffix != "":
-        return path
-    known = find_recipes()
-    if config not in known:
-        names = f"{did_you_mean(config, known)}recipes are {', '.join(known) or 'none'}"
-        raise ConfigError(f"'{config}' is neither a YAML file nor a recipe; {names}")
-    return known[config]
-
-
-def find_layer(layer: str) -> Path:
-    """The file of a layer, or of a shipped one by name, with or without its suffix."""
-    if os.path.isfile(layer):
-        return Path(layer)
-    known = find_layers()
-    name = re.sub(r"\.ya?ml$", "", layer)
-    if name not in known:
-        names = f"{did_you_mean(name, known)}layers are {', '.join(known) or 'none'}"
-        raise ConfigError(f"'{layer}' is no YAML file, no layer and no section.field=value; {names}")
-    return known[name]
-
-
-def find_recipes() -> dict[str, Path]:
-    """The config files of the shipped recipes, which are those with a README, by name."""
-    found = sorted(examples_folder().glob("*/config.yaml"))
-    return {path.parent.name: path for path in found if path.with_name("README.md").is_file()}
-
-
-def find_layers() -> dict[str, Path]:
-    """The shipped layers by name."""
-    return {path.stem: path for path in sorted((examples_folder() / "layers").glob("*.yaml"))}
-
-
-def examples_folder() -> Path:
-    """Where recipes and layers lie: in the wheel inside the package, in a checkout in examples/."""
-    here = Path(__file__).resolve().parents[1]
-    return here / "examples" if (here / "examples").is_dir() else here.parent / "examples"
 
 
 def first_comment(path: Path) -> str:

@@ -12,9 +12,12 @@ from mm_grpo.terminal import printable
 
 def convert(
     file: Annotated[
-        str, typer.Argument(help="YAML or JSON, or a script with --key value.", show_default=False)
+        str, typer.Argument(help="YAML, JSON, a Python script, or a command.", show_default=False)
     ],
-    output: Annotated[str | None, typer.Option(help="A file for the config; without it stdout.")] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Where to write it; without it stdout."),
+    ] = None,
     devices: Annotated[int, typer.Option(min=1, help="Processes that its batches are per device of.")] = 1,
 ) -> None:
     """Make a config of ours from one of TRL, ms-swift or verl; what has no counterpart is listed with the reason."""

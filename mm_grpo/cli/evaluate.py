@@ -28,7 +28,7 @@ def evaluate(
     trust_remote_code: Trust = False,
     blind: Annotated[
         str | None,
-        typer.Option(help="Also without the images: shuffled (each row with another's) or removed."),
+        typer.Option(metavar="shuffled|removed", help="Also with another row's images, or with none."),
     ] = None,
     samples: Annotated[
         int | None,
@@ -36,7 +36,9 @@ def evaluate(
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
     by: Annotated[str | None, typer.Option(help="A column, by whose values results are split.")] = None,
-    as_json: Annotated[str | None, typer.Option("--json", help="A file for all results, as JSON.")] = None,
+    as_json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="All results, as JSON.")
+    ] = None,
 ) -> None:
     """Answer the evaluation sets of a config with a model, a checkpoint or a run; train nothing."""
     loaded = with_options(load_config(config, overrides or []), blind, samples, temperature)

@@ -35,8 +35,9 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "doctor": ("mm-grpo doctor config.yaml", "mm-grpo doctor config.yaml rollout.engine=vllm --json"),
     "eval": (
         "mm-grpo eval config.yaml --model runs/first",
-        "mm-grpo eval config.yaml --model Qwen/Qwen2.5-VL-3B-Instruct --blind shuffled",
-        "mm-grpo eval config.yaml --model runs/first --samples 8 --by kind --json results.json",
+        "mm-grpo eval config.yaml --model Qwen/Qwen2.5-VL-3B-Instruct",
+        "mm-grpo eval config.yaml --model runs/first --blind shuffled --by kind",
+        "mm-grpo eval config.yaml --model runs/first --samples 8 --json all.json",
     ),
     "estimate": ("mm-grpo estimate config.yaml", "mm-grpo estimate geometry3k lora.yaml --gpu 24"),
     "view": ("mm-grpo view runs/first", "mm-grpo view runs/first runs/second -o both.html"),
@@ -47,6 +48,8 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "ask": ('mm-grpo ask runs/first "What is shown?" --image picture.png',),
     "recipes": ("mm-grpo recipes", "mm-grpo recipes shapes", "mm-grpo recipes shapes --copy mine"),
     "init": ("mm-grpo init mine",),
+    "config": ("mm-grpo config", "mm-grpo config rollout.vllm", "mm-grpo config learning_rate"),
+    "docs": ("mm-grpo docs", "mm-grpo docs turns"),
     "rewards": (
         "mm-grpo rewards",
         "mm-grpo rewards iou",
@@ -61,10 +64,19 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "convert": (
         "mm-grpo convert trl.yaml",
         "mm-grpo convert trl.yaml --devices 8 --output config.yaml",
-        "mm-grpo convert train.sh --output config.yaml",
+        "mm-grpo convert train.py -o config.yaml",
     ),
 }
 """By the words that call a command."""
+
+GROUPS: Mapping[str, str] = {
+    "Begin": "init recipes convert",
+    "Before a run": "check estimate doctor",
+    "Run": "train serve view",
+    "The trained model": "eval ask export",
+    "Look up": "config rewards docs env",
+}
+"""The commands, as the help of the application shows them."""
 
 # Typer may bring its own click along, so its errors are reached through a name that typer exports.
 _UsageError: Any = typer.BadParameter.__base__
@@ -78,6 +90,13 @@ class CommandGroup(TyperGroup):
         if command is not None:
             add_examples(command, cmd_name)
         return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Every command with its whole first sentence, in groups."""
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                commands = [(name, self.commands[name]) for name in names.split()]
+                formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in commands])
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -21,12 +21,12 @@ from typing import Annotated
 import typer
 
 from mm_grpo.cli.convert import convert
-from mm_grpo.cli.env import env
 from mm_grpo.cli.evaluate import evaluate
 from mm_grpo.cli.export import ask, export
 from mm_grpo.cli.help import CommandGroup, show_version
 from mm_grpo.cli.preflight import check, doctor, estimate
 from mm_grpo.cli.recipes import init, recipes
+from mm_grpo.cli.reference import config, docs, env
 from mm_grpo.cli.rewards import app as rewards_app
 from mm_grpo.cli.serve import serve
 from mm_grpo.cli.train import train
@@ -48,7 +48,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (train, serve, check, doctor, estimate, view, export, ask, recipes, init, convert, env):
+for command in (
+    train, serve, check, doctor, estimate, view, export, ask, recipes, init, config, docs, convert, env
+):  # fmt: skip
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(rewards_app, name="rewards")

@@ -17,7 +17,8 @@ from typing import Annotated
 
 import typer
 
-from mm_grpo.cli.configs import examples_folder, find_layers, find_recipes, first_comment
+from mm_grpo.cli.configs import first_comment
+from mm_grpo.config.shipped import find_layers, find_recipes, shipped_folder
 from mm_grpo.errors import ConfigError, did_you_mean
 from mm_grpo.terminal import printable
 
@@ -49,7 +50,7 @@ def recipes(
     if copy is not None:
         more = {f"layers/{path.name}": path for path in layers.values()}
         if (found.parent / "make_base.py").is_file():
-            more["small_bases.py"] = examples_folder() / "small_bases.py"  # which it imports
+            more["small_bases.py"] = shipped_folder("examples") / "small_bases.py"  # which it imports
         _copy(found.parent, copy, more)
         command = f"mm-grpo train {copy / 'config.yaml'} [{copy / 'layers' / 'lora.yaml'} ...] [--smoke]"
         typer.echo(printable(f"next: {command}"))
@@ -64,7 +65,7 @@ def init(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write them.")] = Path("."),
 ) -> None:
     """Write a first config, one row with its image and a reward of your own, all ready to be edited."""
-    _copy(examples_folder() / "init", folder)
+    _copy(shipped_folder("examples") / "init", folder)
     if find_spec("vllm") is not None:
         import torch
 

@@ -6,7 +6,6 @@ With `--serve N` vLLM servers run beside it (serve.py).
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shlex
 from collections.abc import Mapping
@@ -53,7 +52,8 @@ def train(
 ) -> None:
     """Train a model by a config or a recipe; layers and a.b=value change it."""
     loaded = load_config(config, overrides or [])
-    for file in config_files(config, overrides or []).all:
+    files = config_files(config, overrides or [])
+    for file in (files.config, *files.layers):
         refuse_own_folder(loaded.run.dir, file, resume=resume)
     if not smoke:
         refuse_missing_data(loaded, config)
@@ -81,7 +81,6 @@ def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, r
     with heavy_imports():
         from mm_grpo.trainer import GRPOTrainer
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     kept = True
     if smoke:
         from mm_grpo.preflight.smoke import smoke_sets

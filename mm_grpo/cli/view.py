@@ -15,7 +15,7 @@ def view(
     runs: Annotated[list[Path], typer.Argument(help="Run folders (run.dir).", show_default=False)],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The file: report.html of a run, view.html for several."),
+        typer.Option("--output", "-o", metavar="FILE", help="Default: report.html, view.html for several."),
     ] = None,
 ) -> None:
     """Write the page of a run, finished or going on, and say where it is; of several, one page with all curves."""

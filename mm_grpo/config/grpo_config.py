@@ -36,6 +36,7 @@ from mm_grpo.config.sections import (
     RolloutConfig,
     RunConfig,
 )
+from mm_grpo.config.shipped import find_config, find_layer
 from mm_grpo.config.values import RewardEntry
 from mm_grpo.config.yaml_file import apply_overrides, merge, read_yaml, resolve_relative_path, write_yaml
 from mm_grpo.errors import ConfigError
@@ -46,13 +47,24 @@ TRAINING_SEEDS = 2**30
 """Seeds of training are below this number; those of evaluation are not (the seed law)."""
 
 
+MATTER = (
+    "model.path model.lora model.freeze_vision data.train data.eval data.columns data.image_dir data.max_pixels "
+    "data.system_prompt data.max_prompt_length data.on_overlong rollout.engine rollout.prompts_per_step "
+    "rollout.num_generations rollout.max_completion_length rollout.vllm.gpu_memory_utilization "
+    "rollout.vllm.sleep_level rewards algorithm.beta algorithm.loss_type optim.learning_rate "
+    "optim.max_tokens_per_pack run.dir run.max_steps run.eval_every run.trackers"
+)
+"""The fields that most runs set; `mm-grpo config`, docs/config.md and the config of `mm-grpo init` show them first."""
+
+
 class FieldHelp(NamedTuple):
-    """One leaf of the tree, as the help shows it."""
+    """One leaf of the tree, as the help shows it; `matters` where it is in MATTER."""
 
     path: str
     type: str
     default: str
     description: str
+    matters: bool
 
 
 class GRPOConfig(Section):
@@ -97,16 +109,18 @@ class GRPOConfig(Section):
         overrides: Iterable[str] = (),
         layers: Iterable[str | os.PathLike[str]] = (),
     ) -> Self:
-        """The config in a YAML file, with the YAML files `layers` and then `a.b=value` overrides laid over it.
+        """The config in a YAML file, with the YAML files `layers` and then `a.b=value` overrides laid over it. Shipped
+        recipes and layers may be named (`mm-grpo recipes`): `GRPOConfig.from_yaml("shapes", layers=["lora"])`.
 
         Layers are merged in their order, sections key by key; lists and plain values are replaced. Relative paths in a
         file are looked for beside that file first, then from the working folder; those in overrides start from the
         working folder. So do those in the copy that a run keeps in its folder: it holds paths as they were found when
         the run started, and beside it lies what the run wrote.
         """
+        path = find_config(path)
         values = cls._read(path)
         for layer in layers:
-            values = merge(values, cls._read(layer), sources=("data.train", "data.eval"))
+            values = merge(values, cls._read(find_layer(layer)), sources=("data.train", "data.eval"))
         sections = {field.rpartition(".")[0] for field in cls.all_paths} - {*cls.all_paths}
         for override in (overrides := list(overrides)):
             name, _, value = (part.strip() for part in override.partition("="))
@@ -121,9 +135,9 @@ class GRPOConfig(Section):
         return cls.from_dict(values)
 
     @classmethod
-    def _read(cls, path: str | os.PathLike[str]) -> dict[str, Any]:
-        values, folder = read_yaml(path), Path(path).parent
-        if Path(path).name == "config.yaml" and (folder / RUN_MARK).exists():
+    def _read(cls, path: Path) -> dict[str, Any]:
+        values, folder = read_yaml(path), path.parent
+        if path.name == "config.yaml" and (folder / RUN_MARK).exists():
             return values
         marked = [n for n, f in leaves(cls) if any(isinstance(m, RelativeToFile) for m in f.metadata)]
         for name in marked:
@@ -216,7 +230,7 @@ class GRPOConfig(Section):
             kind = describe_type(field.annotation, field.metadata)
             default = field.get_default(call_default_factory=True)
             shown_default = "required" if field.is_required() else yaml_repr(default)
-            found.append(FieldHelp(path, kind, shown_default, help_text(field)))
+            found.append(FieldHelp(path, kind, shown_default, help_text(field), path in MATTER.split()))
         return found
 
 

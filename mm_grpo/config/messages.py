@@ -176,7 +176,7 @@ def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
         keys = ", ".join(f"{path}.{key}" for key in inner.model_fields)
         return [f"{path} = {shown(value)}: must be a section; its keys are {keys}"]
     found = nearest(value, _choices(field.annotation)) if isinstance(value, str) else None
-    advice = VALUES.get(path, {}).get(str(value).casefold())
+    advice = VALUES.get(path.partition("[")[0], {}).get(str(value).casefold())
     hint = f"; {advice}" if advice else f" (the nearest is {found})" if found else ""
     given = path if "[key]" in location else f"{path} = {shown(value)}"
     return [f"{given}: must be {describe_type(field.annotation, field.metadata)}{hint}"]

@@ -1,8 +1,8 @@
 """A config of TRL (its script arguments), ms-swift or verl as one of ours: `mm-grpo convert`.
 
 `files` reads it, `convert` makes ours of it. Each key is taken over, found needless, or left out with a reason; none is
-dropped in silence. What TRL does where a key is absent, and mm_grpo would do otherwise, is written out. The table of
-keys is in `keys`; here are the rules of those that need arithmetic, or that depend on others.
+dropped in silence. What TRL or ms-swift do where a key is absent, and mm_grpo would do otherwise, is written out
+(ASSUMED). The table of keys is in `keys`; here are the rules of those that need arithmetic, or that depend on others.
 
 Words of TRL that mean something else here: its `max_steps`, `save_steps` and `eval_steps` count optimizer updates, ours
 count steps, which make several; its batches are per device, ours are whole. With S = steps_per_generation,
@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from mm_grpo.config.grpo_config import GRPOConfig
 from mm_grpo.config.messages import leaves
 from mm_grpo.config.yaml_file import set_value, shown, write_yaml
 from mm_grpo.errors import ConfigError
-from mm_grpo.migrate.keys import advice_on, row_of
+from mm_grpo.migrate.files import Computed
+from mm_grpo.migrate.keys import REWARDS, advice_on, row_of
 from mm_grpo.terminal import printable, redact
 
 NO_MODEL = "NAME_OF_THE_MODEL"
@@ -36,11 +38,12 @@ Rule = Callable[["Conversion", Any], "str | None"]
 
 @dataclass
 class Conversion:
-    """What became of a config. `given` are its keys, dotted; `values` ours; `left` reasons by key; `notes` what was
-    written that no key said."""
+    """What became of a config. `given` are its keys, dotted; `assumed` what its trainer takes for absent ones; `values`
+    ours; `left` reasons by key; `notes` what was written that no key said."""
 
     given: dict[str, Any]
     devices: int = 1
+    assumed: Mapping[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     taken: dict[str, str] = field(default_factory=dict)
@@ -51,8 +54,8 @@ class Conversion:
 
     def number(self, key: str, default: Any) -> Any:
         """The number at a key. ConfigError where it is no number above 0 or, of steps, -1."""
-        value = self.given.get(key)
-        if value is None:
+        value = self.given.get(key, self.assumed.get(key))
+        if value is None or isinstance(value, Computed):
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 or value == -1):
             raise ConfigError(f"{key} = {shown(value)}: must be a number above 0")
@@ -89,16 +92,17 @@ def convert(given: Mapping[str, Any], *, devices: int = 1) -> Conversion:
 
     Raises ConfigError where a value is none that its key can have, or what comes out is no valid config.
     """
-    nested = any(key in given for key in ("actor_rollout_ref", "worker"))
-    found = Conversion(_flat(given), devices)
+    nested = any(key.partition(".")[0] in ("actor_rollout_ref", "worker") for key in given)
+    trainer = "" if nested else "ms-swift" if "rlhf_type" in given else "TRL"
+    found = Conversion(_flat(given), devices, _assumed(given, trainer, devices))
     for key, value in found.given.items():
         why = _take(found, key, value)
         if why is not None:
             found.left[key] = why
         else:
             found.taken.setdefault(key, "")
-    if not nested:
-        _defaults(found)
+    if trainer:
+        _defaults(found, trainer)
     if not found.values.get("model", {}).get("path"):
         found.put("model.path", NO_MODEL)
         found.notes.append(f"model.path: the file names no model; write its name in place of {NO_MODEL}")
@@ -117,7 +121,7 @@ def _leave_what_is_refused(found: Conversion) -> None:
             GRPOConfig.from_dict(found.values)
             return
         except ConfigError as error:
-            match = re.match(r"([\w.]+?)(?:\[\d+\])? = ", line := str(error).splitlines()[0])
+            match = re.match(r"([\w.]+?)(?:\[\d+\])?(?: =|:) ", line := str(error).splitlines()[0])
             path = match[1] if match else ""
             *sections, name = path.split(".")
             holder = functools.reduce(lambda inner, part: inner.get(part, {}), sections, found.values)
@@ -161,13 +165,16 @@ NEEDLESS: Mapping[str, tuple[object, ...]] = {
 def _take(found: Conversion, key: str, value: Any) -> str | None:
     """Take one key over; the reason where it cannot be."""
     row = row_of(key)
+    if isinstance(value, Computed):
+        advice = advice_on(key, [name for name, _ in leaves(GRPOConfig)])
+        return f"its value is not in this file{f'; {advice}' if advice else ''}"
     if value in NEEDLESS.get(key, ()):
         found.taken[key] = "needless"
     elif key in RULES:
         return RULES[key](found, value)
     elif row is None or row.path is None:
         advice = advice_on(key, [name for name, _ in leaves(GRPOConfig)])
-        return advice or "mm_grpo knows no such key; docs/config.md has every field"
+        return advice or "mm_grpo knows no such key; `mm-grpo config` shows every field"
     elif value is None:
         found.taken[key] = "needless"
     else:
@@ -267,7 +274,7 @@ def _with(*keys: str) -> Rule:
     """A key that the rule of another one reads."""
 
     def rule(found: Conversion, value: Any) -> str | None:
-        used = any(found.given.get(key) not in (None, False, "full") for key in keys)
+        used = any(found.given.get(key, found.assumed.get(key)) not in (None, False, "full") for key in keys)
         return None if used else f"counts only with {keys[0]}"
 
     return rule
@@ -300,22 +307,16 @@ def _vllm(found: Conversion, value: Any) -> str | None:
 
 def _rewards(found: Conversion, value: Any) -> str | None:
     named, weights = value if isinstance(value, list) else [value], found.given.get("reward_weights")
-    ours = {
-        "accuracy_reward": "math",
-        "accuracy": "math",
-        "think_format_reward": "format",
-        "format": "format",
-    }
     weighted = weights if isinstance(weights, list) and len(weights) == len(named) else [None] * len(named)
     entries: list[Any] = []
     for name, weight in zip(named, weighted, strict=True):
         module, _, function = str(name).rpartition(".")
-        if entry := ours.get(name, f"{module}:{function}" if module else None):
+        if entry := REWARDS.get(name, f"{module}:{function}" if module else None):
             entries.append(entry if weight is None else {"name": entry, "weight": float(weight)})
     found.put("rewards", entries)
-    if same := [f"{name} -> {ours[name]}" for name in named if name in ours]:
+    if same := [f"{name} -> {REWARDS[name]}" for name in named if name in REWARDS]:
         found.notes.append(f"rewards: {', '.join(same)}; see `mm-grpo rewards NAME` for what they compare")
-    unknown = ", ".join(str(name) for name in named if name not in ours and "." not in str(name))
+    unknown = ", ".join(str(name) for name in named if name not in REWARDS and "." not in str(name))
     return f"no reward here is named {unknown}; write path/to/file.py:function" if unknown else None
 
 
@@ -368,6 +369,7 @@ RULES: Mapping[str, Rule] = {
     "bf16": _bf16,
     "report_to": _trackers,
     "use_vllm": _vllm,
+    **dict.fromkeys(("load_in_4bit", "quant_bits"), _choice("model.quantization", {True: "nf4", 4: "nf4"})),
     "vllm_enable_sleep_mode": _choice("rollout.vllm.sleep_level", {True: 2, False: 0}),
     "reward_funcs": _rewards,
     "dataset_name": _dataset,
@@ -382,17 +384,45 @@ RULES: Mapping[str, Rule] = {
         "dataset_config dataset_train_split dataset_test_split": "dataset_name",
         "lora_r lora_rank lora_alpha lora_target_modules target_modules": "use_peft train_type tuner_type",
         "max_resample_times": "dynamic_sample",
+        "quant_method bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant":
+            "load_in_4bit quant_bits",
     }.items() for key in keys.split()},
 }  # fmt: skip
 
 
-def _defaults(found: Conversion) -> None:
-    """Write out what TRL and ms-swift do without being told, where ours would differ."""
+ASSUMED: Mapping[str, Mapping[str, Any]] = {
+    "TRL": {"lr_scheduler_type": "linear"},
+    "ms-swift": {
+        "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "beta": 0.04, "temperature": 0.9,
+        "train_type": "lora", "per_device_train_batch_size": 1,
+    },
+}  # fmt: skip
+"""What a trainer takes where a key is absent, and mm_grpo would not."""
+
+
+def _assumed(given: Mapping[str, Any], trainer: str, devices: int) -> dict[str, Any]:
+    """The keys that are absent, as the trainer takes them."""
+    found = dict(ASSUMED.get(trainer, {}))
+    if trainer == "ms-swift":
+        if "tuner_type" in given:  # the later name
+            del found["train_type"]
+        if "full" in (given.get("train_type"), given.get("tuner_type")):
+            found["learning_rate"] = 1e-5
+        batch = Conversion(dict(given), assumed=found).number("per_device_train_batch_size", 1) * devices
+        found["gradient_accumulation_steps"] = max(1, ceil(16 / batch))
+    return {key: value for key, value in found.items() if key not in given}
+
+
+def _defaults(found: Conversion, trainer: str) -> None:
+    """Write out what the trainer does without being told, where ours would differ."""
     named = any(key in found.given for key, rule in RULES.items() if rule is _batch)
     if not named and _batch(found, None) is None:
-        found.notes.append("rollout.prompts_per_step: of TRL's default, 8 completions a device")
-    if "lr_scheduler_type" not in found.given:
-        found.put("optim.lr_scheduler_type", "linear")
-        found.notes.append("optim.lr_scheduler_type: TRL's default")
+        found.notes.append(f"rollout.prompts_per_step: of {trainer}'s default batches")
+    for key, value in found.assumed.items():
+        before = _flat(found.values)
+        if RULES.get(key) is not _batch and _take(found, key, value) is None:
+            found.taken.pop(key, None)
+            new = [path for path in _flat(found.values) if path not in before]
+            found.notes += [f"{path}: {trainer}'s default" for path in new]
     if "max_steps" not in found.given and "num_train_epochs" not in found.given:
-        found.notes.append("run.max_steps: TRL's default is 3 epochs; here null is one pass over the data")
+        found.notes.append(f"run.max_steps: {trainer}'s default is 3 epochs; null is one pass over the data")

@@ -6,7 +6,8 @@ Nothing here knows the config classes: the caller passes the known paths.
 
 To add a key: its name, or the end of a dotted path, in lower case, behind our field in FIELDS (or SAME), else behind
 the words in REASONS; a key in both is taken over, and the words are what is said. A key that begins as one of PREFIXES
-needs no row. A foreign value of a field goes into VALUES. A test checks that every path that a row names exists.
+needs no row. A foreign value of a field goes into VALUES, a reward's name into REWARDS. A test checks that every path
+that a row names exists.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ _HUB = (
 _LOG = "the log has every step, in metrics.jsonl and on the terminal"
 _RANKS = "several processes train under ZeRO; set optim.zero_stage and optim.offload_optimizer"
 _IMAGES = "images are made ahead by two threads of each process"
-_WHOLE = "weights are not quantized in mm_grpo"
+_QUANTIZED = "write model.quantization: nf4, beside model.lora: {rank: 16} (4 bits; there is no other kind)"
 _VIDEO = "videos are not in this version of mm_grpo yet; leave it out"
 
 REASONS: Mapping[str, str] = {
@@ -119,7 +120,9 @@ REASONS: Mapping[str, str] = {
     "write run.keep_checkpoints (the newest that are kept)": "save_total_limit save_limit",
     "it is an option of the command: mm-grpo train CONFIG --resume (in Python GRPOTrainer(config, resume=True))":
         "resume_from_checkpoint resume_mode resume_from_path",
-    "no setting depends on the number of processes; leave it out": "nnodes n_gpus_per_node",
+    "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)":
+        "nnodes n_gpus_per_node nproc_per_node",
+    "it is the first argument of the command: mm-grpo train CONFIG": "config config_file",
     "one seed, run.seed, orders the data and seeds the sampling": "data_seed",
     "a run with the same seed is the same run": "full_determinism",
     _HUB: "log_completions_hub_repo",
@@ -148,7 +151,7 @@ REASONS: Mapping[str, str] = {
     _FSDP: "fsdp fsdp_config",
     "download that revision, and name its folder in model.path": "model_revision",
     "mixture-of-experts models are not trained by mm_grpo": "router_aux_loss_coef",
-    _WHOLE: "load_in_8bit load_in_4bit use_bnb_nested_quant",
+    _QUANTIZED: "load_in_8bit load_in_4bit use_bnb_nested_quant quantization_config quant_bits quant_method qlora",
     "weights are in model.dtype, the optimizer in fp32": "tf32 cast_lm_head_to_fp32 model_init_kwargs",
     "the optimizer is AdamW in fp32": "optim optim_args optim_target_modules lr_scheduler_kwargs",
     "write optim.warmup_steps (= warmup_ratio x run.max_steps)": "warmup_ratio",
@@ -184,6 +187,7 @@ REASONS: Mapping[str, str] = {
     "write data.chat_template_kwargs: {enable_thinking: ...}": "enable_thinking",
     "write data.chat_template_kwargs": "apply_chat_template_kwargs",
     "write data.image_dir": "image_folder",
+    "write data.max_pixels (tokens x 784 in Qwen2.5-VL, x 1,024 in Qwen3-VL)": "image_max_token_num",
     "map it in data.columns (our name: the dataset's column)": "prompt_key answer_key image_key images_key",
     "write rollout.max_completion_length": "max_new_tokens response_length max_response_length",
     # rewards and the algorithm
@@ -251,7 +255,7 @@ PREFIXES: Mapping[str, str] = {
     "logging_": _LOG,
     "ddp_": _RANKS,
     "dataloader_": _IMAGES,
-    "bnb_": _WHOLE,
+    "bnb_": _QUANTIZED,
     "torch_compile": "the model is not compiled in mm_grpo",
 }
 
@@ -287,8 +291,24 @@ NO_ZERO_3 = (
     " lower optim.max_tokens_per_pack"
 )
 
+REWARDS: Mapping[str, str] = {
+    **dict.fromkeys(("accuracy", "accuracy_reward", "reasoning_accuracy_reward"), "math"),
+    **dict.fromkeys(("format", "think_format_reward"), "format"),
+    "cosine": "cosine_length",
+    "repetition": "repetition_penalty",
+    "get_soft_overlong_punishment": "soft_overlong",
+}
+"""Rewards of other trainers, and ours of the same purpose."""
+
 _FLASH = "flash_attention_2 flash_attention_3 flash_attn flash_attn_2 kernels-community/flash-attn2"
 VALUES: Mapping[str, Mapping[str, str]] = {
+    "model.lora.target_modules": {
+        "all-linear": "leave it out: the default names the linear layers of the language model (vision: true adds the"
+        " tower's)"
+    },
+    "run.trackers": dict.fromkeys(
+        ("swanlab", "mlflow", "comet_ml", "clearml", "all"), "no other tracker is known to mm_grpo"
+    ),
     "optim.zero_stage": {"3": NO_ZERO_3},
     "model.attn": dict.fromkeys(
         _FLASH.split(),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from mm_grpo.errors import RewardError, did_you_mean
+from mm_grpo.migrate.keys import REWARDS
 from mm_grpo.rewards.spec import RewardSpec, code_of, innermost, make_spec, place_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -101,8 +102,9 @@ def registered_as(fn: Callable[..., Any]) -> RewardSpec | None:
 def unknown(name: str, known: Iterable[str]) -> str:
     """The message for a name that is no reward's."""
     known = sorted(known)
+    hint = f"the nearest here is {REWARDS[name]}; " if name in REWARDS else did_you_mean(name, known)
     return (
-        f"rewards: unknown reward {name!r}; {did_you_mean(name, known)}known names: {', '.join(known)}. A reward may "
+        f"rewards: unknown reward {name!r}; {hint}known names: {', '.join(known)}. A reward may "
         f"also be path/to/file.py:function, package.module:function or an entry point in the group mm_grpo.rewards"
     )
 

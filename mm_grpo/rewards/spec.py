@@ -244,10 +244,11 @@ def _kind(name: str, parameters: Sequence[str], takes_kwargs: bool) -> Kind:
     ):
         return "batch"
     if per_completion == per_batch:
-        fault = "takes both `completion` and `completions`" if per_batch else "takes neither"
+        fault = "both parameters" if per_batch else "neither parameter"
+        verl = "; verl's solution_str is completion here, and its ground_truth the column answer"
         raise RewardError(
-            f"reward {name!r} {fault}; its parameters are ({', '.join(parameters)}). A reward takes `completion` (a "
-            f"text) or `completions` (a list, for all at once)"
+            f"reward {name!r} has {fault}, completion (a text) and completions (a list, for all at once), and needs one"
+            f" of them; it has ({', '.join(parameters)}){verl if 'solution_str' in parameters else ''}"
         )
     return "completion" if per_completion else "batch"
 

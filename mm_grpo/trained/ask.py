@@ -15,7 +15,7 @@ from mm_grpo.build import processor_of
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.images import open_image
 from mm_grpo.data.rows import read_row
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.learner.model import load_model, resolve_device, resolve_dtype
 from mm_grpo.processors.base import Processor
 from mm_grpo.rollout.engine import Request, Sampling
@@ -103,6 +103,8 @@ def ask(
     the answer's text in pieces while it is sampled (`TextPieces`); the answer is the same.
     """
     config, processor = answering.config, answering.processor
+    if absent := [each for each in images if not Path(each).is_file()]:
+        raise DataError(f"--image {absent[0]}: there is no such file")
     pictures = tuple(open_image(each, row="--image") for each in images)
     content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": question}]
     row = {"prompt": [{"role": "user", "content": content}], "images": list(pictures)}

@@ -87,6 +87,8 @@ def find_model(
     """
     _check_word(which)
     path = Path(given)
+    if which is None and not path.exists() and STEP.fullmatch(path.name) and is_run(path.parent.parent):
+        path, which = path.parent.parent, path.name  # removed since: the answer is what there is
     if is_run(path):
         return _of_run(path, which, overrides, user, trust)
     if which is not None:

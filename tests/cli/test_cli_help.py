@@ -12,8 +12,11 @@ import pytest
 import yaml
 
 import mm_grpo
-from mm_grpo.cli.help import EXAMPLES
+from mm_grpo.cli.help import EXAMPLES, GROUPS
 from mm_grpo.cli.main import app
+from mm_grpo.config import GRPOConfig
+from mm_grpo.config.grpo_config import MATTER
+from mm_grpo.config.messages import Section
 from mm_grpo.run.environment import memory_limit
 
 
@@ -50,6 +53,48 @@ def test_the_examples_are_commands_that_parse(name: str) -> None:
             one.make_context(found, rest, parent=context)  # raises what the command line would say
 
 
+def test_the_help_shows_every_command_in_a_group_with_its_whole_sentence(
+    command: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = command("--help")
+    assert sorted(" ".join(GROUPS.values()).split()) == [name for name in commands() if " " not in name]
+    assert "..." not in done.out.partition("Begin:")[2] and max(map(len, done.out.splitlines())) <= 80
+    assert [line.rstrip(":") for line in done.out.splitlines() if line.rstrip(":") in GROUPS] == list(GROUPS)
+
+
+def test_config_shows_fields_and_answers_other_names(command: Any) -> None:
+    marked = [line.split(":")[0] for line in command("config").out.splitlines() if line.startswith("* ")]
+    assert marked == [f"* {path}" for path in Section.all_paths if path in MATTER.split()]
+    assert len(marked) == 26
+    inner = re.findall(r"(?m)^[* ] (\S+):", command("config", "rollout.vllm").out)
+    assert inner == [path for path in Section.all_paths if path.startswith("rollout.vllm.")]
+    found = command("config", "learning_rate").out
+    assert found.startswith("* optim.learning_rate: a number >= 0 or null; default null\n")
+    wrong = command("config", "num_train_epochs")
+    assert wrong.code == 2 and "run.max_steps" in wrong.err
+
+
+def test_docs_prints_the_pages_that_messages_name(command: Any) -> None:
+    page = Path(mm_grpo.__file__).parents[1] / "docs/turns.md"
+    for name in ("turns", "docs/turns.md"):
+        assert command("docs", name).out.strip() == page.read_text(encoding="utf-8").strip()
+    listed = {line.split()[0] for line in command("docs").out.splitlines()}
+    assert listed == {each.stem for each in page.parent.glob("*.md")}
+    assert command("docs", "trns").code == 2
+
+
+def test_the_config_of_init_names_every_field_that_matters() -> None:
+    text = (Path(mm_grpo.__file__).parents[1] / "examples/init/config.yaml").read_text(encoding="utf-8")
+    whole = re.sub(r"(?m)^( *)# (\w+:)", r"\1\2", text)
+    values = yaml.safe_load(whole)
+    GRPOConfig.from_dict(values)
+    for path in MATTER.split():
+        held: Any = values
+        for part in path.split("."):
+            held = held[part]
+
+
 def test_the_version(command: Any) -> None:
     done = command("--version")
     assert (done.code, done.out) == (0, f"mm_grpo {mm_grpo.__version__}\n")
@@ -58,6 +103,7 @@ def test_the_version(command: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "advice"),
     [
+        ("--config", "mm-grpo train CONFIG"),
         ("--learning_rate", "optim.learning_rate=VALUE"),
         ("--learning-rate=1e-6", "optim.learning_rate=VALUE"),
         ("--optim.learning_rate", "optim.learning_rate=VALUE"),

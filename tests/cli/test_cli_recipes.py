@@ -14,7 +14,8 @@ import torch
 
 from mm_grpo import ConfigError, GRPOConfig
 from mm_grpo.cli import recipes
-from mm_grpo.cli.configs import find_layers, find_recipes, load_config, prepare_command
+from mm_grpo.cli.configs import load_config, prepare_command
+from mm_grpo.config.shipped import find_layers, find_recipes
 from mm_grpo.preflight.memory import ModelSizes, learner_memory
 
 WEIGHTS, TOWER, ADAPTERS = 3_754_622_976, 668_684_288, 29_933_568  # of Qwen2.5-VL-3B, and those of lora.yaml
@@ -130,7 +131,7 @@ def test_init_writes_what_check_accepts(tmp_path: Path, command: Callable[..., A
     folder = tmp_path / "first"
     assert command("init", folder).code == 0
     config = folder / "config.yaml"
-    assert len(config.read_text().splitlines()) <= 13
+    assert len(config.read_text().splitlines()) <= 40
     ended = command("check", config, "--smoke")
     assert ended.code == 0 and ended.out.rstrip().endswith("ok") and "1 / 1 / 1" in ended.out
     assert json.loads((folder / "rows.jsonl").read_text())["answer"] == "3"

@@ -39,7 +39,9 @@ def test_two_configs_share_nothing_and_the_defaults_are_legal() -> None:
 def test_help_names_path_type_default_and_description() -> None:
     by_path = {entry.path: entry for entry in GRPOConfig.field_help()}
     text = "G: completions per prompt, >= 2. Default: 8."
-    assert by_path["rollout.num_generations"] == ("rollout.num_generations", "an integer >= 2", "8", text)
+    assert by_path["rollout.num_generations"] == (
+        "rollout.num_generations", "an integer >= 2", "8", text, True,
+    )  # fmt: skip
     assert by_path["model.path"][1:3] == ("a path", "required")
     assert by_path["optim.adam_beta1"].type == "a number >= 0 and < 1"
     assert by_path["run.max_steps"][1:3] == ("an integer >= 1 or null", "null")

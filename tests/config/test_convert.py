@@ -100,7 +100,7 @@ def test_what_trl_does_by_default_is_written_out() -> None:
         ({"vllm_mode": "server"}, "vllm_mode", "use_vllm"),
         ({"lora_r": 8, "train_type": "full"}, "lora_r", "use_peft"),
         ({"loss_type": "sapo", "vespo_k_pos": 1.0}, "vespo_k_pos", "sapo_temperature_pos"),
-        ({"some_key": 1}, "some_key", "docs/config.md"),
+        ({"some_key": 1}, "some_key", "mm-grpo config"),
     ],
 )
 def test_what_is_left_out_has_a_reason(given: dict[str, Any], key: str, why: str) -> None:
@@ -135,6 +135,12 @@ def test_a_config_of_ms_swift() -> None:
     }  # fmt: skip
     found = convert(swift)
     lora = {"rank": 8, "alpha": 32}
+    assert found.values["optim"] == {
+        "updates_per_step": 1, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
+    }  # fmt: skip
+    # 16 completions an update: 2 accumulated batches of 8 are 2 groups of 8
+    assert found.values["rollout"] == {"prompts_per_step": 2, "temperature": 0.9}
+    assert found.values["algorithm"] == {"beta": 0.04}
     assert found.values["model"] == {
         "path": "Qwen/Q",
         "lora": lora,
@@ -171,6 +177,69 @@ def test_a_config_of_verl() -> None:
         "trainer.total_epochs",
     ]
     assert found.left["trainer.total_epochs"].startswith("write run.max_steps (steps, not epochs")
+
+
+@pytest.mark.parametrize(
+    ("given", "lora", "rate"),
+    [
+        ({}, {"rank": 8, "alpha": 32}, None),
+        ({"tuner_type": "full"}, None, 1e-5),
+        ({"lora_rank": 4}, {"rank": 4, "alpha": 32}, None),
+    ],
+)
+def test_ms_swift_trains_adapters_unless_told_otherwise(given: dict[str, Any], lora: Any, rate: Any) -> None:
+    found = convert({"rlhf_type": "grpo", **given})
+    assert found.values["model"].get("lora") == lora and found.values["optim"].get("learning_rate") == rate
+    assert set(found.left) == {"rlhf_type"}
+
+
+def test_four_bits() -> None:
+    found = convert({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "load_in_8bit": True})
+    assert "'quantization': 'nf4'" in str(found.values) or "model.quantization: " in str(found.notes)
+    assert list(found.left) == ["load_in_8bit"]
+
+
+def test_a_shell_script_of_ms_swift(tmp_path: Path) -> None:
+    script, prompt = tmp_path / "swift.sh", tmp_path / "prompt.txt"
+    script.write_text(
+        "A=1 MAX_PIXELS=1003520 NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --system prompt.txt"
+    )
+    left = convert(read_foreign(script)).left
+    assert set(left) == {"nproc_per_node", "rlhf_type", "system"}
+    prompt.write_text("In one word.")
+    assert read_foreign(script) == {
+        "max_pixels": 1003520, "nproc_per_node": 2, "rlhf_type": "grpo", "system": "In one word.",
+    }  # fmt: skip
+    assert convert(read_foreign(script)).values["data"] == {
+        "max_pixels": 1003520,
+        "system_prompt": "In one word.",
+    }
+
+
+def test_a_command_of_verl(tmp_path: Path) -> None:
+    script = tmp_path / "verl.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo data.train_files=t.parquet +actor_rollout_ref.rollout.n=5 $@"
+    )
+    assert convert(read_foreign(script)).values["rollout"] == {"num_generations": 5}
+
+
+def test_a_python_script_is_read_and_not_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from trl import GRPOConfig\nraise SystemExit('run')\nargs = trl.GRPOConfig('out', learning_rate=1e-5,\n"
+        "    num_generations=int(n))\nGRPOTrainer('Qwen/Q', [score], args=args, train_dataset='a.jsonl',\n"
+        "    peft_config=LoraConfig(r=4, lora_alpha=8, bias='none'), **more)\nprint(GRPOConfig, other(beta=2))\n"
+    )
+    found = convert(read_foreign(script))
+    assert found.values["model"] == {"path": "Qwen/Q", "lora": {"rank": 4, "alpha": 8}}
+    assert found.values["run"] == {"dir": "out"} and found.values["optim"]["learning_rate"] == 1e-5
+    assert set(found.left) == {"num_generations", "reward_funcs", "train_dataset", "lora_bias", "**more"}
+    assert "#   num_generations = 'int(n)': " in found.yaml()
+    for text in ("print(1)\n", "def f(:\n"):
+        script.write_text(text)
+        with pytest.raises(ConfigError, match=r"train\.py: "):
+            read_foreign(script)
 
 
 def test_a_shell_script_is_read_as_its_options(tmp_path: Path) -> None:

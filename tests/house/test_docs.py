@@ -121,7 +121,7 @@ def test_the_readmes_own_files_pass_the_check(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     readme = read("README.md")
-    (row,), (config,), (loop, reward) = (blocks(readme, kind) for kind in ("json", "yaml", "python"))
+    (row,), (config,), (loop, reward, _) = (blocks(readme, kind) for kind in ("json", "yaml", "python"))
     assert loop in read("examples/loop.py")
     for name, text in (("rows.jsonl", row), ("mine.yaml", config), ("my_rewards.py", reward)):
         (tmp_path / name).write_text(text)
@@ -152,8 +152,7 @@ def test_the_snippets_on_python_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "python"}
     for snippet in blocks(read("docs/python.md"), "python"):
-        base = str(ROOT / "examples" / "shapes" / "base")
-        exec(compile(snippet.replace("examples/shapes/base", base), "python.md", "exec"), names)
+        exec(compile(snippet, "python.md", "exec"), names)
     assert (names["summary"]["steps"], names["summary"]["stopped"]) == (3, "three steps are enough here")
     rows = [json.loads(line) for line in (tmp_path / "runs/page/metrics.jsonl").read_text().splitlines()]
     assert [row.get("my/right") == row.get("rewards/exact_match/mean") for row in rows] == [True] * 4 + [

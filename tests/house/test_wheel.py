@@ -1,9 +1,11 @@
-"""The wheel: the packages it lists, and an installation of it that holds everything the source does."""
+"""The wheel: the packages it lists, and an installation of it, with which a newcomer trains on files of their own."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,20 +14,32 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 ENV = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
 
-LIST_AND_IMPORT = """
+PROGRAM = """
 import importlib, json, pkgutil, sys
+site, snippet, *lines = json.loads(sys.argv[1])
+sys.path.insert(0, site)
 import mm_grpo
+from mm_grpo.cli.main import app
+for line in lines:
+    print("$", line, flush=True)
+    assert not app(line.split("|"), standalone_mode=False), line
+exec(snippet)
 names = [m.name for m in pkgutil.walk_packages(mm_grpo.__path__, "mm_grpo.")]
 names = [n for n in names if not n.startswith("mm_grpo.examples")]
 for name in names:
     importlib.import_module(name)
 print(json.dumps({"file": mm_grpo.__file__, "version": mm_grpo.__version__, "names": names}))
 """
+"""Runs commands in one process, for each would import torch again, then Python, and imports every module."""
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -51,7 +65,9 @@ def test_the_packages_listed_are_the_packages_on_disk() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = project["tool"]["setuptools"]["packages"]
     folders = {f.parent for f in source_files() if f.parts[0] == "mm_grpo" and f.suffix == ".py"}
-    assert listed == sorted([".".join(folder.parts) for folder in folders] + ["mm_grpo.examples"])
+    assert listed == sorted(
+        [".".join(folder.parts) for folder in folders] + ["mm_grpo.docs", "mm_grpo.examples"]
+    )
     assert [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()] == []
 
 
@@ -73,18 +89,81 @@ def test_the_wheel_holds_each_file_once(wheel: Path) -> None:
     held = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
     wanted = [str(f) for f in source_files() if f.parts[0] == "mm_grpo"]
     wanted += [f"mm_grpo/{f}" for f in source_files() if f.parts[0] == "examples"]
+    wanted += [f"mm_grpo/{f}" for f in source_files() if f.match("docs/*.md") or f.match("docs/*.py")]
     assert sorted(held) == sorted(wanted)
 
 
+def rows_of(folder: Path) -> dict[str, str]:
+    """Pictures of circles, and rows about them as other people have them; the fields of data that read each."""
+    (folder / "photos").mkdir()
+    rows = []
+    for number, colour in enumerate(["red", "green", "blue", "yellow", "purple"] * 4):
+        picture = Image.new("RGB", (84, 84), "white")
+        ImageDraw.Draw(picture).ellipse((10 + number, 20, 50 + number, 60), fill=colour)
+        picture.save(folder / "photos" / f"{number}.png")
+        rows.append((f"{number}.png", "What colour is the circle?", colour))
+    for name, part in (("labels.csv", rows[:15]), ("heldout.csv", rows[15:])):
+        (folder / name).write_text("file,question,label\n" + "".join(",".join(row) + "\n" for row in part))
+    with (folder / "openai.jsonl").open("w") as file:
+        for image, question, answer in rows[:15]:
+            url = (
+                "data:image/png;base64," + base64.b64encode((folder / "photos" / image).read_bytes()).decode()
+            )
+            content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+            turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    table = [
+        {
+            "prompt": [{"role": "user", "content": question}],
+            "images": [{"bytes": (folder / "photos" / image).read_bytes(), "path": None}],
+            "answer": answer,
+        }
+        for image, question, answer in rows[:15]
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), folder / "trl.parquet")
+    mapped = "data.image_dir=photos|data.columns={image: file, prompt: question, answer: label}"
+    return {
+        "labels.csv": mapped,
+        "openai.jsonl": "data.text_only=false",
+        "trl.parquet": "data.text_only=false",
+    }
+
+
 @pytest.mark.long
-def test_an_installed_wheel_imports_every_module(wheel: Path, tmp_path: Path) -> None:
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    elsewhere.mkdir()
+def test_a_newcomer_with_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Outside the checkout, over the pinned packages: each kind of file is checked and trained on, and what comes of it
+    is evaluated, exported and asked. `make release-check` runs the commands one by one, over the newest packages."""
+    site, here = tmp_path / "site", tmp_path / "here"
+    here.mkdir()
     install = shlex.split("-m pip install --quiet --no-deps --no-index --target")
     run(sys.executable, *install, site, wheel, cwd=tmp_path)
-    code = f"import sys; sys.path.insert(0, {str(site)!r})\n{LIST_AND_IMPORT}"
-    answer = json.loads(run(sys.executable, "-c", code, cwd=elsewhere).splitlines()[-1])
+    given = [
+        f"model.path={site}/mm_grpo/examples/shapes/base", "rewards=[exact_match]", "rollout.prompts_per_step=5",
+        "rollout.num_generations=4", "rollout.max_completion_length=6", "optim.learning_rate=3e-4", "run.max_steps=2",
+    ]  # fmt: skip
+    lines = ["init|mine"]
+    for name, fields in rows_of(here).items():
+        config = "|".join(["mine/config.yaml", *given, f"data.train={name}", fields, f"run.dir=runs/{name}"])
+        lines += [f"check|{config}", f"train|{config}"]
+    evaluated = (
+        lines[2].replace("train|", "eval|", 1).replace("data.train", "data.eval").replace("labels", "heldout")
+    )
+    lines += [
+        f"{evaluated}|--model|runs/labels.csv|--json|found.json",
+        "export|runs/openai.jsonl|model",
+        "ask|model|What colour is the circle?|--image|photos/0.png",
+        "docs|data", "config|rollout",
+    ]  # fmt: skip
+    (snippet,) = re.findall(
+        r"```python\n(from mm_grpo import GRPOConfig.*?)```", README.read_text(), re.DOTALL
+    )
+    given_all = [str(site), snippet.replace("max_steps=20", "max_steps=6"), *lines]
+    output = run(sys.executable, "-c", PROGRAM, json.dumps(given_all), cwd=here)
+    answer = json.loads(output.splitlines()[-1])
     assert Path(answer["file"]).is_relative_to(site)
     assert answer["version"] == "0.1.0"
     assert sorted(answer["names"]) == modules_on_disk()
     assert (site / "bin" / "mm-grpo").exists()
+    assert output.count("done: 2 steps") == 3 and (here / "model/config.json").is_file()
+    assert (here / "runs/python/report.html").is_file()
+    assert json.loads((here / "found.json").read_text())

@@ -69,10 +69,10 @@ def test_one_file_under_two_module_names_is_one_function(tmp_path):
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ("completion, completions", "takes both `completion` and `completions`"),
-        ("answer, **kwargs", r"takes neither; its parameters are \(answer\)"),
-        ("**kwargs", r"takes neither; its parameters are \(\)"),
-        ("prompts", r"takes neither; its parameters are \(prompts\)"),
+        ("completion, completions", "both parameters"),
+        ("answer, **kwargs", r"neither parameter.* \(answer\)"),
+        ("**kwargs", r"neither parameter.* \(\)"),
+        ("prompts", r"neither parameter.* \(prompts\)"),
         ("completion, /", "completion cannot be positional-only; remove the '/'"),
     ],
 )

@@ -168,6 +168,8 @@ def test_the_commands(
     asked = ("ask", tmp_path / "out", "what is it", "--image", tmp_path / "a.png", "--max-tokens", 5)
     code, answer, err = command(*asked, "--temperature", 0)
     assert code == 0, err
+    wrong = command(*asked[:4], tmp_path / "no.png")
+    assert wrong.code == 2 and f"--image {tmp_path}/no.png" in wrong.err and "image_dir" not in wrong.err
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)  # then it comes in pieces
     assert command(*asked, "--temperature", 0) == (0, answer, err)
 

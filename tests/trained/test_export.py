@@ -252,6 +252,8 @@ def test_what_is_not_the_run_s_own_is_refused(runs: Runs, tmp_path: Path) -> Non
 
 def test_a_run_whose_base_was_best_has_no_best_checkpoint(runs: Runs, tmp_path: Path) -> None:
     shutil.copytree(runs("full").root, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"checkpoint step-000001: .*step-000003"):  # which was removed
+        find_model(str(tmp_path / "run/checkpoints/step-000001"))
     file = tmp_path / "run/checkpoints/step-000003/manifest.json"
     for best in ({"score": 0.5, "step": 0}, {"score": 0.5, "step": 1}, None):
         manifest = json.loads(file.read_text())

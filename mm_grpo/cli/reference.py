@@ -1,0 +1,80 @@
+"""What there is to look up: `mm-grpo config` (fields), `mm-grpo docs` (the pages of docs/, which ship too) and
+`mm-grpo env` (what a bug report needs of a machine)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mm_grpo.config.shipped import shipped_folder
+from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.terminal import printable
+
+if TYPE_CHECKING:
+    from mm_grpo.config import FieldHelp
+
+
+def config(
+    name: Annotated[str | None, typer.Argument(metavar="SECTION | FIELD", show_default=False)] = None,
+) -> None:
+    """Show the fields of a config, those that matter most marked with *; without a name those alone."""
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.migrate.keys import unknown_key
+
+    fields = GRPOConfig.field_help()
+    if name is None:
+        typer.echo(printable("\n".join(_lines([field for field in fields if field.matters]))))
+        sections = dict.fromkeys(field.path.rpartition(".")[0] or field.path for field in fields)
+        typer.echo(f"mm-grpo config SECTION shows every field of one of\n{', '.join(sections)}")
+        return
+    ends = {field: f".{field.path}." for field in fields}
+    shown = [field for field in fields if ends[field].startswith(f".{name}.")]
+    shown = shown or [field for field in fields if ends[field].endswith(f".{name}.")]
+    if not shown:
+        raise ConfigError(unknown_key(name, None, [field.path for field in fields])[0])
+    typer.echo(printable("\n".join(_lines(shown))))
+
+
+def docs(
+    name: Annotated[str | None, typer.Argument(help="A page, such as turns.", show_default=False)] = None,
+) -> None:
+    """Print a page of the documentation, which a message calls docs/NAME.md; without a name list them."""
+    pages = {path.stem: path for path in sorted(shipped_folder("docs").glob("*.md"))}
+    if name is None:
+        for stem, path in pages.items():
+            title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            typer.echo(printable(f"{stem:<15} {title}"))
+        return
+    if (stem := Path(name).stem) not in pages:
+        raise ConfigError(
+            f"there is no page {name!r}; {did_you_mean(stem, pages)}pages are {', '.join(pages)}"
+        )
+    typer.echo(printable(pages[stem].read_text(encoding="utf-8")))
+
+
+def env() -> None:
+    """Show versions, devices and limits of this machine as JSON; nothing of it names a user or a host."""
+    from mm_grpo.run.environment import describe_environment, describe_limits
+
+    found = describe_environment()
+    del found["command"], found["started"]  # of a run
+    typer.echo(printable(json.dumps({**found, "limits": describe_limits()}, indent=2)))
+
+
+def _lines(fields: list[FieldHelp]) -> list[str]:
+    """Each field with its mark, what is legal, its default and its help, in the terminal's width."""
+    lines, width = [], min(shutil.get_terminal_size().columns, 110)
+    for field in fields:
+        default = field.default if field.default == "required" else f"default {field.default}"
+        text = field.description.rpartition(" Default: ")[0] or field.description.removesuffix(" Required.")
+        for part, first, rest in (
+            (f"{field.path}: {field.type}; {default}", "* " if field.matters else "  ", "      "),
+            (text, "    ", "    "),
+        ):
+            lines += textwrap.wrap(part, width, initial_indent=first, subsequent_indent=rest)
+    return lines

@@ -1,0 +1,58 @@
+"""What ships: recipes and layers by name, and the folders `examples` and `docs`.
+
+A recipe is a folder of `examples/` with a config.yaml and a README, a layer a file of `examples/layers/` (lora or
+lora.yaml).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.migrate.keys import advice_on
+
+
+def find_config(config: str | os.PathLike[str]) -> Path:
+    """The file of a config, that in a folder, or of a recipe by name."""
+    path = Path(config)
+    if (path / "config.yaml").is_file():  # a run's folder, or a recipe's
+        return path / "config.yaml"
+    if os.path.exists(path) or path.suffix != "":
+        return path
+    known = find_recipes()
+    if str(path) not in known:
+        names = f"{did_you_mean(str(path), known)}recipes are {', '.join(known) or 'none'}"
+        raise ConfigError(f"'{path}' is neither a YAML file nor a recipe; {names}")
+    return known[str(path)]
+
+
+def find_layer(layer: str | os.PathLike[str]) -> Path:
+    """The file of a layer, or of a shipped one by name, with or without its suffix."""
+    if os.path.isfile(layer):
+        return Path(layer)
+    known = find_layers()
+    name = re.sub(r"\.ya?ml$", "", os.fspath(layer))
+    if name not in known:
+        hint = f"{advice}; " if (advice := advice_on(name, [])) else did_you_mean(name, known)
+        names = f"{hint}layers are {', '.join(known) or 'none'}"
+        raise ConfigError(f"'{layer}' is no YAML file, no layer and no section.field=value; {names}")
+    return known[name]
+
+
+def find_recipes() -> dict[str, Path]:
+    """The config files of the shipped recipes, which are those with a README, by name."""
+    found = sorted(shipped_folder("examples").glob("*/config.yaml"))
+    return {path.parent.name: path for path in found if path.with_name("README.md").is_file()}
+
+
+def find_layers() -> dict[str, Path]:
+    """The shipped layers by name."""
+    return {path.stem: path for path in sorted((shipped_folder("examples") / "layers").glob("*.yaml"))}
+
+
+def shipped_folder(name: str) -> Path:
+    """Where `examples` or `docs` lies: in the wheel inside the package, in a checkout beside it."""
+    here = Path(__file__).resolve().parents[1]
+    return here / name if (here / name).is_dir() else here.parent / name
