@@ -310,8 +310,7 @@ class RewardCalls:
     @cached_property
     def weighted(self) -> list[float | None]:
         """The scores as they enter the totals; read when all calls are settled."""
-        weight, clipped = self.spec.weight, self.spec.options.clipped
-        return [None if score is None else weight * clipped(score) for score in self.scores]
+        return [None if score is None else self.spec.weight * score for score in self.scores]
 
     def answered(self, call: Call, answer: Any) -> None:
         """Take the raw answer of a call that this process made."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from mm_grpo.errors import RewardError
 from mm_grpo.import_path import digest_of
@@ -85,7 +85,6 @@ class IsolatedCalls(PooledCalls):
         self.results, self.spec = results, results.spec
         self.calls: list[Call] = []
         self.found: list[Mapping[str, Any] | None] = []
-        self.tries: list[int] = []
         options = results.spec.options
         super().__init__(workers, size, options.max_concurrency, options.deadline or 0.0)
 
@@ -95,13 +94,12 @@ class IsolatedCalls(PooledCalls):
         for call in calls:
             self.calls.append(call)
             self.found.append(None)
-            self.tries.append(0)
         self.add(range(first, len(self.calls)))
 
     def body(self, number: int) -> bytes:
         return _pickled(self.spec, self.calls[number])
 
-    def settle(self, number: int, outcome: Outcome) -> Literal["noted", "again", "stop"]:
+    def settle(self, number: int, outcome: Outcome) -> bool:
         name = f"reward {self.spec.name}"
         record(name, f"{name}, worker", outcome.seconds, completions=len(self.calls[number].rows))
         answer = _read(outcome)
@@ -112,12 +110,9 @@ class IsolatedCalls(PooledCalls):
                 f"reward {self.spec.name!r}: its arguments cannot be read in a worker process: "
                 f"{answer['unreadable']}. Isolated rewards take plain data and images"
             )
-        if ("raised" in answer or "died" in answer) and self.tries[number] < self.spec.options.retries:
-            self.tries[number] += 1
-            return "again"
         self.found[number] = answer
         action = self.results.on_timeout if "late" in answer else self.results.on_error
-        return "stop" if "scores" not in answer and action == "stop" else "noted"
+        return "scores" in answer or action == "mask"
 
     def note(self) -> None:
         """Give the `results` what was found."""
@@ -136,10 +131,8 @@ class IsolatedCalls(PooledCalls):
 
 
 def _workers(spec: RewardSpec) -> Workers:
-    address, options = address_of(spec), spec.options
-    source = RewardSource(
-        address, dict(spec.made_with), digest_of(address), spec.kind, options.memory_limit, options.per_turn
-    )
+    address = address_of(spec)
+    source = RewardSource(address, dict(spec.made_with), digest_of(address), spec.kind, spec.options.per_turn)
     target, blame = "mm_grpo.rewards.worker:RewardWorker", f"reward {spec.name!r}: a worker process"
     return Workers(target, source, address, lambda how: RewardError(f"{blame} {how}"), LONGEST_ANSWER)
 

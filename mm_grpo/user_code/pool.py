@@ -11,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
-from typing import Literal
 
 from mm_grpo.user_code.workers import Outcome, Worker, Workers
 
@@ -47,8 +46,8 @@ class PooledCalls(ABC):
         """The call of that number, for a worker."""
 
     @abstractmethod
-    def settle(self, number: int, outcome: Outcome) -> Literal["noted", "again", "stop"]:
-        """Note what came of a call, which is made `again`, or after which nothing more is begun. In another thread."""
+    def settle(self, number: int, outcome: Outcome) -> bool:
+        """Note what came of a call; False when nothing more is to begin. In another thread."""
 
     @property
     def under_way(self) -> set[int]:
@@ -129,12 +128,11 @@ class PooledCalls(ABC):
         number = self._flying.pop(outcome.worker, None)
         if number is None:  # it died while it waited for calls
             return
-        what = "again" if outcome.unread else self.settle(number, outcome)
-        if what == "again":
+        if outcome.unread:  # made again
             self._waiting.append(number)
-        else:
-            self._settled += 1
-            self.failed = self.failed or what == "stop"
+            return
+        self._settled += 1
+        self.failed = not self.settle(number, outcome) or self.failed
 
 
 def fill(workers: Workers, size: int) -> None:

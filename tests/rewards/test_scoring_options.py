@@ -1,10 +1,9 @@
-"""Plain and async functions in the trainer's process, time-outs and retries, policies, gates, clipping, options."""
+"""Plain and async functions in the trainer's process, time-outs, policies, gates, options."""
 
 import asyncio
 import logging
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -51,23 +50,6 @@ def test_a_plain_function_that_hangs_stops_the_run_whatever_the_policy(rows, cap
     with fails("reward 'f', on row 'row:1' .* 'b', had not answered .* = 0.5 s.*isolated: true"):
         scorer.score(*rows("abc"), step=1)
     release.set()
-
-
-def test_retries_of_a_plain_function(rows):
-    calls = []
-
-    def f(completion):
-        calls.append(completion)
-        if calls.count(completion) < 3:
-            raise ConnectionError("no server")
-        return 1.0
-
-    assert Scorer([named("f", f, retries=2)]).score(*rows("ab"), step=1).totals == [1.0, 1.0]
-    assert calls == ["a", "a", "a", "b", "b", "b"]
-    calls.clear()
-    with fails("raised ConnectionError: no server"):
-        Scorer([named("f", f, retries=1)]).score(*rows("ab"), step=1)
-    assert calls == ["a", "a"]
 
 
 # async functions -----------------------------------------------------------------------------------
@@ -137,20 +119,6 @@ def test_max_concurrency_of_an_async_reward(rows, scorer, limit=3):
     made = scorer(named("f", f, max_concurrency=limit))
     assert made.score(*rows("a" * 10), step=1).totals == [1.0] * 10
     assert most == limit
-
-
-def test_retries_of_an_async_reward_wait_in_between(rows, scorer):
-    times = []
-
-    async def f(completion):
-        times.append(time.perf_counter())
-        if len(times) < 2:
-            raise ConnectionError
-        return 1.0
-
-    made = scorer(named("f", f, retries=1))
-    assert made.score(*rows("a"), step=1).totals == [1.0]
-    assert times[1] - times[0] >= 0.49
 
 
 def test_async_rewards_run_beside_the_others(rows, scorer):
@@ -291,7 +259,7 @@ def test_a_rewards_own_policy_wins_over_the_scorers(rows):
     scorer.close()
 
 
-# gates and clipping ----------------------------------------------------------------------------------
+# gates -----------------------------------------------------------------------------------------------
 
 
 def test_a_gate_decides_where_a_reward_applies(rows):
@@ -345,15 +313,6 @@ def test_a_gate_that_failed_lets_nothing_through(rows):
     assert scores.totals == [3.0, None] and scores.metrics["rewards/g/none"] == 1
 
 
-def test_clipping_is_of_the_total_and_not_of_the_parts(rows):
-    entry = named("a", marks(a=-3.0, b=0.5, c=9.0), clip=[-1, 2], weight=0.5)
-    scores = Scorer([entry]).score(*rows("abc"), step=1)
-    assert scores.totals == [-0.5, 0.25, 1.0]
-    assert scores.parts == {"a": [-3.0, 0.5, 9.0]} and scores.metrics["rewards/a/mean"] == 6.5 / 3
-    high = Scorer([named("a", marks(a=-3.0, b=9.0), clip=[None, 2])]).score(*rows("ab"), step=1)
-    assert high.totals == [-3.0, 2.0]
-
-
 @pytest.mark.parametrize(
     "gates, message",
     [
@@ -371,26 +330,16 @@ def test_gates_that_mean_nothing(gates, message):
 
 
 def test_the_decorator_and_the_entry_take_the_same_options():
-    @reward("own", timeout=3, retries=2, on_error="mask", only_if="format", clip=(0, None))
+    @reward("own", timeout=3, on_error="mask", only_if="format")
     async def own(completion):
         return 1.0
 
-    assert get("own").options == RewardOptions(
-        timeout=3.0, retries=2, on_error="mask", only_if=("format",), clip=(0.0, None)
-    )
+    assert get("own").options == RewardOptions(timeout=3.0, on_error="mask", only_if=("format",))
     options = resolve_entry({"name": "own", "timeout": None, "only_if": [], "max_concurrency": 4}).options
-    assert options == RewardOptions(retries=2, on_error="mask", clip=(0.0, None), max_concurrency=4)
+    assert options == RewardOptions(on_error="mask", max_concurrency=4)
     assert get("own").options.timeout == 3.0
     kinds = ({}, {"isolated": True}, {"isolated": True, "timeout": 5})
     assert [RewardOptions(**kind).deadline for kind in kinds] == [None, 120, 5]
-
-
-def test_memory_limits_are_bytes_or_a_text():
-    def limit(value):
-        return resolve_entry({"name": "length", "isolated": True, "memory_limit": value}).options.memory_limit
-
-    values = [5, "2GB", "1.5 GiB", "512 mb", "7", None]
-    assert [limit(v) for v in values] == [5, 2 * 10**9, 3 * 2**29, 512 * 10**6, 7, None]
 
 
 @pytest.mark.parametrize(
@@ -398,20 +347,12 @@ def test_memory_limits_are_bytes_or_a_text():
     [
         ("timeout", 0, {}, "> 0"),
         ("timeout", "long", {}, "a number"),
-        ("retries", -1, {}, ">= 0"),
         ("max_concurrency", 0, {}, ">= 1"),
-        ("memory_limit", "2 TB", {}, "512MB"),
         ("only_if", [""], {}, "names"),
-        ("clip", [1, 0], {}, "in order"),
-        ("clip", [None, None], {}, "lowest, highest"),
-        ("clip", [0, float("nan")], {}, "finite"),
-        ("clip", [0, 10**400], {}, ""),
         ("timeot", 3, {}, "timeout"),
         # what does not go together, or what this kind of function cannot have
-        ("clip", [0, 1], {"per_turn": True}, "per_turn"),
         ("on_timeout", "mask", {"timeout": 2}, "isolated: true"),
         ("max_concurrency", 2, {}, "isolated: true"),
-        ("memory_limit", 10, {}, "isolated: true"),
         ("completions", "text", {}, "take `completions`"),
     ],
 )
