@@ -16,11 +16,6 @@ class Opaque(Exception):
         super().__init__("opaque", threading.Lock(), lambda: None)
 
 
-class Mute(Exception):
-    def __str__(self):
-        raise RuntimeError("no words")
-
-
 def connection():
     """The socket of a worker."""
     numbers = map(int, os.listdir("/proc/self/fd"))
@@ -44,8 +39,6 @@ def behave(completion, label="none"):  # noqa: C901
         sys.exit(0)
     if completion == "opaque":
         raise Opaque
-    if completion == "mute":
-        raise Mute
     if completion == "interrupt":
         raise KeyboardInterrupt
     if completion == "forges":

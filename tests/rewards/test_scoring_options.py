@@ -121,17 +121,37 @@ def test_max_concurrency_of_an_async_reward(rows, scorer, limit=3):
     assert most == limit
 
 
-def test_async_rewards_run_beside_the_others(rows, scorer):
-    both = threading.Barrier(2)  # passed only where each runs while the other does
+def test_async_rewards_run_together_beside_the_others_on_one_loop_in_a_running_one(rows, scorer):
+    begun, loops, both = [], [], threading.Barrier(2)  # passed only where each runs while the other does
 
-    async def slow(completion):
-        return float(await asyncio.to_thread(both.wait, PATIENCE) >= 0)
+    async def each(completion):
+        begun.append(1)
+        loops.append(asyncio.get_running_loop())
+        while len(begun) < 5:
+            await asyncio.sleep(0.05)
+        return float(len(completion))
 
-    def plain(completion):
-        return float(both.wait(PATIENCE) >= 0)
+    async def batch(completions, **kwargs):
+        await each("")
+        await asyncio.to_thread(both.wait, PATIENCE)
+        return [1.0 for _ in completions]
 
-    made = scorer(named("slow", slow), named("plain", plain))
-    assert made.score(*rows("a"), step=1).totals == [2.0]
+    def plain(completions, **kwargs):
+        both.wait(PATIENCE)
+        return [1.0 for _ in completions]
+
+    made = scorer(named("each", each), named("batch", batch), named("plain", plain))
+
+    async def notebook():
+        return made.score(*rows(["x"] * 4), step=1)
+
+    scores = asyncio.run(notebook())
+    assert scores.totals == [3.0] * 4 and len(begun) == 5
+    assert scores.metrics["time/reward/each"] >= 0.04
+    assert made.score(*rows(["x"] * 4), step=2).totals == [3.0] * 4 and len(set(loops)) == 1
+    made.close()
+    made.close()
+    assert loops[0].is_closed() and made.score(*rows(["x"]), step=3).totals == [3.0]
 
 
 def test_a_plain_failure_cancels_the_async_ones(rows, scorer):
@@ -152,60 +172,6 @@ def test_a_plain_failure_cancels_the_async_ones(rows, scorer):
     with fails("reward 'plain', .* raised ValueError: no"):
         made.score(*rows("ab"), step=1)
     assert ended == ["a", "b"]  # by cancelling, not by the end of their ten minutes
-
-
-def test_async_rewards_run_together(rows, scorer):
-    begun = []
-
-    async def all_begun():
-        begun.append(1)
-        while len(begun) < 21:
-            await asyncio.sleep(0.05)
-
-    async def each(completion):
-        await all_begun()
-        return float(len(completion))
-
-    async def batch(completions, **kwargs):
-        await all_begun()
-        return [1.0 for _ in completions]
-
-    limit = {"timeout": PATIENCE}
-    made = scorer(
-        named("slow", each, **limit), named("batch", batch, **limit), named("b", lambda completion: 1.0)
-    )
-    scores = made.score(*rows(["x"] * 20), step=1)
-    assert scores.totals == [3.0] * 20 and len(begun) == 21
-    assert scores.metrics["time/reward/slow"] >= 0.04
-
-
-def test_async_rewards_work_in_a_running_loop(rows):
-    async def slow(completion):
-        await asyncio.sleep(0.05)
-        return float(len(completion))
-
-    async def notebook():
-        return Scorer([named("slow", slow)]).score(*rows(["xy"]), step=1)
-
-    assert asyncio.run(notebook()).totals == [2.0]
-
-
-def test_one_loop_serves_all_steps_and_closes(rows, scorer):
-    loops, threads = [], []
-
-    async def f(completion):
-        loops.append(asyncio.get_running_loop())
-        threads.append(threading.current_thread())
-        return 1.0
-
-    made = scorer(named("f", f))
-    for step in (1, 2):
-        made.score(*rows("x"), step=step)
-    made.close()
-    made.close()
-    assert loops[0] is loops[1] and loops[0].is_closed()
-    assert threads[0] is threads[1] is not threading.main_thread() and not threads[0].is_alive()
-    assert made.score(*rows("x"), step=3).totals == [1.0]
 
 
 def test_the_first_async_failure_stops_the_others(rows):
@@ -269,13 +235,13 @@ def test_a_gate_decides_where_a_reward_applies(rows):
         asked.append(completion)
         return 10.0
 
-    form = marks(a=1.0, b=0.0, c=-1.0, d=None, e=0.1)
-    scorer = Scorer([named("g", gated, only_if="form"), named("form", form)])
-    scores = scorer.score(*rows("abcde"), step=1)
+    form = marks(a=1.0, b=0.0, c=-1.0, d=None, e=0.1)  # f fails
+    scorer = Scorer([named("g", gated, only_if="form"), named("form", form, on_error="mask")])
+    scores = scorer.score(*rows("abcdef"), step=1)
     assert asked == ["a", "e"]
-    assert scores.parts["g"] == [10.0, None, None, None, 10.0]
-    assert scores.totals == [11.0, 0.0, -1.0, None, 10.1]
-    assert scores.metrics["rewards/g/none"] == 3 and scores.metrics["rewards/g/mean"] == 10.0
+    assert scores.parts["g"] == [10.0, None, None, None, 10.0, None]
+    assert scores.totals == [11.0, 0.0, -1.0, None, 10.1, None]
+    assert scores.metrics["rewards/g/none"] == 4 and scores.metrics["rewards/g/mean"] == 10.0
 
 
 def test_gates_of_all_kinds_in_a_row(rows, scorer):
@@ -300,17 +266,6 @@ def test_gates_of_all_kinds_in_a_row(rows, scorer):
     assert seen == [(["a", "b"], [1, 2])]
     assert scores.parts == {"third": [5.0, None, None], "second": [1.0, 0.0, None], "first": [1.0, 1.0, 0.0]}
     assert list(scores.parts) == ["third", "second", "first"] and scores.totals == [7.0, 1.0, 0.0]
-
-
-def test_a_gate_that_failed_lets_nothing_through(rows):
-    def form(completion):
-        return {"a": 1.0}[completion]
-
-    scorer = Scorer(
-        [named("form", form, on_error="mask"), named("g", lambda completion: 2.0, only_if="form")]
-    )
-    scores = scorer.score(*rows("ab"), step=1)
-    assert scores.totals == [3.0, None] and scores.metrics["rewards/g/none"] == 1
 
 
 @pytest.mark.parametrize(
