@@ -55,18 +55,24 @@ def test_a_batch_function_in_a_worker(rows, scorer):
     assert scores.extra == {"first": [1, 3]}
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "scores"),
-    [
-        ("behave_async", {}, [4.0, None]),
-        ("judge", {}, [0.25, 0.25]),
-        ("Judge", {"mark": 0.75}, [0.75, 0.75]),
-    ],
-)
-def test_async_functions_objects_and_classes_in_a_worker(rows, scorer, name, settings, scores):
-    made = scorer(isolated(name, **settings))
-    assert made.score(*rows(["a", "none"]), step=1).totals == scores
-    assert made._loop is None
+def test_functions_of_all_kinds_in_workers(rows, scorer, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from mm_grpo.rewards import reward\n"
+        "@reward('decorated', isolated=True, timeout=5, on_error='mask', weight=2.0)\n"
+        "def own(completion):\n    return 4.0\n"
+    )
+    made = scorer(
+        {"name": "length", "isolated": True, "max_length": 2},
+        f"{tmp_path}/own.py:own",
+        isolated("behave_async", **{"as": "async"}),
+        isolated("judge", **{"as": "object"}),
+        isolated("Judge", **{"as": "class"}, mark=0.75),
+        isolated("process", **{"as": "one", "weight": 0}, max_concurrency=1),
+    )
+    assert made.specs[1].options.isolated and made.specs[1].options.on_error == "mask"
+    scores = made.score(*rows(["a", "none", "abc"]), step=1)
+    assert scores.totals == [14.0, 9.0, 13.5] and scores.parts["async"] == [4.0, None, 4.0]
+    assert len(set(scores.parts["one"])) == 1 and made._loop is None
 
 
 def test_the_same_workers_serve_all_steps_and_threads(rows, scorer):
@@ -80,23 +86,6 @@ def test_the_same_workers_serve_all_steps_and_threads(rows, scorer):
     assert workers() == started
 
 
-def test_built_ins_and_decorated_functions(rows, scorer, tmp_path):
-    (tmp_path / "own.py").write_text(
-        textwrap.dedent(
-            """
-            from mm_grpo.rewards import reward
-
-            @reward("decorated", isolated=True, timeout=5, on_error="mask", weight=2.0)
-            def own(completion):
-                return 4.0
-            """
-        )
-    )
-    made = scorer({"name": "length", "isolated": True, "max_length": 2}, f"{tmp_path}/own.py:own")
-    assert made.specs[1].options.isolated and made.specs[1].options.on_error == "mask"
-    assert made.score(*rows(["abc", "ab"]), step=1).totals == [8.5, 9.0]
-
-
 def test_calls_are_spread_and_come_back_in_order_with_rows_of_their_own(rows, scorer, tmp_path):
     texts, folder = ["x" * (i % 50) for i in range(300)], [str(tmp_path)] * 300
     entries = [isolated("length_of"), isolated("lengths_of", **{"as": "b"}), isolated("meets", **{"as": "m"})]
@@ -106,11 +95,6 @@ def test_calls_are_spread_and_come_back_in_order_with_rows_of_their_own(rows, sc
     assert scores.parts["r"] == scores.parts["b"] == [float(len(text)) for text in texts]
     assert scores.parts["m"] == [1.0] * 300  # two processes were in the function at the same time
     assert scores.parts["p"] == [2.0] * 300 and answers == ["a", "b", "c"]
-
-
-def test_max_concurrency_bounds_the_workers(rows, scorer):
-    made = scorer(isolated("process", max_concurrency=1))
-    assert len(set(made.score(*rows(["a"] * 30), step=1).parts["r"])) == 1
 
 
 def test_nothing_that_a_worker_makes_is_unpickled(rows, scorer, tmp_path):
