@@ -49,7 +49,7 @@ LOWEST := cli/test_cli.py cli/test_cli_help.py config/test_fields.py config/test
 	learner/test_lora.py learner/test_transformers_patches.py learner/test_vision_attention.py \
 	processors/test_families.py processors/test_qwen_vl.py processors/test_resize.py \
 	rewards/test_builtin_all.py::test_the_examples_in_the_docstrings_run rewards/test_builtin_documents.py \
-	rewards/test_builtin_judge.py rewards/test_builtin_masks.py rewards/test_scoring_isolated.py \
+	rewards/test_builtin_judge.py rewards/test_builtin_masks.py rewards/test_builtin_values.py rewards/test_scoring_isolated.py \
 	run/test_checkpoint.py run/test_trackers.py trained/test_export.py trainer/test_trainer.py
 test-lowest: .venv-lowest/.ready  ## run the tests of our dependencies that are not long with the oldest packages allowed
 	.venv-lowest/bin/python $(PYTEST) -m "not long" $(addprefix tests/,$(LOWEST))

@@ -42,7 +42,7 @@ Scale = Literal["group", "batch", "none"]
 
 @dataclass(frozen=True)
 class Objective:
-    """One reward: its weight, and its scores [P][G] as they enter a total, clipped but not weighted."""
+    """One reward: its weight, and its scores [P][G] as they enter a total, not weighted."""
 
     weight: float
     scores: Rewards

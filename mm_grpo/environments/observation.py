@@ -8,7 +8,7 @@ which the model is told in place of an answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,17 +61,9 @@ def failed(fault: Fault, why: str) -> Observation:
     return Observation((f"error: {_encodable(why)[:LONGEST_FAULT]}",), fault)
 
 
-def text_of(make: Callable[[], str], limit: int = 2000) -> str:
-    """A text that an object of the user makes, cut at `limit` characters; what it raises is not let through."""
-    try:
-        return _encodable(make()[:limit])
-    except Exception as error:
-        return f"(cannot be shown: {type(error).__name__})"
-
-
 def described(error: BaseException) -> str:
-    """The type and message of an exception, whose message may itself raise."""
-    return f"{type(error).__name__}: {text_of(lambda: str(error))}"
+    """The type and message of an exception."""
+    return f"{type(error).__name__}: {_encodable(str(error)[:2000])}"
 
 
 def observation_of(result: Any, limits: Limits) -> Observation:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mm_grpo.environments.observation import Limits, Observation, described, failed, observation_of, text_of
+from mm_grpo.environments.observation import Limits, Observation, described, failed, observation_of
 from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools
-from mm_grpo.rewards.scores import LEGAL, score_of
+from mm_grpo.rewards.scores import LEGAL, score_of, shown
 from mm_grpo.user_code.kept_state import end_fork
 
 NOT_TOOLS = ("reset", "get_reward", "close")
@@ -58,8 +58,8 @@ class Session:
                     return CallResult()
                 self.environment = _called(self.factories[name], {})
                 self.tools = {**self.functions, **methods(self.environment)}
-                shown = _called(self.environment.reset, arguments)
-                return CallResult(None if shown is None else observation_of(shown, self.limits))
+                opening = _called(self.environment.reset, arguments)
+                return CallResult(None if opening is None else observation_of(opening, self.limits))
             if what == "call":
                 if pays := pays_steps(self.environment):
                     self.environment.step_reward = None  # what a call does not set is not paid twice
@@ -76,7 +76,7 @@ class Session:
             try:
                 return CallResult(reward=score_of(found))
             except ValueError as error:
-                return CallResult(raised=f"answered {text_of(lambda: repr(found))}, {error}; {LEGAL}")
+                return CallResult(raised=f"answered {shown(found)}, {error}; {LEGAL}")
         except KeyboardInterrupt:
             raise
         except EnvironmentGone as error:

@@ -15,7 +15,6 @@ from typing import Any
 from mm_grpo.rewards.builtins.boxes import Frame, gold_box
 from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
 from mm_grpo.rewards.builtins.ordering import gold_order
-from mm_grpo.rewards.builtins.temporal import gold_segments
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Prompt
@@ -145,10 +144,6 @@ GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
     "box_match": _boxes,
     "clicking": _click,
     "mask_iou": _mask,
-    # one segment as [start, end], several one after the other
-    "temporal_iou": lambda prompt, options: " ".join(
-        as_text(list(segment)) for segment in gold_segments(options["segment"])
-    ),
     "ordering": lambda prompt, options: json.dumps(gold_order(options["order"]), ensure_ascii=False),
     "contains": _all_texts,
 }

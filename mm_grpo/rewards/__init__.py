@@ -3,7 +3,7 @@
 - `spec.py`       what a reward is, read from its function's parameters; sums: `0.8 * get("iou") + 0.2 * get("format")`
 - `registry.py`   rewards by name: the `@reward` decorator, the table of built-ins
 - `resolve.py`    from a config entry (name, file, module, mapping, callable) to a spec
-- `options.py`    how a reward is run: isolation, time-out, retries, its rows, gates, clipping, errors masked or not
+- `options.py`    how a reward is run: isolation, time-out, its rows, gates, errors masked or not
 - `required_columns.py` what rewards ask of a dataset's columns, also those that are for some rows only
 - `scorer.py`     `Scorer`: all rewards over one step's completions; totals, raw parts, metrics
 - `call.py`       one call of one function: its arguments by name, the checks of its answer

@@ -19,8 +19,6 @@ from mm_grpo.user_code import loop as background
 from mm_grpo.user_code.kept_state import kept_alive
 from mm_grpo.user_code.watchdog import Watchdog, lock_held
 
-BACKOFF = 0.5
-"""Seconds before the first retry of a call; each further one waits twice as long."""
 WITHOUT_LOCK = 30.0
 """Seconds beyond the time-out for which no other thread of this process may have been able to run."""
 
@@ -163,22 +161,17 @@ class _RewardTasks:
 async def _call(call: Call, results: RewardCalls) -> None:
     task = asyncio.current_task()
     assert task is not None
-    for tried in range(call.spec.options.retries + 1):
-        try:
-            with kept_alive():
-                answer = call()
-                if hasattr(answer, "__await__"):
-                    answer = await answer
-        except (KeyboardInterrupt, GeneratorExit):  # the latter closes a coroutine
+    try:
+        with kept_alive():
+            answer = call()
+            if hasattr(answer, "__await__"):
+                answer = await answer
+    except (KeyboardInterrupt, GeneratorExit):  # the latter closes a coroutine
+        raise
+    except BaseException as error:  # sys.exit(0) and asyncio.CancelledError too
+        if task.cancelling():  # by us: too late
             raise
-        except BaseException as error:  # sys.exit(0) and asyncio.CancelledError too
-            if task.cancelling():  # by us: too late
-                raise
-            if tried == call.spec.options.retries:
-                results.failed(call, call.raised(error), error)
-                return
-            await asyncio.sleep(BACKOFF * 2**tried)
-        else:
-            if not task.cancelling():
-                results.answered(call, answer)
-            return
+        results.failed(call, call.raised(error), error)
+    else:
+        if not task.cancelling():
+            results.answered(call, answer)

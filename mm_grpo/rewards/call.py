@@ -85,7 +85,7 @@ class Batch:
         messages = self.prompts[row].sample.messages
         if self.conversational:
             return [dict(message) for message in messages]
-        return "\n".join(_text(message.get("content")) for message in messages)
+        return "\n".join(content_text(message.get("content")) for message in messages)
 
     def completion(self, spec: RewardSpec, row: int) -> Any:
         """The answer in TRL's form: messages where the prompt is messages, else the text."""
@@ -95,20 +95,15 @@ class Batch:
         last = {"role": "assistant", "content": text}
         return [*map(_message, self.completions[row].turns[:-1]), last]
 
-    def applies(self, spec: RewardSpec, rows: Iterable[int] | None = None) -> list[int]:
-        """Those of `rows` (all of them by default) that the reward is for and that hold every column it needs."""
-        rows = range(len(self.prompts)) if rows is None else rows
-        return [row for row in rows if spec.applies_to(self.prompts[row].sample.columns)]
-
     def text(self, spec: RewardSpec, row: int) -> str:
         """The completion as a reward gets it: all of it, or what follows the thinking."""
         text = self.completions[row].text
         opened = self.prompts[row].opens_thinking
         return without_thinking(text, opened=opened) if spec.options.strip_thinking else text
 
-    def calls(self, spec: RewardSpec, rows: Iterable[int] | None = None) -> list[Call]:
-        """One call per row that the reward applies to, or one for all of them; none when there are none."""
-        rows = self.applies(spec, rows)
+    def calls(self, spec: RewardSpec, rows: Iterable[int]) -> list[Call]:
+        """One call for each of `rows` that the reward applies to, or one for all of them; none when there are none."""
+        rows = [row for row in rows if spec.applies_to(self.prompts[row].sample.columns)]
         if spec.kind == "completion":
             return [Call(self, spec, (row,)) for row in rows]
         return [Call(self, spec, tuple(rows))] if rows else []
@@ -162,13 +157,6 @@ class Call:
             given.update({name: columns.get(name) for name in known if name not in taken})
         return given | dict(spec.bound)
 
-    def checked(self, answer: Any) -> list[Checked]:
-        """The answer as one checked score per row; RewardError when a batch's is no list of them."""
-        try:
-            return scores_of(answer, self.spec.kind, len(self.rows), self.spec.options.per_turn)
-        except ValueError as error:
-            raise self.refused(str(error)) from None
-
     def refused(self, why: str, row: int | None = None) -> RewardError:
         """The error for an answer that is no score."""
         return RewardError(f"{self.blame(row)} {why}")
@@ -191,10 +179,7 @@ class Call:
     def log(self, logged: Iterable[tuple[str, str, Any]]) -> None:
         """Do what a worker process noted: ("extra" or "metric", name, values) each."""
         for what, name, values in logged:
-            if what == "extra":
-                self._log_extra(name, values)
-            else:
-                self._log_metric(name, values)
+            (self._log_extra if what == "extra" else self._log_metric)(name, values)
 
     def blame(self, row: int | None = None) -> str:
         """Which reward, row and completion a message is about."""
@@ -257,8 +242,9 @@ class Call:
         if len(values) != len(self.rows):
             wrong = f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions"
             raise RewardError(wrong)
-        mine = self.spec.name, [None] * len(self.batch.completions)
-        owner, held = self.batch.extra.setdefault(column, mine)
+        owner, held = self.batch.extra.setdefault(
+            column, (self.spec.name, [None] * len(self.batch.completions))
+        )
         if owner != self.spec.name:
             raise RewardError(f"log_extra({column!r}): reward {owner!r} logs that column too; rename it")
         for row, value in zip(self.rows, values, strict=True):
@@ -310,15 +296,14 @@ class RewardCalls:
     @cached_property
     def weighted(self) -> list[float | None]:
         """The scores as they enter the totals; read when all calls are settled."""
-        weight, clipped = self.spec.weight, self.spec.options.clipped
-        return [None if score is None else weight * clipped(score) for score in self.scores]
+        return [None if score is None else self.spec.weight * score for score in self.scores]
 
     def answered(self, call: Call, answer: Any) -> None:
         """Take the raw answer of a call that this process made."""
         try:
-            checked = call.checked(answer)
-        except RewardError as fault:
-            self.failed(call, fault)
+            checked = scores_of(answer, self.spec.kind, len(call.rows), self.spec.options.per_turn)
+        except ValueError as error:  # a batch's is no list of scores
+            self.failed(call, call.refused(str(error)))
         else:
             self.scored(call, checked)
 
@@ -367,26 +352,19 @@ def _message(turn: Turn) -> dict[str, Any]:
 
 def fault_of(error: BaseException, fn: Callable[..., Any], *own_files: str) -> Fault:
     """An exception out of `fn` in plain text, with the innermost frame in its file, else outside `own_files`."""
-    name = type(error).__name__
-    try:
-        message = str(error)
-    except Exception:
-        message = "its message cannot be shown"
+    name, message = type(error).__name__, str(error)
     if len(message) > LONGEST:
         message = f"{message[:LONGEST]}... ({len(message)} characters)"
     code = code_of(fn)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own_files]
     own = [f for f in frames if code is not None and f.filename == code.co_filename]
     frame = (own or frames)[-1] if frames else None
-    try:
-        trace = "".join(traceback.format_exception(error))
-    except Exception:
-        trace = ""
-    what = f"{name}: {message}" if message else name
+    what, trace = f"{name}: {message}" if message else name, "".join(traceback.format_exception(error))
     return Fault(what, frame.filename if frame else None, frame.lineno if frame else None, trace)
 
 
-def _text(content: Any) -> str:
+def content_text(content: Any) -> str:
+    """The text of a message's content: the text itself, or its parts of the type "text" joined."""
     if isinstance(content, str):
         return content
-    return "".join(part.get("text", "") for part in content or () if part.get("type") == "text")
+    return "".join(part.get("text") or "" for part in content or () if part.get("type") == "text")

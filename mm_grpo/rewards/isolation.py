@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from mm_grpo.errors import RewardError
 from mm_grpo.import_path import digest_of
@@ -18,11 +21,15 @@ from mm_grpo.rewards.resolve import address_of
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.worker import RewardSource
 from mm_grpo.timing import record
-from mm_grpo.user_code.pool import PooledCalls, fill
-from mm_grpo.user_code.workers import Outcome, Unsendable, Workers, default_size, packed
+from mm_grpo.user_code.workers import Outcome, Unsendable, Worker, Workers, default_size, packed
 
 LONGEST_ANSWER = 2**30
 """Bytes of an answer, with what the function logged."""
+FURTHER = 16
+"""Workers beyond the pool's size that hanging calls may bring about."""
+PATIENCE = 1 / 8
+"""The part of the deadline after which a call counts as slow when others wait."""
+TICK = 0.05
 
 
 def check_isolation(spec: RewardSpec) -> None:
@@ -51,7 +58,7 @@ class WorkerPool:
         for spec in specs:
             if spec.name not in self.workers:
                 self.workers[spec.name] = _workers(spec)
-            fill(self.workers[spec.name], self._count(spec))
+            self.workers[spec.name].fill(self._count(spec))
 
     def begin(self, results: RewardCalls) -> IsolatedCalls:
         """The calls of an isolated reward, made in the background as they are added, until `finish`."""
@@ -78,46 +85,65 @@ class WorkerPool:
         return min(count, spec.options.max_concurrency or count)
 
 
-class IsolatedCalls(PooledCalls):
-    """One reward's calls in one step. What is found in the background is noted here; the `results` are the caller's."""
+class IsolatedCalls:
+    """One reward's calls in one step, which any of its `workers` may make: `size` of them are kept.
+
+    They are made in a thread as they are added; the deadline counts from `finish`, when all are known, and no call
+    alone may take longer than it. When every worker is at one call for long, further workers start for the calls that
+    wait. What is found in the thread is noted here; the `results` are the caller's.
+    """
 
     def __init__(self, results: RewardCalls, workers: Workers, size: int) -> None:
-        self.results, self.spec = results, results.spec
+        options = results.spec.options
+        self.results, self.spec, self.workers, self.size = results, results.spec, workers, size
+        self.most, self.seconds = options.max_concurrency or size + FURTHER, options.deadline or 0.0
         self.calls: list[Call] = []
         self.found: list[Mapping[str, Any] | None] = []
-        self.tries: list[int] = []
-        options = results.spec.options
-        super().__init__(workers, size, options.max_concurrency, options.deadline or 0.0)
+        self.busy = 0.0
+        """Seconds before `finish` in which any call was under way."""
+        self.failed = False
+        self._waiting: deque[int] = deque()
+        self._settled = 0
+        self._flying: dict[Worker, int] = {}
+        self._all_added = self._abandoned = False
+        self._end: float | None = None
+        self._raised: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="calls of workers", daemon=True)
+        self._thread.start()
+
+    @property
+    def under_way(self) -> set[int]:
+        """The numbers of the calls that have begun and not ended."""
+        return set(self._flying.values())
 
     def add_calls(self, calls: Iterable[Call]) -> None:
         """Add calls to make."""
-        first = len(self.calls)
         for call in calls:
             self.calls.append(call)
             self.found.append(None)
-            self.tries.append(0)
-        self.add(range(first, len(self.calls)))
+            self._waiting.append(len(self.calls) - 1)  # last: the thread takes it from here
+        self.workers.wake()
 
-    def body(self, number: int) -> bytes:
-        return _pickled(self.spec, self.calls[number])
+    def finish(self) -> None:
+        """Wait until all calls were made, or one was to stop the others, or the time has passed; those that are under
+        way then are ended. Raises what a call could not be made for."""
+        self._all_added = True
+        self.workers.wake()
+        try:
+            self._thread.join()
+        except BaseException:
+            self.abandon()
+            raise
+        if self._raised is not None:
+            self.workers.close()
+            raise self._raised
 
-    def settle(self, number: int, outcome: Outcome) -> Literal["noted", "again", "stop"]:
-        name = f"reward {self.spec.name}"
-        record(name, f"{name}, worker", outcome.seconds, completions=len(self.calls[number].rows))
-        answer = _read(outcome)
-        if "died" in answer:
-            self.workers.end(outcome.worker)  # also where it goes on after what was no answer
-        if "unreadable" in answer:
-            raise RewardError(
-                f"reward {self.spec.name!r}: its arguments cannot be read in a worker process: "
-                f"{answer['unreadable']}. Isolated rewards take plain data and images"
-            )
-        if ("raised" in answer or "died" in answer) and self.tries[number] < self.spec.options.retries:
-            self.tries[number] += 1
-            return "again"
-        self.found[number] = answer
-        action = self.results.on_timeout if "late" in answer else self.results.on_error
-        return "stop" if "scores" not in answer and action == "stop" else "noted"
+    def abandon(self) -> None:
+        """End the calls and the workers."""
+        self._abandoned = True
+        self.workers.wake()
+        self._thread.join()
+        self.workers.close()
 
     def note(self) -> None:
         """Give the `results` what was found."""
@@ -134,12 +160,73 @@ class IsolatedCalls(PooledCalls):
         for call, began in sorted(late, key=lambda one: not one[1]):
             self.results.late(call, call.too_late(len(late), len(self.calls), began=began))
 
+    def _work(self) -> None:
+        try:
+            while not self._over(now := time.monotonic()):
+                self._give(now)
+                waited = TICK if self._waiting and not self.failed else None
+                if self._end is not None:
+                    waited = min(self._end - now, waited or self.seconds)
+                flying = bool(self._flying)
+                for outcome in self.workers.wait(waited):
+                    self._take(outcome)
+                if flying and not self._all_added:
+                    self.busy += time.monotonic() - now
+            if self._abandoned:
+                return
+            for number, worker in enumerate(self.workers):  # those that hang and those that are too many
+                if worker in self._flying or number >= self.size:
+                    self.workers.end(worker)
+            self.workers.fill(self.size)  # so that the next calls need not wait
+        except BaseException as error:
+            self._raised = error
+
+    def _over(self, now: float) -> bool:
+        if self._all_added and self._end is None and any(worker.ready for worker in self.workers):
+            self._end = now + self.seconds
+        late = self._end is not None and now >= self._end
+        done = self.failed or late or self._settled == len(self.calls)
+        return self._abandoned or (self._all_added and done)
+
+    def _give(self, now: float) -> None:
+        """Hand the calls that wait to idle workers."""
+        if self.failed:
+            return
+        self.workers.fill(self.size)
+        for worker in self.workers:
+            if worker.idle and self._waiting:
+                number = self._waiting.popleft()
+                self._flying[worker] = number
+                worker.call(_pickled(self.spec, self.calls[number]), self._end or now + self.seconds)
+        more = min(len(self._waiting), self.most - len(self.workers), len(self.workers))
+        if more > 0 and all(w.ready and now - w.since > PATIENCE * self.seconds for w in self.workers):
+            self.workers.fill(len(self.workers) + more)
+
+    def _take(self, outcome: Outcome) -> None:
+        number = self._flying.pop(outcome.worker, None)
+        if number is None:  # it died while it waited for calls
+            return
+        if outcome.unread:  # made again
+            self._waiting.append(number)
+            return
+        self._settled += 1
+        name = f"reward {self.spec.name}"
+        record(name, f"{name}, worker", outcome.seconds, completions=len(self.calls[number].rows))
+        answer = self.found[number] = _read(outcome)
+        if "died" in answer:
+            self.workers.end(outcome.worker)  # also where it goes on after what was no answer
+        if "unreadable" in answer:
+            raise RewardError(
+                f"reward {self.spec.name!r}: its arguments cannot be read in a worker process: "
+                f"{answer['unreadable']}. Isolated rewards take plain data and images"
+            )
+        action = self.results.on_timeout if "late" in answer else self.results.on_error
+        self.failed = self.failed or ("scores" not in answer and action == "stop")
+
 
 def _workers(spec: RewardSpec) -> Workers:
-    address, options = address_of(spec), spec.options
-    source = RewardSource(
-        address, dict(spec.made_with), digest_of(address), spec.kind, options.memory_limit, options.per_turn
-    )
+    address = address_of(spec)
+    source = RewardSource(address, dict(spec.made_with), digest_of(address), spec.kind, spec.options.per_turn)
     target, blame = "mm_grpo.rewards.worker:RewardWorker", f"reward {spec.name!r}: a worker process"
     return Workers(target, source, address, lambda how: RewardError(f"{blame} {how}"), LONGEST_ANSWER)
 

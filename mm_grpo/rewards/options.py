@@ -1,4 +1,4 @@
-"""The options of a reward: isolation, time-out, retries, error handling, the rows it is for, gates and clipping.
+"""The options of a reward: isolation, time-out, error handling, the rows it is for, and gates.
 
 `RewardOptions` declares and checks them, for `@reward(...)` and for an entry of the config alike; an entry's win over
 the decorator's. To add one: a field with its docstring, and its use.
@@ -10,13 +10,12 @@ its time-out stops the run.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from mm_grpo.config.messages import Accepts, CheckError, Section
+from mm_grpo.config.messages import Accepts, Section
 from mm_grpo.config.values import Number
 from mm_grpo.errors import ConfigError, RewardError
 
@@ -24,15 +23,6 @@ Action = Literal["stop", "mask"]
 
 ISOLATED_TIMEOUT = 120.0
 """The time-out of an isolated reward that sets none, in seconds for all its calls of a step."""
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def _bytes(value: Any) -> Any:
-    """A size such as "2GB" in bytes."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
-    unit = _UNITS.get(found[2].upper()) if found else None
-    return round(float(found[1]) * unit) if found and unit else value
 
 
 def _tuple(value: Any) -> Any:
@@ -50,14 +40,6 @@ def _columns(value: Any) -> Any:
     )
 
 
-def _ordered(bounds: tuple[float | None, float | None] | None) -> tuple[float | None, float | None] | None:
-    if bounds is not None:
-        given = [bound for bound in bounds if bound is not None]
-        if not given or given != sorted(given):
-            raise ValueError
-    return bounds
-
-
 Values = Annotated[tuple[str | bool | int | float | None, ...], Field(min_length=1)]
 
 
@@ -70,15 +52,8 @@ class RewardOptions(Section):
     """Run in worker processes that can be killed, one call at a time each. Default: in the trainer's process."""
     timeout: Number | None = Field(default=None, gt=0)
     """Seconds for all calls of one step together, > 0. Default: no bound, and 120 for an isolated reward."""
-    retries: int = Field(default=0, ge=0)
-    """How often a call that raised (or whose process died) is made again within the time-out, >= 0; an async one waits
-    0.5, 1, 2, ... seconds in between. Default: 0."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """How many calls of an async reward are in flight, or how many workers an isolated one uses, >= 1. Default: all."""
-    memory_limit: Annotated[
-        int | None, BeforeValidator(_bytes), Accepts("bytes >= 1, a text such as 512MB or 2GiB, or null")
-    ] = Field(default=None, ge=1)
-    """Bytes that a call of an isolated reward may allocate beyond what its worker holds. Default: no limit."""
     on_error: Action | None = None
     """"stop" ends the run; "mask" leaves the completions concerned without a total, counted. A batch function's failure
     concerns all completions of the call. Default: the scorer's, which is "stop"."""
@@ -99,13 +74,6 @@ class RewardOptions(Section):
         Accepts("the name of another reward, or a list of names"),
     ] = ()
     """Names of other rewards; where one of them does not score above 0, this one does not apply. Default: none."""
-    clip: Annotated[
-        tuple[Number | None, Number | None] | None,
-        BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-        AfterValidator(_ordered),
-        Accepts("[lowest, highest], two finite numbers in order, of which one may be null"),
-    ] = None
-    """Bounds of what enters the total, null for no bound; raw parts stay as they are. Default: no bounds."""
     completions: Literal["messages", "text"] | None = None
     """What a batch function gets: "messages", as TRL's do, or "text", as ms-swift's do. Default: messages where prompts
     are messages, and text for a class derived from one named ORM."""
@@ -115,14 +83,6 @@ class RewardOptions(Section):
     per_turn: bool = False
     """The function answers, for each completion, with a list of one number (or None) for each turn of the model in a
     conversation with tools; what enters the total is their sum. Default: false."""
-
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        if self.memory_limit is not None and not self.isolated:
-            raise CheckError(f"memory_limit = {self.memory_limit}: needs isolated: true")
-        if self.per_turn and self.clip is not None:
-            raise CheckError(f"clip = {list(self.clip)}: with per_turn, bound the numbers in the function")
-        return self
 
     def is_for(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row with these columns is one of those that `when` names."""
@@ -135,12 +95,6 @@ class RewardOptions(Section):
     def deadline(self) -> float | None:
         """The time-out in seconds that counts."""
         return ISOLATED_TIMEOUT if self.isolated and self.timeout is None else self.timeout
-
-    def clipped(self, score: float) -> float:
-        """The score as it enters the total."""
-        low, high = self.clip or (None, None)
-        score = score if low is None else max(low, score)
-        return score if high is None else min(high, score)
 
     def check_kind(self, name: str, *, is_async: bool, kind: str) -> None:
         """RewardError for options that this kind of function cannot have."""

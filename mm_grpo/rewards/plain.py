@@ -40,15 +40,11 @@ def run_plain(results: RewardCalls) -> None:
 
 
 def _call(call: Call, results: RewardCalls) -> None:
-    """One call, made again where it raised and retries are left."""
-    for tries_left in range(call.spec.options.retries, -1, -1):
-        try:
-            answer = call()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # sys.exit(0) too, which must not end the run as a success
-            if not tries_left:
-                results.failed(call, call.raised(error), error)
-        else:
-            results.answered(call, answer)
-            return
+    try:
+        answer = call()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit(0) too, which must not end the run as a success
+        results.failed(call, call.raised(error), error)
+    else:
+        results.answered(call, answer)

@@ -28,7 +28,6 @@ _MODULES = {
     "ordering": ("ordering",),
     "reward_model": ("reward_model",),
     "shaping": ("cosine_length", "format", "language", "length", "repetition_penalty", "soft_overlong"),
-    "temporal": ("temporal_iou",),
     "text": ("anls", "choice", "contains", "edit_similarity", "exact_match"),
 }
 BUILTINS = {

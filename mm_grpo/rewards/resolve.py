@@ -47,7 +47,10 @@ def resolve_entries(entries: Iterable[Entry], *, base: Path | None = None) -> li
     """Resolve a whole list; RewardError when it is empty or when two entries have one name."""
     if isinstance(entries, str | Mapping) or not isinstance(entries, Iterable):
         raise RewardError(f"rewards is {entries!r}; it must be a list, such as [exact_match, my_function]")
-    specs = [spec for entry in entries for spec in _specs_of(entry, base)]
+    parts = [
+        part for entry in entries for part in (entry.parts if isinstance(entry, RewardSum) else (entry,))
+    ]
+    specs = [resolve_entry(part, base=base) for part in parts]
     if not specs:
         raise RewardError(f"rewards is empty; it needs at least one of: {', '.join(registry.names())}")
     seen: set[str] = set()
@@ -56,13 +59,6 @@ def resolve_entries(entries: Iterable[Entry], *, base: Path | None = None) -> li
             raise RewardError(f"rewards: two entries are named {spec.name!r}; rename one with `as: other`")
         seen.add(spec.name)
     return specs
-
-
-def _specs_of(entry: Any, base: Path | None) -> list[RewardSpec]:
-    """The specs that an entry of the list stands for: one, or the parts of a sum."""
-    if isinstance(entry, Mapping) and isinstance(entry.get("name"), RewardSum):
-        return _parts_of(entry)
-    return list(entry.parts) if isinstance(entry, RewardSum) else [resolve_entry(entry, base=base)]
 
 
 def resolve_entry(entry: Entry, *, base: Path | None = None) -> RewardSpec:
@@ -157,13 +153,10 @@ def _of_function(
     """The spec of a function: as it was decorated, if it was. Of a class, that of the object it makes."""
     held = registry.registered_as(fn)
     made_with: dict[str, Any] = {}
-    constructor: tuple[str, ...] = ()
     if held is None and inspect.isclass(fn):
         address = address or address_in_module(fn)
-        constructor = _constructor(fn)
         fn, made_with = _made(fn, source, settings)
-    how: dict[str, Any] = {"source": source, "address": address, "made_with": made_with}
-    return dataclasses.replace(held or make_spec(fn), constructor=constructor, **how)
+    return dataclasses.replace(held or make_spec(fn), source=source, address=address, made_with=made_with)
 
 
 def _made(of: type, source: str, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -238,7 +231,7 @@ def _check_kind(spec: RewardSpec, key: str, value: Any) -> None:
 
 
 def _unknown_key(spec: RewardSpec, key: str) -> str:
-    own = [*spec.constructor, *spec.settable]
+    own = [*(_constructor(type(spec.fn)) if spec.address else ()), *spec.settable]
     hint = did_you_mean(key, [*RESERVED_KEYS, *own])
     if key in spec.supplied:
         hint = "it is given to the function at every call. "
@@ -246,20 +239,6 @@ def _unknown_key(spec: RewardSpec, key: str) -> str:
         f"rewards: reward {spec.name!r} has no setting {key!r}; {hint}legal keys: "
         f"{', '.join(own) or 'none'} of its own; of every reward {', '.join(RESERVED_KEYS)}"
     )
-
-
-def _parts_of(entry: Mapping[str, Any]) -> list[RewardSpec]:
-    """The parts of a sum that stands in a mapping, with the mapping's weight and prefix."""
-    total: RewardSum = entry["name"]
-    if strange := sorted(set(entry) - {"name", "weight", "as"}):
-        raise RewardError(
-            f"rewards: the sum {total} has no setting {strange[0]!r}; legal keys of its entry are name, weight and as"
-        )
-    prefix = entry.get("as")
-    if prefix is not None:
-        check_name(prefix)
-        total = RewardSum(tuple(_renamed(part, f"{prefix}.{part.name}") for part in total.parts))
-    return list((total * check_weight(str(total), entry.get("weight", 1.0))).parts)
 
 
 def address_of(spec: RewardSpec) -> str:

@@ -44,12 +44,11 @@ log = logging.getLogger(__name__)
 class Scores:
     """The scores of n completions.
 
-    `totals[i]` is the weighted sum of the rewards that apply to completion i, each clipped if its options
-    say so; None when none applies or when it is masked. `parts[name][i]` is what the reward answered,
-    neither weighted nor clipped. `metrics` holds, per reward: `rewards/{name}/mean` and `/std` (sample
-    standard deviation, 0 for fewer than two values) of its parts, both absent when it applies to none;
-    the numbers of completions without a part: `rewards/{name}/none`, to which it does not apply,
-    `/errors` and `/timeouts`, masked for that reason; `time/reward/{name}` in seconds (async rewards
+    `totals[i]` is the weighted sum of the rewards that apply to completion i; None when none applies or when it is
+    masked. `parts[name][i]` is what the reward answered, not weighted. `metrics` holds, per reward:
+    `rewards/{name}/mean` and `/std` (sample standard deviation, 0 for fewer than two values) of its parts, both absent
+    when it applies to none; the numbers of completions without a part: `rewards/{name}/none`, to which it does not
+    apply, `/errors` and `/timeouts`, masked for that reason; `time/reward/{name}` in seconds (async rewards
     overlap with the others); and the mean of each value given to `log_metric`. `extra` holds the columns
     given to `log_extra`, n values each, None where none was given. `turns[i]` are the totals of the turns of the model
     in completion i: a score of the whole conversation is one of its last turn; () where it has no turns.

@@ -70,10 +70,7 @@ def shown(value: Any, limit: int = 80) -> str:
     """A value's repr on one line, cut at `limit`; a text that was cut has its full length behind it."""
     if isinstance(value, str):
         return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value)} characters)"
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:
-        text = f"a {type(value).__name__}"
+    text = " ".join(repr(value).split())
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.options import RewardOptions, read_options
@@ -31,35 +31,21 @@ TURN_ARGUMENTS = frozenset(("turns", "environment", "environments", "environment
 _OF_KIND = {"completion": TURN_ARGUMENTS - {"environments"}, "batch": TURN_ARGUMENTS - {"environment"}}
 
 
-class _Weighted:
-    """Arithmetic of rewards and their sums: `2 * a`, `-a`, `a + b`, `a - b` and `sum([a, b])`."""
+@dataclass(frozen=True)
+class RewardSum:
+    """Several rewards whose weighted scores are added. Usable wherever a list of rewards is."""
 
-    def __mul__(self, factor: float) -> Self:
-        """The same with each weight times `factor`."""
-        raise NotImplementedError
+    parts: tuple[RewardSpec, ...]
 
-    def __rmul__(self, factor: float) -> Self:
-        return self * factor
+    def __rmul__(self, factor: float) -> RewardSum:
+        return RewardSum(tuple(factor * part for part in self.parts))
 
-    def __neg__(self) -> Self:
-        return self * -1
-
-    def __add__(self, other: RewardSpec | RewardSum | Literal[0]) -> RewardSum:
-        own = _parts(self)
-        if not isinstance(other, _Weighted) and not (isinstance(other, int) and other == 0):
-            total = f"{RewardSum(own)}; legal are rewards and their sums"
-            raise RewardError(f"rewards: {other!r} cannot be added to {total}")
-        return RewardSum(own + _parts(other))
-
-    def __radd__(self, other: Literal[0]) -> RewardSum:  # sum() starts with 0
-        return self + other
-
-    def __sub__(self, other: RewardSpec | RewardSum) -> RewardSum:
-        return self + -other
+    def __add__(self, other: RewardSpec | RewardSum) -> RewardSum:
+        return RewardSum((*self.parts, *(other.parts if isinstance(other, RewardSum) else (other,))))
 
 
 @dataclass(frozen=True)
-class RewardSpec(_Weighted):
+class RewardSpec:
     """One reward, ready to be called.
 
     `kind` is "completion" when `fn` takes `completion` (called once per completion) and "batch" when
@@ -69,8 +55,7 @@ class RewardSpec(_Weighted):
     keyword-only parameters with a default of a per-completion function, and whatever a partial sets: a
     config may bind them, a column never does. `bound` holds what the config or the partial sets, `options`
     how the reward is run. `address` is where a worker process finds the function (`address_of` in
-    `resolve.py`); of an object that a class named in an entry made, `constructor` are the arguments that the
-    class takes and `made_with` those that it was given.
+    `resolve.py`); of an object that a class named in an entry made, `made_with` are the arguments that it was given.
     """
 
     name: str
@@ -88,7 +73,6 @@ class RewardSpec(_Weighted):
     options: RewardOptions = field(default_factory=RewardOptions)
     address: str | None = None
     made_with: Mapping[str, Any] = field(default_factory=dict)
-    constructor: tuple[str, ...] = ()
 
     @property
     def on_loop(self) -> bool:
@@ -108,8 +92,11 @@ class RewardSpec(_Weighted):
         needed = (column for column in self.needs if column not in self.bound)
         return self.options.is_for(columns) and all(columns.get(column) is not None for column in needed)
 
-    def __mul__(self, factor: float) -> Self:
+    def __rmul__(self, factor: float) -> RewardSpec:
         return replace(self, weight=self.weight * check_weight(self.name, factor))
+
+    def __add__(self, other: RewardSpec | RewardSum) -> RewardSum:
+        return RewardSum((self,)) + other
 
     @property
     def supplied(self) -> frozenset[str]:
@@ -120,23 +107,6 @@ class RewardSpec(_Weighted):
     def settable(self) -> tuple[str, ...]:
         """The parameters that a config entry may bind."""
         return tuple(p for p in self.required + self.optional + self.config_only if p not in self.supplied)
-
-
-@dataclass(frozen=True)
-class RewardSum(_Weighted):
-    """Several rewards whose weighted scores are added. Usable wherever a list of rewards is."""
-
-    parts: tuple[RewardSpec, ...]
-
-    def __mul__(self, factor: float) -> Self:
-        return replace(self, parts=tuple(part * factor for part in self.parts))
-
-    def __str__(self) -> str:
-        return " + ".join(f"{part.weight:g} * {part.name}" for part in self.parts)
-
-
-def _parts(of: object) -> tuple[RewardSpec, ...]:
-    return of.parts if isinstance(of, RewardSum) else (of,) if isinstance(of, RewardSpec) else ()
 
 
 def make_spec(
@@ -153,10 +123,7 @@ def make_spec(
     check_name(name, fn)
     if isinstance(needs, str):
         raise RewardError(f"reward {name!r}: needs is a tuple of column names, not the string {needs!r}")
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        raise RewardError(f"reward {name!r}: {fn!r} is not a function whose parameters can be read") from None
+    parameters = list(inspect.signature(fn).parameters.values())
     if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
         raise RewardError(
             f"reward {name!r}: {', '.join(positional)} cannot be positional-only; remove the '/'"

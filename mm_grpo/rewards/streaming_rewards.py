@@ -1,11 +1,11 @@
 """Rewards that are called while other completions are still being sampled.
 
-These are isolated and async functions that take `completion`, unless they wait for a gate (`only_if`): a function of
-`completions` gets all of a step at once, and a plain one runs in the thread that samples.
+These are isolated and async functions that take `completion`, unless they wait for a gate (`only_if`) or are called
+one after the other (`max_concurrency: 1`), which goes by rows: a function of `completions` gets all of a step at once,
+and a plain one runs in the thread that samples.
 
-Scores do not depend on it. Calls begin in the order in which completions end; with `max_concurrency: 1` in the order of
-the rows, one after the other. An error that stops the run is raised when all have been sampled. A time-out counts from
-then on; a call of an isolated reward may not take longer than it.
+Scores do not depend on it. Calls begin in the order in which completions end. An error that stops the run is raised
+when all have been sampled. A time-out counts from then on; a call of an isolated reward may not take longer than it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def is_streamed(spec: RewardSpec) -> bool:
     """True when a reward may be called for a completion before the others of the step are there."""
     options = spec.options
-    return spec.kind == "completion" and (spec.on_loop or options.isolated) and not options.only_if
+    waits = options.only_if or options.max_concurrency == 1
+    return spec.kind == "completion" and (spec.on_loop or options.isolated) and not waits
 
 
 class StreamedCalls:
@@ -47,7 +48,6 @@ class StreamedCalls:
         self.begun: dict[str, set[int]] = {n: set() for n, one in results.items() if is_streamed(one.spec)}
         ungated = [one for one in results.values() if one.spec.on_loop and not one.spec.options.only_if]
         self.on_loop = on_loop(ungated) if ungated else None
-        self.there = [False] * len(batch.completions)
         self.isolated: dict[str, IsolatedCalls] = {}
         self.over = False
 
@@ -55,18 +55,10 @@ class StreamedCalls:
         """Begin the calls for the completion of a row."""
         cast("MutableSequence[Prompt]", self.batch.prompts)[row] = prompt
         cast("MutableSequence[Completion]", self.batch.completions)[row] = completion
-        self.there[row] = True
         for name, begun in self.begun.items():
             results = self.results[name]
-            if results.spec.options.max_concurrency != 1:
-                rows = [row]
-            else:  # those that have come, as far as none is missing
-                rows, following = [], len(begun)
-                while following < len(self.there) and self.there[following]:
-                    rows.append(following)
-                    following += 1
-            begun.update(rows)
-            calls = self.batch.calls(results.spec, rows) if rows else []
+            begun.add(row)
+            calls = self.batch.calls(results.spec, [row])
             if calls and self.on_loop is not None and results.spec.on_loop:
                 self.on_loop.add(name, calls)
             elif calls:

@@ -6,12 +6,11 @@ reaches pickle.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,13 +28,12 @@ LONGEST_TRACE = 20_000
 @dataclass(frozen=True)
 class RewardSource:
     """The function that a worker imports. `made_with` are the arguments of a class; `digest` is the SHA-256 of the file
-    as the trainer imported it; `kind`, `memory_limit` and `per_turn` are the reward's."""
+    as the trainer imported it; `kind` and `per_turn` are the reward's."""
 
     address: str
     made_with: Mapping[str, Any]
     digest: str | None
     kind: Literal["completion", "batch"]
-    memory_limit: int | None
     per_turn: bool = False
 
 
@@ -67,20 +65,16 @@ class RewardWorker:
 
     def answer(self, rows: int, logs: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Call the function: `scores` and what it `logged`, or what it `raised`, or why its answer is `refused`."""
-        fn, limit, kind = self.fn, self.source.memory_limit, self.source.kind
+        fn, kind = self.fn, self.source.kind
         process = os.getpid()
         logged: list[tuple[str, str, Any]] = []
         try:
-            with _memory(limit):
-                answer = fn(**arguments, **_loggers(kind, logs, logged))
-                if inspect.isawaitable(answer) and is_async(fn):
-                    answer = self.awaited(answer)
+            answer = fn(**arguments, **_loggers(kind, logs, logged))
+            if inspect.isawaitable(answer) and is_async(fn):
+                answer = self.awaited(answer)
         except BaseException as error:  # whatever it is, only this call has failed
             fault = fault_of(error, fn, __file__)
-            what = fault.what
-            if limit is not None and isinstance(error, MemoryError):
-                what += f" (memory_limit is {limit} bytes)"
-            return {"raised": [what, fault.file, fault.line, fault.trace[-LONGEST_TRACE:]]}
+            return {"raised": [fault.what, fault.file, fault.line, fault.trace[-LONGEST_TRACE:]]}
         finally:
             end_fork(process, "a reward")
         try:
@@ -118,22 +112,3 @@ def _loggers(kind: str, names: Sequence[str], logged: list[tuple[str, str, Any]]
         "log_metric": lambda name, value: logged.append(("metric", str(name), value)),
     }
     return {name: every[name] for name in names}
-
-
-@contextlib.contextmanager
-def _memory(limit: int | None) -> Iterator[None]:
-    """Let the process grow by `limit` bytes of address space at most; MemoryError beyond."""
-    if limit is None:
-        yield
-        return
-    import resource
-
-    with open("/proc/self/statm") as statm:
-        held = int(statm.read().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = held + limit if hard == resource.RLIM_INFINITY else min(held + limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -378,7 +378,7 @@ def compute_advantages(
     """Advantages [P][G] of P scored groups.
 
     With `kl_in_reward`, beta times a completion's KL comes off its total first. With `normalize_then_sum` each
-    reward counts as it would in a total: clipped where its options say so, absent where its gate is shut or
+    reward counts as it would in a total: absent where its gate is shut or
     the completion is masked, not at all with weight 0.
     """
     rewards = [g.rewards for g in groups]
@@ -399,7 +399,7 @@ def objectives(groups: Sequence[Group], specs: Sequence[RewardSpec]) -> list[Obj
     return [
         Objective(
             spec.weight,
-            [[None if v is None else spec.options.clipped(v) for v in g.parts[spec.name]] for g in groups],
+            [g.parts[spec.name] for g in groups],
             spec.name,
         )
         for spec in specs

@@ -3,7 +3,6 @@
 - `worker.py`     what runs in a worker process: one function or object, and its calls one by one
 - `workers.py`    `Worker` and `Workers`: processes that make one call at a time and are killed at its deadline
 - `server.py`     the process that forks workers, and ends them with what they started when the trainer ends
-- `pool.py`       `PooledCalls`: calls that any of several workers may make (isolated rewards)
 - `thread.py`     `CallThread`: calls in the trainer's process that can be late, but not ended
 - `loop.py`       `BackgroundLoop`: coroutines in the trainer's process
 - `watchdog.py`   `Watchdog`: an end for this process where a call lets nothing else of it run

@@ -168,6 +168,11 @@ class Workers:
             self._selector.register(each, selectors.EVENT_READ, worker)
         return worker
 
+    def fill(self, size: int) -> None:
+        """Start workers until there are so many."""
+        for _ in range(size - len(self)):
+            self.start()
+
     def wake(self) -> None:
         """Have `wait` return in another thread."""
         with suppress(BlockingIOError):

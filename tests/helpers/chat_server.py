@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -29,7 +28,6 @@ class Server:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
-        self.times: list[float] = []
         self.busy = self.most = self.open = 0
         self.lock = threading.Lock()
         outer = self
@@ -43,7 +41,6 @@ class Server:
                     outer.requests.append(body)
                     outer.headers.append({name.lower(): value for name, value in self.headers.items()})
                     outer.paths.append(self.path)
-                    outer.times.append(time.monotonic())
                     outer.busy += 1
                     outer.most = max(outer.most, outer.busy)
                 try:

@@ -40,7 +40,6 @@ def prompt(**columns: Any) -> Prompt:
         # the tallest band of the L is its lower one, between 70 and 200: 50 wide, with its middle at (25, 135)
         ({"name": "clicking"}, {"target": [0, 0, 90, 0, 90, 70, 50, 70, 50, 200, 0, 200]}, "[14.0, 56.7]"),
         ({"name": "clicking", "space": "0-1000"}, {"target": BOX}, "[350.0, 350.0]"),
-        ({"name": "temporal_iou"}, {"segment": [[1, 2.5], [4, 5]]}, "[1.0, 2.5] [4.0, 5.0]"),
         ({"name": "ordering", "metric": "exact"}, {"order": ["a [1]", "b, c"]}, '["a [1]", "b, c"]'),
         ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
         ({"name": "count"}, {"answer": 3.0}, "3"),

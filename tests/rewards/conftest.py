@@ -11,7 +11,6 @@ from helpers.sessions import died, workers
 from PIL import Image
 
 from mm_grpo.rewards import Scorer, registry
-from mm_grpo.rewards.builtins import chat
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
 from mm_grpo.user_code import loop
 
@@ -68,7 +67,7 @@ def scorer() -> Iterator[Callable[..., Scorer]]:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(chat, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
     running = Server()
     yield running
     running.http.shutdown()

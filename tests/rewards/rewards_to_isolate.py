@@ -16,11 +16,6 @@ class Opaque(Exception):
         super().__init__("opaque", threading.Lock(), lambda: None)
 
 
-class Mute(Exception):
-    def __str__(self):
-        raise RuntimeError("no words")
-
-
 def connection():
     """The socket of a worker."""
     numbers = map(int, os.listdir("/proc/self/fd"))
@@ -42,12 +37,8 @@ def behave(completion, label="none"):  # noqa: C901
         os._exit(0)
     if completion == "sys.exit":
         sys.exit(0)
-    if completion == "memory":
-        return float(len(bytearray(2 * 10**9)))
     if completion == "opaque":
         raise Opaque
-    if completion == "mute":
-        raise Mute
     if completion == "interrupt":
         raise KeyboardInterrupt
     if completion == "forges":

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import builtins, get, names, resolve_entry
+from mm_grpo.rewards.builtins.shaping import SCRIPTS
 from mm_grpo.rewards.registry import BUILTINS
 
-HUGE = 40_000
+HUGE = 20_000
 MODULES = [module.name for module in pkgutil.iter_modules(builtins.__path__)]
 
 # One way to call each that is a plain function, and the scores it may give to garbage.
@@ -34,7 +35,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "count": {"answer": 77},
     "edit_similarity": {"answer": "the quick brown fox"},
     "exact_match": {"answer": "gold"},
-    "format": {},
+    "format": {"template": "<think>...</think> <answer>...</answer>"},
     "giou": {"box": [0, 0, 10, 20]},
     "iou": {"box": [0, 0, 10, 20]},
     "json_schema": {"schema": {"type": "object"}},
@@ -48,7 +49,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {},
     "soft_overlong": {"completion_ids": [1, 2, 3], "max_length": 10, "buffer": 5},
     "table_f1": {"table": "a,b\n1,2\n3,4"},
-    "temporal_iou": {"segment": [3.2, 7.5]},
 }
 RANGES = {"giou": (-1, 1), "cosine_length": (-1, 1), "repetition_penalty": (-1, 0), "soft_overlong": (-1, 0)}
 # Each is repeated to a text of HUGE characters.
@@ -60,7 +60,7 @@ PIECES = [
     "\\frac{", "\\frac{1}{2}", "\\sqrt", "^{", "\\(", "twenty ", "one hundred ", "twenty-", "Score: ",
     "Answer: A, ", "a b c ", "| a | b |\n", "|---|---|\n", "<td>", "<table><tr>", "<td rowspan=100 colspan=100>x",
     "a,b\n", '{"counts": [', '{"a":', "a\tb\n", "a\u0301\u0323", "<think>x</think> ", "<think>x</think> <answer>",
-    "1:", "1:05 ", "1:05 to ", "1 to 2 ", "between 1 and ", "[1, 2] ", "start: 1, end: ", "start", "1 s - ",
+    "[1, 2] ",
     "wash, ", "wash -> ", "1. wash\n", "- ", "then ", "wash then ", "wash: ", "[wash, ",
 ]  # fmt: skip
 # Of each reward the values that mean nothing, of its gold column and of its options.
@@ -73,7 +73,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("choice", "answer", ["F", "AB"]),
     ("choice", "letters", ["abc", "A", "ABA"]),
     ("clicking", "target", [[1, 2, 3], [1, 2, 3, math.nan], [1, 2, 3, 4, 5, math.nan], [5, 5, 1, 1], "here",
-                            [0, 0, 5, 5, 10, 10], "[" * 100_000]),
+                            [5, 0, 5, 5, 5, 10], "[" * 100_000]),
     ("clicking", "reach", [0, 2]),
     ("contains", "mode", ["most"]),
     ("cosine_length", "correct", ["iou"]),
@@ -82,6 +82,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("count", "tolerance", [-1]),
     ("edit_similarity", "unit", ["lines"]),
     ("format", "template", ["", "<a>......</a>"]),
+    ("format", "pattern", ["a"]),
     ("iou", "box", [(1, 2, 3), (1, 2, 3, math.nan), [False, 0, 1, 1], (5, 0, 1, 1), (0, 5, 1, 1)]),
     ("iou", "gold_space", ["seen"]),
     ("iou", "layout", ["xxyy"]),
@@ -90,7 +91,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("json_schema", "schema", [{"type": "obj"}, "{type: object}", {"type": {1}}]),
     ("language", "code", ["english"]),
     ("length", "decay", [0]),
-    ("length", "max_length", [-1]),
+    ("length", "max_length", [-1, None]),
     ("length", "min_length", [-1, 11]),
     ("length", "unit", ["words"]),
     ("mask_iou", "mask", ["here", {"size": [2, 2], "counts": [4]}, {"size": [10**5, 10**5], "counts": [10**10]}]),
@@ -107,9 +108,6 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("soft_overlong", "buffer", [0, 11]),
     ("table_f1", "align", ["rows"]),
     ("table_f1", "table", ["words"]),
-    ("temporal_iou", "segment", [[6, 2], [2, 2], [-1, 2], [1, math.inf], [1, 10**400], [1, 2, 3], [], "3 to 7",
-                                 "[" * 100_000]),
-    ("temporal_iou", "threshold", [0, 1.5]),
 ]  # fmt: skip
 
 
@@ -119,8 +117,8 @@ def call(name: str, completion: str, **changed: Any) -> float | None:
     return score
 
 
-def test_27_built_ins_are_registered() -> None:
-    assert len(BUILTINS) == 27 and set(BUILTINS) <= set(names())
+def test_26_built_ins_are_registered() -> None:
+    assert len(BUILTINS) == 26 and set(BUILTINS) <= set(names())
     assert {name: get(name).fn.__module__ for name in BUILTINS} == BUILTINS
     assert {*ARGUMENTS, "judge", "reward_model"} == set(BUILTINS)
 
@@ -180,8 +178,8 @@ def test_huge_texts_are_scored_fast(name: str) -> None:
         start = time.thread_time()
         call(name, text if len(piece) > 1 else f"<answer>{text}</answer>")
         slowest = max(slowest, (time.thread_time() - start, piece))
-    # 0.35 s at most, of imports too; what grows with the square of the text would take a minute
-    assert slowest[0] < 15.0, slowest
+    # 0.2 s at most, of imports too; what grows with the square of the text would take 15
+    assert slowest[0] < 5.0, slowest
 
 
 def test_loading_all_of_them_imports_no_heavy_library() -> None:
@@ -207,3 +205,7 @@ def test_a_missing_library_is_an_error_when_the_reward_is_named(
     with pytest.raises(RewardError, match=message):
         builtins.library(name)
     builtins.library.cache_clear()
+
+
+def test_the_languages_in_the_docstring() -> None:
+    assert " ".join(sorted(SCRIPTS)) in " ".join((get("language").fn.__doc__ or "").split())

@@ -7,62 +7,52 @@ import pytest
 
 from mm_grpo.rewards.builtins.answers import boxed, composed, final_part, gold_texts, normalise
 
+FOUND = {
+    final_part: {
+        "plain": "plain",
+        "<answer>a</answer><answer>b</answer> tail": "b",
+        "<ANSWER>a</Answer>": "a",
+        "<answer>cut off": "cut off",
+        "<think>4</think>\n3": "\n3",
+        "<think>a</think> b </think> c": " c",
+        "<think>never closed": "<think>never closed",
+        "<think><answer>a</answer></think> b": "a",
+    },
+    boxed: {
+        r"\boxed{3}": "3",
+        r"\boxed{1} and \boxed{2}": "2",
+        r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
+        r"\boxed{1} and \boxed{2": "1",
+        r"\boxed{\boxed{3}}": "3",
+        r"\boxed{}": "",
+        "boxed{3}": None,
+        "": None,
+    },
+    normalise: {
+        "  The\n cat. ": "the cat",
+        "**Cat**": "cat",
+        "“Cat.”": "cat",
+        "`a_b`": "a_b",
+        "-5": "-5",
+        ".5": ".5",
+        "(1, 2)": "(1, 2)",
+        "C++": "c++",
+        "...": "...",
+        "": "",
+        "Stra\u00dfe": "strasse",
+        "cafe\u0301": "caf\u00e9",
+        "x\u00b2": "x\u00b2",
+        "猫。": "猫",
+    },
+}
+
 
 @pytest.mark.parametrize(
-    "text, part",
-    [
-        ("plain", "plain"),
-        ("<answer>a</answer><answer>b</answer> tail", "b"),
-        ("<ANSWER>a</Answer>", "a"),
-        ("<answer>cut off", "cut off"),
-        ("<think>4</think>\n3", "\n3"),
-        ("<think>a</think> b </think> c", " c"),
-        ("<think>never closed", "<think>never closed"),
-        ("<think><answer>a</answer></think> b", "a"),
-    ],
+    ("fn", "text", "found"),
+    [(fn, text, found) for fn, table in FOUND.items() for text, found in table.items()],
 )
-def test_the_final_part(text, part):
-    assert final_part(text) == part
-
-
-@pytest.mark.parametrize(
-    "text, inside",
-    [
-        (r"\boxed{3}", "3"),
-        (r"\boxed{1} and \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{1} and \boxed{2", "1"),
-        (r"\boxed{\boxed{3}}", "3"),
-        (r"\boxed{}", ""),
-        ("boxed{3}", None),
-        ("", None),
-    ],
-)
-def test_the_box(text, inside):
-    assert boxed(text) == inside
-
-
-@pytest.mark.parametrize(
-    "text, same",
-    [
-        ("  The\n cat. ", "the cat"),
-        ("**Cat**", "cat"),
-        ("“Cat.”", "cat"),
-        ("`a_b`", "a_b"),
-        ("-5", "-5"),
-        (".5", ".5"),
-        ("(1, 2)", "(1, 2)"),
-        ("C++", "c++"),
-        ("...", "..."),
-        ("", ""),
-        ("Stra\u00dfe", "strasse"),
-        ("cafe\u0301", "caf\u00e9"),
-        ("x\u00b2", "x\u00b2"),
-        ("猫。", "猫"),
-    ],
-)
-def test_normal_forms(text, same):
-    assert normalise(text) == same
+def test_parts_and_normal_forms(fn, text, found):
+    assert fn(text) == found
 
 
 def test_gold_answers_of_a_column():

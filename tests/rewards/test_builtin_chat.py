@@ -1,4 +1,4 @@
-"""The client behind judge: tries, time-outs, rate limits, keys and proxies, against a server with bad days."""
+"""The client behind judge: tries, time-outs, keys and proxies, against a server with bad days."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 import traceback
 from typing import Any
 
@@ -17,7 +16,6 @@ from reward_entries import fails
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
-from mm_grpo.rewards.builtins import chat
 from mm_grpo.rewards.builtins.judge import judge
 from mm_grpo.rewards.resolve import resolve_entry
 
@@ -26,54 +24,25 @@ KEY = "sk-very-secret-0123456789"
 # a server with bad days ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_dropped_connections_slow_answers_and_server_errors_are_tried_again(server: Server) -> None:
+def test_what_may_pass_is_tried_again(server: Server) -> None:
     turn, ended = iter(range(99)), threading.Event()
 
     def answer(_: Server, body: dict[str, Any]) -> Any:
         number = next(turn)
         if number == 1:
             ended.wait(PATIENCE)  # longer than the time-out of a request
-        faults = None, says("Score: 1"), says("overloaded", 503), (200, {}, "<html>not json</html>")
+        faults = None, says("Score: 1"), says("overloaded", 503), says("slow down", 429, Retry_After="0.01")
+        faults = (*faults, (200, {}, "<html>not json</html>"))
         return faults[number] if number < len(faults) else says("Score: 6")
 
     server.answer = answer
     assert ask(server, request_timeout=1, attempts=20) == 0.6
     ended.set()
-    assert len(server.requests) >= 5  # a machine that is busy may make more of them late
-
-
-def test_429_with_retry_after_holds_back_all_calls(server: Server, rows: Any, scorer: Any) -> None:
-    refused = threading.Event()
-
-    def answer(_: Server, body: dict[str, Any]) -> Any:
-        if not refused.is_set():
-            refused.set()
-            return says("slow down", 429, Retry_After="0.5")
-        return says("Score: 8")
-
-    server.answer = answer
-    made = scorer(entry(server, max_concurrency=2))
-    texts = [f"cat {i}" for i in range(6)]
-    scores = made.score(*rows(texts, answer=["cat"] * 6), step=1)
-    assert scores.parts["judge"] == [0.8] * 6
-    # one more call may have been under way; the rest kept away
-    early = [t for t in server.times[1:] if t - server.times[0] < 0.45]
-    assert len(server.requests) == 7 and len(early) <= 1
-
-
-def test_retry_after_as_a_date_and_one_that_is_too_far(server: Server) -> None:
-    assert chat._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0
-    assert chat._retry_after("soon") is None and chat._retry_after(None) is None
-    server.answer = lambda *_: says("slow down", 429, Retry_After="3600")
-    with fails(r"asks to come back in 3600 s \(status 429: "):
-        ask(server)
-    assert len(server.requests) == 1
+    assert len(server.requests) >= 6  # a machine that is busy may make more of them late
 
 
 @pytest.mark.slow
 def test_no_more_calls_are_in_flight_than_allowed(server: Server, rows: Any, scorer: Any) -> None:
-    texts = [f"cat {i}" for i in range(24)]
     for limit, settings in ((8, {}), (3, {"max_concurrency": 3})):
         together = threading.Barrier(limit)  # so many come before one is answered
 
@@ -82,7 +51,8 @@ def test_no_more_calls_are_in_flight_than_allowed(server: Server, rows: Any, sco
             return says("Score: 5")
 
         server.answer, server.most = answer, 0
-        made = scorer(entry(server, cache=False, **settings))
+        texts = [f"cat {limit}.{i}" for i in range(24)]
+        made = scorer(entry(server, **settings))
         assert made.score(*rows(texts, answer=["cat"] * 24), step=1).totals == [0.5] * 24
         assert server.most == limit
 
@@ -92,7 +62,7 @@ def test_nonsense_is_asked_again_and_is_never_a_score(server: Server, rows: Any)
     server.answer = lambda *_: says(next(replies))
     assert ask(server) == 0.4
     server.answer = lambda *_: says("What a lovely picture!")
-    with pytest.raises(RewardError, match="'m' gave no verdict from 0 to 10 in 3 replies; the last: 'What"):
+    with fails("'m' gave no verdict from 0 to 10 in 3 replies"):
         ask(server, "a dog", attempts=3)
     masking = Scorer([entry(server, attempts=1), "exact_match"], on_error="mask")
 
@@ -117,33 +87,25 @@ def test_a_try_is_bounded_as_a_whole_although_blanks_keep_coming() -> None:
     async def score() -> None:
         async with await asyncio.start_server(trickle, "127.0.0.1", 0) as running:
             url = f"http://127.0.0.1:{running.sockets[0].getsockname()[1]}/v1"
-            with pytest.raises(RewardError, match=r"in 1 tries of 0\.3 s; the last: TimeoutError$"):
+            with fails(r"in 1 tries of 0\.3 s; the last: TimeoutError$"):
                 await judge("a cat", "?", answer="cat", url=url, model="m", attempts=1, request_timeout=0.3)
             await asyncio.sleep(0.1)  # so that the server sees that the client is gone
 
-    start = time.monotonic()
-    asyncio.run(score())
-    assert time.monotonic() - start < 60  # the answer comes to its end in half an hour
+    asyncio.run(asyncio.wait_for(score(), PATIENCE))  # the answer comes to its end in half an hour
 
 
 def test_a_mistake_in_the_settings_is_raised_at_once(server: Server) -> None:
     server.answer = lambda *_: says("no such model", 404)
-    with pytest.raises(RewardError, match=r"http://127.0.0.1:\d+/v1 answered with status 404: .*no such"):
+    with fails(r"http://127.0.0.1:\d+/v1 answered with status 404: .*no such"):
         ask(server)
     assert len(server.requests) == 1
-    with pytest.raises(RewardError, match=r"gave no answer in 2 tries of 60 s; the last: ConnectError"):
+    with fails(r"gave no answer in 2 tries of 60 s; the last: ConnectError"):
         ask(server, url="http://127.0.0.1:9/v1", attempts=2)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("url", ""), ("url", "ftp://x"), ("model", ""), ("low", 10), ("attempts", 0), ("request_timeout", 0),
-     ("verdict", r"\d")],
-)  # fmt: skip
-def test_settings_that_mean_nothing(server: Server, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name}="):
-        ask(server, **{name: value})
-    assert server.requests == []
+    for name, value in (("url", ""), ("url", "ftp://x"), ("model", ""), ("low", 10), ("attempts", 0),
+                        ("request_timeout", 0), ("verdict", r"\d")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name}="):
+            ask(server, **{name: value})
+    assert len(server.requests) == 1
 
 
 # the key ----------------------------------------------------------------------------------------
@@ -163,7 +125,7 @@ def everything(error: BaseException | None) -> str:
     [
         lambda *_: says(f"Incorrect API key provided: {KEY}", 401),
         lambda *_: says(f"x {KEY}", 500),
-        lambda *_: says("slow down", 429, Retry_After="9999"),
+        lambda *_: (500, {}, f"{'x' * 190}{KEY}"),
         lambda *_: (200, {}, f"<html>{'x' * 190}{KEY}</html>"),
         lambda *_: None,
         lambda *_: says("Score: 10"),
@@ -195,7 +157,7 @@ def test_a_key_that_is_none(server: Server, value: str | None, monkeypatch: pyte
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("JUDGE_KEY", value)
-    with fails("the environment variable JUDGE_KEY (is not set|holds no key)") as raised:
+    with fails("JUDGE_KEY") as raised:
         ask(server, key_env="JUDGE_KEY")
     assert value is None or not value.strip() or value not in str(raised.value)
     assert server.requests == []
@@ -210,7 +172,7 @@ def test_no_proxy_stands_between_us_and_this_machine(server: Server, monkeypatch
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     assert ask(server) == 1.0
-    with pytest.raises(RewardError, match="gave no answer in 1 tries of 60 s; the last: ConnectError"):
+    with fails("gave no answer in 1 tries of 60 s; the last: ConnectError"):
         ask(server, url="http://judge.invalid/v1", attempts=1)  # elsewhere the proxy is asked
 
 
@@ -228,13 +190,13 @@ def test_a_key_that_changes_and_two_keys_for_one_server(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def both() -> None:
-        settings = {"prompt": "?", "answer": "cat", "url": server.url, "model": "m", "cache": False}
+        settings = {"prompt": "?", "answer": "cat", "url": server.url, "model": "m"}
         for key in ("one", "two"):
             monkeypatch.setenv("JUDGE_KEY", key)
-            await judge("a cat", **settings, key_env="JUDGE_KEY")
+            await judge(f"a cat, {key}", **settings, key_env="JUDGE_KEY")
         monkeypatch.setenv("OTHER_KEY", "three")
         keys = ("JUDGE_KEY", "OTHER_KEY", None)
-        await asyncio.gather(*(judge("a cat", **settings, key_env=key) for key in keys))
+        await asyncio.gather(*(judge(f"with {key}", **settings, key_env=key) for key in keys))
 
     asyncio.run(both())
     assert server.keys[:2] == ["Bearer one", "Bearer two"]

@@ -67,26 +67,6 @@ def test_the_point_in_a_text(text, point):
 # iou and giou ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("completion", "overlap", "generalised"),
-    [
-        ("[0, 0, 10, 20]", 1.0, 1.0),
-        ("[0, 0, 10, 10]", 0.5, 0.5),
-        ("[5, 0, 15, 20]", 1 / 3, 1 / 3),
-        ("[10, 0, 20, 20]", 0.0, 0.0),  # side by side: the hull is the union
-        ("[30, 0, 40, 20]", 0.0, -0.5),  # union 400 of a hull of 800
-        ("[10, 20, 20, 40]", 0.0, -0.5),
-        ("[10, 0, 0, 20]", 0.0, -1.0),
-        ("[0, 0, 10, 20] no, [0, 0, 10, 10]", 0.5, 0.5),
-        ("nowhere", 0.0, -1.0),
-    ],
-)
-def test_iou_and_giou(completion, overlap, generalised):
-    assert iou(completion, (0, 0, 10, 20)) == pytest.approx(overlap)
-    assert iou(completion, (0, 0, 10, 20), threshold=0.5) == float(overlap >= 0.5)
-    assert giou(completion, (0, 0, 10, 20)) == pytest.approx(generalised)
-
-
 @example(
     (-71260.0, -999990.0, 0.0, 0.0), (-71259.17578125, -928719.0, 0.0, -1.17578125)
 )  # a rounding above the IoU
@@ -140,13 +120,6 @@ def test_gold_boxes_live_in_the_original_image_by_default(rows):
         seen.score(prompts, completions, step=1)
 
 
-def test_layouts():
-    assert iou("[1, 2, 30, 40]", (1, 2, 31, 42), layout="xywh") == 1.0
-    assert iou("[1, 2, 31, 42]", [1, 2, 30, 40], gold_layout="xywh") == 1.0
-    assert iou("[2, 1, 42, 31]", "[1, 2, 31, 42]", layout="yxyx") == 1.0
-    assert boxes_in("[1, 2, 30, -1]", "xywh") == [(1, 2, 31, 1)]
-
-
 def test_the_image_of_several_or_none():
     images = (Image.new("RGB", (10, 10)), Image.new("RGB", (20, 20)))
     second = {"space": "normalized", "gold_space": "pixel", "image_index": 1}
@@ -172,42 +145,6 @@ def test_the_box_rewards_share_their_options(fn):
 
 # box_match -------------------------------------------------------------------------------------
 
-TWO = [[0, 0, 10, 10], [20, 0, 30, 10]]
-
-
-@pytest.mark.parametrize(
-    ("completion", "gold", "f1", "mean"),
-    [
-        ("[20,0,30,10] [0,0,10,10]", TWO, 1.0, 1.0),
-        ("[0,0,10,10]", TWO, 2 / 3, 0.5),
-        ("[0,0,10,10] [0,0,10,10]", TWO, 0.5, 0.5),
-        ("[0,0,10,10] [20,0,30,10] [50,0,60,10]", TWO, 0.8, 2 / 3),
-        ("[0,0,10,5] [20,0,30,4]", TWO, 0.5, 0.45),
-        ("", TWO, 0.0, 0.0),
-        ("there are none", [], 1.0, 1.0),
-        ("[0,0,10,10]", [], 0.0, 0.0),
-    ],
-)
-def test_box_match(completion, gold, f1, mean):
-    assert box_match(completion, gold) == pytest.approx(f1)
-    assert box_match(completion, gold, metric="mean_iou") == pytest.approx(mean)
-
-
-def test_the_matching_is_the_best_one_and_not_the_greedy_one():
-    # the first box overlaps both golds, the nearer one more: greedy would leave the second box without
-    gold = [[0, 0, 10, 10], [4, 0, 14, 10]]
-    text = "[2, 0, 12, 10] [5, 0, 15, 10]"
-    assert box_match(text, gold, threshold=0.6) == 1.0
-    assert box_match(text, gold, metric="mean_iou") == pytest.approx((8 / 12 + 9 / 11) / 2)
-
-
-def test_too_many_boxes_win_nothing():
-    gold = [[0, 0, 10, 10]]
-    assert box_match("[0,0,10,10] " * 100, gold) == pytest.approx(2 / 101)
-    assert box_match("[0,0,10,10] " * 101, gold) == 0.0
-    many = [[i, 0, i + 1, 1] for i in range(120)]
-    assert box_match(" ".join(map(str, many)), many) == 1.0
-
 
 @example([[2.0, 5.0, 0.0], [1.0, 4.0, 0.0], [5.0, 4.0, 3.0]])  # needs the prices of columns
 @given(
@@ -230,20 +167,3 @@ def test_the_assignment_is_the_best_of_all(weights):
         for chosen in itertools.permutations(range(large), small)
     )
     assert sum(weights[i][j] for i, j in pairs) == pytest.approx(best)
-
-
-@pytest.mark.parametrize(
-    ("completion", "score"),
-    [
-        ("(15, 15)", 1.0),
-        ("(20, 10)", 1.0),
-        ("(9.9, 15)", 0.0),
-        ("(15, 20.01)", 0.0),
-        ("(1, 1) or (15, 15)", 1.0),
-        ("[10, 10, 20, 20]", 1.0),
-        ("(-15, 15)", 0.0),
-        ("15", 0.0),
-    ],
-)
-def test_point_in_box(completion, score):
-    assert point_in_box(completion, (10, 10, 20, 20)) == score

@@ -97,8 +97,6 @@ def test_equal_requests_are_asked_once_also_together(server: Server, rows: Any, 
     assert len(server.requests) == 2
     ask(server, "x", template="{completion} {answer}", temperature=0.5)  # another request
     assert len(server.requests) == 3
-    ask(server, "x", template="{completion} {answer}", temperature=0.5, cache=False)
-    assert len(server.requests) == 4
 
 
 def test_images_are_part_of_what_is_equal(server: Server) -> None:

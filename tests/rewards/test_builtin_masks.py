@@ -93,38 +93,6 @@ def test_polygons_are_drawn_by_the_centres_of_cells():
     assert box is not None and drawn(box, (4, 2), (2, 4)).tolist() == [[0, 1, 1, 0]] * 2
 
 
-@pytest.mark.parametrize(
-    ("completion", "score"),
-    [
-        ("[0, 0, 1, 1]", 1.0),
-        ("[0, 0, 0.5, 1]", 0.5),
-        ("[[0, 0], [1, 0], [1, 1], [0, 1]]", 1.0),
-        ("[[0, 0, 0.5, 1], [0.5, 0, 1, 1]]", 1.0),
-        ("[[0, 0, 0.5, 1], [0, 0, 0.5, 1]]", 0.5),
-        ("[-5, -5, 5, 5]", 1.0),
-        ("[2, 2, 3, 3]", 0.0),
-        (json.dumps(LEFT), 0.5),
-        (json.dumps({"mask": LEFT}), 0.5),
-        ("nothing", 0.0),
-    ],
-)
-def test_mask_iou_against_a_polygon(completion, score):
-    assert mask_iou(completion, SQUARE, **UNIT) == score
-
-
-def test_mask_iou_against_an_rle():
-    assert mask_iou("[0, 0, 0.5, 1]", LEFT, space="normalized") == 1.0
-    assert mask_iou("[0, 0, 500, 500]", json.dumps(LEFT), space="0-1000") == 0.5
-    assert mask_iou("[0, 0, 2, 4]", LEFT) == 1.0  # without an image its size is that of the RLE
-    assert mask_iou(json.dumps({"size": [2, 2], "counts": [0, 2, 2]}), LEFT) == 1.0  # another size
-    for size, smaller in (
-        ([3, 1], [2, 1]),
-        ([1, 3], [1, 2]),
-    ):  # the middle one of three is under no centre of two
-        ends = {"size": size, "counts": [0, 1, 1, 1]}
-        assert mask_iou(json.dumps(ends), {"size": smaller, "counts": [0, 2]}) == 1.0
-
-
 def test_mask_iou_in_pixels_of_two_sizes():
     seen, row = (Image.new("RGB", (28, 28)),), Sample("row:0", [], (Image.new("RGB", (56, 112)),))
     gold = [[0, 0], [28, 0], [28, 112], [0, 112]]  # the left half, in the original

@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 
 from mm_grpo.rewards.builtins.ordering import gold_order, listed_items, ordering, share_of_pairs
 
-ABC = ["A", "B", "C"]
-STEPS = ["wash", "cut finely", "cook"]
-
 
 @pytest.mark.parametrize(
     ("text", "gold", "found"),
@@ -31,29 +28,6 @@ STEPS = ["wash", "cut finely", "cook"]
 )
 def test_lists_in_a_text(text: str, gold: list[str], found: list[str]) -> None:
     assert listed_items(text, gold) == found
-
-
-@pytest.mark.parametrize(
-    ("completion", "pairs", "exact"),
-    [
-        ("a, b, c.", 1.0, 1.0),
-        ("B, A, C", 2 / 3, 0.0),
-        ("C, A, B", 1 / 3, 0.0),
-        ("C, B, A", 0.0, 0.0),
-        ("A, C", 1 / 3, 0.0),  # AC of AB, AC, BC
-        ("A, B, C, D", 0.5, 0.0),  # 3 of 6
-        ("A, B, C, C", 0.5, 0.0),
-    ],
-)
-def test_scores_by_hand(completion: str, pairs: float, exact: float) -> None:
-    assert ordering(completion, ABC) == pytest.approx(pairs)
-    assert ordering(completion, ABC, metric="exact") == exact
-
-
-def test_case_and_items_of_several_words() -> None:
-    assert ordering("1. Wash\n2. Cut finely.\n3. Cook", STEPS, metric="exact") == 1.0
-    assert ordering("1. Wash\n2. Cut finely.\n3. Cook", STEPS, ignore_case=False) == 0.0
-    assert ordering("cut finely -> wash -> cook", STEPS) == pytest.approx(2 / 3)
 
 
 def test_golds_as_text_and_numbers() -> None:

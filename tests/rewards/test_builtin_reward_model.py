@@ -81,8 +81,8 @@ def test_several_outputs(make: Any, rows: Any) -> None:
     assert scored(folder, rows, ["a"], output=2) == pytest.approx([share], abs=1e-5)
     assert scored(folder, rows, ["a"], output=2, activation="none") == pytest.approx([logits[2]], abs=1e-5)
     for settings, message in (
-        ({}, "the model has 3 outputs; set output to the one that counts"),
-        ({"output": 3}, r"output=3; the model has 3 output\(s\), counted from 0"),
+        ({}, "output=None; set the one of the model's 3"),
+        ({"output": 3}, "output=3"),
         ({"output": 1, "activation": "relu"}, "activation='relu'; legal are"),
     ):
         with pytest.raises(RewardError, match=message):
@@ -93,7 +93,7 @@ def test_what_cannot_be_scored(make: Any, rows: Any, tmp_path: Path) -> None:
     folder = make()
     for model, text, settings, message in (
         (folder, "a " * 70, {}, r"prompt and completion 1 have 74 tokens, and .* takes 64"),
-        (folder, "a", {"activation": "softmax"}, "activation='softmax' is 1 for a single output"),
+        (folder, "a", {"activation": "softmax"}, "activation='softmax'; legal are"),
         (make(head=False), "a", {}, "is no trained sequence classifier; it lacks score.weight"),
         (str(tmp_path / "none"), "a", {}, "cannot be loaded as a sequence classifier"),
     ):

@@ -10,74 +10,76 @@ from reward_entries import fails, named
 from mm_grpo.rewards import Scorer
 
 HERE = Path(__file__).name
+NAN, VAST = float("nan"), 10**400
+
+
+def inner(box):
+    return 1 / box
+
+
+def logs(what, *values):
+    """A batch function that logs something."""
+
+    def f(completions, log_metric, log_extra):
+        (log_metric if what == "metric" else log_extra)(*values)
+        return [1.0, 1.0]
+
+    return f
+
+
+def long_words(completion):
+    raise ValueError("x" * 10_000_000)
+
+
+def in_a_library(completion):
+    return Path(completion).relative_to("/nowhere")
+
+
+def line_of(fn):
+    return f"at .*{HERE}:{fn.__code__.co_firstlineno + 1}\\."
 
 
 @pytest.mark.parametrize(
-    "value, message",
+    ("fn", "message"),
     [
-        (float("nan"), "nan, which is not finite"),
-        ("0.5", "'0.5', a str"),
-        ([1.0], r"\[1.0\], a list"),
-        (10**400, "1000.*, which is not finite"),
-        (-1e308, r"-1e\+308, which is not finite, or beyond 9.22e\+18"),
-        (1j, "1j, a complex"),
-        (np.float32("nan"), ".*nan.*, which is not finite"),
-    ],
-)
-def test_what_is_no_score_stops_the_run(rows, value, message):
-    scorer = Scorer([named("a", lambda completion: value)])
-    with fails(rf"reward 'a', on row 'row:0' .*returned {message}"):
-        scorer.score(*rows(["some text"]), step=1)
-
-
-def test_an_exception_stops_the_run_and_names_its_line(rows):
-    def inner(box):
-        return 1 / box
-
-    def f(completion, box):
-        return inner(box)
-
-    prompts, completions = rows(["x" * 100, "y"], box=[0, 1])
-    line = inner.__code__.co_firstlineno + 1
-    blamed = rf"row 'row:0' with the completion '{'x' * 80}'... \(100 characters\)"
-    with fails(rf"^reward 'f', on {blamed}, raised ZeroDivisionError: .* at .*{HERE}:{line}\.") as caught:
-        Scorer([named("f", f)]).score(prompts, completions, step=1)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_the_place_is_in_the_users_file_when_a_library_raised(rows):
-    def f(completion):
-        return Path(completion).relative_to("/nowhere")
-
-    with fails(rf"raised ValueError: .* at .*{HERE}:{f.__code__.co_firstlineno + 1}\."):
-        Scorer([named("f", f)]).score(*rows("x"), step=1)
-
-
-def test_a_failure_on_an_absent_column_names_the_remedy(rows):
-    def f(completion, box):
-        return box[0]
-
-    with fails(r"raised TypeError: .*'box' is None; .*needs=\('box',\)"):
-        Scorer([named("f", f)]).score(*rows("xy", box=[None, (1,)]), step=1)
-
-
-@pytest.mark.parametrize(
-    "answer, message",
-    [
+        (lambda completion: NAN, "row 'row:0' .*returned nan, which is not finite"),
+        (lambda completion: "0.5", "row 'row:0' .*returned '0.5', a str"),
+        (lambda completion: [1.0], r"row 'row:0' .*returned \[1.0\], a list"),
+        (lambda completion: VAST, "returned 1000.*, which is not finite"),
+        (lambda completion: -1e308, r"returned -1e\+308, which is not finite, or beyond 9.22e\+18"),
+        (lambda completion: 1j, "returned 1j, a complex"),
+        (lambda completion: np.float32("nan"), "returned .*nan.*, which is not finite"),
         (
-            [1.0],
-            "a batch of 2 completions .rows 'row:0', 'row:1'; .* 'x'.*returned 1 scores; legal is a list of 2",
+            lambda completions, **_: [1.0],
+            "a batch of 2 .rows 'row:0', 'row:1'; .* 'x'.* 1 scores; legal is a list of 2",
         ),
-        (None, "a batch .*returned None; legal is a list of 2"),
-        ("ab", "a batch .*returned 'ab'; legal"),
-        ((1.0 for _ in "ab"), "a batch .*generator"),
-        (np.zeros((2, 1)), "a batch .*legal is a list"),
-        ([1.0, math.nan], "row 'row:1' with the completion 'y', returned nan"),
+        (lambda completions, **_: None, "a batch .*returned None; legal is a list of 2"),
+        (lambda completions, **_: "ab", "a batch .*returned 'ab'; legal"),
+        (lambda completions, **_: (1.0 for _ in "ab"), "a batch .*generator"),
+        (lambda completions, **_: np.zeros((2, 1)), "a batch .*legal is a list"),
+        (lambda completions, **_: [1.0, NAN], "row 'row:1' with the completion 'y', returned nan"),
+        (logs("metric", "m", NAN), r"log_metric\('m'\) got nan; legal is a finite number"),
+        (logs("metric", "m", None), r"log_metric\('m'\) got None"),
+        (logs("metric", "m", VAST), r"log_metric\('m'\) got 1000"),
+        (logs("metric", "rewards/f/mean", 1), r"log_metric\('rewards/f/mean'\)"),
+        (logs("extra", "e", [1, 2, 3]), r"log_extra\('e'\) got 3 values for 2 completions"),
+        (lambda completion, box: inner(box), rf"row 'row:0' .*raised ZeroDivisionError: .* {line_of(inner)}"),
+        (in_a_library, f"raised ValueError: .* {line_of(in_a_library)}"),  # of the user's file
+        (lambda completion, gone: gone[0], r"raised TypeError: .*'gone' is None; .*needs=\('gone',\)"),
+        (long_words, r"raised ValueError: x{2000}\.\.\. \(10000000 characters\) at"),
     ],
 )
-def test_a_batch_answers_with_one_score_per_completion(rows, answer, message):
-    with fails(f"reward 'f', on {message}"):
-        Scorer([named("f", lambda completions, **kwargs: answer)]).score(*rows("xy"), step=1)
+def test_what_is_no_score_stops_the_run(rows, fn, message):
+    batch = rows("xy", box=[0, 1], gone=[None, None])
+    with fails(f"^reward 'f', on .*{message}"):
+        Scorer([named("f", fn)]).score(*batch, step=1)
+
+
+def test_an_exception_is_the_cause_and_a_long_completion_is_cut(rows):
+    blamed = rf"row 'row:0' with the completion '{'x' * 80}'... \(100 characters\)"
+    with fails(f"^reward 'f', on {blamed}, raised ZeroDivisionError") as caught:
+        Scorer([named("f", lambda completion: inner(0))]).score(*rows(["x" * 100, "y"]), step=1)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_masking_leaves_that_completion_without_a_total(rows, caplog):
@@ -111,25 +113,6 @@ def test_masking_a_batch_masks_all_of_its_completions(rows):
             Scorer(["length"], **{key: "skip"})
 
 
-@pytest.mark.parametrize(
-    "log, message",
-    [
-        (lambda metric, extra: metric("m", math.nan), r"log_metric\('m'\) got nan; legal is a finite number"),
-        (lambda metric, extra: metric("m", None), r"log_metric\('m'\) got None"),
-        (lambda metric, extra: metric("m", 10**400), r"log_metric\('m'\) got 1000"),
-        (lambda metric, extra: metric("rewards/f/mean", 1), r"log_metric\('rewards/f/mean'\)"),
-        (lambda metric, extra: extra("e", [1, 2, 3]), r"log_extra\('e'\) got 3 values for 2 completions"),
-    ],
-)
-def test_what_is_logged_is_checked(rows, log, message):
-    def f(completions, log_metric, log_extra):
-        log(log_metric, log_extra)
-        return [1.0, 1.0]
-
-    with fails(message):
-        Scorer([named("f", f)]).score(*rows("xy"), step=1)
-
-
 def test_two_rewards_do_not_log_one_column(rows):
     def f(completion, log_extra):
         log_extra("parsed", 1)
@@ -139,30 +122,18 @@ def test_two_rewards_do_not_log_one_column(rows):
 
 
 @pytest.mark.parametrize(
-    "error", [GeneratorExit("x"), SystemExit("x"), type("Odd", (BaseException,), {})("x")]
+    "error",
+    [GeneratorExit("x"), SystemExit("x"), type("Odd", (BaseException,), {})("x"), KeyboardInterrupt()],
 )
-def test_an_exception_past_exception_is_a_failure_too(rows, error):
+def test_an_exception_past_exception_is_a_failure_too_but_ctrl_c(rows, error):
     def f(completion):
         raise error
 
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            Scorer([f], on_error="mask").score(*rows("a"), step=1)
+        return
     with fails(f"raised {type(error).__name__}: x at .*{HERE}"):
         Scorer([f]).score(*rows("a"), step=1)
     scores = Scorer([f], on_error="mask").score(*rows("a"), step=1)
     assert scores.totals == [None] and scores.metrics["rewards/f/errors"] == 1
-
-
-def test_ctrl_c_in_a_reward_is_no_failure_of_the_reward(rows):
-    def f(completion):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Scorer([f], on_error="mask").score(*rows("a"), step=1)
-
-
-def test_the_message_of_an_exception_is_cut(rows):
-    def f(completion):
-        raise ValueError("x" * 10_000_000)
-
-    with fails(r"raised ValueError: x+\.\.\. \(10000000 characters\) at") as caught:
-        Scorer([f]).score(*rows("a"), step=1)
-    assert len(str(caught.value)) < 3000

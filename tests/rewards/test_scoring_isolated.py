@@ -55,18 +55,24 @@ def test_a_batch_function_in_a_worker(rows, scorer):
     assert scores.extra == {"first": [1, 3]}
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "scores"),
-    [
-        ("behave_async", {}, [4.0, None]),
-        ("judge", {}, [0.25, 0.25]),
-        ("Judge", {"mark": 0.75}, [0.75, 0.75]),
-    ],
-)
-def test_async_functions_objects_and_classes_in_a_worker(rows, scorer, name, settings, scores):
-    made = scorer(isolated(name, **settings))
-    assert made.score(*rows(["a", "none"]), step=1).totals == scores
-    assert made._loop is None
+def test_functions_of_all_kinds_in_workers(rows, scorer, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from mm_grpo.rewards import reward\n"
+        "@reward('decorated', isolated=True, timeout=5, on_error='mask', weight=2.0)\n"
+        "def own(completion):\n    return 4.0\n"
+    )
+    made = scorer(
+        {"name": "length", "isolated": True, "max_length": 2},
+        f"{tmp_path}/own.py:own",
+        isolated("behave_async", **{"as": "async"}),
+        isolated("judge", **{"as": "object"}),
+        isolated("Judge", **{"as": "class"}, mark=0.75),
+        isolated("process", **{"as": "one", "weight": 0}, max_concurrency=1),
+    )
+    assert made.specs[1].options.isolated and made.specs[1].options.on_error == "mask"
+    scores = made.score(*rows(["a", "none", "abc"]), step=1)
+    assert scores.totals == [14.0, 9.0, 13.5] and scores.parts["async"] == [4.0, None, 4.0]
+    assert len(set(scores.parts["one"])) == 1 and made._loop is None
 
 
 def test_the_same_workers_serve_all_steps_and_threads(rows, scorer):
@@ -80,23 +86,6 @@ def test_the_same_workers_serve_all_steps_and_threads(rows, scorer):
     assert workers() == started
 
 
-def test_built_ins_and_decorated_functions(rows, scorer, tmp_path):
-    (tmp_path / "own.py").write_text(
-        textwrap.dedent(
-            """
-            from mm_grpo.rewards import reward
-
-            @reward("decorated", isolated=True, timeout=5, on_error="mask", weight=2.0)
-            def own(completion):
-                return 4.0
-            """
-        )
-    )
-    made = scorer({"name": "length", "isolated": True, "max_length": 2}, f"{tmp_path}/own.py:own")
-    assert made.specs[1].options.isolated and made.specs[1].options.on_error == "mask"
-    assert made.score(*rows(["abc", "ab"]), step=1).totals == [8.5, 9.0]
-
-
 def test_calls_are_spread_and_come_back_in_order_with_rows_of_their_own(rows, scorer, tmp_path):
     texts, folder = ["x" * (i % 50) for i in range(300)], [str(tmp_path)] * 300
     entries = [isolated("length_of"), isolated("lengths_of", **{"as": "b"}), isolated("meets", **{"as": "m"})]
@@ -106,11 +95,6 @@ def test_calls_are_spread_and_come_back_in_order_with_rows_of_their_own(rows, sc
     assert scores.parts["r"] == scores.parts["b"] == [float(len(text)) for text in texts]
     assert scores.parts["m"] == [1.0] * 300  # two processes were in the function at the same time
     assert scores.parts["p"] == [2.0] * 300 and answers == ["a", "b", "c"]
-
-
-def test_max_concurrency_bounds_the_workers(rows, scorer):
-    made = scorer(isolated("process", max_concurrency=1))
-    assert len(set(made.score(*rows(["a"] * 30), step=1).parts["r"])) == 1
 
 
 def test_nothing_that_a_worker_makes_is_unpickled(rows, scorer, tmp_path):
@@ -156,10 +140,10 @@ def test_bad_answers_and_exceptions_read_the_same_with_and_without_isolation(row
     with fails(r"raised RewardError: log_metric\('m'\) got nan"):
         scorer(isolated("bad_log", isolated=apart)).score(*rows("x"), step=1)
     line = next(i for i, text in enumerate(FILE.read_text().splitlines(), 1) if "raise Opaque" in text)
-    with fails(rf"on row 'row:0' with the completion 'opaque', raised Opaque: .* at {FILE}:{line}\."):
+    with fails(
+        rf"on row 'row:0' with the completion 'opaque', raised Opaque: .* at {FILE}:{line}\."
+    ) as caught:
         scorer(entry).score(*rows(["opaque"]), step=1)
-    with fails("raised Mute: its message cannot be shown at") as caught:
-        scorer(entry).score(*rows(["mute"]), step=1)
     assert not apart or (
         isinstance(caught.value.__cause__, WorkerTrace) and "in behave" in str(caught.value.__cause__)
     )
@@ -168,7 +152,6 @@ def test_bad_answers_and_exceptions_read_the_same_with_and_without_isolation(row
 ENDS = {
     "exit": "ended its worker process, which exited with code 3",
     "exit 0": "ended its worker process, which exited with code 0",
-    "memory": r"raised MemoryError \(memory_limit is 1000000000 bytes\) at ",
     "sys.exit": "raised SystemExit: 0",
     "interrupt": "raised KeyboardInterrupt at ",
     "forges": "ended its worker process, which sent what is no answer",
@@ -177,7 +160,7 @@ ENDS = {
 
 @pytest.mark.slow
 def test_all_kinds_of_failure_in_one_step(rows, scorer, caplog):
-    made = ready(scorer(isolated("behave", on_error="mask", memory_limit="1GB", timeout=TIMEOUT)))
+    made = ready(scorer(isolated("behave", on_error="mask", timeout=TIMEOUT)))
     texts = [*ENDS, "loop", "sleep in C", "nan", "none", *"abcdefgh"]
     for step in (1, 2):
         start = time.perf_counter()
@@ -191,7 +174,7 @@ def test_all_kinds_of_failure_in_one_step(rows, scorer, caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_a_failure_stops_the_run_by_default_without_waiting_for_the_others(rows, scorer, end):
-    made, start = scorer(isolated("behave", memory_limit=10**9, timeout=600)), time.perf_counter()
+    made, start = scorer(isolated("behave", timeout=600)), time.perf_counter()
     with fails(f"^reward 'r', on row 'row:1' with the completion '{end}', {ENDS[end]}"):
         made.score(*rows(["a", end, "loop"]), step=1)
     assert time.perf_counter() - start < PATIENCE
@@ -227,21 +210,6 @@ def test_slow_calls_are_no_hangs(rows, scorer):
     # Each takes longer than the step's patience (8 s / 8); the others do not wait for them, and all count.
     made = scorer(isolated("behave", timeout=8))
     assert made.score(*rows(["wait 1.2"] * 2 + ["wait 0.05"] * 10), step=1).totals == [4.0] * 12
-
-
-def test_a_call_that_failed_is_made_again(rows, scorer, tmp_path):
-    own = tmp_path / "own.py"
-    own.write_text(
-        "import os, pathlib\n"
-        "def f(completion):\n"
-        f"    tried = pathlib.Path({str(tmp_path)!r}) / completion\n"
-        "    if not tried.exists():\n"
-        "        tried.write_text('')\n"
-        "        os._exit(1) if completion == 'dies' else 1 / 0\n"
-        "    return 1.0\n"
-    )
-    made = scorer({"name": f"{own}:f", "as": "r", "isolated": True, "retries": 1, "timeout": 20})
-    assert made.score(*rows(["dies", "raises"]), step=1).totals == [1.0, 1.0]
 
 
 def test_workers_killed_between_steps_are_replaced(rows, scorer):

@@ -130,19 +130,6 @@ def test_calls_are_made_before_the_others_are_there(rows, checked, tmp_path):
     assert 0 < scores.metrics["time/reward/touch"] < 20 and scores.metrics["time/reward/noted"] < 1
 
 
-@pytest.mark.parametrize("kind", ["async", "isolated"])
-def test_one_call_at_a_time_goes_by_rows(rows, checked, tmp_path, kind):
-    """With max_concurrency 1 a function that counts its calls counts as it would without."""
-    (tmp_path / "own.py").write_text(
-        "calls = []\ndef count(completion):\n    calls.append(completion)\n    return float(len(calls))\n"
-        "async def awaited(completion):\n    return count(completion)\n"
-    )
-    name = f"{tmp_path}/own.py:" + ("awaited" if kind == "async" else "count")
-    one = checked({"name": name, "as": "n", "max_concurrency": 1, "isolated": kind == "isolated"})
-    order = [2, 0, 5, 1, 4, 3]
-    assert begun(one, rows(TEXTS), order).parts["n"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "isolated"])
 def test_a_timeout_counts_from_the_last_completion(rows, checked, kind):
@@ -235,7 +222,7 @@ def test_workers_that_import_for_long_are_not_waited_for(rows, checked, tmp_path
 def test_where_nothing_can_begin_early(rows, checked):
     one = checked(plain, whole, {"name": gated, "as": "g", "only_if": "plain"})
     assert not one.streams and one.begin(3, (), 1) is None
-    assert not Scorer([isolated("echo_batch")]).streams
+    assert not Scorer([isolated("echo_batch"), isolated("behave", max_concurrency=1, **{"as": "b"})]).streams
     unchecked = Scorer([judged])
     assert unchecked.streams and unchecked.begin(3, (), 1) is None
     one = checked({"name": gated, "as": "g"})

@@ -49,11 +49,11 @@ DONE = (conversation("a", "", "ccc"), conversation("dd"))
 def test_totals_are_sums_and_turns_keep_their_own(isolated: bool, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(FILE)
     entry = {"name": f"{tmp_path / 'r.py'}:by_turn", "per_turn": True, "weight": 0.5, "isolated": isolated}
-    whole = {"name": lambda completion: float(len(completion)), "as": "whole", "clip": [0, 2.5]}
+    whole = {"name": lambda completion: float(len(completion)), "as": "whole"}
     found = score([entry, whole], *DONE)
     assert found.parts == {"by_turn": [4.0, 2.0], "whole": [3.0, 2.0]}
-    assert found.totals == [0.5 * 4 + 2.5, 0.5 * 2 + 2.0]
-    assert found.turns == [(0.5, None, 0.5 * 3 + 2.5), (0.5 * 2 + 2.0,)]
+    assert found.totals == [0.5 * 4 + 3.0, 0.5 * 2 + 2.0]
+    assert found.turns == [(0.5, None, 0.5 * 3 + 3.0), (0.5 * 2 + 2.0,)]
     assert found.metrics["rewards/by_turn/mean"] == 3.0
 
 

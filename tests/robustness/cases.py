@@ -188,8 +188,6 @@ TRAINED: list[tuple[str, str, Mapping[str, Any], int, tuple[str, ...]]] = [
     ("an async sleep", ENDLESS, {"timeout": 0.5}, 2, ("'f'", LATE)),
     ("a segmentation fault, isolated", body(SEGFAULT), ISOLATED, 2, ("'f'", "SIGSEGV")),
     ("os._exit(0)", body("os._exit(0)"), {}, 2, ("'f'", "os._exit(0)")),
-    ("10 GB, isolated", body("x = [0] * (10 ** 10 // 8)\nreturn SCORE"), {**ISOLATED, "memory_limit": "300MB"}, 2,
-     ("memory_limit",)),
     ("another working folder", body("os.chdir('/')\nreturn SCORE"), {}, 0, ("working folder",)),
     ("the same for every completion", body("return 0.5"), {}, 3, ("no update",)),
 ]  # fmt: skip

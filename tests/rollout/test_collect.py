@@ -34,7 +34,7 @@ def seen(completion: str) -> float:
 def specs() -> list[RewardSpec]:
     entries: list[Any] = [
         right,
-        {"name": short, "weight": 0.5, "clip": [None, 2.0]},
+        {"name": short, "weight": 0.5},
         {"name": seen, "weight": 0.0},
     ]
     return resolve_entries(entries)
@@ -71,10 +71,10 @@ def test_totals_are_what_sum_then_normalize_looks_at() -> None:
     assert compute_advantages(scored(2, 2), specs(), AlgorithmConfig()) == want == [(0.0, 0.0), (0.0, 0.0)]
 
 
-def test_clipped_parts_of_unmasked_completions_are_what_normalize_then_sum_looks_at() -> None:
+def test_parts_of_unmasked_completions_are_what_normalize_then_sum_looks_at() -> None:
     want = gdpo(
         [[1.0, 1.0], [None, 1.5]],
-        [Objective(1.0, [[1.0, 0.0], [None, 1.0]]), Objective(0.5, [[0.0, 2.0], [None, 1.0]])],
+        [Objective(1.0, [[1.0, 0.0], [None, 1.0]]), Objective(0.5, [[0.0, 9.0], [None, 1.0]])],
     )
     got = compute_advantages(scored(2, 2), specs(), GDPO)
     assert got == want

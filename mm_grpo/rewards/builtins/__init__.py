@@ -7,7 +7,6 @@
 - `boxes.py`         boxes and points in a text, coordinate spaces
 - `clicking.py`      clicking; points and polygons
 - `masks.py`         mask_iou
-- `temporal.py`      temporal_iou
 - `ordering.py`      ordering
 - `documents.py`     json_schema, table_f1
 - `shaping.py`       format, length, soft_overlong, cosine_length, repetition_penalty, language

@@ -133,13 +133,6 @@ def column_value(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def content_text(content: Any) -> str:
-    """The text of a message's content: the text itself, or its parts of the type "text" joined."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content or () if part.get("type") == "text")
-
-
 def check_choice(option: str, value: str, *legal: str) -> None:
     """ValueError unless an option has one of its legal values."""
     if value not in legal:

@@ -1,8 +1,7 @@
 """Rewards for structured documents: `json_schema` and `table_f1`; and how tables are read from a text.
 
 Tables are rows of cells: HTML, Markdown, CSV and TSV. What a completion can cost is bounded, for models do write
-100,000 opening tags: 200,000 characters and 20,000 cells of a table are read, and a JSON value is held against
-its schema in at most 100,000 checks.
+100,000 opening tags: 200,000 characters and 20,000 cells of a table are read.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import importlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, NoReturn
 
@@ -22,15 +20,12 @@ from mm_grpo.rewards.builtins import library
 from mm_grpo.rewards.builtins.answers import check_choice, final_part, normalise
 from mm_grpo.rewards.registry import reward
 
-MOST_CHECKS = 100_000  # keywords of a schema applied to a value, all levels together
 LONGEST_TABLE = 200_000  # characters
 MOST_CELLS = 20_000
 MOST_SPAN = 100
 
 Table = list[list[str]]
 Entry = tuple[str, str, str]
-
-_checks_left: ContextVar[int] = ContextVar("checks_left")
 
 
 @reward("json_schema")
@@ -44,8 +39,8 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str | None = None) 
     None); null asks for any JSON. The draft is that of its `$schema`, else 2020-12; references to
     other documents are not fetched.
 
-    Returns 1.0 or 0.0, never None; 0.0 too when the schema takes more than 100,000 checks of keywords, or nests
-    deeper than Python can follow. A `pattern` that backtracks is not bounded. ValueError when the schema is no
+    Returns 1.0 or 0.0, never None; 0.0 too for what nests deeper than Python can follow. The time that a schema takes
+    is not bounded: with one that backtracks set `isolated: true` in the entry. ValueError when the schema is no
     schema. For structured extraction: receipts and forms, such as CORD and SROIE. Needs the package jsonschema.
 
     >>> json_schema('{"total": 12.5}', schema={"type": "object", "required": ["total"]})
@@ -58,15 +53,10 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str | None = None) 
         value = json.loads(_unfenced(final_part(completion)), parse_constant=_no_constant)
     except (ValueError, RecursionError):  # RecursionError: 100,000 opening brackets
         return 0.0
-    if validator is None:
-        return 1.0
-    token = _checks_left.set(MOST_CHECKS)
     try:
-        return float(validator.is_valid(value))
-    except (_TooManyChecks, RecursionError, OverflowError):  # OverflowError: 400 digits against a multipleOf
+        return 1.0 if validator is None else float(validator.is_valid(value))
+    except (RecursionError, OverflowError):  # OverflowError: 400 digits against a multipleOf
         return 0.0
-    finally:
-        _checks_left.reset(token)
 
 
 def _unfenced(text: str) -> str:
@@ -98,42 +88,8 @@ def _validator(schema: str) -> Any:
         kind.check_schema(parsed)
     except jsonschema.exceptions.SchemaError as error:
         raise ValueError(f"the schema is not a JSON schema: {error.message}") from error
-    keywords = {**kind.VALIDATORS, "uniqueItems": _unique_items}
-    bounded = jsonschema.validators.extend(kind, {name: _counted(check) for name, check in keywords.items()})
     # With a registry of our own nothing is fetched; the default one opens the address of a "$ref".
-    return bounded(parsed, registry=importlib.import_module("referencing").Registry())
-
-
-class _TooManyChecks(Exception):
-    """The completion has used up its checks."""
-
-
-def _counted(check: Callable[..., Any]) -> Callable[..., Any]:
-    """A keyword's check that counts how often it is called for one completion."""
-
-    def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
-        left = _checks_left.get()
-        if left == 0:
-            raise _TooManyChecks
-        _checks_left.set(left - 1)
-        return check(validator, value, instance, schema)
-
-    return counted
-
-
-def _unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[Any]:
-    """The keyword uniqueItems in linear time; that of jsonschema compares every pair of mappings."""
-    if wanted and validator.is_type(instance, "array") and len(set(map(_hashable, instance))) < len(instance):
-        yield library("json_schema").exceptions.ValidationError("the items are not unique")
-
-
-def _hashable(value: Any) -> Any:
-    """Equal for equal JSON values: 1 is 1.0 and not true."""
-    if isinstance(value, dict):
-        return "object", frozenset((key, _hashable(item)) for key, item in value.items())
-    if isinstance(value, list):
-        return "array", tuple(map(_hashable, value))
-    return ("bool", value) if isinstance(value, bool) else value
+    return kind(parsed, registry=importlib.import_module("referencing").Registry())
 
 
 def _no_constant(name: str) -> NoReturn:

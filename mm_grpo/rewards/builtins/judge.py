@@ -1,6 +1,6 @@
 """The reward `judge`: a model behind an OpenAI-compatible server scores the answer, and sees the image.
 
-The client and its retries are in `chat.py`; here are the question, the cache and the verdict.
+The client is in `chat.py`; here are the question, the cache and the verdict.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.builtins.answers import Answer, content_text, gold_texts, last_match
+from mm_grpo.rewards.builtins.answers import Answer, gold_texts, last_match
 from mm_grpo.rewards.builtins.chat import ask
+from mm_grpo.rewards.call import content_text
 from mm_grpo.rewards.registry import reward
 from mm_grpo.terminal import redact
 
@@ -49,9 +50,8 @@ IMAGES_HELD = 32
 
 _verdicts: OrderedDict[str, float] = OrderedDict()
 _locks: weakref.WeakValueDictionary[tuple[int, str], asyncio.Lock] = weakref.WeakValueDictionary()
-_encoded: OrderedDict[int, tuple[Any, str]] = (
-    OrderedDict()
-)  # by id; the image is held, so the id stays its own
+# by id; the image is held, so the id stays its own
+_encoded: OrderedDict[int, tuple[Any, str]] = OrderedDict()
 
 
 @reward("judge", max_concurrency=8)
@@ -73,7 +73,6 @@ async def judge(
     max_tokens: int = 512,
     attempts: int = 5,
     request_timeout: float = 60.0,
-    cache: bool = True,
 ) -> float | None:
     """The verdict of a judge model, scaled to [0, 1].
 
@@ -90,9 +89,9 @@ async def judge(
     out of range, is no score: it is asked for again, and after `attempts` tries in all it raises.
 
     Tries are repeated, with doubling waits, when the server drops, takes longer than `request_timeout`
-    seconds, or answers 429 (its Retry-After is kept to, by all calls) or 5xx; other answers raise at once. At
-    most 8 calls are in flight; `max_concurrency` in the entry changes it, and `timeout` bounds the step.
-    With `cache` equal requests are asked once in a process (the last 50,000), also when they come together.
+    seconds, or answers 429 (after its Retry-After) or 5xx; other answers raise at once. At most 8 calls are in
+    flight; `max_concurrency` in the entry changes it, and `timeout` bounds the step. Equal requests are asked once
+    in a process (the last 50,000), also when they come together.
 
     Returns a score in [0, 1]; None when the template asks for {answer} and the row has no gold answer.
     RewardError when no verdict came, which stops the run or masks the completion, as on_error says.
@@ -146,8 +145,6 @@ async def judge(
             f"{reply[:200]!r}. Does its template ask for what the pattern {verdict!r} reads?"
         )
 
-    if not cache:
-        return await score()
     key = hashlib.sha256(json.dumps([url, body, verdict, low, high], sort_keys=True).encode()).hexdigest()
     # Equal requests wait for the first one. A lock belongs to one event loop.
     lock = _locks.setdefault((id(asyncio.get_running_loop()), key), asyncio.Lock())

@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.builtins.answers import content_text
+from mm_grpo.rewards.builtins.answers import check_choice
+from mm_grpo.rewards.call import content_text
 from mm_grpo.rewards.registry import reward
 
 _LOADING = threading.Lock()
@@ -106,8 +107,6 @@ def _loaded(model: str, device: str, dtype: str) -> tuple[Any, Any]:
             f"reward_model: {model!r} is no trained sequence classifier; it lacks {', '.join(absent[:5])}"
         )
     if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise RewardError(f"reward_model: the tokenizer of {model!r} has neither a pad nor an end token")
         tokenizer.pad_token = tokenizer.eos_token
     if network.config.pad_token_id is None:  # decoders find the last real token by it
         network.config.pad_token_id = tokenizer.pad_token_id
@@ -117,21 +116,12 @@ def _loaded(model: str, device: str, dtype: str) -> tuple[Any, Any]:
 
 def _head(outputs: int, output: int | None, activation: str | None) -> tuple[int, str]:
     """Output that is read, and the activation before."""
-    if activation not in (None, "none", "sigmoid", "softmax"):
-        raise RewardError(
-            f"reward_model: activation={activation!r}; legal are 'none', 'sigmoid' and 'softmax'"
-        )
-    if outputs > 1 and output is None:
-        raise RewardError(
-            f"reward_model: the model has {outputs} outputs; set output to the one that counts, from 0"
-        )
-    if output is not None and not 0 <= output < outputs:
-        raise RewardError(f"reward_model: output={output}; the model has {outputs} output(s), counted from 0")
-    if outputs == 1 and activation == "softmax":
-        raise RewardError(
-            "reward_model: activation='softmax' is 1 for a single output; use 'sigmoid' or 'none'"
-        )
-    return output or 0, activation or ("none" if outputs == 1 else "softmax")
+    how = activation or ("none" if outputs == 1 else "softmax")
+    check_choice("activation", how, "none", "sigmoid", *(["softmax"] if outputs > 1 else []))
+    column = 0 if output is None and outputs == 1 else output
+    if column is None or not 0 <= column < outputs:
+        raise ValueError(f"output={output}; set the one of the model's {outputs} that counts, from 0")
+    return column, how
 
 
 def _longest(network: Any, tokenizer: Any) -> int:

@@ -10,7 +10,6 @@ import math
 import re
 import unicodedata
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -73,39 +72,29 @@ def follows_format(completion: str, *, template: str | None = None, pattern: str
         if template is not None:
             raise ValueError("format takes a template or a pattern, not both")
         return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
-    form = _parse(TEMPLATE if template is None else template)
-    gaps = _gaps(completion.strip(), form.literals)
-    return float(gaps is not None and all(form.fills(gap) for gap in gaps))
-
-
-@dataclass(frozen=True)
-class _Form:
-    """A template: patterns of the texts between its `...`, and the tags in it."""
-
-    literals: tuple[re.Pattern[str], ...]
-    tags: tuple[str, ...]
-
-    def fills(self, gap: str) -> bool:
-        """True when a text may stand in place of a `...`: not blank, and no part of the form again."""
-        again = any(tag in gap for tag in self.tags) or any(
-            p.pattern and p.search(gap) for p in self.literals
-        )
-        return bool(gap.strip()) and not again
+    literals, parts_of_form = _parse(TEMPLATE if template is None else template)
+    gaps = _gaps(completion.strip(), literals)
+    if gaps is None:
+        return 0.0
+    return float(all(gap.strip() and not any(p.search(gap) for p in parts_of_form) for gap in gaps))
 
 
 @lru_cache
-def _parse(template: str) -> _Form:
+def _parse(template: str) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
+    """The texts between the `...` of a template as patterns, and what may not stand in place of a `...`: these texts,
+    and the tags in them."""
     parts = [part.split() for part in template.split("...")]
     if not any(parts) or not all(parts[1:-1]):
         raise ValueError(
             f"format: the template {template!r} is empty or has two neighbouring '...'; an example is "
             f"{TEMPLATE!r}"
         )
-    literals = tuple(re.compile(r"\s*".join(map(re.escape, part))) for part in parts)
-    return _Form(literals, tuple(re.findall(r"<[^<>]+>", template)))
+    literals = [re.compile(r"\s*".join(map(re.escape, part))) for part in parts]
+    tags = [re.compile(re.escape(tag)) for tag in re.findall(r"<[^<>]+>", template)]
+    return literals, [*(literal for literal in literals if literal.pattern), *tags]
 
 
-def _gaps(text: str, literals: tuple[re.Pattern[str], ...]) -> list[str] | None:
+def _gaps(text: str, literals: Sequence[re.Pattern[str]]) -> list[str] | None:
     """Match the text of each `...`; None when the literals are not all there, in order."""
     if len(literals) == 1:
         return [] if literals[0].fullmatch(text) else None
