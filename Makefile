@@ -92,7 +92,7 @@ FOLDER ?= benchmarks/results/gpu
 gpu-proof: export PYTHONPATH := $(CURDIR)$(if $(WHEELS),:$(abspath $(WHEELS))/site)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-proof: $(if $(DRY),setup)  ## measure on a GPU with the packages of PYTHON, in 40 minutes; DRY=1 tries it on a CPU
 ifdef DRY
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_proof.py --dry
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu_proof.py --dry $(if $(PART),--part $(PART))
 else
 	$(if $(WHEELS),$(PYTHON) -m pip install -q --no-index --no-deps --upgrade --target $(WHEELS)/site $(WHEELS)/*.whl)
 	$(PYTHON) benchmarks/gpu_proof.py --folder $(FOLDER) $(if $(PART),--part $(PART)); status=$$?; \
@@ -100,7 +100,7 @@ else
 endif
 
 gpu-wheels:  ## download what gpu-proof needs on a GPU machine without an index (VLLM=0.25.1: with vLLM)
-	$(PYTHON) benchmarks/gpu_wheels.py build/gpu-wheels $(if $(VLLM),--vllm $(VLLM))
+	$(PYTHON) benchmarks/gpu_wheels.py $(or $(WHEELS),build/gpu-wheels) $(if $(VLLM),--vllm $(VLLM))
 
 # The reference is read out of the source without importing it, so none of our own dependencies are installed.
 docs: .venv-docs/.ready  ## build the site of docs/ in build/docs, links checked

@@ -273,17 +273,18 @@ def run_all(args: argparse.Namespace) -> bool:
     for stage in args.stages:
         if stage not in due:
             show(args.folder, stage)
-    print(f"results: {archive(args) if args.part else args.folder}")
+    whole = [part for part, stages in PARTS.items() if {*stages} <= {*args.stages}]
+    print(f"results: {', '.join(str(archive(part, args.folder)) for part in whole) or args.folder}")
     found_status = {read(args.folder / f"{stage}.json")["status"] for stage in args.stages}
     return found_status <= {"done", "not run"}
 
 
-def archive(args: argparse.Namespace) -> Path:
+def archive(part: int, folder: Path) -> Path:
     """Results and logs of a part in one file."""
-    target: Path = args.folder / f"part-{args.part}.tar.gz"
+    target = folder / f"part-{part}.tar.gz"
     with tarfile.open(target, "w:gz") as packed:
-        for file in sorted(args.folder.iterdir()):
-            if file.stem in args.stages and file.suffix in (".json", ".log"):
+        for file in sorted(folder.iterdir()):
+            if file.stem in PARTS[part] and file.suffix in (".json", ".log"):
                 packed.add(file, file.name)
     return target
 

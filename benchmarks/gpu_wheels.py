@@ -4,7 +4,7 @@
 
 The machine is taken to have torch with CUDA, transformers, peft and pytest, with what these need. PACKAGES are what
 mm_grpo and the stages import beside; versions are those of requirements/cpu.txt, or the newest of what it lacks.
-vLLM comes without the parts in UNUSED, and without its requirements, of which torch alone is larger than all else here.
+vLLM comes without the parts in UNUSED, and of its requirements with OF_VLLM: torch alone is larger than all else here.
 Of qwen-vl-utils only its videos need av, which stays away too.
 """
 
@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -23,8 +24,16 @@ PACKAGES = (
     "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "ruamel-yaml", "qwen-vl-utils", "datasets",
     "dill", "multiprocess", "trl", "fla-core", "flash-linear-attention",
 )  # fmt: skip
-UNUSED = ("vllm/_vllm_fa2_C*", "vllm/vllm-rs*", "vllm/third_party/*")
-"""FlashAttention 2, for cards before the H100; a server; kernels for other models' formats."""
+OF_VLLM = (
+    "apache-tvm-ffi", "blake3", "cachetools", "cbor2", "compressed-tensors", "email-validator", "fastapi", "jsonschema",
+    "jsonschema-specifications", "llguidance", "loguru", "mistral-common", "msgspec", "openai", "openai-harmony",
+    "partial-json-parser", "pybase64", "pycountry", "pydantic-extra-types", "python-multipart", "pyzmq", "referencing",
+    "rpds-py", "sniffio", "starlette", "xgrammar",
+)  # fmt: skip
+"""What vLLM's engine and its worker for a GPU import besides."""
+UNUSED = ("vllm/*_vllm_fa2_C*", "vllm/_moe_C*", "vllm/vllm-rs*", "vllm/third_party/*/*")
+"""FlashAttention 2, for cards before the H100; mixtures of experts; a server; kernels for other models' formats. Of
+third_party its own files stay: pynvml.py finds the GPU."""
 
 
 def pinned(name: str, pins: str) -> str:
@@ -34,6 +43,15 @@ def pinned(name: str, pins: str) -> str:
     """
     found = re.search(rf"^{re.escape(name)}==\S+", pins, re.MULTILINE)
     return found[0] if found else name
+
+
+def asked_by(wheel: Path, names: Iterable[str]) -> list[str]:
+    """`names`, with the versions that a wheel asks for."""
+    with zipfile.ZipFile(wheel) as whole:
+        (file,) = (name for name in whole.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = re.findall(r"^Requires-Dist: ([\w-]+)([^;\n]*)", whole.read(file).decode(), re.MULTILINE)
+    asked = {name.lower().replace("_", "-"): name + versions for name, versions in reversed(lines)}
+    return [asked.get(name, name) for name in names]
 
 
 def trim(wheel: Path) -> None:
@@ -64,14 +82,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vllm", help="its version, where it is wanted")
     args = parser.parse_args(argv)
     pins = PINS.read_text(encoding="utf-8")
-    wanted = [pinned(name, pins) for name in PACKAGES] + ([f"vllm=={args.vllm}"] if args.vllm else [])
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    for platform in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
-        command += ["--platform", platform]
-    command += ["--python-version", args.python, "--dest", str(args.folder), *wanted]
-    subprocess.run(command, check=True)
+    for platform in ("manylinux2014", *(f"manylinux_2_{minor}" for minor in range(17, 32))):
+        command += ["--platform", f"{platform}_x86_64"]
+    command += ["--python-version", args.python, "--dest", str(args.folder)]
+    wanted = [pinned(name, pins) for name in PACKAGES] + ([f"vllm=={args.vllm}"] if args.vllm else [])
+    subprocess.run([*command, *wanted], check=True)
     for wheel in args.folder.glob("vllm-*.whl"):
         trim(wheel)
+        subprocess.run([*command, *asked_by(wheel, OF_VLLM)], check=True)
     sizes = {wheel.name: wheel.stat().st_size for wheel in sorted(args.folder.glob("*.whl"))}
     for name, size in sizes.items():
         print(f"{size / 1e6:>8.1f} MB  {name}")

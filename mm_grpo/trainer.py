@@ -157,7 +157,7 @@ class GRPOTrainer:
         if model is None:
             refuse_too_large(config, processes=self.ranks.world)
         # adapters are drawn from the run's seed, and the caller's random numbers go on as they were
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), memory_explained(config, processes=self.ranks.world):
             torch.default_generator.manual_seed(config.run.seed % 2**63)
             parts = build_parts(
                 config,
@@ -202,7 +202,7 @@ class GRPOTrainer:
                 with self.ranks.fail_together("taking run.dir"):
                     if self.ranks.first:
                         held.enter_context(self.folder.claim())
-                with self.signals:
+                with self.signals, memory_explained(self.config, processes=self.ranks.world):
                     return self._train()
         except BaseException:
             self.close()
@@ -283,7 +283,7 @@ class GRPOTrainer:
         """
         ranks, algorithm, guards = self.ranks, self.config.algorithm, self.guards
         times = dict[str, float]()
-        with timed(times, "step_time"), memory_explained(self.learner):
+        with timed(times, "step_time"):
             rollout = self.pipeline.take(step)  # prompts, completions, rewards, advantages (`collect_step`)
             groups = rollout.groups
             with ranks.fail_together("guards"):

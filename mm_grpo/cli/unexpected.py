@@ -17,7 +17,7 @@ from mm_grpo.run.lock import read_mark
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.terminal import printable, redact
 
-LONGEST = 500
+LONGEST = 900
 """Characters of an error's own text that are shown."""
 PACKAGE = str(Path(__file__).parents[1])
 LIBRARIES = (PACKAGE, "<", *sysconfig.get_paths().values())

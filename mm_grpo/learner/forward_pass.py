@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.errors import ConfigError
 from mm_grpo.learner.forward import PackForward, wrap_model
 from mm_grpo.learner.image_features import SharedFeatures
 from mm_grpo.learner.minibatch import ByCompletion, split_by_completion
@@ -39,7 +38,6 @@ class ForwardPass:
         spread = spread_prompts(planned) if module.masks.apart else []
         self._apart = {id(prompt): prompt for prompt in spread}
         self._shared: SharedFeatures | None = None
-        self._width = 0
         self._prompts = PromptStates(map(self._prefixes, planned))
 
     @property
@@ -52,7 +50,6 @@ class ForwardPass:
         for rows in self.planned:
             pack = layout(rows, self.media_token_ids, self.module.masks.multiple, self._apart)
             self.work.add(pack, rows)
-            self._width = pack.segments.numel()
             yield pack
 
     def ended(self, pack: Pack) -> list[PromptEnd]:
@@ -78,12 +75,6 @@ class ForwardPass:
         if self._shared is not None:
             self.module.features = None
             self.work.images += self._shared.encoded
-        if isinstance(error, torch.OutOfMemoryError):
-            raise ConfigError(
-                f"optim.max_tokens_per_pack: the GPU's memory is full in a pack of {self._width} tokens; lower it, or "
-                "set optim.gradient_checkpointing or optim.offload_optimizer to true, or rollout.vllm.sleep_level to "
-                "1 or 2 (`mm-grpo estimate` says what each of them frees)"
-            ) from error
 
     def _prefixes(self, rows: Sequence[Sequence[Item]]) -> list[Prompt]:
         prompts = (group[0].prompt for row in rows for group in by_group(row))

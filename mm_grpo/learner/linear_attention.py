@@ -146,8 +146,8 @@ def prepare_linear_layers(model: Any) -> Rule | None:
         return plain
     if kernel is None:
         warn_once(
-            "flash-linear-attention cannot be imported: without it layers of linear attention are several times slower "
-            "on a GPU; pip install 'mm_grpo[flash-linear-attention]'"
+            "flash-linear-attention cannot be imported: layers of linear attention run in torch, chunk after chunk "
+            "of tokens; its kernel is what pip install 'mm_grpo[flash-linear-attention]' brings"
         )
         return plain
     wrong = fault(kernel, plain, device, dtype, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)

@@ -54,6 +54,8 @@ def load_model(config: ModelConfig, family: Family) -> Any:
             # straight to a GPU: processes that each build the model on the host first may not fit there together
             device_map=None if device.type == "cpu" else device,
         )
+    except torch.OutOfMemoryError:  # says nothing of the folder
+        raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         refuse_own_code(config.path, error, config.trust_remote_code)
         raise ConfigError(
@@ -137,8 +139,7 @@ def use_checkpointing(model: Any, wanted: bool | None) -> bool:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first GPU, else the CPU; one with a number becomes the process's current one, for vLLM and NCCL go
-    by that. ConfigError when the named device is not there."""
+    """`auto` is the current GPU, else the CPU. ConfigError for a device that is not there, and for another GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

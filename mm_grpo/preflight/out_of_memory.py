@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import torch
-
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError, GuardStop, UserError
-from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import resolve_device
 from mm_grpo.preflight.estimate import phases, sizes_of, what_fits
-from mm_grpo.preflight.memory import EMBEDDED_CACHE, device_memory, run_sentence
+from mm_grpo.preflight.memory import EMBEDDED_CACHE, Phases, device_memory
 
 SMALLER = 0.9
 """Share of the memory that an estimate should need after a card was full although it said that all fits."""
@@ -34,9 +31,7 @@ def refuse_too_large(config: GRPOConfig, *, processes: int = 1) -> None:
     if device.type != "cuda":
         return
     card = device_memory(device)
-    try:
-        found = phases(*sizes_of(config), config, card, processes=processes)
-    except ConfigError:
+    if (found := _phases(config, card, processes)) is None:
         return
     least = max(
         sum(phase.values()) - phase.get(EMBEDDED_CACHE, 0) for phase in (found.learner, found.rollout)
@@ -50,7 +45,7 @@ def refuse_too_large(config: GRPOConfig, *, processes: int = 1) -> None:
 
 
 @contextmanager
-def memory_explained(learner: Learner) -> Iterator[None]:
+def memory_explained(config: GRPOConfig, *, processes: int) -> Iterator[None]:
     """Turn torch's and vLLM's errors of a full GPU into OutOfDeviceMemory, which says what helps."""
     try:
         yield
@@ -58,25 +53,33 @@ def memory_explained(learner: Learner) -> Iterator[None]:
         # a reward may have a GPU of its own that is full
         if isinstance(error, UserError | GuardStop) or not is_out_of_memory(error):
             raise
-        card, config = device_memory(learner.model.device), learner.config
-        found = help_for(config, round(SMALLER * card), learner.ranks.world)
-        raise OutOfDeviceMemory(f"the GPU's memory is full; {found}. {run_sentence(learner)}") from error
+        card = device_memory(resolve_device(config.model.device))
+        found, said = _phases(config, card, processes), help_for(config, round(SMALLER * card), processes)
+        held = "" if found is None else f" ({found.sentence(card)})"
+        raise OutOfDeviceMemory(f"the GPU's memory is full; {said}{held}") from error
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True for torch's error of a full GPU, vLLM's, which its C++ raises as a RuntimeError, and what these caused."""
+    """True for torch's errors of a full GPU, vLLM's, which its C++ raises as a RuntimeError, and what these caused; not
+    for what a server says in an EngineError."""
     while error is not None:
-        full = type(error) is RuntimeError and "out of memory" in str(error).lower()
-        if full or isinstance(error, torch.OutOfMemoryError):
+        of_cuda = type(error).__name__ in ("OutOfMemoryError", "AcceleratorError", "RuntimeError")
+        if of_cuda and "out of memory" in str(error).lower():
             return True
         error = error.__cause__
     return False
 
 
+def _phases(config: GRPOConfig, card: int, processes: int) -> Phases | None:
+    with suppress(ConfigError):  # of a model whose axes the estimate cannot read
+        return phases(*sizes_of(config), config, card, processes=processes)
+    return None
+
+
 def help_for(config: GRPOConfig, card: int, processes: int) -> str:
     """The settings with which a run fits into `card` bytes, in a half sentence."""
     remedy = None
-    with suppress(ConfigError):  # of a model whose axes the estimate cannot read
+    with suppress(ConfigError):
         remedy = what_fits(config, card, processes=processes)
     if remedy is None or not remedy.settings:
         return "take a smaller model, or fewer tokens and pixels (optim.max_tokens_per_pack, data.max_pixels)"

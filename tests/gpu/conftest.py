@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+
+ROOT = Path(__file__).parents[2]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -12,3 +20,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "gpu":
             item.add_marker(pytest.mark.skip(reason="no GPU here: tests/gpu was not run"))
+
+
+@pytest.fixture
+def run_python() -> Callable[..., None]:
+    """Runs `python ARGUMENTS` with the allocator's settings of the command mm-grpo; AssertionError where it fails.
+
+    In a process of its own for a GPU, and no fork of the CPU's fork server.
+    """
+    return _run_python
+
+
+def _run_python(*arguments: object) -> None:
+    paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from helpers import tiny
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.preflight.memory import ModelSizes, device_memory, memory_of_run
+from mm_grpo.preflight.out_of_memory import OutOfDeviceMemory
 from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.vllm import internals
@@ -77,29 +79,43 @@ def test_a_seed_s_samples_are_the_same_alone_and_in_a_batch(engine: tuple[VLLMEn
     assert not any(banned & set(c.token_ids) for c in together)
 
 
-def test_a_run_stays_within_its_estimate(tmp_path: Path) -> None:
+def test_a_run_stays_within_its_estimate(tmp_path: Path, run_python: Callable[..., None]) -> None:
     """In a process of its own: one engine lives in each."""
-    from helpers import processes
-
-    status, said = processes.finished(["-c", RUN, str(BASE), str(tmp_path)], tmp_path / "said.txt")
-    assert status == 0, said[-3000:]
+    run_python("-c", RUN.format("small_run"), tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and all(row["learner/update_norm"] > 0 for row in rows)
     assert all(row["sampling/sampling_logp_difference/mean"] < 0.1 for row in rows)
 
 
-RUN = (
-    "import sys; sys.path.append('tests/gpu'); from test_vllm_gpu import small_run; small_run(*sys.argv[1:])"
-)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
+def test_a_server_on_another_gpu_gets_its_weights_by_nccl(
+    tmp_path: Path, run_python: Callable[..., None]
+) -> None:
+    fields = (
+        "run.max_steps=3",
+        "run.eval_every=0",
+        "run.expected_curve=null",
+        "rollout.server.transfer=nccl",
+    )
+    config, own = BASE.parent / "config.yaml", f"run.dir={tmp_path / 'r'}"
+    run_python("-m", "mm_grpo.cli", "train", config, "--serve", 1, own, *fields)
+    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["sampling/sampling_logp_difference/mean"] < 0.1 for row in rows if row["step"])
 
 
-def small_run(base: str, folder: str) -> None:
-    """Three steps beside vLLM; what the GPU held while each side worked, against the estimate and a tenth."""
-    from mm_grpo.preflight.memory import ModelSizes, device_memory, memory_of_run
+def test_a_card_that_is_full_at_a_wake_ends_the_run_with_what_helps(
+    tmp_path: Path, run_python: Callable[..., None]
+) -> None:
+    run_python("-c", RUN.format("run_on_a_full_card"), tmp_path)
 
+
+RUN = "import sys, test_vllm_gpu; test_vllm_gpu.{}(sys.argv[1])"
+
+
+def trainer_of(folder: str) -> GRPOTrainer:
     config = GRPOConfig.from_dict(
         {
-            "model": {"path": base, "dtype": "bfloat16"},
+            "model": {"path": str(BASE), "dtype": "bfloat16"},
             "rollout": {
                 "engine": "vllm", "prompts_per_step": 8, "num_generations": 8, "max_completion_length": 8,
                 "vllm": {"gpu_memory_utilization": 0.2},
@@ -108,9 +124,31 @@ def small_run(base: str, folder: str) -> None:
             "run": {"dir": f"{folder}/r", "max_steps": 3},
         }
     )  # fmt: skip
+    return GRPOTrainer(config, train=shapes_rows(split="train", size=24, seed=0), rewards=[len])
+
+
+def run_on_a_full_card(folder: str) -> None:
+    """Somebody takes all memory but 256 MiB while the engine sleeps: the weights come back, and the cache does not."""
+    trainer, taken = trainer_of(folder), list[torch.Tensor]()
+    update = trainer.learner.update
+
+    def greedy(groups: Any) -> Any:
+        report = update(groups)
+        torch.cuda.empty_cache()
+        taken.append(torch.empty(torch.cuda.mem_get_info()[0] - 2**28, dtype=torch.uint8, device="cuda"))
+        return report
+
+    trainer.learner.update = greedy  # type: ignore[method-assign]
+    with pytest.raises(OutOfDeviceMemory):
+        trainer.train()
+    engine: Any = trainer.engine
+    assert engine._handle.fault is not None and "kv_cache" in engine._handle.asleep
+
+
+def small_run(folder: str) -> None:
+    """Three steps beside vLLM; what the GPU held while each side worked, against the estimate and a tenth."""
     free, total = torch.cuda.mem_get_info()
-    others = total - free
-    trainer = GRPOTrainer(config, train=shapes_rows(split="train", size=24, seed=0), rewards=[len])
+    others, trainer = total - free, trainer_of(folder)
     held: list[int] = []
     sleep = trainer.engine.sleep
 
@@ -123,7 +161,7 @@ def small_run(base: str, folder: str) -> None:
     trainer.train()
     card = device_memory(torch.device("cuda"))
     found = memory_of_run(
-        ModelSizes.of(trainer.model), config, card, processes=1, checkpointing=trainer.learner.checkpointing,
+        ModelSizes.of(trainer.model), trainer.config, card, processes=1, checkpointing=trainer.learner.checkpointing,
         max_pixels=trainer.processor.max_pixels,
     )  # fmt: skip
     sys.exit(

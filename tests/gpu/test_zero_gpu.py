@@ -1,22 +1,27 @@
-"""Optimizers of two processes on two GPUs: NCCL, reductions that overlap the backward pass, several packs an update."""
+"""DeepSpeed on GPUs: it starts without a CUDA toolkit, and with NCCL reductions overlap the backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import processes
 
 SCRIPT = Path(__file__).parents[1] / "learner" / "overflows.py"
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
-def test_sharded_updates_are_those_of_a_whole_state(tmp_path: Path) -> None:
-    """After a first update without work, with a gradient that is infinite, and with one that is no number."""
-    codes = processes.launch(SCRIPT, 2, (tmp_path, "cuda"), tmp_path / "output")
-    assert codes == [0, 0], processes.outputs(tmp_path / "output", 2)
-    for rank in range(2):
+@pytest.mark.parametrize("world", [1, 2])
+def test_updates_of_every_stage_are_those_of_a_whole_state(
+    world: int, tmp_path: Path, run_python: Callable[..., None]
+) -> None:
+    """Of several packs, after a first update without work, with a gradient that is infinite, and with one that is no
+    number."""
+    if torch.cuda.device_count() < world:
+        pytest.skip("it takes two GPUs")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world)
+    run_python(*launch, SCRIPT, tmp_path, "cuda")
+    for rank in range(world):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         for (kind, dtype, factor), made in found.items():
             whole = found["whole", dtype, factor]

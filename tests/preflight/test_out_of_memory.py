@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from helpers.small_runs import ROWS, config_for, vowels
 
 from mm_grpo import GRPOTrainer
+from mm_grpo.cli.unexpected import describe
 from mm_grpo.errors import ConfigError, EngineError, RewardError
 from mm_grpo.preflight import estimate, out_of_memory
 from mm_grpo.preflight.memory import GB
@@ -62,7 +62,13 @@ def test_the_first_remedy_beside_vllm_is_that_it_sleeps(models: dict[str, Path],
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory."), OF_VLLM], ids=["torch", "vllm"]
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        OF_VLLM,
+    ],
+    ids=["allocator", "torch", "vllm"],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_full_card_ends_in_the_settings_that_help(
@@ -71,10 +77,6 @@ def test_a_full_card_ends_in_the_settings_that_help(
     vllm = {"gpu_memory_utilization": 0.61, "sleep_level": 0}
     config = config_for(models["qwen2_5_vl"], "unused", rollout={"engine": "vllm", "vllm": vllm})
     monkeypatch.setattr(out_of_memory, "device_memory", lambda device: round(6.5 * GB / 0.9))
-    monkeypatch.setattr(out_of_memory, "run_sentence", lambda learner: "what it holds")
-    learner: Any = SimpleNamespace(
-        model=SimpleNamespace(device=torch.device("cpu")), config=config, ranks=SimpleNamespace(world=1)
-    )
 
     def fail() -> None:
         if wrapped:
@@ -82,14 +84,17 @@ def test_a_full_card_ends_in_the_settings_that_help(
         raise error
 
     with (
-        pytest.raises(OutOfDeviceMemory, match=r"set rollout.vllm.sleep_level=2.*what it holds") as found,
-        memory_explained(learner),
+        pytest.raises(
+            OutOfDeviceMemory, match=r"set rollout.vllm.sleep_level=2.*learns.*samples.*of 7.2 GB"
+        ) as found,
+        memory_explained(config, processes=1),
     ):
         fail()
     assert not isinstance(found.value, (ConfigError, EngineError))  # exit code 1
+    assert str(found.value) in describe(found.value)  # not cut short
     # a reward's own GPU, and anything else, is not the learner's
     for other in (RewardError("judge: CUDA out of memory"), ValueError("out of memory")):
-        with pytest.raises(type(other)), memory_explained(learner):
+        with pytest.raises(type(other)), memory_explained(config, processes=1):
             raise other from error if isinstance(other, RewardError) else None
     assert not is_out_of_memory(None)
 

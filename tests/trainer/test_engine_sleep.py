@@ -111,3 +111,20 @@ def test_a_step_whose_learner_fails_closes_the_engine_asleep(
     with pytest.raises(OutOfDeviceMemory):
         trainer.train()
     assert calls_of(trainer)[-3:] == ["sleep", "learner", "close"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["mm_grpo.learner.model.AutoModelForImageTextToText.from_pretrained", "mm_grpo.trainer.check_start"],
+)
+def test_a_gpu_that_is_full_before_the_first_step_is_explained(
+    place: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While weights are read, and as the engine answers for the first time."""
+
+    def full(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(place, full)
+    with pytest.raises(OutOfDeviceMemory):
+        GRPOTrainer(config_for(models["qwen2_vl"], tmp_path / "run"), train=ROWS, rewards=[vowels]).train()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mm_grpo.rollout.weights import digest
+from mm_grpo.rollout.weights import digest, digests
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """vLLM's fused layers and what they are made of, in order; a model's own `packed_modules_mapping` comes on top."""
@@ -86,13 +86,14 @@ class ReadBack:
         That of a packed layer whose columns are not those that came says so, and is no digest of anything.
         """
         own = dict(model.named_parameters(remove_duplicate=False))
-        views = {name: digest(part.to(self._noted[name].dtype)) for name, part in self.parts(model).items()}
+        parts = {name: part.to(self._noted[name].dtype) for name, part in self.parts(model).items()}
         packed: dict[str, bool] = {}
         for name, (owner, leaf, start) in self._places(model).items():
             noted, parameter = self._noted[name], _parameter(own, owner, leaf)
             layer = getattr(model.get_submodule(owner), "cpu_linear", None) if leaf == "weight" else None
             if layer is not None and noted.columns is not None:
                 packed[name] = _holds(layer, parameter, start, noted)
+        views = dict(zip(parts, digests([*parts.values()]), strict=True)) if parts else {}
         if self._views is None:
             self._views = {name for name, value in views.items() if value == self._noted[name].digest}
             self._packed = {name for name, same in packed.items() if same}
