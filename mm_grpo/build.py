@@ -210,8 +210,8 @@ def build_sampler(
 ) -> SamplerParts:
     """As `build_parts`, without a learner. `put_in` may replace the weights of the model once it is loaded.
 
-    An engine with weights of its own reads those at `model.path`; it is sent the others where they were replaced, and
-    servers always, and what arrived is compared with what was sent. The model is then held in the host's memory.
+    An engine with weights of its own reads those at `model.path`; it is sent the others where they were replaced or
+    quantised, and servers always, and what arrived is compared with what was sent. The model is then held in the host's memory.
     """
     from mm_grpo.learner.lora import merged_tensors
     from mm_grpo.learner.model import load_model, resolve_device, resolve_dtype
@@ -230,7 +230,7 @@ def build_sampler(
     if not embedded:
         phase(f"starting {config.rollout.engine}")
     engine = build_engine(limited, model, processor)
-    replaced = put_in is not None and not embedded
+    replaced = (put_in is not None or config.model.quantization is not None) and not embedded
     if replaced or engine.remote:  # servers may hold any weights
         WeightLedger().send(engine, merged_tensors(model), 0)
     return SamplerParts(processor, model, prompt_builder, engine, (limits,) if limits else ())

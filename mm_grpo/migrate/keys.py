@@ -87,7 +87,7 @@ _HUB = (
 _LOG = "the log has every step, in metrics.jsonl and on the terminal"
 _RANKS = "several processes train under ZeRO; set optim.zero_stage and optim.offload_optimizer"
 _IMAGES = "images are made ahead by two threads of each process"
-_WHOLE = "weights are not quantized in mm_grpo"
+_NF4 = "write model.quantization: nf4 (null is none), beside model.lora; double quantisation comes with it"
 _VIDEO = "videos are not in this version of mm_grpo yet; leave it out"
 
 REASONS: Mapping[str, str] = {
@@ -148,7 +148,7 @@ REASONS: Mapping[str, str] = {
     _FSDP: "fsdp fsdp_config",
     "download that revision, and name its folder in model.path": "model_revision",
     "mixture-of-experts models are not trained by mm_grpo": "router_aux_loss_coef",
-    _WHOLE: "load_in_8bit load_in_4bit use_bnb_nested_quant",
+    _NF4: "load_in_8bit load_in_4bit use_bnb_nested_quant",
     "weights are in model.dtype, the optimizer in fp32": "tf32 cast_lm_head_to_fp32 model_init_kwargs",
     "the optimizer is AdamW in fp32": "optim optim_args optim_target_modules lr_scheduler_kwargs",
     "write optim.warmup_steps (= warmup_ratio x run.max_steps)": "warmup_ratio",
@@ -251,7 +251,7 @@ PREFIXES: Mapping[str, str] = {
     "logging_": _LOG,
     "ddp_": _RANKS,
     "dataloader_": _IMAGES,
-    "bnb_": _WHOLE,
+    "bnb_": _NF4,
     "torch_compile": "the model is not compiled in mm_grpo",
 }
 
