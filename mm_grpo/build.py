@@ -211,7 +211,8 @@ def build_sampler(
     """As `build_parts`, without a learner. `put_in` may replace the weights of the model once it is loaded.
 
     An engine with weights of its own reads those at `model.path`; it is sent the others where they were replaced or
-    quantised, and servers always, and what arrived is compared with what was sent. The model is then held in the host's memory.
+    quantised, and servers always, and what arrived is compared with what was sent. The model is then held in the host's
+    memory.
     """
     from mm_grpo.learner.lora import merged_tensors
     from mm_grpo.learner.model import load_model, resolve_device, resolve_dtype

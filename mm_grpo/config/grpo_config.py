@@ -318,7 +318,10 @@ def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     if lora is None and config.model.quantization is not None:
         yield "model.quantization", "needs model.lora, for weights in four bits are not trained"
     if rollout.vllm.engine_kwargs.get("quantization") == "bitsandbytes":
-        yield "rollout.vllm.engine_kwargs", "vLLM's layers of bitsandbytes take no weights that are sent; leave it out"
+        yield (
+            "rollout.vllm.engine_kwargs",
+            "vLLM's layers of bitsandbytes take no weights that are sent; leave it out",
+        )
     if tools and config.algorithm.perception_coef > 0:
         why = "must be 0 with rollout.tools and rollout.environment, which may show what the mask hides"
         yield "algorithm.perception_coef", why

@@ -86,7 +86,7 @@ def adopt_model(
     where = "the model that was passed in"
     if config.quantization is not None:
         raise ConfigError(
-            f"model.quantization = '{config.quantization}': {where} is trained as it is; let it be loaded from model.path"
+            f"model.quantization = '{config.quantization}': {where} is trained as it is; leave one of the two out"
         )
     if hasattr(model, "peft_config"):
         raise ConfigError(

@@ -27,7 +27,7 @@ ARGUMENTS: Mapping[str, str] = {
     "reward_processing_classes": "a reward loads what it needs by itself; leave it out",
     "reward_weights": "give each reward its weight: rewards=[{'name': ..., 'weight': 1.0}, ...]",
     "peft_config": "write it into the config: model=ModelConfig(path=..., lora=LoRAConfig(rank=16, alpha=32))",
-    "quantization_config": "write it into the config: model=ModelConfig(path=..., lora=LoRAConfig(), quantization='nf4')",
+    "quantization_config": "write it into the config: model=ModelConfig(..., lora=LoRAConfig(), quantization='nf4')",
     "optimizers": "the optimizer is AdamW; set it in the config: optim=OptimConfig(...)",
     "rollout_func": "write tools=[...] or environment_factory=..., where the model is to act in several turns",
     "ref_model": "write it into the config: algorithm=AlgorithmConfig(beta=..., reference_path=...)",

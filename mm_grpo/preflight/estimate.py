@@ -198,8 +198,7 @@ def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> 
         if not config.model.freeze_vision:
             yield "model.freeze_vision", True
         yield "model.lora", {"rank": 16}
-    if config.model.quantization is None:
-        yield "model.quantization", "nf4"
+    yield "model.quantization", "nf4"
 
 
 def _fits(found: Phases, card: int) -> bool:

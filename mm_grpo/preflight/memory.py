@@ -177,10 +177,8 @@ def learner_memory(
     head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
     masked = 1 if checkpointing else full
     return {
-        # one layer is whole at a time
-        "weights": b * (model.weights - n - model.quantised + (model.hidden * model.inner if model.quantised else 0))
-        + round(NF4_BYTES * model.quantised)
-        + own * n,
+        "weights": b * (model.weights - n - model.quantised) + round(NF4_BYTES * model.quantised) + own * n,
+        "dequantised layer": b * model.hidden * model.inner if model.quantised else 0,
         "reference": b * model.reference,
         "gradients": gradients,
         "optimizer": 0 if offload else (8 * n + masters) // parts,  # with AdamW's two means
