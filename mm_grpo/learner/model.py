@@ -46,8 +46,8 @@ def load_model(config: ModelConfig, family: Family) -> Any:
     dtype = resolve_dtype(config.dtype, device)
     # straight to a GPU: processes that each build the model on the host first may not fit there together
     options: dict[str, Any] = {"device_map": None if device.type == "cpu" else device}
-    options |= nf4_options(config, found, family, dtype)
     try:
+        options |= nf4_options(config, found, family, dtype)
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             config.path,
             dtype=dtype,

@@ -2,8 +2,9 @@
 
 transformers loads such a model and bitsandbytes' layers run it: each dequantises its weight for a product and its
 gradient. The linear layers of the language model are quantised; the vision tower, its projector, the embedding and the
-head are not. It is done in the host's memory, so that a run's base has the same codes on every device. Whatever leaves
-the model (engines, saved models) is made of `dense` weights.
+head are not. It is done in the host's memory, so that a run's base has the same codes on every device; the scales are
+centred by a mean, whose last bit goes by the number of threads, and checkpoints know the base by its codes. Whatever
+leaves the model (engines, saved models) is made of `dense` weights.
 """
 
 from __future__ import annotations
