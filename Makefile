@@ -38,15 +38,16 @@ test-all: setup  ## run both
 # pyproject.toml says from which versions on its packages serve; nothing else would notice where that is wrong.
 # Run is, for each package with such a version, what uses it the most: pydantic and ruamel.yaml (config), typer and rich
 # (cli), datasets, pillow and qwen-vl-utils (data), jinja2 (processors), transformers, torch and numpy (processors,
-# rollout, learner, trainer), peft (learner, trained), accelerate and deepspeed (distributed), safetensors, xxhash and
-# tensorboard (run), httpx and websockets (environments, rollout), and jsonschema, pycocotools, openai and, in
+# rollout, learner, trainer), peft (learner, trained), bitsandbytes (learner), accelerate and deepspeed (distributed),
+# safetensors, xxhash and tensorboard (run), httpx and websockets (environments, rollout), and jsonschema, pycocotools, openai and, in
 # the examples of docstrings, math-verify and rapidfuzz (rewards). What is our own is the same with every version; vLLM
 # and TRL are tested with the pins of requirements/cpu.txt alone.
 LOWEST := cli/test_cli.py cli/test_cli_help.py config/test_fields.py config/test_yaml_file.py \
 	data/test_images.py data/test_sources.py \
 	distributed/test_accelerate_env.py distributed/test_launches.py distributed/test_zero_updates.py \
 	environments/test_openenv.py rollout/test_served_client.py rollout/test_transformers_engine.py \
-	learner/test_lora.py learner/test_transformers_patches.py learner/test_vision_attention.py \
+	learner/test_lora.py learner/test_quantization.py learner/test_transformers_patches.py \
+	learner/test_vision_attention.py \
 	processors/test_families.py processors/test_qwen_vl.py processors/test_resize.py \
 	rewards/test_builtin_all.py::test_the_examples_in_the_docstrings_run rewards/test_builtin_documents.py \
 	rewards/test_builtin_judge.py rewards/test_builtin_masks.py rewards/test_builtin_values.py rewards/test_scoring_isolated.py \
@@ -106,7 +107,7 @@ gpu-wheels:  ## download what gpu-proof needs on a GPU machine without an index 
 docs: .venv-docs/.ready  ## build the site of docs/ in build/docs, links checked
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
-EXTRAS := $(addprefix --extra ,math text json judge masks openenv tensorboard dev)
+EXTRAS := $(addprefix --extra ,qlora math text json judge masks openenv tensorboard dev)
 requirements: setup  ## compile cpu.txt and docs.txt from their .in, and lowest.txt from pyproject.toml
 	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url \
 		--override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.txt

@@ -38,6 +38,10 @@ MODELS = {
 }
 """Shapes from the models' published config.json files, as assumed here."""
 
+KINDS: dict[str, dict[str, Any]] = {
+    "all weights": {}, "LoRA": {"lora": {"rank": 16}}, "QLoRA": {"lora": {"rank": 16}, "quantization": "nf4"},
+}  # fmt: skip
+
 START, END = "<!-- cards: written by docs/make_memory.py -->", "<!-- end of the cards -->"
 
 
@@ -55,22 +59,22 @@ def cards() -> str:
             path = Path(folder) / name
             path.mkdir()
             (path / "config.json").write_text(json.dumps(shapes))
-            for what, lora in (("all weights", None), ("LoRA", {"rank": 16})):
-                cells = [cell(path, lora, card) for card in CARDS]
+            for what, model in KINDS.items():
+                cells = [cell({"path": str(path), **model}, card) for card in CARDS]
                 rows.append(f"| {name}, {what} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
-def cell(path: Path, lora: dict[str, int] | None, card: int) -> str:
-    found = fit_sentence(what_fits(config_of(path, lora), card * GB, processes=1), card)
+def cell(model: dict[str, Any], card: int) -> str:
+    found = fit_sentence(what_fits(config_of(model), card * GB, processes=1), card)
     short = found.replace(f" on {card} GB", "").partition(", whatever")[0]
     return short.replace("does not fit", "refused").replace("fits with", "refused without")
 
 
-def config_of(path: Path, lora: dict[str, int] | None) -> GRPOConfig:
+def config_of(model: dict[str, Any]) -> GRPOConfig:
     return GRPOConfig.from_dict(
         {
-            "model": {"path": str(path), "lora": lora},
+            "model": model,
             "rollout": {
                 "engine": "vllm",
                 "prompts_per_step": 16,

@@ -166,10 +166,16 @@ def build_parts(
                 "load_processor(...) the same"
             )
         set_special_tokens(processor, config.data.special_tokens)
+    # four bits are not what the engine has, which can then sleep whole
+    may_lend = (
+        config.rollout.engine == "vllm"
+        and config.model.lora is not None
+        and config.model.quantization is None
+    )
     if model is None:
         phase(f"loading the weights of {config.model.path}")
         # a base that vLLM will lend is on the device once, and not twice until then
-        host = _host_copy(config) if config.rollout.engine == "vllm" and config.model.lora is not None else {}
+        host = _host_copy(config) if may_lend else {}
         model = load_model(config.model.model_copy(update=host), processor.family)
     else:
         several = ranks is not None and ranks.world > 1
@@ -180,7 +186,7 @@ def build_parts(
     if config.rollout.engine != "transformers":
         phase(f"starting {config.rollout.engine}")
     engine = build_engine(limited, model, processor, ranks)
-    lent = _share_base(engine, model)
+    lent = _share_base(engine, model) if may_lend else 0
     model.to(device)
     learner = Learner(model, processor, config, updates, ranks)
     sync = VerifiedSync(engine, learner, config)
@@ -211,8 +217,9 @@ def build_sampler(
 ) -> SamplerParts:
     """As `build_parts`, without a learner. `put_in` may replace the weights of the model once it is loaded.
 
-    An engine with weights of its own reads those at `model.path`; it is sent the others where they were replaced, and
-    servers always, and what arrived is compared with what was sent. The model is then held in the host's memory.
+    An engine with weights of its own reads those at `model.path`; it is sent the others where they were replaced or
+    quantised, and servers always, and what arrived is compared with what was sent. The model is then held in the host's
+    memory.
     """
     from mm_grpo.learner.lora import merged_tensors
     from mm_grpo.learner.model import load_model
@@ -232,7 +239,7 @@ def build_sampler(
     if not embedded:
         phase(f"starting {config.rollout.engine}")
     engine = build_engine(limited, model, processor)
-    replaced = put_in is not None and not embedded
+    replaced = (put_in is not None or config.model.quantization is not None) and not embedded
     if replaced or engine.remote:  # servers may hold any weights
         WeightLedger().send(engine, merged_tensors(model), 0)
     return SamplerParts(processor, model, prompt_builder, engine, (limits,) if limits else ())

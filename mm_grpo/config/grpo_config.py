@@ -324,6 +324,13 @@ def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     tools = rollout.tools or rollout.environment is not None
     if lora is not None and lora.vision and config.model.freeze_vision:
         yield "model.lora.vision", "must be false with model.freeze_vision = true"
+    if lora is None and config.model.quantization is not None:
+        yield "model.quantization", "needs model.lora, for weights in four bits are not trained"
+    if rollout.vllm.engine_kwargs.get("quantization") == "bitsandbytes":
+        yield (
+            "rollout.vllm.engine_kwargs",
+            "vLLM's layers of bitsandbytes take no weights that are sent; leave it out",
+        )
     if tools and config.algorithm.perception_coef > 0:
         why = "must be 0 with rollout.tools and rollout.environment, which may show what the mask hides"
         yield "algorithm.perception_coef", why

@@ -25,6 +25,7 @@ Forward
 Weights
 - `model.py`: loading the model that is trained.
 - `lora.py`: adapters.
+- `quantization.py`: frozen weights in four bits beside them.
 - `optimizer.py`: AdamW, schedule, clipping, fp32 master weights, whole in each process.
 - `zero.py`: the same with its state sharded over the processes (DeepSpeed ZeRO-1 and ZeRO-2).
 - `reference.py`: a reference policy that moves during the run.

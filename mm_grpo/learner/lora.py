@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mm_grpo.config import LoRAConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.quantization import dense, dtype_of
 from mm_grpo.learner.transformers_patches import copy_mode
 from mm_grpo.processors.family import Family
 
@@ -108,9 +109,9 @@ def merged_tensors(model: nn.Module, factored: Container[str] = frozenset()) -> 
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner in layers:
             merged = leaf == "weight" and owner not in factored
-            yield f"{owner}.{leaf}", _merged(layers[owner], tensor) if merged else tensor.detach()
+            yield f"{owner}.{leaf}", _merged(layers[owner], tensor) if merged else dense(tensor)
         elif ".lora_" not in name:
-            yield name, tensor.detach()
+            yield name, dense(tensor)
 
 
 def frozen_base(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -124,7 +125,7 @@ def sent_factors(model: nn.Module, factored: Container[str]) -> Iterator[tuple[s
     for name, layer in _layers(model):
         if name in factored:
             down, up = (getattr(layer, part)[ADAPTER].weight.detach() for part in ("lora_A", "lora_B"))
-            dtype = layer.base_layer.weight.dtype
+            dtype = dtype_of(layer.base_layer.weight)
             yield f"base_model.model.{name}.lora_A.weight", down.to(dtype)
             yield f"base_model.model.{name}.lora_B.weight", (up * layer.scaling[ADAPTER]).to(dtype)
 
@@ -159,13 +160,13 @@ def checked_merge(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> It
         if name in layers:
             layer = layers[name]
             delta = layer.get_delta_weight(ADAPTER).detach().float()
-            wanted = layer.base_layer.weight.detach().float() + delta
+            wanted = dense(layer.base_layer.weight).float() + delta
             step = 2.0**-8 if tensor.dtype == torch.bfloat16 else 1e-5
             allowed = step * wanted.abs() + 1e-6 * (1 + delta.abs().max())
             right = bool(((tensor.float() - wanted).abs() <= allowed).all())
         else:
             kept = own.get(name, own.get(".base_layer.".join(name.rsplit(".", 1))))
-            right = kept is not None and torch.equal(kept.detach(), tensor)
+            right = kept is not None and torch.equal(dense(kept), tensor)
         if not right:
             raise ValueError(f"{name} is not what its base weight and its adapter make")
         yield name, tensor
@@ -181,7 +182,7 @@ def merge_lost(model: nn.Module, layers: int = MEASURED) -> float | None:
     lost = moved = 0.0
     with torch.no_grad():
         for layer in found[:: max(1, -(-len(found) // layers))]:
-            base, delta = layer.base_layer.weight.detach(), _delta(layer)
+            base, delta = dense(layer.base_layer.weight), _delta(layer)
             error = _merged(layer, base).float() - base.float() - delta
             lost += float(error.square().sum(dtype=torch.float64))
             moved += float(delta.square().sum(dtype=torch.float64))
@@ -218,7 +219,7 @@ def save_adapter(model: nn.Module, path: str | Path, base: str) -> None:
 
 def _merged(layer: Any, base: Tensor) -> Tensor:
     with torch.no_grad():
-        return (base.detach().float() + _delta(layer)).to(base.dtype)
+        return (dense(base).float() + _delta(layer)).to(dtype_of(base))
 
 
 def _delta(layer: Any) -> Tensor:

@@ -22,6 +22,7 @@ from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
 from mm_grpo.learner.lora import add_adapters
+from mm_grpo.learner.quantization import dense, nf4_options, run_exactly
 from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.model_folder import quantization_of, quoted, read_config, refuse_own_code
@@ -40,19 +41,22 @@ def load_model(config: ModelConfig, family: Family) -> Any:
     """The model at `config.path`, built as `family` says, ready to train. ConfigError when it cannot be read whole."""
     where = f"model.path = '{config.path}'"
     device = resolve_device(config.device)
-    read_config(config.path, trust_remote_code=config.trust_remote_code)
+    found = read_config(config.path, trust_remote_code=config.trust_remote_code)
     _refuse_pickles(where, Path(config.path))
+    dtype = resolve_dtype(config.dtype, device)
+    # straight to a GPU: processes that each build the model on the host first may not fit there together
+    options: dict[str, Any] = {"device_map": None if device.type == "cpu" else device}
     try:
+        options |= nf4_options(config, found, family, dtype)
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             config.path,
-            dtype=resolve_dtype(config.dtype, device),
+            dtype=dtype,
             attn_implementation=_attention(config),
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,  # a pickle runs code when it is read
             ignore_mismatched_sizes=True,  # they are named below
             output_loading_info=True,
-            # straight to a GPU: processes that each build the model on the host first may not fit there together
-            device_map=None if device.type == "cpu" else device,
+            **options,
         )
     except torch.OutOfMemoryError:  # says nothing of the folder
         raise
@@ -64,6 +68,9 @@ def load_model(config: ModelConfig, family: Family) -> Any:
         ) from None
     model, info = loaded
     _refuse_incomplete(where, info)
+    if config.quantization is not None:  # from here on it is saved as any other
+        model.hf_quantizer.remove_quantization_config(model)
+        run_exactly(model)
     model.to(device)
     return _prepare(where, model, config, family)
 
@@ -79,6 +86,10 @@ def adopt_model(
     caller froze stay frozen.
     """
     where = "the model that was passed in"
+    if config.quantization is not None:
+        raise ConfigError(
+            f"model.quantization = '{config.quantization}': {where} is trained as it is; leave one of the two out"
+        )
     if hasattr(model, "peft_config"):
         raise ConfigError(
             f"{where} has adapters of peft: pass the base model, and set model.lora to train adapters (what its own "
@@ -185,7 +196,7 @@ def _refuse_not_finite(where: str, model: Any) -> None:
     """One pass over the weights where they lie, and one number back."""
     with torch.no_grad():
         named = [(name, p) for name, p in model.named_parameters() if p.numel()]
-        ends = [torch.stack(p.aminmax()).isfinite().all() for _, p in named]
+        ends = [torch.stack(dense(p).aminmax()).isfinite().all() for _, p in named]
         if bool(torch.stack(ends).all()):
             return
         wrong = [name for (name, _), finite in zip(named, ends, strict=True) if not finite]

@@ -33,7 +33,7 @@ def load_reference_model(config: GRPOConfig, policy: Any, processor: Processor) 
     """
     path = str(config.algorithm.reference_path)
     changes = {
-        "path": path, "lora": None, "freeze_vision": False, "device": str(policy.device),
+        "path": path, "lora": None, "quantization": None, "freeze_vision": False, "device": str(policy.device),
         "dtype": str(policy.dtype).removeprefix("torch."),
     }  # fmt: skip
     try:

@@ -148,12 +148,12 @@ class VerifiedSync:
 
         Raises GuardStop, naming them, when tensors that changed did not arrive, or arrived changed.
         """
-        whole = self._ledger.empty or not self.engine.holds_weights
-        tensors = self.learner.named_tensors(frozen=whole)
         if self._shared:
-            self.engine.update_weights(tensors, version)
+            self.engine.update_weights((), version)
             self.version = version
             return 0, 0
+        whole = self._ledger.empty or not self.engine.holds_weights
+        tensors = self.learner.named_tensors(frozen=whole)
         with span("sending weights"):
             sent = self._ledger.send(self.engine, tensors, version)
         self.engine.wake()  # not before: caches would take the memory that the weights pass through

@@ -8,13 +8,14 @@ again with one setting more, in the order of what costs least.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.build import processor_of
@@ -79,6 +80,10 @@ def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
     model, family = build_on_meta(config)
     try:
         sizes = ModelSizes.of(model, _reference(config, model))
+        if config.model.quantization is not None:
+            text = family.language_model(model).named_modules()
+            frozen = [m for n, m in text if isinstance(m, nn.Linear) and ".lora_" not in n]
+            sizes = replace(sizes, quantised=sum(m.weight.numel() for m in frozen))
     except (AttributeError, TypeError) as error:
         where = f"model.path = '{config.model.path}'"
         raise ConfigError(
@@ -141,12 +146,17 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
             known[model] = sizes_of(changed)
         return phases(*known[model], changed, card, processes=int(settings.get(PROCESSES, processes)))
 
+    def legal(settings: Mapping[str, Any]) -> bool:
+        return "model.quantization" not in settings or bool(config.model.lora or settings.get("model.lora"))
+
     taken: dict[str, Any] = {}
     current = tried(taken)
     sizes = known[config.model.model_dump_json()][0]
     for name, value in _knobs(config, sizes, card, processes):
         if _fits(current, card):
             break
+        if not legal({**taken, name: value}):
+            continue
         found = tried({**taken, name: value})
         if _excess(found, card) < _excess(current, card) or (current.fault and not found.fault):
             taken[name], current = value, found
@@ -154,7 +164,7 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
         return None
     for name in reversed(list(taken)):
         fewer = {n: v for n, v in taken.items() if n != name}
-        if _fits(found := tried(fewer), card):
+        if legal(fewer) and _fits(found := tried(fewer), card):
             taken, current = fewer, found
     shown = (
         f"{n} {v}" if n == PROCESSES else f"{n}={yaml_repr(v)}".replace("'", "") for n, v in taken.items()
@@ -188,6 +198,7 @@ def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> 
         if not config.model.freeze_vision:
             yield "model.freeze_vision", True
         yield "model.lora", {"rank": 16}
+    yield "model.quantization", "nf4"
 
 
 def _fits(found: Phases, card: int) -> bool:

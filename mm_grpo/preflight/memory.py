@@ -22,6 +22,7 @@ import torch
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.logprobs import chunk_bytes_of
+from mm_grpo.learner.quantization import NF4_BYTES, numbers_of
 from mm_grpo.learner.zero import BUCKET
 from mm_grpo.rollout.transformers_engine import MAX_ROWS
 from mm_grpo.rollout.vllm.launch import can_free_cache_alone
@@ -97,6 +98,7 @@ class ModelSizes:
     vision: VisionSizes | None = None
     trained_numbers: int = 0  # bytes of a trained number, 4 of adapters; 0 is `numbers`
     adapters: int = 0  # weights of adapters, which are not among those that an engine holds
+    quantised: int = 0  # of the weights: those held in four bits, which an engine gets whole
 
     @classmethod
     def of(cls, model: Any, reference: Any = None) -> ModelSizes:
@@ -106,7 +108,7 @@ class ModelSizes:
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         linear = list(getattr(text, "layer_types", None) or ()).count("linear_attention")
         return cls(
-            weights=sum(p.numel() for p in params),
+            weights=sum(map(numbers_of, params)),
             trained=sum(p.numel() for p in params if p.requires_grad),
             numbers=head.element_size(),
             layers=text.num_hidden_layers,
@@ -123,6 +125,7 @@ class ModelSizes:
             vision=VisionSizes.of(model),
             trained_numbers=max((p.element_size() for p in params if p.requires_grad), default=0),
             adapters=sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n),
+            quantised=sum(numbers_of(p) for p in params if hasattr(p, "quant_state")),
         )
 
     @property
@@ -175,7 +178,8 @@ def learner_memory(
     head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
     masked = 1 if checkpointing else full
     return {
-        "weights": b * (model.weights - n) + own * n,
+        "weights": b * (model.weights - n - model.quantised) + round(NF4_BYTES * model.quantised) + own * n,
+        "dequantised layer": b * model.hidden * model.inner if model.quantised else 0,
         "reference": b * model.reference,
         "gradients": gradients,
         "optimizer": 0 if offload else (8 * n + masters) // parts,  # with AdamW's two means
@@ -271,7 +275,7 @@ def shares_base(sizes: ModelSizes, config: GRPOConfig) -> bool:
     """True where the base of adapters lies on the GPU once, as vLLM's (`rollout/vllm/engine.py`), for families that
     vLLM has LoRA layers for. Some versions lend it only where they never sleep."""
     vllm = config.rollout.vllm
-    factors = sizes.adapters > 0 and vllm.engine_kwargs.get("enable_lora", True)
+    factors = sizes.adapters > 0 and not sizes.quantised and vllm.engine_kwargs.get("enable_lora", True)
     return bool(factors and (vllm.sleep_level == 0 or can_free_cache_alone()))
 
 

@@ -20,7 +20,9 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.logp_gap import LIMITS
 from mm_grpo.learner.forward_pass import score
+from mm_grpo.learner.quantization import nf4_options, run_exactly
 from mm_grpo.parity.gaps import Gap, gap_of
+from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.rollout.weights import digest
 from mm_grpo.trained.model import Trained, as_config_error
@@ -98,9 +100,14 @@ def prove(folder: Path, config: GRPOConfig, expected: Expected, *, adapter: bool
 
 
 def load_plain(folder: Path, config: GRPOConfig, dtype: torch.dtype, *, adapter: bool) -> Any:
-    """The model in `folder` by transformers, or the base model with the adapter in `folder` by peft."""
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.model.trust_remote_code}
+    """The model in `folder` by transformers, or the base model, quantised as the run's, with the adapter in `folder` by
+    peft."""
+    trust = config.model.trust_remote_code
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust}
     base = config.model.path if adapter else folder
+    if adapter:
+        cls, found = processor_class(str(base), named=config.model.processor, trust_remote_code=trust)
+        options |= nf4_options(config.model, found, cls.family, dtype)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
         base, use_safetensors=True, output_loading_info=True, **options
     )
@@ -111,6 +118,7 @@ def load_plain(folder: Path, config: GRPOConfig, dtype: torch.dtype, *, adapter:
     if adapter:
         from peft import PeftModel
 
+        run_exactly(model)
         model = PeftModel.from_pretrained(model, str(folder))
     from mm_grpo.learner.model import resolve_device
 

@@ -116,10 +116,9 @@ def model_to_evaluate(
             raise ConfigError(
                 f"--model '{given}': holds adapters without their base model; name the run folder"
             )
-    update = {"path": given or config.model.path, "lora": None} | (
-        {"trust_remote_code": True} if trust else {}
-    )
-    return WholeModel(str(update["path"]), _with_model(config, **update))
+    update: dict[str, Any] = {"lora": None} | ({"path": given, "quantization": None} if given else {})
+    update |= {"trust_remote_code": True} if trust else {}
+    return WholeModel(given or config.model.path, _with_model(config, **update))
 
 
 def find_checkpoint(
@@ -225,7 +224,7 @@ def _chosen(paths: RunPaths, which: str, config: GRPOConfig) -> Path | WholeMode
     found, root = checkpoints_in(paths.checkpoints), paths.root
     if not found:
         if which == "last" and (paths.model / "config.json").is_file():
-            whole = _with_model(config, path=str(paths.model), lora=None)
+            whole = _with_model(config, path=str(paths.model), lora=None, quantization=None)
             note = f"the model of its last step: '{root}' has no checkpoints (run.save_every)"
             return WholeModel(str(paths.model), whole, note)
         raise ConfigError(f"--checkpoint {which}: '{root}' has no checkpoints (run.save_every)")

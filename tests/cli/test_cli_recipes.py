@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def test_what_a_layer_sets() -> None:
     assert config.rollout.vllm.gpu_memory_utilization == 0.5
     back = load_config("geometry3k", ["lora", "full"])
     assert back.model.lora is None and back.learning_rate == 1e-6
+
+
+def test_the_memory_of_four_bits_is_that_of_the_estimate() -> None:
+    quantised = 36 * (2048 * (2048 + 2 * 256 + 2048) + 3 * 2048 * 11008)
+    held = learner_memory(replace(LORA, quantised=quantised), tokens=8192, checkpointing=True)
+    text = find_layers()["qlora"].read_text()
+    for stated in (held["weights"], sum(held.values())):
+        assert f"{stated / 1e9:.1f} GB" in text
+    config = load_config("geometry3k", ["qlora"])
+    assert (
+        config.model.quantization == "nf4"
+        and config.model.lora == load_config("geometry3k", ["lora"]).model.lora
+    )
 
 
 @pytest.mark.parametrize(("layer", "size"), [("gpu24", 24), ("gpu48", 48), ("gpu80", 80)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ def matrix() -> list[Case]:
         case(f"lora-{stage}", lora=4, optim={"zero_stage": stage}, algorithm={"beta": 0.1})
         for stage in (0, 2)
     ]
+    if find_spec("bitsandbytes") is not None:
+        four_bits = {"lora": 4, "quantization": "nf4", "algorithm": {"beta": 0.1}}
+        cases.append(case("qlora-2", **four_bits))
+        cases.append(case("qlora-offloaded", optim={"offload_optimizer": True}, **four_bits))
     return cases
 
 
@@ -186,8 +191,8 @@ def check_all(cases: list[Case], world: int, launched: Any, alone: Any) -> Resul
 
 
 QUICK = (
-    "sgd-2-one", "sgd-2-many", "adamw-2-many", "loss-grpo", "clipped-2", "lora-2", "perception", "turns", "frozen",
-    "checkpointed", "unset-2", "never-2", *(c["name"] for c in trouble() if c["name"].endswith("-2")),
+    "sgd-2-one", "sgd-2-many", "adamw-2-many", "loss-grpo", "clipped-2", "lora-2", "qlora-2", "perception", "turns",
+    "frozen", "checkpointed", "unset-2", "never-2", *(c["name"] for c in trouble() if c["name"].endswith("-2")),
 )  # fmt: skip
 """Cases of the short test; the long one on two processes has the others."""
 

@@ -20,12 +20,13 @@ from helpers import tiny
 from helpers.configs import merged, small_config
 from transformers import AutoModelForImageTextToText
 
-from mm_grpo.config import GRPOConfig, LoRAConfig
+from mm_grpo.config import GRPOConfig, LoRAConfig, ModelConfig
 from mm_grpo.distributed import ranks as distributed
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner import optimizer, zero
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.lora import add_adapters
+from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Completion, Group, Turn
 
@@ -120,7 +121,14 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
         model.model.visual.requires_grad_(False)
     if "lora" in case:  # other random numbers on every process: the first one's count
         torch.manual_seed(ranks.rank)
-        add_adapters(model, LoRAConfig(rank=case["lora"]), processor.family)
+        lora = LoRAConfig(rank=case["lora"])
+        if case.get("quantization"):
+            section = ModelConfig(
+                path=str(path), lora=lora, quantization="nf4", device="cpu", dtype="float32"
+            )
+            model = load_model(section, processor.family)
+        else:
+            add_adapters(model, lora, processor.family)
     scale = 500.0 if case.get("optimizer") == "sgd" else 1.0
     groups = make_groups(processor, SETS[case.get("set", "even")], case.get("advantages", "all"), scale)
     if case.get("turns"):

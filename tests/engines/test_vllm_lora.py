@@ -14,6 +14,7 @@ import torch
 from helpers import tiny
 from helpers.configs import small_config
 from helpers.small_runs import rows_of, vowels
+from helpers.steps import make_groups
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo import GRPOConfig, GRPOTrainer
@@ -77,6 +78,27 @@ def test_a_model_that_is_passed_in_is_what_vllm_samples_from(
         ConfigError, match=r"text_config\.rms_norm_eps is .* the engine is made from model\.path"
     ):
         build_parts(config, 10, [], model=model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vllm_samples_from_the_base_in_four_bits(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    path, rounding = models["qwen2_5_vl"], {"float32": 1e-5, "bfloat16": 8e-3}[dtype]
+    config = config_of(path, tmp_path / "run", dtype, LORA).with_values({"model.quantization": "nf4"})
+    parts = build_parts(config, 10, [])
+    learner, engine = parts.learner, parts.engine
+    groups = make_groups(parts.processor)
+    prompt = groups[0].prompt
+    on_disk = load_model(config.with_values({"model.quantization": None}).model, parts.processor.family)
+    assert gap(learner, engine, prompt) <= rounding
+    assert gap(Learner(on_disk, parts.processor, config, 10), engine, prompt) > 3 * rounding
+    (before,) = learner.score(prompt, [IDS])
+    for version in (1, 2):
+        learner.update(groups)
+        parts.sync.send(version)
+    (after,) = learner.score(prompt, [IDS])
+    assert fmean(abs(a - b) for a, b in zip(before, after, strict=True)) > 3 * rounding
+    assert learner.factored == set(learner.adapted_layers) and gap(learner, engine, prompt) <= rounding
 
 
 def gap(learner: Learner, engine: Any, prompt: Any) -> float:

@@ -219,7 +219,7 @@ def test_refcoco_needs_the_photographs(tmp_path: Path, capsys: pytest.CaptureFix
     assert "there is no folder train2014 in it" in capsys.readouterr().err
 
 
-LAYERS = [layer for layer in find_layers() if layer not in ("vllm", "offload")]
+LAYERS = [layer for layer in find_layers() if layer not in ("vllm", "offload", "qlora")]
 QUICK = {*RECIPES} - {"chartqa", "docvqa", "clicking"}
 """Those that share their reward and layout with none of the others."""
 CELLS = [

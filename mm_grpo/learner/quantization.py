@@ -1,0 +1,87 @@
+"""Frozen weights in four bits: NF4 with double quantisation (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+
+transformers loads such a model and bitsandbytes' layers run it: each dequantises its weight for a product and its
+gradient. The linear layers of the language model are quantised; the vision tower, its projector, the embedding and the
+head are not. It is done in the host's memory, so that a run's base has the same codes on every device; the scales are
+centred by a mean, whose last bit goes by the number of threads, and checkpoints know the base by its codes. Whatever
+leaves the model (engines, saved models) is made of `dense` weights.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+
+from mm_grpo.config import ModelConfig
+from mm_grpo.errors import ConfigError
+from mm_grpo.processors.family import Family
+
+NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight: its code, one of eight bits for the largest of 64, and a float32 for 256 of these."""
+
+
+def nf4_options(config: ModelConfig, found: Any, family: Family, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for the model of the transformers config `found`; none where nothing is quantised.
+
+    ConfigError where bitsandbytes cannot be imported.
+    """
+    if config.quantization is None:
+        return {}
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"model.quantization = '{config.quantization}': bitsandbytes cannot be imported ({error}); install the "
+            "extra 'qlora'"
+        ) from None
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(found, trust_remote_code=config.trust_remote_code)
+    text = {id(part) for part in family.language_model(model).modules()}
+    # transformers by itself leaves the head alone, and quantises the tower
+    kept = [n for n, part in model.named_modules() if isinstance(part, nn.Linear) and id(part) not in text]
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=[f"{re.escape(name)}$" for name in kept],
+    )
+    return {"quantization_config": four_bits, "device_map": {"": "cpu"}}
+
+
+def run_exactly(model: nn.Module) -> None:
+    """Keep layers from packing their weights anew for a CPU with AVX512-BF16, in place.
+
+    There a layer that is not in training would from then on compute in bfloat16, whatever the dtype, without gradients.
+    """
+    for part in model.modules():
+        if hasattr(part, "support_avx512bf16_for_cpu"):
+            part.support_avx512bf16_for_cpu = False
+
+
+def numbers_of(weight: Tensor) -> int:
+    """Numbers that a parameter stands for, of which quantised ones hold two in a byte."""
+    state: Any = getattr(weight, "quant_state", None)
+    return weight.numel() if state is None else int(state.shape.numel())
+
+
+def dtype_of(weight: Tensor) -> torch.dtype:
+    """The dtype of `dense(weight)`."""
+    state: Any = getattr(weight, "quant_state", None)
+    dtype: torch.dtype = weight.dtype if state is None else state.dtype
+    return dtype
+
+
+def dense(weight: Tensor) -> Tensor:
+    """A parameter without its graph; a quantised one as a new tensor of the dtype that it was loaded in."""
+    state: Any = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight.detach()
+    from bitsandbytes.functional import dequantize_4bit
+
+    made: Tensor = dequantize_4bit(weight.detach(), state)
+    return made
