@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 45_300, "tests": 43_500}
+BUDGETS = {"mm_grpo": 45_400, "tests": 43_700}
 """Lines of Python at most."""
 SLACK = 400
 """Lines that a budget may stand above what there is."""
