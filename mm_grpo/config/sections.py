@@ -83,9 +83,8 @@ class ModelConfig(Section):
     """Train low-rank adapters (fp32) and freeze every weight; null trains the weights themselves. Servers and the saved
     model get the sum, rounded to model.dtype (the metric lora/merge_lost); adapter/ has them whole. Default: null."""
     quantization: Literal["nf4"] | None = None
-    """Hold the frozen weights of the language model's linear layers in four bits (QLoRA; needs model.lora and the extra
-    qlora): nf4, with double quantisation; engines and saved models get them dequantised, with the adapters; null holds
-    all in model.dtype. Default: null."""
+    """Hold the frozen weights of the language model's linear layers in four bits: nf4 (QLoRA, with double quantisation;
+    needs model.lora and the extra qlora); engines and saved models get them dequantised. Default: null."""
     freeze_vision: bool = False
     """Leave the weights of the vision tower as they are. Default: false."""
     device: Device = "auto"

@@ -231,10 +231,11 @@ def test_the_page_on_installing_names_every_extra_and_the_versions_of_the_pins()
     text = read("docs/install.md")
     extras = re.findall(r"^\| (`.*?) \|", text.partition("## Extras")[2], re.MULTILINE)
     assert set(re.findall(r"`([\w-]+)`", "".join(extras))) == set(project["optional-dependencies"])
-    asked = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+    optional = project["optional-dependencies"]
+    asked = [*project["dependencies"], *optional["vllm"], *optional["qlora"]]
     pins = read("requirements/cpu.in")
     versions = re.findall(r"^\| (\w+) \| ([\d.]+)[^|]*\| ([\d.]+)", text, re.MULTILINE)
-    assert len(versions) == 8 and versions[0][:2] == ("Python", project["requires-python"].removeprefix(">="))
+    assert len(versions) == 9 and versions[0][:2] == ("Python", project["requires-python"].removeprefix(">="))
     for package, lowest, tested in versions[1:]:
         assert any(one.startswith(f"{package.lower()}>={lowest}") for one in asked), package
         assert re.search(rf"^{package.lower()}(-cpu)?=={re.escape(tested)}", pins, re.MULTILINE), package

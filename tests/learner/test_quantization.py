@@ -26,6 +26,7 @@ from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.rollout.weights import WeightLedger
 from mm_grpo.trained.export import export_run
+from mm_grpo.trained.source import model_to_evaluate
 
 pytest.importorskip("bitsandbytes")
 NF4 = (
@@ -180,6 +181,30 @@ def test_a_killed_run_goes_on_to_the_bit_and_saves_a_whole_model(
     for adapter in (False, True):  # proved with plain transformers, the adapter with peft over four bits
         made = export_run(tmp_path / "cut", tmp_path / f"export-{adapter}", adapter=adapter)
         assert made.gap.mean <= limit / 5 and made.gap.tokens > 8
+
+
+def test_a_cpu_with_packed_kernels_computes_as_any_other(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    path = models["qwen2_5_vl"]
+    model = policy(path).eval()
+    codes = {n: p.data for n, p in model.named_parameters() if hasattr(p, "quant_state")}
+    learner = learner_for(path, model)
+    group = make_groups(learner.processor)[0]
+    learner.score(group.prompt, [c.token_ids for c in group.completions])
+    for name, kept in codes.items():
+        weight: Any = model.get_parameter(name)
+        assert torch.equal(weight.data, kept) and not getattr(
+            weight.quant_state, "packing_format_for_cpu", False
+        )
+
+
+def test_a_folder_that_is_named_is_evaluated_as_it_is(models: dict[str, Path]) -> None:
+    config = config_for(models["qwen2_vl"], model={"lora": ADAPTERS, "quantization": "nf4"})
+    for given, wanted in ((None, "nf4"), (str(models["qwen2_vl"]), None)):
+        found = model_to_evaluate(config, given).config
+        assert found is not None and (found.model.quantization, found.model.lora) == (wanted, None)
 
 
 def test_what_is_refused(models: dict[str, Path]) -> None:
