@@ -103,8 +103,8 @@ def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, r
     from mm_grpo.run.summary import summary_lines
 
     steps = summary["steps"]
-    left = "nothing was left" if trainer.resumed_at == steps else f"in {summary['seconds']:.0f} s"
-    lines = [f"done: {steps} steps, {left}, {where}"]
+    took = ", nothing was left" if trainer.resumed_at == steps else f" in {summary['seconds']:.0f} s"
+    lines = [f"done: {steps} steps{took}, {where}"]
     lines += [f"  {line}" for line in summary_lines(summary)]
     lines += [next_command(config, loaded, summary)] if kept else []
     typer.echo(printable("\n".join(lines)))

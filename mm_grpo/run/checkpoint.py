@@ -26,6 +26,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
@@ -190,8 +192,10 @@ class Checkpoints:
                 found = read_checkpoint(self.folder / f"step-{step:06d}")
                 load_weights(trained, [found.path / str(mark["name"]) for mark in found.manifest["files"]])
             else:
-                section = self.config.model.model_copy(update={"device": "cpu"})
-                base = load_model(section, self.learner.processor.family)
+                dtype = str(self.learner.model.dtype).removeprefix("torch.")
+                section = self.config.model.model_copy(update={"device": "cpu", "dtype": dtype})
+                with torch.random.fork_rng(devices=[]):  # adapters are drawn, and are 0 all the same
+                    base = load_model(section, self.learner.processor.family)
                 for name, parameter in base.named_parameters():
                     if name in trained:
                         trained[name].data.copy_(parameter)
