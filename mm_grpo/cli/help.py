@@ -131,7 +131,8 @@ def field_advice(option: str | None) -> str | None:
     advice = " or ".join(f"{path}=VALUE" for path in homes) or advice_on(name, known)
     if advice is None:
         return None
-    return f"no such option: {option}; a field is set as section.field=VALUE, without dashes: {advice}"
+    how = "" if advice.startswith("it is ") else "a field is set as section.field=VALUE, without dashes: "
+    return f"no such option: {option}; {how}{advice}"
 
 
 def show_version(value: bool) -> None:

@@ -43,7 +43,7 @@ def config(
 def docs(
     name: Annotated[str | None, typer.Argument(help="A page, such as turns.", show_default=False)] = None,
 ) -> None:
-    """Print a page of the documentation, which a message calls docs/NAME.md; without a name list them."""
+    """Print a page of the documentation, such as turns for docs/turns.md; without a name list them."""
     pages = {path.stem: path for path in sorted(shipped_folder("docs").glob("*.md"))}
     if name is None:
         for stem, path in pages.items():

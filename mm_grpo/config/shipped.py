@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 
 from mm_grpo.errors import ConfigError, did_you_mean
-from mm_grpo.migrate.keys import advice_on
 
 
 def find_config(config: str | os.PathLike[str]) -> Path:
@@ -35,8 +34,7 @@ def find_layer(layer: str | os.PathLike[str]) -> Path:
     known = find_layers()
     name = re.sub(r"\.ya?ml$", "", os.fspath(layer))
     if name not in known:
-        hint = f"{advice}; " if (advice := advice_on(name, [])) else did_you_mean(name, known)
-        names = f"{hint}layers are {', '.join(known) or 'none'}"
+        names = f"{did_you_mean(name, known)}layers are {', '.join(known) or 'none'}"
         raise ConfigError(f"'{layer}' is no YAML file, no layer and no section.field=value; {names}")
     return known[name]
 

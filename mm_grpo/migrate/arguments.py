@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mm_grpo.config.grpo_config import GRPOConfig
 from mm_grpo.errors import ConfigError, did_you_mean
-from mm_grpo.migrate.keys import advice_on
 
 P = ParamSpec("P")
 Self = TypeVar("Self")
@@ -28,6 +27,7 @@ ARGUMENTS: Mapping[str, str] = {
     "reward_processing_classes": "a reward loads what it needs by itself; leave it out",
     "reward_weights": "give each reward its weight: rewards=[{'name': ..., 'weight': 1.0}, ...]",
     "peft_config": "write it into the config: model=ModelConfig(path=..., lora=LoRAConfig(rank=16, alpha=32))",
+    "quantization_config": "write it into the config: model=ModelConfig(..., lora=LoRAConfig(), quantization='nf4')",
     "optimizers": "the optimizer is AdamW; set it in the config: optim=OptimConfig(...)",
     "rollout_func": "write tools=[...] or environment_factory=..., where the model is to act in several turns",
     "ref_model": "write it into the config: algorithm=AlgorithmConfig(beta=..., reference_path=...)",
@@ -62,6 +62,5 @@ def _faults(signature: inspect.Signature, args: tuple[Any, ...], given: Mapping[
             "GRPOConfig(...), train=..., rewards=[...]); GRPOConfig.from_dict and from_yaml make one"
         )
     for name in foreign:
-        ours = f"{did_you_mean(name, own)}GRPOTrainer takes {', '.join(own)}"
-        advice = ARGUMENTS.get(name) or advice_on(name, []) or ours
+        advice = ARGUMENTS.get(name, f"{did_you_mean(name, own)}GRPOTrainer takes {', '.join(own)}")
         yield f"{name}: unknown argument; {advice}"

@@ -194,7 +194,9 @@ def test_ms_swift_trains_adapters_unless_told_otherwise(given: dict[str, Any], l
 
 
 def test_four_bits() -> None:
-    found = convert({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "load_in_8bit": True})
+    found = convert(
+        {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "load_in_8bit": True}
+    )
     assert "'quantization': 'nf4'" in str(found.values) or "model.quantization: " in str(found.notes)
     assert list(found.left) == ["load_in_8bit"]
 

@@ -19,6 +19,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image, ImageDraw
 
+from mm_grpo.config import GRPOConfig
+
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 ENV = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
@@ -89,7 +91,8 @@ def test_the_wheel_holds_each_file_once(wheel: Path) -> None:
     held = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
     wanted = [str(f) for f in source_files() if f.parts[0] == "mm_grpo"]
     wanted += [f"mm_grpo/{f}" for f in source_files() if f.parts[0] == "examples"]
-    wanted += [f"mm_grpo/{f}" for f in source_files() if f.match("docs/*.md") or f.match("docs/*.py")]
+    docs = [f for f in source_files() if str(f.parent) == "docs" and f.suffix in (".md", ".py", ".css")]
+    wanted += [f"mm_grpo/{f}" for f in docs]
     assert sorted(held) == sorted(wanted)
 
 
@@ -106,10 +109,9 @@ def rows_of(folder: Path) -> dict[str, str]:
         (folder / name).write_text("file,question,label\n" + "".join(",".join(row) + "\n" for row in part))
     with (folder / "openai.jsonl").open("w") as file:
         for image, question, answer in rows[:15]:
-            url = (
-                "data:image/png;base64," + base64.b64encode((folder / "photos" / image).read_bytes()).decode()
-            )
-            content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+            data = base64.b64encode((folder / "photos" / image).read_bytes()).decode()
+            url = {"url": f"data:image/png;base64,{data}"}
+            content = [{"type": "image_url", "image_url": url}, {"type": "text", "text": question}]
             turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": turns}) + "\n")
     table = [
@@ -121,12 +123,25 @@ def rows_of(folder: Path) -> dict[str, str]:
         for image, question, answer in rows[:15]
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), folder / "trl.parquet")
-    mapped = "data.image_dir=photos|data.columns={image: file, prompt: question, answer: label}"
-    return {
-        "labels.csv": mapped,
-        "openai.jsonl": "data.text_only=false",
-        "trl.parquet": "data.text_only=false",
+    names = sorted({answer for _, _, answer in rows})
+    coco = {
+        "images": [{"id": n, "file_name": row[0], "question": row[1]} for n, row in enumerate(rows)],
+        "annotations": [
+            {"id": n, "image_id": n, "category_id": names.index(row[2]), "bbox": [10 + n, 20, 40, 40]}
+            for n, row in enumerate(rows)
+        ],
+        "categories": [{"id": n, "name": name} for n, name in enumerate(names)],
     }
+    (folder / "coco.json").write_text(json.dumps(coco))
+    kinds = {
+        "labels.csv": "data.image_dir=photos|data.columns={image: file, prompt: question, answer: label}",
+        "openai.jsonl": "data.layout=openai",
+        "trl.parquet": "data.layout=trl",
+        "coco.json": "data.image_dir=photos|data.prompt_template=Say: {question}|data.columns={answer: category}",
+    }
+    if "data.prompt_template" not in GRPOConfig.all_paths:  # nor are files of COCO read
+        del kinds["coco.json"]
+    return kinds
 
 
 @pytest.mark.long
@@ -142,7 +157,8 @@ def test_a_newcomer_with_the_installed_wheel(wheel: Path, tmp_path: Path) -> Non
         "rollout.num_generations=4", "rollout.max_completion_length=6", "optim.learning_rate=3e-4", "run.max_steps=2",
     ]  # fmt: skip
     lines = ["init|mine"]
-    for name, fields in rows_of(here).items():
+    kinds = rows_of(here)
+    for name, fields in kinds.items():
         config = "|".join(["mine/config.yaml", *given, f"data.train={name}", fields, f"run.dir=runs/{name}"])
         lines += [f"check|{config}", f"train|{config}"]
     evaluated = (
@@ -164,6 +180,6 @@ def test_a_newcomer_with_the_installed_wheel(wheel: Path, tmp_path: Path) -> Non
     assert answer["version"] == "0.1.0"
     assert sorted(answer["names"]) == modules_on_disk()
     assert (site / "bin" / "mm-grpo").exists()
-    assert output.count("done: 2 steps") == 3 and (here / "model/config.json").is_file()
+    assert output.count("done: 2 steps") == len(kinds) and (here / "model/config.json").is_file()
     assert (here / "runs/python/report.html").is_file()
     assert json.loads((here / "found.json").read_text())
