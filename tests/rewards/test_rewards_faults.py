@@ -51,7 +51,7 @@ def line_of(fn):
         (lambda completion: np.float32("nan"), "returned .*nan.*, which is not finite"),
         (
             lambda completions, **_: [1.0],
-            "a batch of 2 .rows 'row:0', 'row:1'; .* 'x'.* 1 scores; legal is a list of 2",
+            "a batch of 2 .* .rows 'row:0', 'row:1'; .* 'x'.* 1 scores; legal is a list of 2",
         ),
         (lambda completions, **_: None, "a batch .*returned None; legal is a list of 2"),
         (lambda completions, **_: "ab", "a batch .*returned 'ab'; legal"),
