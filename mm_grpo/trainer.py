@@ -24,6 +24,7 @@ from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.guards import Guards
+from mm_grpo.health.image_files import readable
 from mm_grpo.health.logp_gap import sampled_gap
 from mm_grpo.health.update_happens import finite_loss, update_happens
 from mm_grpo.migrate.arguments import explain_arguments
@@ -112,8 +113,12 @@ class GRPOTrainer:
         config, toolbox = self.config, self.toolbox
         several_turns = toolbox is not None
         self.scorer = scorer = Scorer(reward_entries(config, rewards, toolbox), several_turns=several_turns)
-        self.train_set = load_train(config, train, needs=scorer.check)
-        self.eval_sets = load_eval(config, eval, needs=scorer.check)
+        drop, turns = config.data.on_bad_image, several_turns
+        self.train_set = readable(
+            load_train(config, train, needs=scorer.check, turns=turns), drop, self.ranks
+        )
+        sets = load_eval(config, eval, needs=scorer.check, turns=turns)
+        self.eval_sets = {name: readable(rows, drop, self.ranks) for name, rows in sets.items()}
         if toolbox is not None:
             asking = scorer.asking_for(("environment", "environments"), self.train_set.columns)
             toolbox.place(asking, processes=self.ranks.world)

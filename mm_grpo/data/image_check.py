@@ -24,6 +24,11 @@ class MissingImages(DataError):
     """Rows would be trained on without their images."""
 
 
+def rows_to_look_at(dataset: Dataset) -> range:
+    """All rows of a dataset in memory, of others LOOKED_AT, evenly spaced."""
+    return range(0, len(dataset), 1 if dataset.in_memory else -(-len(dataset) // LOOKED_AT))
+
+
 def check_images(dataset: Dataset, *, verify: bool) -> None:
     """Refuse rows that would be trained on without their images. Without `verify`, a row that cannot be read is passed,
     unless none has a prompt.
@@ -35,7 +40,7 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
         MissingImages: a row without an image of its own has a column that looks like one, or no row has an image.
         DataError: with `verify`, a row that is looked at cannot be read.
     """
-    indices = range(0, len(dataset), 1 if dataset.in_memory else -(-len(dataset) // LOOKED_AT))
+    indices = rows_to_look_at(dataset)
     with_image = readable = 0
     warned: set[str] = set()
     names: dict[str, None] = {}

@@ -97,16 +97,18 @@ def load_train(
     *,
     verify: bool = True,
     needs: Needs | None = None,
+    turns: bool = False,
 ) -> Dataset:
     """The training rows: `given`, else `data.train`. DataError when there are none.
 
     With `verify` the rows are checked at once, and the first wrong one raises. Rows whose images would not be read are
-    refused in any case, unless `data.text_only`. `needs` raises for what the rewards ask for and no row has.
+    refused in any case, unless `data.text_only`, or with `turns`: tools and environments, also those of the config,
+    may show images. `needs` raises for what the rewards ask for and no row has.
     """
     source = mixture_of(config.data.train) if given is None else given
     if source is None:
         raise DataError("data.train is not set: give a .jsonl path, a task mapping, or train=rows in Python")
-    return _load_checked(source, config, "train", verify, needs, trained=True)
+    return _load_checked(source, config, "train", verify, needs, turns, trained=True)
 
 
 def load_eval(
@@ -115,6 +117,7 @@ def load_eval(
     *,
     verify: bool = True,
     needs: Needs | None = None,
+    turns: bool = False,
 ) -> dict[str, Dataset]:
     """The evaluation sets by name, the headline first; a single source is named "eval". Options as of `load_train`.
 
@@ -140,18 +143,26 @@ def load_eval(
                 f"{name}: weight is for training; an evaluation answers every row once: leave it out"
             )
     return {  # uids and tables tell a set called train from the training set
-        name: _load_checked(source, config, "eval:train" if name == "train" else name, verify, needs)
+        name: _load_checked(source, config, "eval:train" if name == "train" else name, verify, needs, turns)
         for name, source in sources.items()
     }
 
 
 def _load_checked(
-    source: Source, config: GRPOConfig, name: str, verify: bool, needs: Needs | None, *, trained: bool = False
+    source: Source,
+    config: GRPOConfig,
+    name: str,
+    verify: bool,
+    needs: Needs | None,
+    turns: bool,
+    *,
+    trained: bool = False,
 ) -> Dataset:
     """The dataset, unless its rows lack prompts, images or what the rewards ask for."""
     dataset = load(source, config.data, name, verify=False)
+    needed = not (turns or config.rollout.tools or config.rollout.environment)
     for part in dataset.parts:
-        if not (config.data.text_only if part is dataset else part.text_only):
+        if needed and not (config.data.text_only if part is dataset else part.text_only):
             check_images(part, verify=verify)
         elif verify:
             part.verify()

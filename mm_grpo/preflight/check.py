@@ -1,7 +1,7 @@
 """`mm-grpo check`: everything a run would stumble over, found before a model is loaded.
 
 Every row of every set is decoded and made into a prompt, and every reward is called on the row's own right
-answer and on wrong ones (gold_answers.py). All failing rows are listed, not only the first.
+answer and on wrong ones (gold_answers.py). Failing rows are listed by cause.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from rich.table import Table
 
 from mm_grpo.build import plan_run, processor_of
 from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
-from mm_grpo.errors import ConfigError, DataError, UserError
+from mm_grpo.errors import ConfigError, DataError, UserError, by_cause
+from mm_grpo.health.image_files import readable
 from mm_grpo.pages.check_page import ROWS, CheckPage
 from mm_grpo.preflight.estimate import checkpoint_note
 from mm_grpo.preflight.gold_answers import Failure, RewardCheck, RewardReport
@@ -29,7 +31,7 @@ from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric
-from mm_grpo.rollout.prompts import PromptBuilder, TooLong, context_of
+from mm_grpo.rollout.prompts import PromptBuilder, context_of
 from mm_grpo.run.evaluations import blind_controls
 from mm_grpo.terminal import cell, print_line, printable
 
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from mm_grpo.types import Prompt
 
 SHOWN = 20
-"""Failing rows listed per set and per reward; the others are counted."""
+"""Causes of failing rows that are listed for a set and for a reward; the others are counted."""
 
 
 WIDTH = 120
@@ -78,6 +80,8 @@ def check_config(  # noqa: PLR0915
     EvalMetric.of(config, [spec.name for spec in scorer.specs])
     train = load_train(config, verify=False, needs=scorer.check)
     evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
+    if config.data.on_bad_image == "drop":
+        train, *evaluations = (readable(each, "drop", Ranks()) for each in (train, *evaluations))
     sets = {dataset.name: dataset for dataset in (train, *evaluations)}
     specs = scorer.specs[: len(scorer.specs) - len(own)]  # an environment's own has no right answer
     scorer.close()
@@ -113,16 +117,13 @@ def check_config(  # noqa: PLR0915
             notes.append(f"{name}: rows in the layout {' and '.join(dataset.layouts)} (data.layout)")
         spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
         table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(images), spread)
-        failures += _listed(name, failed)
-        if dropped and not lengths:
-            failures.append(
-                f"{name}: no row is left: {dropped} of {len(looked)} prompts are longer than {builder.limit_name} "
-                f"allows ({builder.limit} tokens); raise the limit, or lower data.max_pixels"
-            )
-        elif dropped:
-            notes.append(
-                f"{name}: left out as too long (data.on_overlong = drop): {dropped} of {len(looked)}"
-            )
+        failures += _listed(name, failed, len(looked))
+        left_out = [
+            f"{name}: left out ({field} = drop): {len(of)} of {len(looked)}, the first {of[0]}"
+            for field, of in dropped.items()
+        ]
+        notes += left_out if lengths else []
+        failures += [] if lengths else left_out
     if config.run.eval_blind is not None and not failures:
         first = {dataset.name: dataset for dataset in evaluations[:1]}
         try:
@@ -170,12 +171,13 @@ def _walk(
     rewards: RewardCheck,
     console: Console,
     page: CheckPage | None,
-) -> tuple[list[int], int, list[str], int]:
-    """Of the rows that can be used prompt lengths and the count of images; of the others the messages of those
-    that stop a run, and the count of those that it drops."""
+) -> tuple[list[int], int, list[str], dict[str, list[str]]]:
+    """Of the rows that can be used prompt lengths and the count of images; of the others the messages about those
+    that stop a run, and about those that it drops, by the field that says so."""
     lengths: list[int] = []
-    images = dropped = 0
+    images = 0
     failed: list[str] = []
+    dropped: dict[str, list[str]] = {}
     indices = track(
         range(len(dataset)),
         description=escape(printable(dataset.name, lines=False)),
@@ -184,21 +186,20 @@ def _walk(
         disable=not console.is_terminal,
     )
     for index in indices:
-        row, drops = dataset.row_name(index), False
+        row, field = dataset.row_name(index), None
         # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
         uid = f"{dataset.uid(index)}: "
         try:
             prompt = prompt_builder.process(dataset.sample(index))
             message = uid + broken if (broken := broken_limit(prompt)) else ""
         except UserError as error:
-            message, drops = str(error), isinstance(error, TooLong) and prompt_builder.policy == "drop"
+            message, field = str(error), prompt_builder.dropped_by(error)
         if message:
-            dropped += drops
-            failed += (
-                [] if drops else [f"{row}: {message[len(uid) :]}" if message.startswith(uid) else message]
-            )
+            message = message.removeprefix(uid)
+            about = message if message.startswith(row) else f"{row}: {message}"
+            (failed if field is None else dropped.setdefault(field, [])).append(about)
             if page is not None:
-                page.refuse(dataset.name, row, "left out: " * drops + message.removeprefix(uid))
+                page.refuse(dataset.name, row, ("" if field is None else "left out: ") + message)
             continue
         lengths.append(len(prompt.token_ids))
         images += len(prompt.engine_prompt.images)
@@ -208,9 +209,11 @@ def _walk(
     return lengths, images, failed, dropped
 
 
-def _listed(name: str, failed: Sequence[str]) -> list[str]:
-    more = [f"{name}: {len(failed) - SHOWN} more rows fail"] if len(failed) > SHOWN else []
-    return [*failed[:SHOWN], *more]
+def _listed(name: str, failed: Sequence[str], rows: int) -> list[str]:
+    """One message for each cause why some of `rows` rows fail, SHOWN at most."""
+    causes = by_cause(failed, rows)
+    more = [f"{name}: rows fail for {len(causes) - SHOWN} more reasons"] if len(causes) > SHOWN else []
+    return [*causes[:SHOWN], *more]
 
 
 def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> None:
@@ -229,10 +232,10 @@ def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> 
 def _result(report: RewardReport) -> str:
     if report.failures:
         return f"{len(report.failures)} row(s) fail"
+    if 0 < report.rows == report.unapplied:
+        return "applies to no row" + (": `when` names none of them" if report.rows == report.excluded else "")
     if report.skipped:
         return report.skipped
-    if 0 < report.rows == report.unapplied:
-        return "applies to no row"
     if not report.gold:
         return "not judged: no row has a right answer for it"
     return "ok" + (f", does not apply to {report.none} row(s)" if report.none else "")
@@ -242,7 +245,7 @@ def _faults(report: RewardReport, name: str, *, whole: bool) -> Iterator[str]:
     """What is wrong with a reward on the set `name`, by row and as a whole; `whole` where that is all that is trained
     on."""
     reward = f"reward {report.name!r}"
-    yield from _listed(report.name, [_described(failure) for failure in report.failures])
+    yield from _listed(report.name, [_described(failure) for failure in report.failures], report.rows)
     if whole and report.applies_nowhere:
         yield (
             f"{reward} applies to no row of {name}: in all {report.rows} a column that it needs is null, or the right "
