@@ -34,12 +34,14 @@ from mm_grpo.data.columns import (
     check_columns,
     locate,
     nested_names,
+    quoted,
     rename,
+    template_names,
     value_at,
 )
 from mm_grpo.data.images import MAX_BYTES, look_at_image, open_images, read_encoded
 from mm_grpo.data.rows import Fields, read_row
-from mm_grpo.errors import DataError
+from mm_grpo.errors import DataError, did_you_mean
 from mm_grpo.types import Sample
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ FIRST_ROWS = 16
 
 
 class Dataset:
-    """Rows by index, read as samples. To check more of a row or of its images at the start: `verify`, `check`.
+    """Rows by index, read as samples. To check more of a row at the start: `verify`.
 
     Args:
         rows: a list of rows, or anything with a length, an index and `column_names`.
@@ -63,8 +65,7 @@ class Dataset:
         name: what the dataset is called, in uids and in messages.
         row_name: what messages call row i; "<name> row i" if not given.
         folder: where relative image paths start when `settings.image_dir` is not set; by row where it is a function.
-        verify: read rows (not images) now: all of a list, the first of anything else. False is for
-            those who call `check` next.
+        verify: read rows (not images) now: all of a list, the first of anything else.
         added: columns that every row gets, with their values.
 
     Raises:
@@ -93,8 +94,15 @@ class Dataset:
         if len(rows) == 0:
             raise DataError(f"the dataset {name!r} has 0 rows; training and evaluation need at least 1")
         check_columns(settings.columns, self._available(), f"the dataset {name!r}")
+        named = rename(self._dataset_columns, settings.columns)
+        for column in template_names(settings.prompt_template or ""):
+            if locate(column, named) is None:
+                raise DataError(
+                    f"data.prompt_template asks for {column!r}, and the dataset {name!r} has no such column; "
+                    f"{did_you_mean(column, named)}it has: {quoted(named)}"
+                )
         self._added = dict(added or {})
-        for column in self._added.keys() & rename(self._dataset_columns, settings.columns).keys():
+        for column in self._added.keys() & named.keys():
             raise DataError(
                 f"{name}: {column}={self._added[column]!r} is to be put on every row, and the rows have a column "
                 f"{column!r}; leave it out, or give the rows' own another name in columns"
@@ -224,14 +232,6 @@ class Dataset:
         for index in range(len(self) if self.in_memory else 1):
             self.fields(index)
 
-    def check(self) -> Iterator[tuple[str, DataError]]:
-        """Read every row and decode every image; yield the name of each row that fails, and why."""
-        for index in range(len(self)):
-            try:
-                self.sample(index)
-            except DataError as error:
-                yield self.row_name(index), error
-
     def head(self, count: int) -> Dataset:
         """The first `count` rows under their own names and uids; all of them when there are fewer."""
         return self._changed(_kept=self._kept[:count])
@@ -243,6 +243,17 @@ class Dataset:
     def with_parts(self, parts: Sequence[Dataset]) -> Dataset:
         """The same of other parts, one for each of `parts`."""
         return parts[0]
+
+    def row_keys(self) -> Iterator[tuple[Hashable, str]]:
+        """A key, equal for rows with the same messages, files and bytes, and the name of each row in memory without
+        PIL images."""
+        for part in self.parts:
+            for index in range(len(part) if part.in_memory else 0):
+                with suppress(DataError):
+                    fields, folder = part.encoded_fields(index), part._image_folder(part._kept[index])
+                    if not any(isinstance(image, Image.Image) for image in fields.images):
+                        keys = (image_key(image, folder) for image in fields.images)
+                        yield (str(fields.messages), *keys), part.row_name(index)
 
     def look_at_images(self, index: int) -> Callable[[], None]:
         """Read row `index` now; the function that is returned raises BadImage where `look_at_image` does for one."""
@@ -322,7 +333,7 @@ class Dataset:
     def _read(self, row: Any, at: int) -> Fields:
         given = {
             name: getattr(self._settings, name)
-            for name in ("columns", "system_prompt", "layout", "answer_from")
+            for name in ("columns", "system_prompt", "layout", "answer_from", "prompt_template")
         }
         fields = read_row(row, row_name=self._row_name(at), **given)
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields

@@ -17,6 +17,7 @@ not applied. To allow one more format: `FORMATS` and a case in the tests.
 from __future__ import annotations
 
 import base64
+import glob
 import os
 import re
 import threading
@@ -24,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -41,8 +41,6 @@ MAX_PIXELS = 178956970 // 2
 """Pixels of the largest image that is decoded, before resizing."""
 HEADER_BYTES = 2**14
 """First bytes of a file, which hold the header of nearly every picture."""
-MOST_ENTRIES = 1000
-"""Entries of a folder among which the one of missing images is looked for."""
 ROW_BYTES = 2**31
 """Bytes that the images of a row, or of a tool's answer, have as RGB at most, unless a single legal one has more."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -241,12 +239,8 @@ def _elsewhere(folder: str, name: str) -> str | None:
 
 
 @lru_cache
-def _folders_in(folder: str) -> tuple[str, ...]:
-    try:
-        with os.scandir(folder) as entries:
-            return tuple(sorted(entry.path for entry in islice(entries, MOST_ENTRIES) if entry.is_dir()))
-    except OSError:
-        return ()
+def _folders_in(folder: str) -> list[str]:
+    return sorted(glob.glob(os.path.join(glob.escape(folder), "*", "")))
 
 
 def _limit_pixels(image: Image.Image, where: str, max_pixels: int) -> None:

@@ -148,6 +148,25 @@ def load_eval(
     }
 
 
+def warn_of_shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> None:
+    """Warn of evaluation sets with rows of `train`: the same messages, about the same files or bytes.
+
+    Of sets in memory; pictures that are drawn, and copies under another name, `check` compares by their pixels.
+    """
+    known = dict(train.row_keys()) if sets else {}
+    for name, rows in sets.items():
+        if same := [(row, known[key]) for key, row in rows.row_keys() if key in known]:
+            log.warning("%s", shared_sentence(name, len(same), len(rows), same[0]))
+
+
+def shared_sentence(name: str, same: int, rows: int, example: Sequence[str]) -> str:
+    """What is said of an evaluation set with rows of the training set, of which one has these two names."""
+    return (
+        f"{name}: {same} of {rows} rows are rows of train too, such as {example[0]}, which is {example[1]}: what they "
+        "score was learned by heart"
+    )
+
+
 def _load_checked(
     source: Source,
     config: GRPOConfig,
@@ -192,7 +211,7 @@ def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: boo
             own = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})
             parts.append(load(entry["path"], own, of, verify=verify, added=added))
         except DataError as error:
-            if not str(error).startswith("data.columns."):
+            if not str(error).startswith(("data.columns.", "data.prompt_template")):
                 raise
             raise DataError(
                 f"entry {number} of the mixture: {error}. A source may have columns of its own: "

@@ -19,12 +19,12 @@ from rich.progress import track
 from rich.table import Table
 
 from mm_grpo.build import plan_run, processor_of
-from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.data.sources import load_eval, load_train, shared_sentence
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import ConfigError, DataError, UserError, by_cause
 from mm_grpo.health.image_files import readable
-from mm_grpo.pages.check_page import ROWS, CheckPage
+from mm_grpo.pages.check_page import NAME, ROWS, CheckPage
 from mm_grpo.preflight.estimate import checkpoint_note
 from mm_grpo.preflight.gold_answers import Failure, RewardCheck, RewardReport
 from mm_grpo.preflight.gold_text import gold_text
@@ -92,7 +92,8 @@ def check_config(  # noqa: PLR0915
     context = context_of(transformers_config)
     prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
     own_page = partial(CheckPage, answer=partial(gold_text, template=template))
-    shown = None if page is None else own_page(page.path, processor, specs, rows=page.rows)
+    settings = PageSettings(rows=0) if page is None else page
+    shown = own_page(None if page is None else page.path or NAME, processor, specs, rows=settings.rows)
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
@@ -130,6 +131,11 @@ def check_config(  # noqa: PLR0915
             blind_controls(first, config.run.eval_blind, several_turns=several_turns)
         except UserError as error:
             failures.append(str(error))
+    notes += [
+        shared_sentence(one["name"], one["same"], one["rows"], one["examples"][0])
+        for one in shown.overlaps()
+        if one["same"]
+    ]
     console.print(table)
     for note in notes:
         print_line(note, console)
@@ -141,7 +147,7 @@ def check_config(  # noqa: PLR0915
         ]
     for failure in failures:
         print_line(failure, console, style="red")
-    if shown is not None:
+    if page is not None:
         print_line(shown.write(), console)
     console.print("ok" if not failures else f"{len(failures)} problem(s)")
     return not failures
@@ -170,7 +176,7 @@ def _walk(
     broken_limit: Callable[[Prompt], str | None],
     rewards: RewardCheck,
     console: Console,
-    page: CheckPage | None,
+    page: CheckPage,
 ) -> tuple[list[int], int, list[str], dict[str, list[str]]]:
     """Of the rows that can be used prompt lengths and the count of images; of the others the messages about those
     that stop a run, and about those that it drops, by the field that says so."""
@@ -198,14 +204,12 @@ def _walk(
             message = message.removeprefix(uid)
             about = message if message.startswith(row) else f"{row}: {message}"
             (failed if field is None else dropped.setdefault(field, [])).append(about)
-            if page is not None:
-                page.refuse(dataset.name, row, ("" if field is None else "left out: ") + message)
+            page.refuse(dataset.name, row, ("" if field is None else "left out: ") + message)
             continue
         lengths.append(len(prompt.token_ids))
         images += len(prompt.engine_prompt.images)
         rewards.add(row, prompt)
-        if page is not None:
-            page.add(dataset.name, row, prompt)
+        page.add(dataset.name, row, prompt)
     return lengths, images, failed, dropped
 
 

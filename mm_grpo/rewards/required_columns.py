@@ -68,13 +68,13 @@ def column_faults(spec: RewardSpec, columns: Sequence[str]) -> Iterator[str]:
     """What a reward asks for and the columns of a dataset do not supply."""
     name, listed = spec.name, ", ".join(columns) or "none"
     for asked in spec.required:
-        if asked not in {*spec.supplied, *spec.bound, *spec.needs, *columns}:
+        if asked not in spec.supplied and asked not in spec.bound and asked not in columns:
             yield (
                 f"reward {name!r} asks for {asked!r}, which has no default and which no column supplies; the dataset's "
                 f"columns: {listed}. Map one in data.columns ({{{asked}: its_name}}), or set it in the entry"
             )
     for asked in spec.needs:
-        if asked not in spec.bound and asked not in columns:
+        if asked not in {*spec.required, *spec.bound, *columns}:
             yield (
                 f"reward {name!r} needs the column {asked!r}, which the dataset lacks; its columns: {listed}. Map one "
                 f"in data.columns ({{{asked}: its_name}}), or leave the reward out"

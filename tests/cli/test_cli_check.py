@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from mm_grpo import GRPOConfig
-from mm_grpo.data.sources import load_eval
+from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.environments.toolbox import toolbox_of
+from mm_grpo.errors import ToolError
 
 
 @pytest.fixture
@@ -108,6 +110,45 @@ def test_rows_without_their_images_are_one_cause_with_the_folder_that_holds_them
     (job.parent / "photos" / "2.png").write_bytes((job.parent / "photos" / "2.png").read_bytes()[:200])
     drop = ("data.image_dir=photos", "data.on_bad_image=drop")
     assert "(data.on_bad_image = drop): 1 of 4" in command("check", job, *drop).out  # shows in decoding alone
+
+
+def test_training_rows_in_an_evaluation_set_are_said(command: Any, job: Path) -> None:
+    same = command("check", job, f"data.eval={job.parent}/rows.jsonl")
+    assert same.code == 0 and "eval: 4 of 4 rows" in same.out and not list(job.parent.glob("*.html"))
+
+
+def test_a_reward_of_another_task_applies_to_no_row_of_a_set(command: Any, job: Path) -> None:
+    (job.parent / "boxes.jsonl").write_text('{"prompt": "where", "image": "0.png", "box": [0, 0, 9, 9]}\n')
+    data = yaml.safe_load(job.read_text())
+    data["data"]["train"] = [{"path": "rows.jsonl", "task": "a"}, {"path": "boxes.jsonl", "task": "b"}]
+    data["data"]["eval"] = {"b": {"path": "boxes.jsonl", "task": "b"}}
+    data["rewards"] = [{"name": "exact_match", "when": {"task": "a"}}, {"name": "iou", "when": {"task": "b"}}]
+    job.write_text(yaml.safe_dump(data))
+    result = command("check", job)
+    assert row_of(result.out, "b ", "exact_match")[7].startswith("applies to no row: `when`"), result.out
+
+
+def test_an_environment_shows_the_first_picture(command: Any, job: Path) -> None:
+    """Rows without images need no data.text_only then, and what reset returns is looked at before the first step."""
+    (job.parent / "env.py").write_text(
+        "from PIL import Image\nclass Show:\n"
+        "    def reset(self, answer):\n        return Image.new('RGB', (60, 60), answer)\n"
+        '    def press(self) -> str:\n        """Press."""\n        return \'x\'\n'
+    )
+    rows = job.parent / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "what", "answer": a}) + "\n" for a in ("red", "blue")))
+    env = ("rewards=[exact_match]", f"rollout.environment={job.parent}/env.py:Show")
+    shown = command("check", job, *env)
+    assert shown.code == 0 and row_of(shown.out, "train", "2")[3] == "2", shown.out + shown.err
+    assert command("check", job, "rewards=[exact_match]").code == 2
+    config = GRPOConfig.from_yaml(job, env)
+    toolbox = toolbox_of(config, None, None)
+    assert toolbox is not None
+    toolbox.look(load_train(config))
+    rows.write_text('{"prompt": "what", "answer": "no colour"}\n')
+    with pytest.raises(ToolError, match="train:0"):
+        toolbox.look(load_train(config))
+    toolbox.close()
 
 
 def test_an_evaluation_set_called_train_hides_no_training_row(command: Any, job: Path) -> None:
