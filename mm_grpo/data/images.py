@@ -220,14 +220,12 @@ def _read_file(name: str, where: str, max_bytes: int, image_dir: str | Path | No
         return read_regular_file(path, at_most)
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a character, an unknown user
         why = f"{where} cannot be read ({getattr(error, 'strerror', None) or error})"
-    if name.startswith(("/", "~")) or image_dir is None:
-        raise BadImage(f"{why}; relative paths start at {os.path.abspath(folder)}")
-    if (there := _elsewhere(folder, name)) is not None:
+        missing = isinstance(error, FileNotFoundError) and image_dir is not None
+    if missing and (there := _elsewhere(folder, name)) is not None:
         raise BadImage(f"{why}; '{os.path.join(there, name)}' exists: data.image_dir={there}")
-    raise BadImage(
-        f"{why}; relative paths start at {os.path.abspath(folder)}, which is data.image_dir, or the dataset file's "
-        "folder where that is not set"
-    )
+    rule = ", which is data.image_dir, or the dataset file's folder where that is not set"
+    start = f"relative paths start at {os.path.abspath(folder)}{'' if image_dir is None else rule}"
+    raise BadImage(f"{why}; {start}")
 
 
 def _elsewhere(folder: str, name: str) -> str | None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.types import Prompt
 
-NAME = "check.html"
 TITLE = "What the model sees – mm_grpo check"
 ROWS = 20
 MOST_BYTES = 24_000_000

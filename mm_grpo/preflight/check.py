@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
@@ -24,7 +23,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import ConfigError, DataError, UserError, by_cause
 from mm_grpo.health.image_files import readable
-from mm_grpo.pages.check_page import NAME, ROWS, CheckPage
+from mm_grpo.pages.check_page import ROWS, CheckPage
 from mm_grpo.preflight.estimate import checkpoint_note
 from mm_grpo.preflight.gold_answers import Failure, RewardCheck, RewardReport
 from mm_grpo.preflight.gold_text import gold_text
@@ -50,24 +49,18 @@ NUMBERS = ("rows", "usable", "images", "weight", "ms per call")
 """Columns of the tables that hold one number."""
 
 
-@dataclass(frozen=True)
-class PageSettings:
-    """Where the page of `--page` goes (None: check.html in the current folder), and how many rows of a set it shows."""
-
-    path: str | None = None
-    rows: int = ROWS
-
-
 def check_config(  # noqa: PLR0915
     config: GRPOConfig,
     *,
     call_judges: bool = False,
     rows: int | None = None,
-    page: PageSettings | None = None,
+    page: str | None = None,
+    page_rows: int = ROWS,
 ) -> bool:
     """Print what a run would load; True when every row can be used and every reward tells right from wrong.
 
-    `rows` bounds the rows of each set that are looked at, `page` asks for the page of `--page`.
+    `rows` bounds the rows of each set that are looked at; `page` is where the page of `--page` goes, with the first
+    `page_rows` of each set.
     Raises UserError for what is wrong with the config itself, the sources or the rewards' arguments.
     """
     console = Console()
@@ -92,8 +85,7 @@ def check_config(  # noqa: PLR0915
     context = context_of(transformers_config)
     prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
     own_page = partial(CheckPage, answer=partial(gold_text, template=template))
-    settings = PageSettings(rows=0) if page is None else page
-    shown = own_page(None if page is None else page.path or NAME, processor, specs, rows=settings.rows)
+    shown = own_page(page, processor, specs, rows=0 if page is None else page_rows)
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
