@@ -142,11 +142,6 @@ class Dataset:
         return (1,)
 
     @property
-    def left_out(self) -> list[int]:
-        """The rows, of all that the source has, that are not in it."""
-        return sorted(set(range(len(self._rows))) - set(self._kept))
-
-    @property
     def text_only(self) -> bool:
         """True when its rows may lack images."""
         return self._settings.text_only
@@ -396,7 +391,8 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
         ]
         digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
         return {"rows": len(dataset), "sha256": digest, "sources": sources}
-    state = hashlib.sha256(repr(dataset.left_out).encode() if dataset.left_out else b"")
+    left_out = sorted(set(range(len(dataset._rows))) - set(dataset._kept))
+    state = hashlib.sha256(repr(left_out).encode() if left_out else b"")
     for index in range(0, len(dataset), -(-len(dataset) // FINGERPRINT_ROWS)):
         state.update(dataset.fingerprint_of(index).encode() + b"\0")
     return {"rows": len(dataset), "sha256": state.hexdigest()}

@@ -40,14 +40,8 @@ def _readable(part: Dataset, drop: bool, ranks: Ranks) -> Dataset:
     if not bad:
         return part
     causes = "; ".join(by_cause(bad.values(), len(indices))[:3])
-    if not drop:
-        raise DataError(
-            f"{causes}. Mend the rows, or leave such rows out with data.on_bad_image=drop, which may be a tenth of them"
-        )
-    if len(bad) > MOST * len(indices):
-        raise DataError(
-            f"{causes}. data.on_bad_image = drop leaves out a tenth of the rows of {part.name} at most; mend them"
-        )
+    if not drop or len(bad) > MOST * len(indices):
+        raise DataError(f"{causes}. Mend them; data.on_bad_image=drop leaves out a tenth of the rows at most")
     if ranks.first:
         log.warning("%s: %d rows are left out (data.on_bad_image = drop): %s", part.name, len(bad), causes)
     return part.without(bad)
