@@ -5,10 +5,11 @@ message alone and exits with 2. A `GuardStop` is a run that stopped itself (exit
 names the field or the row, the value, what is legal and what to do. Anything else that escapes exits with 1
 and one line (cli/unexpected.py).
 
-`did_you_mean` is the hint that a message about an unknown name gives.
+`did_you_mean` is the hint that a message about an unknown name gives; `by_cause` makes one message of many.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -55,3 +56,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     found = nearest(name, known)
     return f"did you mean {found!r}? " if found else ""
+
+
+def by_cause(messages: Iterable[str], rows: int) -> list[str]:
+    """One message for each cause among messages about some of `rows` rows: the first one, and how many there are.
+
+    Messages have one cause when they differ in numbers and in what stands in quotes alone.
+
+    >>> by_cause(["r:1: 'a' is null", "r:2: 'b' is null", "r:3: is empty"], 9)
+    ["2 of 9 rows, the first r:1: 'a' is null", 'r:3: is empty']
+    """
+    causes: dict[str, list[str]] = {}
+    for message in messages:
+        causes.setdefault(re.sub(r"'[^']*'|\d+", "", message), []).append(message)
+    return [f"{len(m)} of {rows} rows, the first {m[0]}" if len(m) > 1 else m[0] for m in causes.values()]

@@ -59,7 +59,7 @@ def expand_glob(pattern: str) -> list[str]:
     return sorted(found.values())
 
 
-def read_regular_file(path: Path, limit: int = -1) -> bytes:
+def read_regular_file(path: str | Path, limit: int = -1) -> bytes:
     """The bytes of a file, at most `limit` of them; a pipe, a socket or a device is not waited for.
 
     Raises OSError, whose `strerror` says what is there, for all that is no regular file.

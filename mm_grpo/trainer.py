@@ -19,11 +19,12 @@ import torch
 
 from mm_grpo.build import build_parts, pipeline_of, plan_run
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.sources import Source, load_eval, load_train
+from mm_grpo.data.sources import Source, load_eval, load_train, warn_of_shared_rows
 from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.guards import Guards
+from mm_grpo.health.image_files import readable
 from mm_grpo.health.logp_gap import sampled_gap
 from mm_grpo.health.update_happens import finite_loss, update_happens
 from mm_grpo.migrate.arguments import explain_arguments
@@ -117,11 +118,18 @@ class GRPOTrainer:
         config, toolbox = self.config, self.toolbox
         several_turns = toolbox is not None
         self.scorer = scorer = Scorer(reward_entries(config, rewards, toolbox), several_turns=several_turns)
-        self.train_set = load_train(config, train, needs=scorer.check)
-        self.eval_sets = load_eval(config, eval, needs=scorer.check)
+        drop, turns = config.data.on_bad_image, several_turns
+        self.train_set = readable(
+            load_train(config, train, needs=scorer.check, turns=turns), drop, self.ranks
+        )
+        sets = load_eval(config, eval, needs=scorer.check, turns=turns)
+        self.eval_sets = {name: readable(rows, drop, self.ranks) for name, rows in sets.items()}
+        if self.ranks.first:
+            warn_of_shared_rows(self.train_set, self.eval_sets)
         if toolbox is not None:
             asking = scorer.asking_for(("environment", "environments"), self.train_set.columns)
             toolbox.place(asking, processes=self.ranks.world)
+            toolbox.look(self.train_set)
         self.plan = plan_run(config, self.train_set, several_turns=several_turns)
         self.save_every = steps_between(config.run.save_every, self.plan.max_steps)
         scorer.conversational, scorer.max_steps = self.train_set.conversational, self.plan.max_steps

@@ -35,13 +35,12 @@ def check(
     if not smoke:
         refuse_missing_data(loaded, config)
     with heavy_imports():
-        from mm_grpo.preflight.check import PageSettings, check_config
+        from mm_grpo.preflight.check import check_config
 
     with temporary_folder("check") as work:
         if smoke:
             loaded = to_smoke(loaded, config, overrides or [], work, loaded.run.dir)
-        asked = None if page is None else PageSettings(page, page_rows)
-        passed = check_config(loaded, call_judges=call_judges, rows=rows, page=asked)
+        passed = check_config(loaded, call_judges=call_judges, rows=rows, page=page, page_rows=page_rows)
     if not passed:
         raise typer.Exit(2)
 

@@ -29,6 +29,7 @@ from mm_grpo.config.values import (
     PathText,
     ProfileChoice,
     ScaleRewards,
+    Template,
     plain_mapping,
 )
 from mm_grpo.config.yaml_file import is_source
@@ -113,6 +114,9 @@ class DataConfig(Section):
     answer_from: AnswerFrom | None = None
     """Where the column answer is from: last_turn (a turn of the assistant that the prompt ends with) or column (such a
     turn is left out); null is last_turn in openai, ms_swift and sharegpt, column in the others. Default: null."""
+    prompt_template: Template | None = None
+    """Prompt made of columns, as in Where is the {category}?, in place of the row's own, which {prompt} is; names in
+    braces are columns, dots reach into mappings and lists; {{ is a brace; null is the row's own. Default: null."""
     text_only: bool = False
     """Use rows without images; false refuses a set that has none, and images in columns that are not read. Default:
     false."""
@@ -128,6 +132,9 @@ class DataConfig(Section):
     on_overlong: Literal["stop", "drop"] = "stop"
     """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it, also where prompt
     and longest completion may not fit optim.max_tokens_per_pack. Default: stop."""
+    on_bad_image: Literal["stop", "drop"] = "stop"
+    """What a row with an image that cannot be read does; stop ends the run, which looks at all files before its first
+    step, drop leaves the row out and counts it, of each source a tenth at most. Default: stop."""
     shuffle: bool = True
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
     system_prompt: str | None = None

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator
 
 from mm_grpo.config.messages import Accepts, FieldError, Section
-from mm_grpo.config.values import AnswerFrom, Layout, Number, PathText, path_text, plain_mapping
+from mm_grpo.config.values import AnswerFrom, Layout, Number, PathText, Template, path_text, plain_mapping
 from mm_grpo.config.yaml_file import is_source, shown
 from mm_grpo.errors import ConfigError
 
@@ -34,6 +34,7 @@ class SourceEntry(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     layout: Layout | None = None
     answer_from: AnswerFrom | None = None
+    prompt_template: Template | None = None
     image_dir: PathText | None = None
     system_prompt: _Text | None = None
     text_only: bool = False

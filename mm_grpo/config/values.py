@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from mm_grpo.config.messages import Accepts, FieldError
 from mm_grpo.config.yaml_file import plain, shown
@@ -34,6 +36,14 @@ def _number(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.strip()):
         return float(value)
     return value
+
+
+def _template(value: str) -> str:
+    with suppress(ValueError):
+        parts = [part for part in Formatter().parse(value) if part[1] is not None]
+        if parts and all(name and not spec and not conversion for _, name, spec, conversion in parts):
+            return value
+    raise FieldError("must hold names of columns in braces, and {{ and }} for braces of the text itself")
 
 
 def _headline(value: Any) -> str | None:
@@ -104,6 +114,11 @@ RewardEntry = Annotated[
     str | dict[str, Any],
     PlainValidator(_reward),
     Accepts("the name of a reward, or a mapping with a name such as {name: iou, weight: 1.0}"),
+]
+Template = Annotated[
+    str,
+    AfterValidator(_template),
+    Accepts("text with names of columns in braces, as in Where is the {category}?"),
 ]
 Layout = Literal["trl", "openai", "verl", "ms_swift", "sharegpt", "r1v"]
 AnswerFrom = Literal["last_turn", "column"]

@@ -3,6 +3,7 @@
     sources   paths, a list, a datasets.Dataset or a mapping → a dataset (`load`); those of a config
     paths     what a string names: files, folders of shards, globs, a hub's dataset
     readers   the rows of what was found, one source after the other; CSV
+    coco      COCO's instances: images, annotations and categories, joined
     jsonl     rows in JSON files: read, and written with their images in a folder
     hf_datasets   rows that the datasets library reads: Parquet, Arrow, saved datasets, the hub
     dataset   rows by index, each read as a `Sample` when it is asked for; a dataset's fingerprint

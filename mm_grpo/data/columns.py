@@ -7,9 +7,11 @@ column whose own name holds the dots comes first.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
+from string import Formatter
 from typing import Any
 
 from mm_grpo.errors import DataError, did_you_mean
@@ -102,6 +104,33 @@ def value_at(row: Mapping[str, Any], path: str, what: str) -> Any:
         if value is ABSENT:
             return ABSENT
     return value
+
+
+def template_names(template: str) -> list[str]:
+    """The columns that a `data.prompt_template` names.
+
+    >>> template_names("{{x}} where is the {category} of {objects.0.name}?")
+    ['category', 'objects.0.name']
+    """
+    return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+
+
+def fill_template(template: str, values: Mapping[str, Any], row_name: str) -> str:
+    """The template with the values of a row: texts as they are, others as JSON. DataError for one that is null."""
+    texts: list[str] = []
+    for literal, name, _, _ in Formatter().parse(template):
+        texts.append(literal)
+        if name is not None:
+            value = value_at(values, name, f"{row_name}: data.prompt_template")
+            if value is None or value is ABSENT:
+                raise DataError(
+                    f"{row_name}: data.prompt_template asks for {name!r}, which is null or missing here; it has: "
+                    f"{quoted(values)}"
+                )
+            texts.append(
+                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            )
+    return "".join(texts)
 
 
 def nested_names(column: str, value: Any, depth: int = 3) -> list[str]:

@@ -16,7 +16,7 @@ import copy
 import hashlib
 import json
 import random
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -34,12 +34,14 @@ from mm_grpo.data.columns import (
     check_columns,
     locate,
     nested_names,
+    quoted,
     rename,
+    template_names,
     value_at,
 )
-from mm_grpo.data.images import MAX_BYTES, open_images, read_encoded
+from mm_grpo.data.images import MAX_BYTES, look_at_image, open_images, read_encoded
 from mm_grpo.data.rows import Fields, read_row
-from mm_grpo.errors import DataError
+from mm_grpo.errors import DataError, did_you_mean
 from mm_grpo.types import Sample
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ FIRST_ROWS = 16
 
 
 class Dataset:
-    """Rows by index, read as samples. To check more of a row or of its images at the start: `verify`, `check`.
+    """Rows by index, read as samples. To check more of a row at the start: `verify`.
 
     Args:
         rows: a list of rows, or anything with a length, an index and `column_names`.
@@ -63,8 +65,7 @@ class Dataset:
         name: what the dataset is called, in uids and in messages.
         row_name: what messages call row i; "<name> row i" if not given.
         folder: where relative image paths start when `settings.image_dir` is not set; by row where it is a function.
-        verify: read rows (not images) now: all of a list, the first of anything else. False is for
-            those who call `check` next.
+        verify: read rows (not images) now: all of a list, the first of anything else.
         added: columns that every row gets, with their values.
 
     Raises:
@@ -89,12 +90,19 @@ class Dataset:
         self._folder = settings.image_dir if settings.image_dir is not None else folder
         self._image_rows: Sequence[int] | None = None
         self._blank = False
-        self._limit = len(rows)
+        self._kept: Sequence[int] = range(len(rows))
         if len(rows) == 0:
             raise DataError(f"the dataset {name!r} has 0 rows; training and evaluation need at least 1")
         check_columns(settings.columns, self._available(), f"the dataset {name!r}")
+        named = rename(self._dataset_columns, settings.columns)
+        for column in template_names(settings.prompt_template or ""):
+            if locate(column, named) is None:
+                raise DataError(
+                    f"data.prompt_template asks for {column!r}, and the dataset {name!r} has no such column; "
+                    f"{did_you_mean(column, named)}it has: {quoted(named)}"
+                )
         self._added = dict(added or {})
-        for column in self._added.keys() & rename(self._dataset_columns, settings.columns).keys():
+        for column in self._added.keys() & named.keys():
             raise DataError(
                 f"{name}: {column}={self._added[column]!r} is to be put on every row, and the rows have a column "
                 f"{column!r}; leave it out, or give the rows' own another name in columns"
@@ -103,7 +111,7 @@ class Dataset:
             self.verify()
 
     def __len__(self) -> int:
-        return min(len(self._rows), self._limit)
+        return len(self._kept)
 
     def __repr__(self) -> str:
         return f"Dataset({self.name!r}, {len(self)} rows)"
@@ -178,11 +186,11 @@ class Dataset:
 
     def uid(self, index: int) -> str:
         """The uid of a row's sample: "train:11"."""
-        return f"{self.name}:{index}"
+        return f"{self.name}:{self._kept[index]}"
 
     def row_name(self, index: int) -> str:
         """Return a row's name for messages: "train.jsonl:12" or "train row 11"."""
-        return self._row_name(index)
+        return self._row_name(self._kept[index])
 
     def sample(self, index: int) -> Sample:
         """Row `index` (from 0) with its images decoded, upright and RGB. Nothing is kept for the next call.
@@ -198,13 +206,14 @@ class Dataset:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {self!r}")
         fields = self.fields(index)
-        row_name, pictured = self.row_name(index), index
+        row_name = self.row_name(index)
+        own = pictured = self._kept[index]
         if self._blank:
             fields = replace(fields, messages=without_images(fields.messages), images=())
-        elif self._image_rows is not None and self._image_rows[index] != index:
-            pictured = self._image_rows[index]
-            row_name = f"{row_name} (images of {self.row_name(pictured)})"
-            fields = replace(fields, images=self.fields(pictured).images)
+        elif self._image_rows is not None and self._image_rows[own] != own:
+            pictured = self._image_rows[own]
+            row_name = f"{row_name} (images of {self._row_name(pictured)})"
+            fields = replace(fields, images=self._read(self._rows[pictured], pictured).images)
         folder = self._image_folder(pictured)
 
         def opened() -> Sample:
@@ -218,17 +227,39 @@ class Dataset:
         for index in range(len(self) if self.in_memory else 1):
             self.fields(index)
 
-    def check(self) -> Iterator[tuple[str, DataError]]:
-        """Read every row and decode every image; yield the name of each row that fails, and why."""
-        for index in range(len(self)):
-            try:
-                self.sample(index)
-            except DataError as error:
-                yield self.row_name(index), error
-
     def head(self, count: int) -> Dataset:
         """The first `count` rows under their own names and uids; all of them when there are fewer."""
-        return self._changed(_limit=min(count, len(self)))
+        return self._changed(_kept=self._kept[:count])
+
+    def without(self, rows: Collection[int]) -> Dataset:
+        """The others of the rows, under their own names and uids."""
+        return self._changed(_kept=[at for index, at in enumerate(self._kept) if index not in rows])
+
+    def with_parts(self, parts: Sequence[Dataset]) -> Dataset:
+        """The same of other parts, one for each of `parts`."""
+        return parts[0]
+
+    def row_keys(self) -> Iterator[tuple[Hashable, str]]:
+        """A key, equal for rows with the same messages, files and bytes, and the name of each row in memory without
+        PIL images."""
+        for part in self.parts:
+            for index in range(len(part) if part.in_memory else 0):
+                with suppress(DataError):
+                    fields, folder = part.encoded_fields(index), part._image_folder(part._kept[index])
+                    if not any(isinstance(image, Image.Image) for image in fields.images):
+                        keys = (image_key(image, folder) for image in fields.images)
+                        yield (str(fields.messages), *keys), part.row_name(index)
+
+    def look_at_images(self, index: int) -> Callable[[], None]:
+        """Read row `index` now; the function that is returned raises BadImage where `look_at_image` does for one."""
+        row_name, folder = self.row_name(index), self._image_folder(self._kept[index])
+        images = self.encoded_fields(index).images
+
+        def look() -> None:
+            for image in images:
+                look_at_image(image, row_name, folder)
+
+        return look
 
     def called(self, name: str) -> Dataset:
         """The same rows under another name."""
@@ -246,10 +277,10 @@ class Dataset:
         by_count: dict[int, dict[int, tuple[Hashable, ...]]] = {}
         for index in range(len(self)):
             sources = self.encoded_fields(index).images
-            folder = self._image_folder(index)
+            folder = self._image_folder(self._kept[index])
             by_count.setdefault(len(sources), {})[index] = tuple(image_key(s, folder) for s in sources)
         by_count.pop(0, None)
-        image_rows = list(range(len(self)))
+        image_rows = list(range(len(self._rows)))
         rng = random.Random(f"shuffled images/{seed}")
         for count, members in sorted(by_count.items()):
             indices = list(members)
@@ -262,7 +293,7 @@ class Dataset:
                     "run.eval_blind: removed"
                 ) from None
             for place, lender in enumerate(lenders):
-                image_rows[indices[place]] = indices[lender]
+                image_rows[self._kept[indices[place]]] = self._kept[indices[lender]]
         return self._changed(_image_rows=image_rows)
 
     def with_images_removed(self) -> Dataset:
@@ -274,15 +305,16 @@ class Dataset:
         vars(changed).update(attributes)
         return changed
 
-    def _image_folder(self, index: int) -> str | Path | None:
-        """Return the folder that relative image paths of row `index` start from."""
-        return self._folder(index) if callable(self._folder) else self._folder
+    def _image_folder(self, at: int) -> str | Path:
+        """Return the folder that relative image paths of row `at` of all rows start from."""
+        return (self._folder(at) if callable(self._folder) else self._folder) or "."
 
     def fingerprint_of(self, index: int) -> str:
         """Row `index` as JSON. In place of an image is the XXH3 of its encoded bytes, or the mode and size of a PIL
         image; of one that cannot be read what the row has."""
         fields = self.encoded_fields(index)
-        name, folder, images = self.row_name(index), self._image_folder(index), list(fields.images)
+        name, folder = self.row_name(index), self._image_folder(self._kept[index])
+        images = list(fields.images)
         for place, source in enumerate(images):
             with suppress(DataError):
                 images[place] = read_encoded(source, name, MAX_BYTES, folder)[0]
@@ -290,14 +322,15 @@ class Dataset:
 
     def fields(self, index: int) -> Fields:
         """Row `index` (from 0) with its images closed. DataError when it is wrong."""
-        return self._read(self._rows[index], index)
+        at = self._kept[index]
+        return self._read(self._rows[at], at)
 
-    def _read(self, row: Any, index: int) -> Fields:
+    def _read(self, row: Any, at: int) -> Fields:
         given = {
             name: getattr(self._settings, name)
-            for name in ("columns", "system_prompt", "layout", "answer_from")
+            for name in ("columns", "system_prompt", "layout", "answer_from", "prompt_template")
         }
-        fields = read_row(row, row_name=self.row_name(index), **given)
+        fields = read_row(row, row_name=self._row_name(at), **given)
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
 
     @property
@@ -307,11 +340,12 @@ class Dataset:
 
     def encoded_fields(self, index: int) -> Fields:
         """As `fields`; images that are encoded in a datasets.Dataset stay so in the other columns too."""
-        return self._read(self._encoded_row(index), index)
+        at = self._kept[index]
+        return self._read(self._encoded_row(at), at)
 
-    def _encoded_row(self, index: int) -> Any:
+    def _encoded_row(self, at: int) -> Any:
         encoded: Callable[[int], Any] = getattr(self._rows, "encoded_row", self._rows.__getitem__)
-        return encoded(index)
+        return encoded(at)
 
     def dataset_column(self, name: str) -> str:
         """The dataset's own name for one of our columns."""
@@ -357,7 +391,8 @@ def fingerprint(dataset: Dataset) -> dict[str, Any]:
         ]
         digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
         return {"rows": len(dataset), "sha256": digest, "sources": sources}
-    state = hashlib.sha256()
+    left_out = sorted(set(range(len(dataset._rows))) - set(dataset._kept))
+    state = hashlib.sha256(repr(left_out).encode() if left_out else b"")
     for index in range(0, len(dataset), -(-len(dataset) // FINGERPRINT_ROWS)):
         state.update(dataset.fingerprint_of(index).encode() + b"\0")
     return {"rows": len(dataset), "sha256": state.hexdigest()}

@@ -20,8 +20,9 @@ LOOKED_AT = 1000
 """Rows of a dataset that is not in memory which are looked at."""
 
 
-class MissingImages(DataError):
-    """Rows would be trained on without their images."""
+def rows_to_look_at(dataset: Dataset) -> range:
+    """All rows of a dataset in memory, of others LOOKED_AT, evenly spaced."""
+    return range(0, len(dataset), 1 if dataset.in_memory else -(-len(dataset) // LOOKED_AT))
 
 
 def check_images(dataset: Dataset, *, verify: bool) -> None:
@@ -32,10 +33,10 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
     a prompt, whose pixels a model may count otherwise.
 
     Raises:
-        MissingImages: a row without an image of its own has a column that looks like one, or no row has an image.
-        DataError: with `verify`, a row that is looked at cannot be read.
+        DataError: a row without an image of its own has a column that looks like one, or no row has an image, or with
+            `verify` a row that is looked at cannot be read.
     """
-    indices = range(0, len(dataset), 1 if dataset.in_memory else -(-len(dataset) // LOOKED_AT))
+    indices = rows_to_look_at(dataset)
     with_image = readable = 0
     warned: set[str] = set()
     names: dict[str, None] = {}
@@ -69,13 +70,13 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
         names.update(dict.fromkeys(fields.columns))
         if (column := next(image_columns(fields.columns), None)) is not None:
             name = dataset.dataset_column(column)
-            raise MissingImages(
+            raise DataError(
                 f"{row_name}: the column {name!r} looks like images and is not read, and the row has no other image: "
                 f"it would be trained on as text alone. {HOW_TO_READ}. Set data.columns.images={name}; if the rows are "
                 "to be used without images, data.text_only=true"
             )
     if readable and not with_image:
-        raise MissingImages(
+        raise DataError(
             f"{dataset.name}: no row has an image (rows looked at: {len(indices)} of {len(dataset)}, from "
             f"{dataset.row_name(0)}), and the model is one of vision and language. {HOW_TO_READ}; the other columns "
             f"are {quoted(map(dataset.dataset_column, names))}. Name the column that holds the images, as in "

@@ -17,11 +17,13 @@ not applied. To allow one more format: `FORMATS` and a case in the tests.
 from __future__ import annotations
 
 import base64
+import glob
 import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ MAX_BYTES = 50 * 1024 * 1024
 """Bytes of the largest encoded image that is opened."""
 MAX_PIXELS = 178956970 // 2
 """Pixels of the largest image that is decoded, before resizing."""
+HEADER_BYTES = 2**14
+"""First bytes of a file, which hold the header of nearly every picture."""
 ROW_BYTES = 2**31
 """Bytes that the images of a row, or of a tool's answer, have as RGB at most, unless a single legal one has more."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -49,6 +53,7 @@ _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX
 _SIXTEEN_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
 _BITS_PER_SAMPLE = 258  # the TIFF tag
 _LONGEST_PATH = 4096
+_JPEG = b"\xff\xd8\xff"
 _BASE64_HEADS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
@@ -64,6 +69,10 @@ _IMPOSTORS = (
     (b"ftyphei", 4, "a HEIC image"),
     (b"ftyp", 4, "a video"),
 )
+
+
+class BadImage(DataError):
+    """An image cannot be read."""
 
 
 _GIVEN = threading.Lock()
@@ -94,7 +103,7 @@ def open_image(
         max_pixels: the most pixels (width × height) it may have.
 
     Raises:
-        DataError: the image is missing, not an image, truncated, too large, animated, or of a kind that
+        BadImage: the image is missing, not an image, truncated, too large, animated, or of a kind that
             has no faithful RGB form.
     """
     given = isinstance(source, Image.Image)
@@ -103,15 +112,29 @@ def open_image(
     else:
         data, where = read_encoded(source, row, max_bytes, image_dir)
         opened = _identify(data, where, max_pixels)
-    width, height = opened.size
-    if not 0 < width * height <= max_pixels:
-        raise DataError(
-            f"{where} is {width} × {height} = {width * height} pixels; legal are 1 to {max_pixels}: shrink the image"
-        )
+    _limit_pixels(opened, where, max_pixels)
     with _GIVEN if given else nullcontext():
         decoded = _decode(opened, where)
     _thread.decoded = decoded_here() + 1
     return _to_rgb(decoded, where, from_png=opened.format == "PNG")
+
+
+def look_at_image(source: Any, row: str, image_dir: str | Path | None) -> None:
+    """Raise what `open_image` would of an image that is missing, too large, or none by its header.
+
+    Nothing is decoded, and of a file only the first bytes are read where they tell; a JPEG is known by its mark alone.
+    A PIL image is not looked at.
+    """
+    if isinstance(source, Image.Image):
+        return
+    data, where = read_encoded(source, row, MAX_BYTES, image_dir, at_most=HEADER_BYTES)
+    if data.startswith(_JPEG):  # Pillow would read its tables, which takes as long as all else
+        return
+    try:
+        found = _identify(data, where, MAX_PIXELS)
+    except BadImage:  # WebP is read whole, and a TIFF may have its header at the end
+        found = _identify(*read_encoded(source, row, MAX_BYTES, image_dir), MAX_PIXELS)
+    _limit_pixels(found, where, MAX_PIXELS)
 
 
 def open_images(
@@ -126,22 +149,28 @@ def open_images(
         images.append(image := open_image(source, row=name, max_pixels=max_pixels, **options))
         size += 3 * image.width * image.height
         if size > most:
-            raise DataError(
+            raise BadImage(
                 f"{name}: the images so far have {size} bytes as pixels, and a row may have {most}; shrink them"
             )
     return tuple(images)
 
 
 def read_encoded(
-    source: Any, row: str, max_bytes: int, image_dir: str | Path | None, label: str = "(bytes in the row)"
+    source: Any,
+    row: str,
+    max_bytes: int,
+    image_dir: str | Path | None,
+    label: str = "(bytes in the row)",
+    at_most: int | None = None,
 ) -> tuple[bytes, str]:
-    """The encoded bytes of a source, `max_bytes` at most, and what messages call it; `label` names bytes."""
+    """The encoded bytes of a source, `max_bytes` at most, and what messages call it; `label` names bytes. Of a file
+    only the first `at_most` are read."""
     if isinstance(source, Mapping):
         inner, path = source.get("bytes"), source.get("path")
         if inner is None and path is None:
-            raise DataError(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
+            raise BadImage(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
         label = label if path is None else _label(str(path))
-        return read_encoded(path if inner is None else inner, row, max_bytes, image_dir, label)
+        return read_encoded(path if inner is None else inner, row, max_bytes, image_dir, label, at_most)
     if isinstance(source, bytes | bytearray | memoryview):
         data, where = bytes(source), f"{row}: image {label}"
     elif isinstance(source, str) and source[:5].lower() == "data:":
@@ -150,11 +179,11 @@ def read_encoded(
     elif isinstance(source, str | os.PathLike):
         name = os.fsdecode(source)
         where = f"{row}: image {_label(name)}"
-        data = _read_file(name, where, max_bytes, image_dir)
+        data = _read_file(name, where, max_bytes, image_dir, at_most or max_bytes + 1)
     else:
-        raise DataError(f"{row}: an image is a {type(source).__name__}; legal is {LEGAL_SOURCES}")
+        raise BadImage(f"{row}: an image is a {type(source).__name__}; legal is {LEGAL_SOURCES}")
     if not data:
-        raise DataError(f"{where} is empty (0 bytes); write the image again or leave the row out")
+        raise BadImage(f"{where} is empty (0 bytes); write the image again or leave the row out")
     _limit_bytes(len(data), where, max_bytes)
     return data, where
 
@@ -166,39 +195,63 @@ def _label(name: str) -> str:
 def _read_data_url(url: str, where: str, max_bytes: int) -> bytes:
     header, _, payload = url.partition(",")
     if not header.lower().endswith(";base64"):
-        raise DataError(f"{where} is a data URL without base64; write it as data:image/png;base64,...")
+        raise BadImage(f"{where} is a data URL without base64; write it as data:image/png;base64,...")
     _limit_bytes(len(payload) * 3 // 4 - 2, where, max_bytes)  # base64 has up to two bytes of padding
     try:
         return base64.b64decode("".join(unquote(payload).split()), validate=True)
     except ValueError as error:
-        raise DataError(f"{where} is not valid base64 ({error}); encode the file's bytes again") from None
+        raise BadImage(f"{where} is not valid base64 ({error}); encode the file's bytes again") from None
 
 
-def _read_file(name: str, where: str, max_bytes: int, image_dir: str | Path | None) -> bytes:
+def _read_file(name: str, where: str, max_bytes: int, image_dir: str | Path | None, at_most: int) -> bytes:
     if name.startswith(_BASE64_HEADS) and len(name) > 64 and _BASE64.fullmatch(name):
-        raise DataError(f"{where} is base64 alone; write it as data:image/png;base64,...")
+        raise BadImage(f"{where} is base64 alone; write it as data:image/png;base64,...")
     scheme = _URL.match(name)
     if scheme and scheme[1].lower() == "file":
         name = unquote(name[len("file://") :])
     elif scheme:
-        raise DataError(f"{where} is a URL, and nothing is fetched; download it and give the file's path")
+        raise BadImage(f"{where} is a URL, and nothing is fetched; download it and give the file's path")
     if not name or len(name) > _LONGEST_PATH:
-        raise DataError(f"{where} is not a path; legal is {LEGAL_SOURCES}")
+        raise BadImage(f"{where} is not a path; legal is {LEGAL_SOURCES}")
     folder = str(image_dir or ".")
     try:
-        path = Path(expand_home(folder), expand_home(name))
-        _limit_bytes(path.stat().st_size, where, max_bytes)
-        return read_regular_file(path, max_bytes + 1)
+        path = os.path.join(expand_home(folder), expand_home(name))
+        _limit_bytes(os.stat(path).st_size, where, max_bytes)
+        return read_regular_file(path, at_most)
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a character, an unknown user
-        raise DataError(
-            f"{where} cannot be read ({getattr(error, 'strerror', None) or error}); relative paths start at "
-            f"{os.path.abspath(folder)}, which is data.image_dir, or the dataset file's folder where that is not set"
-        ) from None
+        why = f"{where} cannot be read ({getattr(error, 'strerror', None) or error})"
+        missing = isinstance(error, FileNotFoundError) and image_dir is not None
+    if missing and (there := _elsewhere(folder, name)) is not None:
+        raise BadImage(f"{why}; '{os.path.join(there, name)}' exists: data.image_dir={there}")
+    rule = ", which is data.image_dir, or the dataset file's folder where that is not set"
+    start = f"relative paths start at {os.path.abspath(folder)}{'' if image_dir is None else rule}"
+    raise BadImage(f"{why}; {start}")
+
+
+def _elsewhere(folder: str, name: str) -> str | None:
+    """The folder near `folder` that holds the file: the one above, one in it, or one beside it."""
+    here = os.path.relpath(expand_home(folder))
+    near = (os.path.join(here, ".."), *_folders_in(here), *_folders_in(os.path.join(here, "..")))
+    found = (os.path.normpath(each) for each in near if os.path.isfile(os.path.join(each, name)))
+    return next(found, None)
+
+
+@lru_cache
+def _folders_in(folder: str) -> list[str]:
+    return sorted(glob.glob(os.path.join(glob.escape(folder), "*", "")))
+
+
+def _limit_pixels(image: Image.Image, where: str, max_pixels: int) -> None:
+    width, height = image.size
+    if not 0 < width * height <= max_pixels:
+        raise BadImage(
+            f"{where} is {width} × {height} = {width * height} pixels; legal are 1 to {max_pixels}: shrink the image"
+        )
 
 
 def _limit_bytes(size: int, where: str, max_bytes: int) -> None:
     if size > max_bytes:
-        raise DataError(f"{where} has {size} bytes; {max_bytes} are allowed: shrink the image")
+        raise BadImage(f"{where} has {size} bytes; {max_bytes} are allowed: shrink the image")
 
 
 def _identify(data: bytes, where: str, max_pixels: int) -> Image.Image:
@@ -206,7 +259,7 @@ def _identify(data: bytes, where: str, max_pixels: int) -> Image.Image:
     try:
         return Image.open(BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(
+        raise BadImage(
             f"{where} has too many pixels ({error}); legal are 1 to {max_pixels}: shrink the image"
         ) from None
     except MemoryError:
@@ -216,7 +269,7 @@ def _identify(data: bytes, where: str, max_pixels: int) -> Image.Image:
         looks = next((what for magic, at, what in _IMPOSTORS if head.startswith(magic, at)), "")
         looks = looks and f" (it looks like {looks})"
         legal = ", ".join(FORMATS)
-        raise DataError(
+        raise BadImage(
             f"{where} is not an image that can be read{looks}; legal formats are {legal}"
         ) from None
 
@@ -225,7 +278,7 @@ def _decode(image: Image.Image, where: str) -> Image.Image:
     """A decoded, upright copy of an image that has one frame."""
     bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE)
     if bits is not None and not set(bits) <= {1, 2, 4, 8, 16}:
-        raise DataError(f"{where} has {bits[0]} bits per sample; save it with 8 or 16")
+        raise BadImage(f"{where} has {bits[0]} bits per sample; save it with 8 or 16")
     try:
         # A phone's multi-picture JPEG (MPO) is one photo with previews: its first picture is the photo.
         animated = image.format != "MPO" and getattr(image, "is_animated", False)
@@ -235,10 +288,10 @@ def _decode(image: Image.Image, where: str) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:  # as for the header: OSError, SyntaxError, struct.error, zlib.error, ...
-        raise DataError(
+        raise BadImage(
             f"{where} is damaged or truncated ({error}); write or download it again, or leave the row out"
         ) from None
-    raise DataError(
+    raise BadImage(
         f"{where} has more than one frame or page, and would lose all but the first; "
         "save the one that is meant as PNG or JPEG"
     )
@@ -248,7 +301,7 @@ def _to_rgb(image: Image.Image, where: str, from_png: bool) -> Image.Image:
     if image.mode in _SIXTEEN_BITS or (image.mode == "I" and from_png):  # PNG integers are 16-bit
         return _sixteen_bits_to_rgb(image)
     if image.mode not in _EIGHT_BITS:
-        raise DataError(
+        raise BadImage(
             f"{where} has pixels of mode {image.mode!r}, whose range is not known; save it with 8 bits per channel"
         )
     if not image.has_transparency_data:

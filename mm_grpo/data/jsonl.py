@@ -17,6 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mm_grpo.data.coco import instance_rows, is_instances
 from mm_grpo.data.images import LEGAL_SOURCES
 from mm_grpo.errors import DataError
 
@@ -105,8 +106,10 @@ class JsonLines:
 
 
 def read_json(path: Path) -> list[Any]:
-    """The rows of a JSON file: of a list, or of the only list of rows in one object."""
+    """The rows of a JSON file: of a list, of the only list of rows in one object, or of COCO's instances."""
     found = parse_json(path.read_bytes(), str(path), "mend it; a file of one row a line is called .jsonl")
+    if is_instances(found):
+        return instance_rows(found, path)
     lists = [found]
     if isinstance(found, dict) and not _OF_A_ROW & set(found):
         lists = [

@@ -160,6 +160,9 @@ class MixedDataset(Dataset):
     fields = _of_source(Dataset.fields)
     encoded_fields = _of_source(Dataset.encoded_fields)
 
+    def with_parts(self, parts: Sequence[Dataset]) -> Dataset:
+        return MixedDataset(self.name, parts, self._weights)
+
     def verify(self) -> None:
         for part in self._parts:
             part.verify()
@@ -172,16 +175,14 @@ class MixedDataset(Dataset):
     def head(self, count: int) -> Dataset:
         """The first rows of every source, `count` in all, but of each one at least."""
         share = -(-count // len(self._parts))
-        return MixedDataset(self.name, [part.head(share) for part in self._parts], self.weights)
+        return self.with_parts([part.head(share) for part in self._parts])
 
     def with_shuffled_images(self, seed: int = 0) -> Dataset:
         """As of a dataset; images move within their source."""
-        parts = [part.with_shuffled_images(seed) for part in self._parts]
-        return MixedDataset(self.name, parts, self.weights)
+        return self.with_parts([part.with_shuffled_images(seed) for part in self._parts])
 
     def with_images_removed(self) -> Dataset:
-        parts = [part.with_images_removed() for part in self._parts]
-        return MixedDataset(self.name, parts, self.weights)
+        return self.with_parts([part.with_images_removed() for part in self._parts])
 
     def dataset_column(self, name: str) -> str:
         return next((p.dataset_column(name) for p in self._parts if name in p.columns), name)

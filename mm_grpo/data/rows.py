@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, rename, value_at
+from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, fill_template, rename, value_at
 from mm_grpo.data.image_columns import HOW_TO_READ, PLACEHOLDER, image_columns
 from mm_grpo.data.layouts import Conversation, read_conversation
 from mm_grpo.errors import DataError
@@ -68,22 +68,26 @@ def read_row(
     system_prompt: str | None = None,
     layout: str | None = None,
     answer_from: str | None = None,
+    prompt_template: str | None = None,
 ) -> Fields:
     """The fields of one row, which is not changed.
 
     `row_name` is what messages call the row, such as "train.jsonl:12"; `columns` (our name → the dataset's name),
-    `system_prompt`, `layout` and `answer_from` are as in the config's section `data`.
+    `system_prompt`, `layout`, `answer_from` and `prompt_template` are as in the config's section `data`.
 
     Raises:
         DataError: the row has no prompt, two of them, a prompt that is no conversation or that ends with an
             answer, videos, or a count of images other than the count of places for them.
     """
     values = renamed(row, row_name, columns or {})
+    mapped = (columns or {}).get("prompt")
+    if prompt_template is not None:
+        values["prompt"], mapped = fill_template(prompt_template, values, row_name), mapped or "prompt"
     found = read_conversation(
         values,
         row_name,
         names=row,
-        mapped=(columns or {}).get("prompt"),
+        mapped=mapped,
         layout=layout,
         answer_from=answer_from,
     )

@@ -97,16 +97,18 @@ def load_train(
     *,
     verify: bool = True,
     needs: Needs | None = None,
+    turns: bool = False,
 ) -> Dataset:
     """The training rows: `given`, else `data.train`. DataError when there are none.
 
     With `verify` the rows are checked at once, and the first wrong one raises. Rows whose images would not be read are
-    refused in any case, unless `data.text_only`. `needs` raises for what the rewards ask for and no row has.
+    refused in any case, unless `data.text_only`, or with `turns`: tools and environments, also those of the config,
+    may show images. `needs` raises for what the rewards ask for and no row has.
     """
     source = mixture_of(config.data.train) if given is None else given
     if source is None:
         raise DataError("data.train is not set: give a .jsonl path, a task mapping, or train=rows in Python")
-    return _load_checked(source, config, "train", verify, needs, trained=True)
+    return _load_checked(source, config, "train", verify, needs, turns, trained=True)
 
 
 def load_eval(
@@ -115,6 +117,7 @@ def load_eval(
     *,
     verify: bool = True,
     needs: Needs | None = None,
+    turns: bool = False,
 ) -> dict[str, Dataset]:
     """The evaluation sets by name, the headline first; a single source is named "eval". Options as of `load_train`.
 
@@ -140,18 +143,45 @@ def load_eval(
                 f"{name}: weight is for training; an evaluation answers every row once: leave it out"
             )
     return {  # uids and tables tell a set called train from the training set
-        name: _load_checked(source, config, "eval:train" if name == "train" else name, verify, needs)
+        name: _load_checked(source, config, "eval:train" if name == "train" else name, verify, needs, turns)
         for name, source in sources.items()
     }
 
 
+def warn_of_shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> None:
+    """Warn of evaluation sets with rows of `train`: the same messages, about the same files or bytes.
+
+    Of sets in memory; pictures that are drawn, and copies under another name, `check` compares by their pixels.
+    """
+    known = dict(train.row_keys()) if sets else {}
+    for name, rows in sets.items():
+        if same := [(row, known[key]) for key, row in rows.row_keys() if key in known]:
+            log.warning("%s", shared_sentence(name, len(same), len(rows), same[0]))
+
+
+def shared_sentence(name: str, same: int, rows: int, example: Sequence[str]) -> str:
+    """What is said of an evaluation set with rows of the training set, of which one has these two names."""
+    return (
+        f"{name}: {same} of {rows} rows are rows of train too, such as {example[0]}, which is {example[1]}: what they "
+        "score was learned by heart"
+    )
+
+
 def _load_checked(
-    source: Source, config: GRPOConfig, name: str, verify: bool, needs: Needs | None, *, trained: bool = False
+    source: Source,
+    config: GRPOConfig,
+    name: str,
+    verify: bool,
+    needs: Needs | None,
+    turns: bool,
+    *,
+    trained: bool = False,
 ) -> Dataset:
     """The dataset, unless its rows lack prompts, images or what the rewards ask for."""
     dataset = load(source, config.data, name, verify=False)
+    needed = not (turns or config.rollout.tools or config.rollout.environment)
     for part in dataset.parts:
-        if not (config.data.text_only if part is dataset else part.text_only):
+        if needed and not (config.data.text_only if part is dataset else part.text_only):
             check_images(part, verify=verify)
         elif verify:
             part.verify()
@@ -181,7 +211,7 @@ def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: boo
             own = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})
             parts.append(load(entry["path"], own, of, verify=verify, added=added))
         except DataError as error:
-            if not str(error).startswith("data.columns."):
+            if not str(error).startswith(("data.columns.", "data.prompt_template")):
                 raise
             raise DataError(
                 f"entry {number} of the mixture: {error}. A source may have columns of its own: "

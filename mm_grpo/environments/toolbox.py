@@ -12,6 +12,7 @@ methods begins, and what the method sets it to is a reward of the turn that call
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,10 @@ from mm_grpo.user_code.workers import default_size
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.dataset import Dataset
     from mm_grpo.types import Sample
 
+log = logging.getLogger(__name__)
 Factory = Callable[[], Any]
 COLUMN = "environment"
 """The column that chooses among several environments, as TRL calls it; `reset` does not get it."""
@@ -155,6 +158,17 @@ class Toolbox:
             images=(*sample.images, *shown.images),
             row=sample,
         )
+
+    def look(self, rows: Dataset) -> None:
+        """Begin a conversation about the first row, before a model is loaded. Raises as `prepare`; warns where nothing
+        shows an image."""
+        sample = rows.sample(0)
+        if not self.prepare(sample).images and not rows.text_only:
+            log.warning(
+                "%s: the row has no image, and reset of an environment showed none: the model sees what tools return; "
+                "name the column of images in data.columns, or set data.text_only=true",
+                rows.row_name(0),
+            )
 
     def episode(self, sample: Sample) -> Episode:
         """A new conversation about a row that was prepared. ToolError where it begins in another way than that."""

@@ -8,6 +8,7 @@
     update_happens         the optimizer ran and nothing moved, or nothing could
     unread_images          log-probs that are the same without the image
     guards                 all of them together: what a step shows them, what is done, what a resume gives back
+    image_files            no guard: rows whose images cannot be read, before a model is loaded
 
 The last four before `guards` are of one moment: functions that return a message or None. The others are rebuilt from
 metrics.jsonl when a run is resumed. Each name stands in the config's `run.guards` too, which says what the guard does

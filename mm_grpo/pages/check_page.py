@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.types import Prompt
 
-NAME = "check.html"
 TITLE = "What the model sees – mm_grpo check"
 ROWS = 20
 MOST_BYTES = 24_000_000
@@ -60,7 +59,7 @@ class CheckPage:
     """Collects the rows of a check, and writes the page.
 
     Args:
-        path: where it goes; None is check.html in the current folder.
+        path: where it goes; None where it is not written.
         rows: the first rows of each set that are shown.
         answer: the right answer of a row for a reward, None where it has none.
 
@@ -77,7 +76,7 @@ class CheckPage:
         rows: int = ROWS,
         answer: Answer = lambda spec, prompt: None,
     ) -> None:
-        self.file = OutputFile("--page", path or NAME, GENERATOR)
+        self.file = None if path is None else OutputFile("--page", path, GENERATOR)
         self._processor, self._specs, self._rows, self._answer = processor, specs, rows, answer
         self._sets: dict[str, _Set] = {}
         self._pictures: dict[str, Picture] = {}
@@ -108,7 +107,9 @@ class CheckPage:
         self._sets.setdefault(name, _Set()).refused.append((row.rsplit("/", 1)[-1], message))
 
     def write(self) -> str:
-        """Write the page; a sentence that says where it is and what it shows."""
+        """Write the page; a sentence that says where it is and what it shows, "" where it is not written."""
+        if self.file is None:
+            return ""
         html = render(TITLE, self.gather(), self._pictures)
         self.file.write(html)
         shown = sum(len(of_set.shown) for of_set in self._sets.values())
@@ -128,14 +129,16 @@ class CheckPage:
             }
             for name, of_set in self._sets.items()
         ]
+        megabytes = MOST_BYTES // 1_000_000
+        return {"kind": "check", "megabytes": megabytes, "sets": sets, "overlaps": self.overlaps()}
+
+    def overlaps(self) -> list[dict[str, Any]]:
+        """What each other set shares with the training set."""
         train = self._sets.get("train", _Set()).rows
         others = [
             (name, of_set.rows) for name, of_set in self._sets.items() if name != "train" and of_set.rows
         ]
-        overlaps = (
-            [self._overlap(name, rows, train) for name, rows in others] if "train" in self._sets else []
-        )
-        return {"kind": "check", "megabytes": MOST_BYTES // 1_000_000, "sets": sets, "overlaps": overlaps}
+        return [self._overlap(name, rows, train) for name, rows in others] if "train" in self._sets else []
 
     def _overlap(self, name: str, rows: Sequence[_Row], train: Sequence[_Row]) -> dict[str, Any]:
         """Rows of a set that are also rows of the training set, and those that have its images with another text."""

@@ -1,14 +1,13 @@
 """`mm-grpo check`: everything a run would stumble over, found before a model is loaded.
 
 Every row of every set is decoded and made into a prompt, and every reward is called on the row's own right
-answer and on wrong ones (gold_answers.py). All failing rows are listed, not only the first.
+answer and on wrong ones (gold_answers.py). Failing rows are listed by cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
@@ -19,9 +18,11 @@ from rich.progress import track
 from rich.table import Table
 
 from mm_grpo.build import plan_run, processor_of
-from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.data.sources import load_eval, load_train, shared_sentence
+from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
-from mm_grpo.errors import ConfigError, DataError, UserError
+from mm_grpo.errors import ConfigError, DataError, UserError, by_cause
+from mm_grpo.health.image_files import readable
 from mm_grpo.pages.check_page import ROWS, CheckPage
 from mm_grpo.preflight.estimate import checkpoint_note
 from mm_grpo.preflight.gold_answers import Failure, RewardCheck, RewardReport
@@ -29,7 +30,7 @@ from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric
-from mm_grpo.rollout.prompts import PromptBuilder, TooLong, context_of
+from mm_grpo.rollout.prompts import PromptBuilder, context_of
 from mm_grpo.run.evaluations import blind_controls
 from mm_grpo.terminal import cell, print_line, printable
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from mm_grpo.types import Prompt
 
 SHOWN = 20
-"""Failing rows listed per set and per reward; the others are counted."""
+"""Causes of failing rows that are listed for a set and for a reward; the others are counted."""
 
 
 WIDTH = 120
@@ -48,24 +49,18 @@ NUMBERS = ("rows", "usable", "images", "weight", "ms per call")
 """Columns of the tables that hold one number."""
 
 
-@dataclass(frozen=True)
-class PageSettings:
-    """Where the page of `--page` goes (None: check.html in the current folder), and how many rows of a set it shows."""
-
-    path: str | None = None
-    rows: int = ROWS
-
-
 def check_config(  # noqa: PLR0915
     config: GRPOConfig,
     *,
     call_judges: bool = False,
     rows: int | None = None,
-    page: PageSettings | None = None,
+    page: str | None = None,
+    page_rows: int = ROWS,
 ) -> bool:
     """Print what a run would load; True when every row can be used and every reward tells right from wrong.
 
-    `rows` bounds the rows of each set that are looked at, `page` asks for the page of `--page`.
+    `rows` bounds the rows of each set that are looked at; `page` is where the page of `--page` goes, with the first
+    `page_rows` of each set.
     Raises UserError for what is wrong with the config itself, the sources or the rewards' arguments.
     """
     console = Console()
@@ -78,6 +73,8 @@ def check_config(  # noqa: PLR0915
     EvalMetric.of(config, [spec.name for spec in scorer.specs])
     train = load_train(config, verify=False, needs=scorer.check)
     evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
+    if config.data.on_bad_image == "drop":
+        train, *evaluations = (readable(each, "drop", Ranks()) for each in (train, *evaluations))
     sets = {dataset.name: dataset for dataset in (train, *evaluations)}
     specs = scorer.specs[: len(scorer.specs) - len(own)]  # an environment's own has no right answer
     scorer.close()
@@ -88,7 +85,7 @@ def check_config(  # noqa: PLR0915
     context = context_of(transformers_config)
     prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
     own_page = partial(CheckPage, answer=partial(gold_text, template=template))
-    shown = None if page is None else own_page(page.path, processor, specs, rows=page.rows)
+    shown = own_page(page, processor, specs, rows=0 if page is None else page_rows)
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
@@ -113,22 +110,24 @@ def check_config(  # noqa: PLR0915
             notes.append(f"{name}: rows in the layout {' and '.join(dataset.layouts)} (data.layout)")
         spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
         table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(images), spread)
-        failures += _listed(name, failed)
-        if dropped and not lengths:
-            failures.append(
-                f"{name}: no row is left: {dropped} of {len(looked)} prompts are longer than {builder.limit_name} "
-                f"allows ({builder.limit} tokens); raise the limit, or lower data.max_pixels"
-            )
-        elif dropped:
-            notes.append(
-                f"{name}: left out as too long (data.on_overlong = drop): {dropped} of {len(looked)}"
-            )
+        failures += _listed(name, failed, len(looked))
+        left_out = [
+            f"{name}: left out ({field} = drop): {len(of)} of {len(looked)}, the first {of[0]}"
+            for field, of in dropped.items()
+        ]
+        notes += left_out if lengths else []
+        failures += [] if lengths else left_out
     if config.run.eval_blind is not None and evaluations and not failures:
         first = {dataset.name: dataset for dataset in evaluations[:1]}
         try:
             blind_controls(first, config.run.eval_blind, several_turns=several_turns)
         except UserError as error:
             failures.append(str(error))
+    notes += [
+        shared_sentence(one["name"], one["same"], one["rows"], one["examples"][0])
+        for one in shown.overlaps()
+        if one["same"]
+    ]
     console.print(table)
     for note in notes:
         print_line(note, console)
@@ -140,7 +139,7 @@ def check_config(  # noqa: PLR0915
         ]
     for failure in failures:
         print_line(failure, console, style="red")
-    if shown is not None:
+    if page is not None:
         print_line(shown.write(), console)
     console.print("ok" if not failures else f"{len(failures)} problem(s)")
     return not failures
@@ -169,13 +168,14 @@ def _walk(
     broken_limit: Callable[[Prompt], str | None],
     rewards: RewardCheck,
     console: Console,
-    page: CheckPage | None,
-) -> tuple[list[int], int, list[str], int]:
-    """Of the rows that can be used prompt lengths and the count of images; of the others the messages of those
-    that stop a run, and the count of those that it drops."""
+    page: CheckPage,
+) -> tuple[list[int], int, list[str], dict[str, list[str]]]:
+    """Of the rows that can be used prompt lengths and the count of images; of the others the messages about those
+    that stop a run, and about those that it drops, by the field that says so."""
     lengths: list[int] = []
-    images = dropped = 0
+    images = 0
     failed: list[str] = []
+    dropped: dict[str, list[str]] = {}
     indices = track(
         range(len(dataset)),
         description=escape(printable(dataset.name, lines=False)),
@@ -184,33 +184,32 @@ def _walk(
         disable=not console.is_terminal,
     )
     for index in indices:
-        row, drops = dataset.row_name(index), False
+        row, field = dataset.row_name(index), None
         # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
         uid = f"{dataset.uid(index)}: "
         try:
             prompt = prompt_builder.process(dataset.sample(index))
             message = uid + broken if (broken := broken_limit(prompt)) else ""
         except UserError as error:
-            message, drops = str(error), isinstance(error, TooLong) and prompt_builder.policy == "drop"
+            message, field = str(error), prompt_builder.dropped_by(error)
         if message:
-            dropped += drops
-            failed += (
-                [] if drops else [f"{row}: {message[len(uid) :]}" if message.startswith(uid) else message]
-            )
-            if page is not None:
-                page.refuse(dataset.name, row, "left out: " * drops + message.removeprefix(uid))
+            message = message.removeprefix(uid)
+            about = message if message.startswith(row) else f"{row}: {message}"
+            (failed if field is None else dropped.setdefault(field, [])).append(about)
+            page.refuse(dataset.name, row, ("" if field is None else "left out: ") + message)
             continue
         lengths.append(len(prompt.token_ids))
         images += len(prompt.engine_prompt.images)
         rewards.add(row, prompt)
-        if page is not None:
-            page.add(dataset.name, row, prompt)
+        page.add(dataset.name, row, prompt)
     return lengths, images, failed, dropped
 
 
-def _listed(name: str, failed: Sequence[str]) -> list[str]:
-    more = [f"{name}: {len(failed) - SHOWN} more rows fail"] if len(failed) > SHOWN else []
-    return [*failed[:SHOWN], *more]
+def _listed(name: str, failed: Sequence[str], rows: int) -> list[str]:
+    """One message for each cause why some of `rows` rows fail, SHOWN at most."""
+    causes = by_cause(failed, rows)
+    more = [f"{name}: rows fail for {len(causes) - SHOWN} more reasons"] if len(causes) > SHOWN else []
+    return [*causes[:SHOWN], *more]
 
 
 def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> None:
@@ -229,10 +228,10 @@ def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> 
 def _result(report: RewardReport) -> str:
     if report.failures:
         return f"{len(report.failures)} row(s) fail"
+    if 0 < report.rows == report.unapplied:
+        return "applies to no row" + (": `when` names none of them" if report.rows == report.excluded else "")
     if report.skipped:
         return report.skipped
-    if 0 < report.rows == report.unapplied:
-        return "applies to no row"
     if not report.gold:
         return "not judged: no row has a right answer for it"
     return "ok" + (f", does not apply to {report.none} row(s)" if report.none else "")
@@ -242,7 +241,7 @@ def _faults(report: RewardReport, name: str, *, whole: bool) -> Iterator[str]:
     """What is wrong with a reward on the set `name`, by row and as a whole; `whole` where that is all that is trained
     on."""
     reward = f"reward {report.name!r}"
-    yield from _listed(report.name, [_described(failure) for failure in report.failures])
+    yield from _listed(report.name, [_described(failure) for failure in report.failures], report.rows)
     if whole and report.applies_nowhere:
         yield (
             f"{reward} applies to no row of {name}: in all {report.rows} a column that it needs is null, or the right "

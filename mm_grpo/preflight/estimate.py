@@ -26,6 +26,7 @@ from mm_grpo.learner.lora import add_adapters
 from mm_grpo.preflight.memory import (
     FORWARD,
     GB,
+    TEXT,
     ModelSizes,
     Phases,
     in_gb,
@@ -33,6 +34,7 @@ from mm_grpo.preflight.memory import (
     longest,
     memory_of_run,
     prompt_tokens,
+    with_prompt_length,
 )
 from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
@@ -95,6 +97,7 @@ def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
 def phases(sizes: ModelSizes, image: Image, config: GRPOConfig, card: int, *, processes: int) -> Phases:
     """What one process of a run holds of a GPU of `card` bytes, with gradient checkpointing unless the config says
     otherwise."""
+    config = with_prompt_length(config, image.tokens)
     checkpointing = config.optim.gradient_checkpointing is not False
     return memory_of_run(
         sizes, config, card, processes=processes, checkpointing=checkpointing, max_pixels=image.pixels
@@ -151,8 +154,8 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
 
     taken: dict[str, Any] = {}
     current = tried(taken)
-    sizes = known[config.model.model_dump_json()][0]
-    for name, value in _knobs(config, sizes, card, processes):
+    sizes, image = known[config.model.model_dump_json()]
+    for name, value in _knobs(with_prompt_length(config, image.tokens), sizes, card, processes):
         if _fits(current, card):
             break
         if not legal({**taken, name: value}):
@@ -219,13 +222,17 @@ def show(
     """Print the table for each GPU of `cards` [GB], and with which settings the config fits on these and CARDS."""
     console = console or Console(highlight=False)
     sizes, image = sizes_of(config)
+    counted = "data.max_prompt_length"
+    if config.data.max_prompt_length is None:
+        counted = f"{counted} is null: the image and {TEXT} of text"
+        config = with_prompt_length(config, image.tokens)
     how = "without" if config.optim.gradient_checkpointing is False else "with"
     length = longest(config)
     print_line(
         f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, {8 * sizes.numbers}-bit; "
         f"{processes} process(es), packs of at most {largest_pack(config, processes):,} tokens {how} gradient "
         f"checkpointing\nan image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a "
-        f"prompt, prompts of {prompt_tokens(config):,} tokens (data.max_prompt_length)",
+        f"prompt, prompts of {prompt_tokens(config):,} tokens ({counted})",
         console,
     )
     for card in cards:

@@ -58,7 +58,8 @@ class RewardReport:
     of all its `calls` (completions). `skipped` says why it was not judged, or not called.
 
     Of `rows` rows, `none` were not judged, for they have no right answer to it or it gave None, and to `unapplied`
-    it does not apply at all: a column that it needs is null, or every answer gets None, the right one too. On `alike`
+    it does not apply at all: a column that it needs is null, its `when` names other rows (`excluded`), or every answer
+    gets None, the right one too. On `alike`
     rows right and wrong answers score alike. `may_be_idle` says that it need not apply anywhere.
     """
 
@@ -70,6 +71,7 @@ class RewardReport:
     rows: int = 0
     none: int = 0
     unapplied: int = 0
+    excluded: int = 0
     alike: int = 0
     may_be_idle: bool = False
     calls: int = 0
@@ -161,6 +163,7 @@ class _Check:
             if not lacks_column(self.spec, prompt)
         ]
         self.report.rows += len(rows)
+        self.report.excluded += sum(not self.spec.options.is_for(prompt.sample.columns) for _, prompt in rows)
         self.report.none += len(rows) - len(needed)
         self.report.unapplied += len(rows) - len(needed)
         self.pool |= dict.fromkeys(gold for _, _, gold in needed if gold)

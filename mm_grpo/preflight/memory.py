@@ -31,7 +31,9 @@ GB = 10**9
 CHUNK = 64
 """Tokens that a layer of linear attention takes at once."""
 PROMPT = 1024
-"""Tokens of a prompt whose length nothing bounds."""
+"""Tokens of a prompt whose length nothing bounds, and of whose images nothing is known."""
+TEXT = 256
+"""Tokens of the text of a prompt whose length nothing bounds."""
 FORWARD = GB
 """Bytes that vLLM is taken to need for a forward of its own, beside weights and cache, with launch.py's limits."""
 GRAPHS = 2 * GB
@@ -287,7 +289,9 @@ def run_sentence(learner: Learner, *, brief: bool = False) -> str:
         sizes = ModelSizes.of(model, reference if reference is not model else None)
     except (AttributeError, TypeError):
         return ""
-    config, processes, checkpointing = learner.config, learner.ranks.world, learner.checkpointing
+    tokens = getattr(learner.processor, "max_image_tokens", lambda: 0)()
+    config, processes = with_prompt_length(learner.config, tokens), learner.ranks.world
+    checkpointing = learner.checkpointing
     available = device_memory(model.device)
     found = memory_of_run(
         sizes, config, available, processes=processes, checkpointing=checkpointing,
@@ -306,6 +310,15 @@ def run_sentence(learner: Learner, *, brief: bool = False) -> str:
 def prompt_tokens(config: GRPOConfig) -> int:
     """Tokens that a prompt is taken for: `data.max_prompt_length`, 1,024 where it is null."""
     return config.data.max_prompt_length or PROMPT
+
+
+def with_prompt_length(config: GRPOConfig, image_tokens: int) -> GRPOConfig:
+    """The config; where `data.max_prompt_length` is null with TEXT and the tokens of the images, one where
+    `rollout.vllm.max_images` is null."""
+    if config.data.max_prompt_length is not None or not image_tokens:
+        return config
+    images = image_tokens * (config.rollout.vllm.max_images or 1)
+    return config.with_values({"data.max_prompt_length": images + TEXT})
 
 
 def longest(config: GRPOConfig) -> int:

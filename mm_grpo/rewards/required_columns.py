@@ -74,7 +74,7 @@ def column_faults(spec: RewardSpec, columns: Sequence[str]) -> Iterator[str]:
                 f"columns: {listed}. Map one in data.columns ({{{asked}: its_name}}), or set it in the entry"
             )
     for asked in spec.needs:
-        if asked not in spec.bound and asked not in columns:
+        if asked not in {*spec.required, *spec.bound, *columns}:
             yield (
                 f"reward {name!r} needs the column {asked!r}, which the dataset lacks; its columns: {listed}. Map one "
                 f"in data.columns ({{{asked}: its_name}}), or leave the reward out"

@@ -1,7 +1,7 @@
 """From the prompt order to the prompts of a step.
 
-One place decides which rows a step asks about and what happens to a prompt that is too long: it is
-refused or dropped, by policy, never cut. A dropped row leaves its slot empty, so the seeds of the other
+One place decides which rows a step asks about and what happens to a prompt that is too long, or whose image cannot be
+read: it is refused or dropped, by policy, never cut. A dropped row leaves its slot empty, so the seeds of the other
 slots stay what they were.
 """
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.data.images import BadImage
+from mm_grpo.errors import ConfigError, DataError, UserError
 from mm_grpo.rewards.thinking import OPEN
 from mm_grpo.rollout.prefetch import PREFETCH_BYTES, Made, Prefetcher
 
@@ -72,7 +73,7 @@ class PromptBuilder:
             prepare = toolbox.prepare if toolbox is not None else None
             prefetcher = Prefetcher(processor, workers, PREFETCH_BYTES, prepare)
         self.prefetcher = prefetcher
-        self.policy = config.data.on_overlong
+        self.policy, self.bad_images = config.data.on_overlong, config.data.on_bad_image
         limits = {"data.max_prompt_length": config.data.max_prompt_length}
         if context is not None:
             room = context - completion_length
@@ -123,8 +124,9 @@ class PromptBuilder:
         """DataError when a step, over all processes, has no prompt left."""
         if prompts == 0:
             raise DataError(
-                f"step {step}: all {dropped} prompts are longer than {self.limit_name} allows ({self.limit} tokens) "
-                "and were dropped; lower data.max_pixels or raise the limit"
+                f"step {step}: all {dropped} prompts were dropped: they are longer than {self.limit_name} allows "
+                f"({self.limit} tokens), or their images cannot be read; lower data.max_pixels or mend "
+                "the files, or raise the limit"
             )
 
     def first(self, dataset: Dataset, order: PromptOrder) -> Iterator[tuple[int, int, Prompt]]:
@@ -147,14 +149,20 @@ class PromptBuilder:
         self.prefetcher.close()
 
     def _usable(self, wait: Callable[[], Made]) -> Made | None:
-        """Make a row's prompt; None when it is too long and the policy is to drop it."""
+        """Make a row's prompt; None when it is dropped."""
         try:
             made = wait()
             return replace(made, prompt=self._checked(made.prompt))
-        except TooLong:
-            if self.policy == "stop":
+        except DataError as error:
+            if self.dropped_by(error) is None:
                 raise
             return None
+
+    def dropped_by(self, error: UserError) -> str | None:
+        """The field for which a row is left out after an error about its prompt; None where that ends the run."""
+        if isinstance(error, TooLong) and self.policy == "drop":
+            return "data.on_overlong"
+        return "data.on_bad_image" if isinstance(error, BadImage) and self.bad_images == "drop" else None
 
     def _checked(self, prompt: Prompt) -> Prompt:
         """The prompt, which knows whether the template opened the thinking. TooLong where it is."""

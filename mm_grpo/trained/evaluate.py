@@ -13,6 +13,7 @@ from mm_grpo.data.sources import load_eval
 from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.health.image_files import readable
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric, pass_at
 from mm_grpo.rollout.evaluate import Evaluation, RowScores, rows_by, sampling_of, summarise
@@ -71,7 +72,8 @@ def evaluate_config(
     toolbox = toolbox_of(config, None, None)
     scorer = Scorer(reward_entries(config, None, toolbox), several_turns=toolbox is not None)
     headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
-    sets = load_eval(config, None, needs=scorer.check)
+    sets = load_eval(config, None, needs=scorer.check, turns=toolbox is not None)
+    sets = {name: readable(rows, config.data.on_bad_image, ranks) for name, rows in sets.items()}
     if not sets:
         raise ConfigError("data.eval = null: there are no rows to evaluate on; name some")
     for name, rows in sets.items():

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from mm_grpo import GRPOConfig
-from mm_grpo.data.sources import load_eval
+from mm_grpo.data.sources import load_eval, load_train
+from mm_grpo.environments.toolbox import toolbox_of
+from mm_grpo.errors import ToolError
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def test_rewards_that_fail_are_listed_by_row(command: Any, job: Path) -> None:
     assert line.endswith("(mine: 'blue' scores 0, '?!' scores 0)")
     assert row_of(result.out, "train", "mine")[7] == "1 row(s) fail"
     result = command("check", job, f"rewards=[{job.parent}/mine.py:broken]")
-    assert result.code == 2 and "3 problem(s)" in result.out  # not called again after three
+    assert result.code == 2 and "2 problem(s)" in result.out  # not called again after three
     assert "judge is down" in result.out and "mine.py:6" in result.out and "rows.jsonl:1: " in result.out
     entry = f"rewards=[{job.parent}/mine.py:ask]"
     quiet, called = command("check", job, entry), command("check", job, entry, "--call-judges")
@@ -92,6 +94,61 @@ def test_rewards_that_fail_are_listed_by_row(command: Any, job: Path) -> None:
     (job.parent / "mine.py").write_text("def alike(completion, answer):\n    return 0.5\n")
     result = command("check", job, f"rewards=[{job.parent}/mine.py:alike]")
     assert result.code == 2 and "reward 'alike' cannot tell right from wrong: on 4 of 4 rows" in result.out
+
+
+def test_rows_without_their_images_are_one_cause_with_the_folder_that_holds_them(
+    command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job.parent)
+    (job.parent / "photos").mkdir()
+    for picture in job.parent.glob("*.png"):
+        picture.rename(job.parent / "photos" / picture.name)
+    lost = command("check", job)
+    assert lost.code == 2 and lost.out.rstrip().endswith("1 problem(s)")
+    assert "4 of 4 rows" in lost.out and "data.image_dir=photos" in lost.out
+    assert command("check", job, "data.image_dir=photos").code == 0
+    (job.parent / "photos" / "2.png").write_bytes((job.parent / "photos" / "2.png").read_bytes()[:200])
+    drop = ("data.image_dir=photos", "data.on_bad_image=drop")
+    assert "(data.on_bad_image = drop): 1 of 4" in command("check", job, *drop).out  # shows in decoding alone
+
+
+def test_training_rows_in_an_evaluation_set_are_said(command: Any, job: Path) -> None:
+    same = command("check", job, f"data.eval={job.parent}/rows.jsonl")
+    assert same.code == 0 and "eval: 4 of 4 rows" in same.out and not list(job.parent.glob("*.html"))
+
+
+def test_a_reward_of_another_task_applies_to_no_row_of_a_set(command: Any, job: Path) -> None:
+    (job.parent / "boxes.jsonl").write_text('{"prompt": "where", "image": "0.png", "box": [0, 0, 9, 9]}\n')
+    data = yaml.safe_load(job.read_text())
+    data["data"]["train"] = [{"path": "rows.jsonl", "task": "a"}, {"path": "boxes.jsonl", "task": "b"}]
+    data["data"]["eval"] = {"b": {"path": "boxes.jsonl", "task": "b"}}
+    data["rewards"] = [{"name": "exact_match", "when": {"task": "a"}}, {"name": "iou", "when": {"task": "b"}}]
+    job.write_text(yaml.safe_dump(data))
+    result = command("check", job)
+    assert row_of(result.out, "b ", "exact_match")[7].startswith("applies to no row: `when`"), result.out
+
+
+def test_an_environment_shows_the_first_picture(command: Any, job: Path) -> None:
+    """Rows without images need no data.text_only then, and what reset returns is looked at before the first step."""
+    (job.parent / "env.py").write_text(
+        "from PIL import Image\nclass Show:\n"
+        "    def reset(self, answer):\n        return Image.new('RGB', (60, 60), answer)\n"
+        '    def press(self) -> str:\n        """Press."""\n        return \'x\'\n'
+    )
+    rows = job.parent / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "what", "answer": a}) + "\n" for a in ("red", "blue")))
+    env = ("rewards=[exact_match]", f"rollout.environment={job.parent}/env.py:Show")
+    shown = command("check", job, *env)
+    assert shown.code == 0 and row_of(shown.out, "train", "2")[3] == "2", shown.out + shown.err
+    assert command("check", job, "rewards=[exact_match]").code == 2
+    config = GRPOConfig.from_yaml(job, env)
+    toolbox = toolbox_of(config, None, None)
+    assert toolbox is not None
+    toolbox.look(load_train(config))
+    rows.write_text('{"prompt": "what", "answer": "no colour"}\n')
+    with pytest.raises(ToolError, match="train:0"):
+        toolbox.look(load_train(config))
+    toolbox.close()
 
 
 def test_an_evaluation_set_called_train_hides_no_training_row(command: Any, job: Path) -> None:
@@ -109,8 +166,8 @@ def test_the_gold_template(command: Any, job: Path) -> None:
     assert judged.code == 0
     assert row_of(judged.out, "train", "format")[4:6] == ["1 / 1 / 1", "0 / 0 / 0"]
     wrong = command("check", job, "data.gold_template=<answer>{gold}</answer>")
-    assert wrong.code == 2 and "5 problem(s)" in wrong.out  # four rows, and the reward as a whole
-    assert "rows.jsonl:4: " in wrong.out and "(format: '<answer>green</answer>' scores 0)" in wrong.out
+    assert wrong.code == 2 and "2 problem(s)" in wrong.out  # one cause, and the reward as a whole
+    assert "4 of 4 rows" in wrong.out and "(format: '<answer>red</answer>' scores 0)" in wrong.out
     refused = command("check", job, "data.gold_template=gold")
     assert refused.code == 2 and "data.gold_template = 'gold': must hold {gold}" in refused.err
 
@@ -140,7 +197,7 @@ def test_prompts_that_are_too_long(command: Any, job: Path) -> None:
     dropped = command("check", job, limit, "data.on_overlong=drop")
     assert dropped.code == 0 and "(data.on_overlong = drop): 1 of 5" in dropped.out
     none = command("check", job, "data.max_prompt_length=1", "data.on_overlong=drop")
-    assert none.code == 2 and "5 of 5 prompts are longer than data.max_prompt_length" in none.out
+    assert none.code == 2 and "5 of 5" in none.out and "data.max_prompt_length" in none.out
 
 
 def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, job: Path) -> None:
@@ -153,8 +210,8 @@ def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, job:
     assert "more than optim.max_tokens_per_pack = 60" in pack.out
     drop = ("optim.max_tokens_per_pack=60", "rollout.max_completion_length=20", "data.on_overlong=drop")
     few = command("check", job, *drop, f"data.eval={rows}")
-    assert few.code == 0 and few.out.count("left out as too long") == 1  # an evaluation learns from none
-    assert "train: left out as too long (data.on_overlong = drop): 1 of 5" in few.out
+    assert few.code == 0 and few.out.count("left out") == 1  # an evaluation learns from none
+    assert "train: left out (data.on_overlong = drop): 1 of 5" in few.out
     images = command("check", job, "rollout.engine=vllm", "rollout.vllm.max_images=1")
     assert images.code == 2 and images.out.rstrip().endswith("1 problem(s)")
     assert f"{rows}:5: the row has 2 images, and rollout.vllm.max_images = 1;" in images.out

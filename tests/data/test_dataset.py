@@ -106,13 +106,6 @@ def test_a_list_is_checked_whole_and_other_datasets_by_their_first_row() -> None
         dataset(Stored([{"question": "?"}]))
 
 
-def test_check_lists_every_bad_row() -> None:
-    mixed = [*three(), {"prompt": None}, {"prompt": "?", "image": b"no image"}, {"prompt": "?"}]
-    found = list(Dataset(mixed, DataConfig(), verify=False).check())
-    assert [name for name, _ in found] == ["train row 3", "train row 4"]
-    assert "'prompt' is null" in str(found[0][1]) and "is not an image" in str(found[1][1])
-
-
 def test_columns_are_those_of_all_rows_under_our_names() -> None:
     mixed = [{"problem": "?", "a": 1}, {"problem": "?", "photo": picture("red"), "b": 2}]
     made = dataset(mixed, columns={"prompt": "problem", "image": "photo", "gold": "b"})

@@ -208,6 +208,7 @@ def test_truncated_and_damaged_files(tmp_path: Path) -> None:
 def test_what_is_no_image_is_refused_by_its_row(source: Any, words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "empty.png").touch()
     message = refusal(source, image_dir=tmp_path)
+    assert "data.image_dir" not in refusal("gone.png")  # not of a dataset's row
     assert message.startswith("train.jsonl:12: ") and all(word in message for word in words), message
 
 

@@ -171,6 +171,7 @@ READ: list[tuple[str, int, dict[str, Any]]] = [  # layout, images, columns of th
     ("ms_swift", 1, {"box": [4, 4, 20, 24]}),
     ("sharegpt", 1, {"answer": "red", "id": "000000033471"}),
     ("r1v", 1, {"answer": "3"}),
+    ("trl", 1, {"box": [4, 4, 16, 20], "category": "dog"}),
 ]
 
 

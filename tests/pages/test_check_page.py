@@ -18,13 +18,13 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.pages import check_page
 from mm_grpo.pages.check_page import CheckPage, describe_lengths, prompt_pieces
-from mm_grpo.preflight.check import PageSettings, check_config
+from mm_grpo.preflight.check import check_config
 from mm_grpo.processors.base import load_processor
 
 
 def checked(config: GRPOConfig, path: Path, **settings: Any) -> tuple[dict[str, Any], str]:
     """The data of the page that a check writes, and the page."""
-    check_config(config, page=PageSettings(str(path), **settings))
+    check_config(config, page=str(path), **settings)
     html = path.read_text(encoding="utf-8")
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', html)
     assert match is not None
@@ -65,7 +65,7 @@ def test_the_data_of_a_page(page_job: Callable[..., GRPOConfig], tmp_path: Path)
 def test_fewer_rows_and_rows_that_are_left_out(
     page_job: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, _ = checked(page_job(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html", rows=1)
+    data, _ = checked(page_job(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html", page_rows=1)
     assert [len(of_set["shown"]) for of_set in data["sets"]] == [1, 1]
     assert any(message.startswith("left out: ") for _, message in data["sets"][0]["refused"])
     monkeypatch.setattr(check_page, "MOST_BYTES", 700)  # one image has some 500

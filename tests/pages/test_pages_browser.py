@@ -21,7 +21,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.pages.check_page import describe_lengths
 from mm_grpo.pages.page import render
 from mm_grpo.pages.report import Report
-from mm_grpo.preflight.check import PageSettings, check_config
+from mm_grpo.preflight.check import check_config
 from mm_grpo.rewards import resolve_entry
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.rollout_log import add_to_rollouts
@@ -125,7 +125,7 @@ def report(tmp_path: Path, site: Site) -> Path:
 @pytest.fixture
 def check(page_job: Callable[..., GRPOConfig], site: Site, tmp_path: Path) -> Path:
     """The page of a check whose rows hold hostile texts, which ask for files of `site`."""
-    check_config(page_job(site.address), page=PageSettings(str(tmp_path / "check.html")))
+    check_config(page_job(site.address), page=str(tmp_path / "check.html"))
     return tmp_path / "check.html"
 
 

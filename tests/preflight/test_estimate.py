@@ -17,7 +17,15 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.preflight.estimate import phases, show, sizes_of, what_fits
-from mm_grpo.preflight.memory import GB, ModelSizes, in_gb, learner_memory, memory_of_run, run_sentence
+from mm_grpo.preflight.memory import (
+    GB,
+    ModelSizes,
+    in_gb,
+    learner_memory,
+    memory_of_run,
+    run_sentence,
+    with_prompt_length,
+)
 from mm_grpo.processors.base import load_processor
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -84,6 +92,7 @@ def test_the_run_says_what_the_estimate_says(models: dict[str, Path]) -> None:
     learner = Learner(load_model(config.model, processor.family), processor, config, 10)
     off = config.with_values({"optim.gradient_checkpointing": False})
     sizes, image = sizes_of(off)
+    off = with_prompt_length(off, image.tokens)
     found = memory_of_run(
         sizes, off, 80 * GB, processes=1, checkpointing=False, max_pixels=image.pixels, gpu=False
     ).learner
@@ -113,8 +122,10 @@ def test_the_phases_of_a_run_by_hand(bare: Path) -> None:
     tight = config.with_values({"rollout.vllm.gpu_memory_utilization": 0.1})
     assert "no room for its weights and one sequence" in phases(sizes, image, tight, card, processes=1).fault
     embedded = phases(sizes, image, config_for(bare), card, processes=1)
-    # four prompts of three completions, each of 1,024 + 8 tokens
-    assert embedded.rollout["cache of the embedded engine"] == 12 * (1024 + 8) * 384
+    # four prompts of three completions, each of an image, 256 tokens of text and 8 of completion
+    assert embedded.rollout["cache of the embedded engine"] == 12 * (1280 + 256 + 8) * 384
+    told = phases(sizes, image, config_for(bare, data={"max_prompt_length": 100}), card, processes=1)
+    assert told.rollout["cache of the embedded engine"] == 12 * (100 + 8) * 384
 
 
 def test_a_base_beside_adapters_is_counted_once(bare: Path) -> None:
