@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -336,10 +336,10 @@ def score_groups(
 
 def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
     """The groups with their rewards, cut from scores that are flat; ValueError where the counts differ."""
-    ends = list(accumulate(len(g.completions) for g in groups))
+    ends = list(accumulate((len(group.completions) for group in groups), initial=0))
     if ends[-1] != len(scores.totals):
         raise ValueError(f"{len(scores.totals)} totals for groups of {ends[-1]} completions")
-    cuts = [slice(end - len(group.completions), end) for group, end in zip(groups, ends, strict=True)]
+    cuts = [slice(*bounds) for bounds in pairwise(ends)]
     return [
         replace(
             group,

@@ -495,7 +495,7 @@ def test_a_run_learns_from_what_was_sampled(family: str, models: dict[str, Path]
     config = config_for(
         models[family], tmp_path / "run", **{**changes, "run": {"max_steps": 3, "save_every": 1}}
     )
-    with pytest.raises(ConfigError, match=r"tools: the checkpoint .* was made with look, "):
+    with pytest.raises(ConfigError, match=r"tools: the checkpoint .* was made with other names"):
         GRPOTrainer(config, train=ROWS, rewards=[length, batch], resume=True).train()
 
 
@@ -518,13 +518,3 @@ def test_a_masked_conversation_has_no_reward(models: dict[str, Path], tmp_path: 
     assert logged and all(line["reward"] is None and line["advantage"] == 0 for line in logged)
     assert logged[0]["masked"] == "look: error: OSError: gone"
     assert rows_of(tmp_path / "run")[1]["tools/masked"] == len(logged)
-
-
-@pytest.mark.slow
-def test_a_run_is_not_resumed_without_its_tools(models: dict[str, Path], tmp_path: Path) -> None:
-    """Tools that were passed in from Python are in no config file."""
-    run(models["qwen2_5_vl"], tmp_path / "run", **{**SMALL, "run": {"max_steps": 2, "save_every": 1}})
-    changes = {**SMALL, "run": {"max_steps": 3, "save_every": 1}}
-    config = config_for(models["qwen2_5_vl"], tmp_path / "run", **changes)
-    with pytest.raises(ConfigError, match=r"tools: the checkpoint .* was made with other names"):
-        GRPOTrainer(config, train=ROWS, rewards=[length], resume=True).train()
