@@ -323,8 +323,7 @@ def pipeline_of(
 
     `ranks` are those of the main thread, `version` gives the number of the weights that the engine holds.
     """
-    from mm_grpo.rollout.eager import Eager
-    from mm_grpo.rollout.pipeline import Lockstep, Synchronous
+    from mm_grpo.rollout.pipeline import Eager, Lockstep, Synchronous
 
     rollout = collector.config.rollout
     if rollout.max_staleness == 0:

@@ -189,7 +189,7 @@ class Group:
     logged, and `turn_rewards[G][K]` the totals by turn of the model, () of a completion without turns. Advantages:
     `advantages`, 0 where there is no reward; with `algorithm.turn_gamma` those of first turns, that is of whole
     conversations, and `turn_advantages[G][K]` those of all turns, else (). `attempt` is above 0 when the group took
-    the place of one whose rewards were all equal. `place` is set in an eager run (rollout/eager.py): the (step, slot)
+    the place of one whose rewards were all equal. `place` is set in an eager run: the (step, slot)
     whose row and seeds it has. In evaluation the slot is the number of the row.
     """
 

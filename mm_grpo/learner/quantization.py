@@ -58,6 +58,7 @@ def run_exactly(model: nn.Module) -> None:
 
     There a layer that is not in training would from then on compute in bfloat16, whatever the dtype, without gradients.
     """
+    part: Any
     for part in model.modules():
         if hasattr(part, "support_avx512bf16_for_cpu"):
             part.support_avx512bf16_for_cpu = False

@@ -17,11 +17,11 @@ T = TypeVar("T")
 class Background:
     """`threads` daemon threads that make the calls given to `submit`, in order. They start with the first call.
 
-    Each calls `begin` first.
+    Each calls `prepare` first.
     """
 
-    def __init__(self, threads: int, name: str, begin: Callable[[], None] = lambda: None) -> None:
-        self.threads, self.name, self.begin = threads, name, begin
+    def __init__(self, threads: int, name: str, prepare: Callable[[], None] = lambda: None) -> None:
+        self.threads, self.name, self.prepare = threads, name, prepare
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._started: list[Thread] = []
         self._closed = False
@@ -32,8 +32,8 @@ class Background:
         future: Future[T] = Future()
         self._calls.put((future, call))
         if len(self._started) < self.threads:
-            number = len(self._started) + 1
-            thread = Thread(target=self._work, name=f"{self.name} {number}", daemon=True)
+            name = f"{self.name} {len(self._started) + 1}"
+            thread = Thread(target=self._work, name=name, daemon=True)
             self._started.append(thread)
             thread.start()
         return future
@@ -54,7 +54,7 @@ class Background:
             self._calls.put(None)
 
     def _work(self) -> None:
-        self.begin()
+        self.prepare()
         while (taken := self._calls.get()) is not None:
             future, call = taken
             if not future.set_running_or_notify_cancel():

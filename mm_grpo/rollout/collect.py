@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -91,7 +92,7 @@ class Rollout:
     On the first process `sampled` are those of all processes and attempts, in the order of attempts and slots.
     `metrics` and `tokens` are complete on the first process alone; `times` are this process's seconds by phase.
     `scoring` has the calls of rewards that began while others of the last attempt's completions were sampled. `stale`
-    counts the groups that were dropped for their age (eager.py), over all processes.
+    counts the groups that were dropped for their age (`pipeline.Eager`), over all processes.
     """
 
     step: int
@@ -229,12 +230,11 @@ class Collector:
         with ranks.fail_together("rewards"):
             if gathered is not None:
                 with timed(rollout.times, "time/rewards"):
-                    scores = score_groups(self.scorer, gathered, rollout.step, rollout.scoring)
-                scored = with_scores(gathered, scores)
+                    scored, metrics = score_groups(self.scorer, gathered, rollout.step, rollout.scoring)
                 rollout.sampled += scored
                 if rollout.attempts == 0:
                     by_task = task_metrics(scored) if self.dataset.by_task else {}
-                    rollout.metrics |= scores.metrics | group_metrics(scored) | by_task
+                    rollout.metrics |= metrics | group_metrics(scored) | by_task
         rollout.attempts += 1
         rollout.zero_std_slots = []
         if self.config.rollout.max_attempts > 1:
@@ -242,15 +242,15 @@ class Collector:
             slots = [slot for slot, group in rollout.kept.items() if has_zero_std(group, specs, algorithm)]
             rollout.zero_std_slots = ranks.broadcast(slots, "zero-std slots")
 
-    def advantages(self, rollout: Rollout) -> list[Group]:
-        """This process's groups with their rewards and advantages; those of the first process's `sampled` too.
+    def advantages(self, rollout: Rollout) -> Rollout:
+        """Give this process's groups their rewards and advantages; those of the first process's `sampled` too.
 
         An attempt that was replaced has advantages of 0.
         """
         given: dict[int, dict[str, Any]] = {}
         with self.ranks.fail_together("advantages"):
             if self.ranks.first:
-                final = [group for _, group in sorted(rollout.kept.items())]
+                last, final = rollout.kept, [group for _, group in sorted(rollout.kept.items())]
                 specs, algorithm = self.scorer.specs, self.config.algorithm
                 given = {
                     g.slot: {"rewards": g.rewards, "turn_rewards": g.turn_rewards, **found}
@@ -258,12 +258,9 @@ class Collector:
                 }
                 flat = [has_zero_std(group, specs, algorithm) for group in final]
                 rollout.metrics["advantages/frac_zero"] = fmean(flat)
-                last = {id(group) for group in final}
+                zeros = {"advantages": (0.0,) * self.seeds.generations}
                 rollout.sampled = [
-                    replace(g, **given[g.slot])
-                    if id(g) in last
-                    else replace(g, advantages=(0.0,) * len(g.completions))
-                    for g in rollout.sampled
+                    replace(g, **(given[g.slot] if g is last[g.slot] else zeros)) for g in rollout.sampled
                 ]
                 if self.config.rollout.max_attempts > 1:
                     rollout.metrics |= {
@@ -273,7 +270,7 @@ class Collector:
                     }
         shared = self.ranks.broadcast(given, "rewards")
         rollout.own = {slot: replace(group, **shared[slot]) for slot, group in rollout.own.items()}
-        return rollout.groups
+        return rollout
 
     def _with_kl(self, groups: Sequence[Group]) -> list[Group]:
         """The KL of each completion from the reference, by the log-probs under which it was sampled."""
@@ -294,8 +291,7 @@ class Collector:
 def counts_of(made: StepPrompts) -> dict[str, int]:
     """Counts of prompts made, rows dropped, images shown and images decoded."""
     images = sum(len(prompt.sample.images) for prompt in {id(p): p for p in made.prompts}.values())
-    prompts = len(made.prompts)
-    return {"prompts": prompts, "dropped": made.dropped, "images": images, "decoded": made.decoded}
+    return {"prompts": len(made.prompts), "dropped": made.dropped, "images": images, "decoded": made.decoded}
 
 
 # what training and evaluation share ----------------------------------------------------------
@@ -315,33 +311,35 @@ def gather_groups(groups: Sequence[Group], ranks: Ranks, what: str) -> list[Grou
 
     Of several processes vision tensors and environments stay where they are: no reward looks at them there.
     """
-    several = ranks.world > 1
-    sent = [_without_tensors(g) for g in groups] if several else groups
-    shards = ranks.gather(sent, what)
+    if ranks.world > 1:
+        groups = [
+            replace(
+                group,
+                prompt=replace(group.prompt, vision={}),
+                completions=tuple(replace(c, tail=None, environment=None) for c in group.completions),
+            )
+            for group in groups
+        ]
+    shards = ranks.gather(groups, what)
     return None if shards is None else sorted((g for s in shards for g in s), key=lambda g: g.slot)
-
-
-def _without_tensors(group: Group) -> Group:
-    completions = tuple(replace(c, tail=None, environment=None) for c in group.completions)
-    return replace(group, prompt=replace(group.prompt, vision={}), completions=completions)
 
 
 def score_groups(
     scorer: Scorer, groups: Sequence[Group], step: int, scoring: Scoring | None = None
-) -> Scores:
-    """The scores of all completions, flat, of which `scoring` may have begun some."""
+) -> tuple[list[Group], dict[str, float]]:
+    """The groups with their rewards, of which `scoring` may have begun some, and the rewards' metrics."""
     repeated = [g.prompt for g in groups for _ in g.completions]
     early = None if scoring is None else scoring.early
-    return scorer.score(repeated, [c for g in groups for c in g.completions], step, early)
+    scores = scorer.score(repeated, [c for g in groups for c in g.completions], step, early)
+    return with_scores(groups, scores), scores.metrics
 
 
 def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
     """The groups with their rewards, cut from scores that are flat; ValueError where the counts differ."""
-    sizes = [len(g.completions) for g in groups]
-    if sum(sizes) != len(scores.totals):
-        raise ValueError(f"{len(scores.totals)} totals for groups of {sum(sizes)} completions")
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    cuts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    ends = list(accumulate((len(group.completions) for group in groups), initial=0))
+    if ends[-1] != len(scores.totals):
+        raise ValueError(f"{len(scores.totals)} totals for groups of {ends[-1]} completions")
+    cuts = [slice(*bounds) for bounds in pairwise(ends)]
     return [
         replace(
             group,

@@ -117,10 +117,8 @@ class DecodeCache:
                     buffer[first : first + len(lengths), :, :width] = part
             else:
                 new.reorder_cache(index.to(_states(new)[0][2].device))
-                if own is not new and self.rows:
-                    _append(own, new)
-                elif own is not new:
-                    _take_over(own, new)
+                if own is not new:
+                    _fill(own, new, append=bool(self.rows))
         width = max(lengths)
         for length, count in zip(lengths, counts, strict=True):
             prefix = Prefix(len(self.prefixes), width - length, length, count)
@@ -416,18 +414,11 @@ def _states(layer: Any) -> list[tuple[Any, Any, Tensor]]:
     return found
 
 
-def _set(holder: Any, name: Any, state: Tensor) -> None:
-    if isinstance(holder, dict):
-        holder[name] = state
-    else:
-        setattr(holder, name, state)
-
-
-def _append(own: Any, new: Any) -> None:
+def _fill(own: Any, new: Any, *, append: bool) -> None:
+    """Give a layer of linear attention the states of another one: behind its own, or in their place."""
     for (holder, name, state), (_, _, other) in zip(_states(own), _states(new), strict=True):
-        _set(holder, name, torch.cat([state, other]))
-
-
-def _take_over(own: Any, new: Any) -> None:
-    for (holder, name, _), (_, _, other) in zip(_states(own), _states(new), strict=True):
-        _set(holder, name, other)
+        value = torch.cat([state, other]) if append else other
+        if isinstance(holder, dict):
+            holder[name] = value
+        else:
+            setattr(holder, name, value)

@@ -272,89 +272,49 @@ def requests_for(
     ]
 
 
-Versions = int | tuple[int, int]
-"""The weight version that answers must have, or the oldest and the newest that may occur in them."""
-
-
-def wrong_answer(
-    requests: Sequence[Request], completions: Sequence[Completion], version: Versions
-) -> str | None:
-    """Check an engine's answers to `requests` under weights number `version`: a message, or None.
-
-    Between an oldest and a newest version an answer may have several, of spans of its tokens in ascending order.
-    """
-    if len(completions) != len(requests):
-        return _wrong_count(requests, completions)
-    for request, completion in zip(requests, completions, strict=True):
-        uid = request.prompt.uid
-        if completion.seed != request.seed:
-            return (
-                f"{uid}: the engine was asked for seed {request.seed} and says that it used {completion.seed}; "
-                "completions of one seed repeat each other. Every request must be sampled with its own seed"
-            )
-        if len(completion.logprobs) != len(completion.token_ids) or not completion.token_ids:
-            return (
-                f"{uid}: seed {request.seed} came back with {len(completion.token_ids)} tokens and "
-                f"{len(completion.logprobs)} log-probs; every sampled token needs one, and there must be a token"
-            )
-        if len(completion.token_ids) > request.sampling.max_tokens:
-            return (
-                f"{uid}: seed {request.seed} was asked for {request.sampling.max_tokens} tokens at most and came back "
-                f"with {len(completion.token_ids)}"
-            )
-        versions = versions_of(completion)
-        if isinstance(version, tuple):
-            if (problem := wrong_spans(completion, *version)) is not None:
-                return f"{uid}: seed {request.seed} {problem}"
-        elif versions != (version,):
-            return (
-                f"{uid}: seed {request.seed} was sampled under weight version {_listed(versions)}, and the learner "
-                f"is at version {version}: the engine did not take the last weight update"
-            )
-    return None
-
-
-def wrong_spans(completion: Completion, oldest: int, newest: int) -> str | None:
-    """Check the version spans of a completion that weight updates may have landed in: a message, or None."""
-    starts = [start for start, _ in completion.weight_versions]
-    versions = [version for _, version in completion.weight_versions]
-    whole = starts[:1] == [0] and starts == sorted(set(starts)) and starts[-1] < len(completion.token_ids)
-    if not whole or versions != sorted(versions):
-        return (
-            f"came back with the version spans {list(completion.weight_versions)}: they must begin at token 0, and "
-            "both tokens and versions must rise"
-        )
-    if versions[0] < oldest or versions[-1] > newest:
-        return (
-            f"was sampled under weight version {_listed(versions_of(completion))}, and while it was on its way the "
-            f"engine had versions {oldest} to {newest}: the engine did not take a weight update"
-        )
-    return None
-
-
 def require_answers(
-    requests: Sequence[Request], completions: Sequence[Completion], version: Versions
+    requests: Sequence[Request], completions: Sequence[Completion], version: int | tuple[int, int]
 ) -> None:
-    """GuardStop unless each request was answered with its seed, under weights number `version`."""
-    message = wrong_answer(requests, completions, version)
-    if message is not None:
-        raise GuardStop(message)
+    """GuardStop unless each request was answered with its seed, under weights number `version`.
+
+    Between an oldest and a newest `version` an answer may have several, of spans of its tokens in ascending order.
+    """
+    require_count(requests, completions)
+    oldest, newest = (version, version) if isinstance(version, int) else version
+    for request, completion in zip(requests, completions, strict=True):
+        what, tokens = f"{request.prompt.uid}: seed {request.seed}", len(completion.token_ids)
+        if completion.seed != request.seed:
+            raise GuardStop(
+                f"{what} was asked for, and the engine says that it used {completion.seed}; completions of one seed "
+                "repeat each other. Every request must be sampled with its own seed"
+            )
+        if not 0 < tokens <= request.sampling.max_tokens or len(completion.logprobs) != tokens:
+            raise GuardStop(
+                f"{what} came back with {tokens} tokens and {len(completion.logprobs)} log-probs; there must be 1 to "
+                f"{request.sampling.max_tokens} tokens, and a log-prob for each"
+            )
+        starts = [start for start, _ in completion.weight_versions]
+        versions = [number for _, number in completion.weight_versions]
+        whole = starts[:1] == [0] and starts == sorted(set(starts)) and starts[-1] < tokens
+        if not whole or versions != sorted(versions):
+            raise GuardStop(
+                f"{what} came back with the version spans {list(completion.weight_versions)}: they must begin at token "
+                "0, and both tokens and versions must rise"
+            )
+        if versions[0] < oldest or versions[-1] > newest:
+            listed = " and ".join(map(str, versions_of(completion)))
+            raise GuardStop(
+                f"{what} was sampled under weight version {listed}, and the learner is at version {newest}: the engine "
+                "did not take a weight update"
+            )
 
 
 def require_count(requests: Sequence[Request], completions: Sequence[Completion]) -> None:
     """GuardStop unless there are as many completions as requests."""
     if len(completions) != len(requests):
-        raise GuardStop(_wrong_count(requests, completions))
-
-
-def _wrong_count(requests: Sequence[Request], completions: Sequence[Completion]) -> str:
-    return f"the engine answered {len(requests)} requests with {len(completions)} completions"
+        raise GuardStop(f"the engine answered {len(requests)} requests with {len(completions)} completions")
 
 
 def versions_of(*completions: Completion) -> tuple[int, ...]:
     """The weight versions that completions were sampled under, each once, in order."""
     return tuple(sorted({version for c in completions for _, version in c.weight_versions}))
-
-
-def _listed(versions: Sequence[int]) -> str:
-    return " and ".join(map(str, versions)) or "none"

@@ -16,16 +16,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.data.dataset import LONGEST_TASK, TASK
-from mm_grpo.rollout.collect import (
-    begin_scoring,
-    gather_groups,
-    groups_of,
-    sample,
-    score_groups,
-    with_scores,
-)
+from mm_grpo.rollout.collect import begin_scoring, gather_groups, groups_of, sample, score_groups
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.eval_metric import EvalMetric, Interval, mean, normal
+from mm_grpo.rollout.group_metrics import by_value
 from mm_grpo.rollout.prefetch import PREFETCH_BYTES, pixel_bytes
 from mm_grpo.rollout.seeds import eval_seeds
 from mm_grpo.timing import span
@@ -168,7 +162,7 @@ def answer_rows(
         groups = gather_groups(groups_of(asked.slots, asked.prompts, completions), ranks, "evaluation")
         with span("time/rewards"), ranks.fail_together("evaluation"):
             if groups:
-                scored = with_scores(groups, score_groups(scorer, groups, step, scoring))
+                scored, _ = score_groups(scorer, groups, step, scoring)
                 found += [RowScores.of(group, metric) for group in scored]
                 if keep is not None:
                     keep(scored)
@@ -224,24 +218,16 @@ def summarise(
 
 def rows_by(rows: Iterable[RowScores], column: str) -> dict[str, list[RowScores]]:
     """The rows of each value of a column, in the order of the values as text; those without it are left out."""
-    found: dict[str, list[RowScores]] = {}
-    for row in rows:
-        value = row.columns.get(column)
-        if value is not None and value != "":
-            found.setdefault(str(value), []).append(row)
-    return dict(sorted(found.items()))
+    return by_value((row.columns.get(column), row) for row in rows)
 
 
 def _tasks(rows: Sequence[RowScores], metric: EvalMetric) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for task, own in rows_by((r for r in rows if isinstance(r.columns.get(TASK), str)), TASK).items():
         one = summarise(own, metric)
-        named_mean = metric.name is not None and not metric.is_share
-        values = {
-            "accuracy": one.accuracy,
-            "reward": one.reward,
-            **({"score": one.score} if named_mean else {}),
-        }
+        values = {"accuracy": one.accuracy, "reward": one.reward}
+        if metric.name is not None and not metric.is_share:
+            values["score"] = one.score
         found[task] = {name: value for name, value in values.items() if value is not None}
     return found
 

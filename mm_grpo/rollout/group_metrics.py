@@ -7,12 +7,15 @@ the column on its rows with `task: NAME`; rows may have it themselves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
+from typing import Any, TypeVar
 
 from mm_grpo.data.dataset import TASK
 from mm_grpo.health.duplicate_completions import unique_ratio
 from mm_grpo.types import Completion, Group
+
+T = TypeVar("T")
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -71,27 +74,26 @@ def completion_tokens(groups: Sequence[Group]) -> int:
     return sum(len(c.token_ids) for g in groups for c in g.completions)
 
 
-def by_task(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """The groups of each task, in the order of the tasks' names; those without one are left out."""
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        task = group.prompt.sample.columns.get(TASK)
-        if isinstance(task, str) and task:
-            found.setdefault(task, []).append(group)
+def by_value(values: Iterable[tuple[Any, T]]) -> dict[str, list[T]]:
+    """What has each value, in the order of the values as text; without those that have None or ""."""
+    found: dict[str, list[T]] = {}
+    for value, one in values:
+        if value is not None and value != "":
+            found.setdefault(str(value), []).append(one)
     return dict(sorted(found.items()))
 
 
 def task_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Of each task in scored groups: `task/{task}/prompts`, `/reward`, `/frac_reward_zero_std` and `/mean_length`.
 
-    The mean total reward is absent where no reward applied; lengths are in tokens. As `group_metrics` over all tasks.
+    They are those of `group_metrics` over its groups; groups without a task are in none.
     """
+    tasks = ((group.prompt.sample.columns.get(TASK), group) for group in groups)
     metrics: dict[str, float] = {}
-    for task, own in by_task(groups).items():
-        known = [[r for r in g.rewards if r is not None] for g in own]
-        metrics[f"task/{task}/prompts"] = float(len(own))
-        if rewards := [r for of_group in known for r in of_group]:
-            metrics[f"task/{task}/reward"] = fmean(rewards)
-        metrics[f"task/{task}/frac_reward_zero_std"] = fmean(len(set(of_group)) < 2 for of_group in known)
-        metrics[f"task/{task}/mean_length"] = fmean(len(c.token_ids) for g in own for c in g.completions)
+    for task, own in by_value((task, group) for task, group in tasks if isinstance(task, str)).items():
+        found = group_metrics(own)
+        found |= {"prompts": float(len(own)), "mean_length": found["completions/mean_length"]}
+        for name in ("prompts", "reward", "frac_reward_zero_std", "mean_length"):
+            if name in found:  # there is no mean reward where no reward applied
+                metrics[f"task/{task}/{name}"] = found[name]
     return metrics

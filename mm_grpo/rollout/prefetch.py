@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, RLock, Thread
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -97,7 +97,9 @@ class Prefetcher:
             try:
                 opener = opener or dataset.opener(row)
             except Exception as error:
-                return partial(_raise, error)
+                failed: Future[Made] = Future()
+                failed.set_exception(error)
+                return failed.result
             if not self.workers:
                 return partial(self._make, opener)
             if ahead is None or ahead.cancel():
@@ -124,8 +126,7 @@ class Prefetcher:
 
     def _taken(self, opener: OpenSample, ahead: Future[Made | None]) -> Made:
         """Return what was made ahead; make it now where there was no memory for it then."""
-        made = ahead.result()
-        if made is None:
+        if (made := ahead.result()) is None:
             return self._make(opener)
         self._hold(-pixel_bytes(made.prompt))
         return made
@@ -164,7 +165,3 @@ def _compute_alone(others: int) -> None:
     restoring = Thread(target=torch.set_num_threads, args=(others,))
     restoring.start()
     restoring.join()
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -66,13 +66,10 @@ class PromptBuilder:
     ) -> None:
         completion_length = completion_length or config.rollout.max_completion_length
         self.processor = processor
-        if prefetcher is None:
-            # an environment begins in the thread that goes on with it
-            alone = toolbox is not None and bool(toolbox.factories)
-            workers = 0 if alone else WORKERS
-            prepare = toolbox.prepare if toolbox is not None else None
-            prefetcher = Prefetcher(processor, workers, PREFETCH_BYTES, prepare)
-        self.prefetcher = prefetcher
+        # an environment begins in the thread that goes on with it
+        workers = 0 if toolbox is not None and toolbox.factories else WORKERS
+        prepare = toolbox.prepare if toolbox is not None else None
+        self.prefetcher = prefetcher or Prefetcher(processor, workers, PREFETCH_BYTES, prepare)
         self.policy, self.bad_images = config.data.on_overlong, config.data.on_bad_image
         limits = {"data.max_prompt_length": config.data.max_prompt_length}
         if context is not None:

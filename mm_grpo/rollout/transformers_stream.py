@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -188,28 +190,24 @@ class TransformersStream(RequestStream):
         """Start waiting requests, in their order, while there is room; one kind of sampling at a time."""
         fresh: list[list[tuple[int, Request]]] = []
         going_on: list[tuple[int, Request, _Kept, Follows]] = []
-        room, rule = self.engine.max_rows - len(self.rows), None
-        if self.rows:
-            rule = _rule(self.rows[0].request)
+        room = self.engine.max_rows - len(self.rows)
+        rule = _rule(self.rows[0].request) if self.rows else None
         while self.waiting:
             number, request, follows = self.waiting[0]
             if rule is not None and _rule(request) != rule:
                 break
             kept = None if follows is None else self.kept.get(follows.number)
-            if follows is not None and kept is not None and kept.begins(request.prompt.token_ids):
-                if room < 1 and (self.rows or fresh or going_on):
-                    break
+            goes_on = kept is not None and kept.begins(request.prompt.token_ids)
+            group = [(number, request)] if goes_on else self._next_group()
+            if room < len(group) and (self.rows or fresh or going_on):
+                break
+            for _ in group:
                 self.waiting.popleft()
+            room -= len(group)
+            if goes_on and kept is not None and follows is not None:
                 going_on.append((number, request, kept, follows))
-                room -= 1
             else:
-                group = self._next_group()
-                if room < len(group) and (self.rows or fresh or going_on):
-                    break
-                for _ in group:
-                    self.waiting.popleft()
                 fresh.append(group)
-                room -= len(group)
             rule = _rule(request)
         if going_on:
             self._go_on(going_on)
@@ -219,12 +217,11 @@ class TransformersStream(RequestStream):
     def _next_group(self) -> list[tuple[int, Request]]:
         """The neighbours at the head of those that wait that share a prompt and a way to sample."""
         _, first, _ = self.waiting[0]
-        group = []
-        for number, request, _ in self.waiting:
-            if request.prompt is not first.prompt or request.sampling != first.sampling:
-                break
-            group.append((number, request))
-        return group
+
+        def shares(waiting: tuple[int, Request, Follows | None]) -> bool:
+            return waiting[1].prompt is first.prompt and waiting[1].sampling == first.sampling
+
+        return [(number, request) for number, request, _ in takewhile(shares, self.waiting)]
 
     def _prefill(self, groups: list[list[tuple[int, Request]]]) -> None:
         """Run the prompts of `groups` together, and append their rows."""
@@ -242,11 +239,8 @@ class TransformersStream(RequestStream):
     def _go_on(self, asked: list[tuple[int, Request, _Kept, Follows]]) -> None:
         """Run what was appended to rows that ended, behind their keys and values."""
         # windows are counted over the padding, which there is none of in a batch of one
-        most = (
-            1
-            if self.windows
-            else max(1, PREFILL_TOKENS // max(len(r.prompt.token_ids) for _, r, _, _ in asked))
-        )
+        longest = max(len(request.prompt.token_ids) for _, request, _, _ in asked)
+        most = 1 if self.windows else max(1, PREFILL_TOKENS // longest)
         for batch in (asked[i : i + most] for i in range(0, len(asked), most)):
             past: Any
             past, past_mask = self.cache.joined([(kept.prefix, kept.tail) for _, _, kept, _ in batch])
@@ -260,12 +254,10 @@ class TransformersStream(RequestStream):
             hidden = self.engine.hidden_states(ids, positions, mask, past, pictures)[:, -1]
             for b, (number, request, kept, follows) in enumerate(batch):
                 count = len(new[b][0])
+                pairs = zip(kept.tail, past.layers, strict=True)
                 tail = [
-                    (
-                        torch.cat([keys, layer.keys[b, :, -count:]], 1),
-                        torch.cat([values, layer.values[b, :, -count:]], 1),
-                    )
-                    for (keys, values), layer in zip(kept.tail, past.layers, strict=True)
+                    (torch.cat([k, own.keys[b, :, -count:]], 1), torch.cat([v, own.values[b, :, -count:]], 1))
+                    for (k, v), own in pairs
                 ]
                 self.ran += count
                 self.cache.add_row(kept.prefix, tail)
@@ -355,13 +347,10 @@ def _batches(
     groups: Sequence[list[tuple[int, Request]]],
 ) -> list[list[list[tuple[int, Request]]]]:
     """Groups of prompts of like length, so that little is padded, at most PREFILL_TOKENS together."""
-
-    def length(group: list[tuple[int, Request]]) -> int:
-        return len(group[0][1].prompt.token_ids)
-
     batches: list[list[list[tuple[int, Request]]]] = []
-    for group in sorted(groups, key=length):
-        if batches and (len(batches[-1]) + 1) * length(group) <= PREFILL_TOKENS:
+    lengths = [len(group[0][1].prompt.token_ids) for group in groups]
+    for length, group in sorted(zip(lengths, groups, strict=True), key=itemgetter(0)):
+        if batches and (len(batches[-1]) + 1) * length <= PREFILL_TOKENS:
             batches[-1].append(group)
         else:
             batches.append([group])

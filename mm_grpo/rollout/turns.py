@@ -45,10 +45,11 @@ class Sampler(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """One generation on its way; `finished` says how it ended, None while it goes on. `number` is that of its last
-    request in the engine's stream, `shown` the images that it was shown since."""
+    request in the engine's stream, `shown` the images that it was shown since. `calls` are those of its last turn, and
+    `tasks` the host's for those that can be made."""
 
     request: Request
     conversation: Conversation
@@ -58,21 +59,15 @@ class _Running:
     finished: FinishReason | None = None
     number: int | None = None
     shown: Sequence[Picture] = ()
-
-
-@dataclass
-class _Called:
-    """The calls of a conversation's turn; those that can be made are the host's `tasks`."""
-
-    one: _Running
-    calls: Sequence[ToolCall]
-    tasks: Sequence[Task]
+    calls: Sequence[ToolCall] = ()
+    tasks: Sequence[Task] = ()
 
     @property
-    def finished(self) -> bool:
+    def called(self) -> bool:
+        """True when its tools have answered."""
         return all(task.finished for task in self.tasks)
 
-    def answers(self) -> list[tuple[ToolCall, Observation]]:
+    def tool_answers(self) -> list[tuple[ToolCall, Observation]]:
         """Each call with its answer, in order."""
         made = iter(self.tasks)
         return [
@@ -127,7 +122,7 @@ class TurnLoop:
     def _run(self, running: Sequence[_Running]) -> None:
         """Lead the conversations to their ends."""
         host, pictures = self.toolbox.host, dict[bytes, Picture]()
-        called: list[_Called] = []
+        called: list[_Running] = []
         try:
             with stream_of(self.engine) as stream:
                 together = self.config.rollout.synchronous_turns or isinstance(stream, BatchStream)
@@ -138,19 +133,20 @@ class TurnLoop:
                         require_answers([request], [answer], self.version())
                         if calls := self._answered(one, answer):
                             made = [(one.episode, c.name, c.arguments) for c in calls if c.problem is None]
-                            called.append(_Called(one, calls, host.start(made)))
+                            one.calls, one.tasks = calls, host.start(made)
+                            called.append(one)
                         else:
                             stream.release(number)
                     host.work(wait=not asked)
-                    if together and (asked or not all(c.finished for c in called)):
+                    if together and (asked or not all(one.called for one in called)):
                         continue
-                    for done in [c for c in called if c.finished]:
-                        called.remove(done)
-                        self._observe(done.one, done.answers(), pictures)
-                        if done.one.finished is None:
-                            asked |= [self._ask(stream, done.one)]
-                        elif done.one.number is not None:
-                            stream.release(done.one.number)
+                    for one in [one for one in called if one.called]:
+                        called.remove(one)
+                        self._observe(one, pictures)
+                        if one.finished is None:
+                            asked |= [self._ask(stream, one)]
+                        elif one.number is not None:
+                            stream.release(one.number)
         finally:
             if called:
                 host.abandon()
@@ -181,19 +177,14 @@ class TurnLoop:
             one.finished = "length"
         return [] if one.finished is not None else calls
 
-    def _observe(
-        self,
-        one: _Running,
-        answered: Sequence[tuple[ToolCall, Observation]],
-        pictures: dict[bytes, Picture],
-    ) -> None:
+    def _observe(self, one: _Running, pictures: dict[bytes, Picture]) -> None:
         """Append what the calls of a turn answered, where it fits, and note what they were paid."""
         one.turns[-1] = replace(one.turns[-1], reward=one.episode.take_step_reward())
         if one.episode.masked is not None:
             one.finished = "stop"
             return
         made: list[tuple[Turn, list[Picture], Observation]] = []
-        for call, seen in answered:
+        for call, seen in one.tool_answers():
             most = self.config.rollout.max_images_per_episode
             one.images += len(seen.images)
             if one.images > most:

@@ -70,7 +70,7 @@ def test_what_cannot_be_served_is_refused_in_one_message(
 def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(
     job: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fake(settings: Any, port: int) -> list[str]:
+    def fake(settings: Any) -> list[str]:
         return [sys.executable, "-S", str(FAKE), str(settings.socket), str(tmp_path / "pids")]
 
     monkeypatch.setattr(launch, "server_command", fake)

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, cast
@@ -43,6 +43,7 @@ WEIGHTS = {
     "b.weight": torch.zeros(4),
 }
 Made = Callable[..., tuple[ServedEngine, "list[FakeVLLM]"]]
+Change = Callable[[Any], Any]
 
 
 class Processor:
@@ -97,12 +98,9 @@ class FakeWorker:
 
     def __init__(self, rank: int, world: int) -> None:
         self.model, self.model_config, self.vllm_config = FakeModel(), None, None
-        self.parallel_config = SimpleNamespace(data_parallel_rank=0, world_size=world, rank=rank)
+        self.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=world, rank=rank)
         self.device, self.account = torch.device("cpu"), Account()
         self.active = False
-
-    def _config(self) -> Any:
-        return nullcontext()
 
     def _initialize(self) -> None:
         assert not self.model.waiting, "layers still wait for tensors of an update that was given up"
@@ -157,10 +155,8 @@ class FakeVLLM:
         self.missing: tuple[str, ...] = ()
         self.max_model_len, self.key, self.raw, self.expanded = 1000, "", False, EXPANDED
         self.refuse = ""
-        self.faults: dict[
-            str, Callable[[Any], Any]
-        ] = {}  # in place of an endpoint, or before it where it gives None
-        self.odd: dict[str, Callable[[Any], Any]] = {}  # what becomes of an answer, by path
+        self.faults: dict[str, Change] = {}  # in place of an endpoint, or before it where it gives None
+        self.odd: dict[str, Change] = {}  # what becomes of an answer, by path
         self.lock = threading.Lock()
         self.working: list[socket.socket] = []  # connections whose request is being sampled
         self.broken: set[socket.socket] = set()
@@ -246,7 +242,7 @@ class FakeVLLM:
 
     def handle(self, call: BaseHTTPRequestHandler) -> None:
         self.connections.add(call.connection)
-        body = call.rfile.read(int(call.headers.get("content-length") or 0))
+        body = json.loads(call.rfile.read(int(call.headers.get("content-length") or 0)) or "null")
         path, _, query = call.path.partition("?")
         while self.stopped.is_set() and self.alive:
             time.sleep(0.01)
@@ -258,16 +254,11 @@ class FakeVLLM:
             return _shut(call.connection)
         with self.lock:
             self.calls.append(path)
-            self.last = (
-                call.command,
-                call.path,
-                call.headers.get("authorization"),
-                json.loads(body or "null"),
-            )
+            self.last = (call.command, call.path, call.headers.get("authorization"), body)
             self.working += [call.connection] * sampling
             self.most = max(self.most, len(self.working))
         try:
-            status, value = 200, self.answer(path, json.loads(body or "null"), query, call)
+            status, value = 200, self.answer(path, body, query, call)
         except Status as error:
             status, value = error.code, error.value
         except ConnectionError:
@@ -321,7 +312,7 @@ class FakeVLLM:
             return fixed[path]
         if path == RPC:
             assert body == {"method": "mm_grpo_received"}
-            return {"results": [each.account.as_json() for each in self.workers]}
+            return {"results": [each.account.model_dump() for each in self.workers]}
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
         elif path == "/init_weight_transfer_engine":

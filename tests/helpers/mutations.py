@@ -98,8 +98,8 @@ rollout/conversation.py < rollout/test_turns.py
 rollout/seeds.py < rollout/test_seeds.py rollout/test_turns.py
     * seeds by turn | start + (number * (self.max_turns - 1) + turn - 1) ==> start + (number + turn - 1)
 rollout/engine.py < parity/test_gaps.py rollout/test_pipeline.py rollout/test_turns.py
-    * budget | > request.sampling.max_tokens: ==> > request.sampling.max_tokens + 1:
-    * spans | starts[-1] < len(completion.token_ids) ==> starts[-1] <= len(completion.token_ids)
+    * budget | <= request.sampling.max_tokens or ==> <= request.sampling.max_tokens + 1 or
+    * spans | starts[-1] < tokens ==> starts[-1] <= tokens
     * versions | versions[0] < oldest or ==> versions[-1] < oldest or
 rollout/weights.py < rollout/test_weights.py
     stale cache | self._held.clear() ==> self._held.copy()
@@ -119,7 +119,7 @@ rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served
 rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
     * stale digests | self._sent |= digests ==> self._sent = digests
     * spans of a server | (start, int(name.rpartition(":")[2])) for ==> (0, int(name.rpartition(":")[2])) for
-rollout/eager.py < trainer/test_eager.py ! slow
+rollout/pipeline.py < trainer/test_eager.py ! slow
     * versions | newest = self.newest  # an update ==> newest = oldest  # an update
     * staleness | oldest_version(g) <= self.staleness] ==> oldest_version(g) <= self.staleness + 1]
 rollout/pipeline.py < rollout/test_pipeline.py trainer/test_eager.py

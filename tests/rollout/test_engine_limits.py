@@ -48,11 +48,7 @@ def test_the_longest_row_with_images_at_their_largest_decides(models: dict[str, 
     assert 2 * 64 + 400 < len(longest.token_ids) < 2 * 64 + 400 + 60
     assert found.max_model_len == 768  # that, 100 of the completion, 1 for scoring, in steps of 256
     assert found.max_images == 2
-    assert (
-        "up to 768 tokens" in found.sentence
-        and "2 image(s)" in found.sentence
-        and "2 of 2 rows" in found.sentence
-    )
+    assert all(words in found.sentence for words in ("up to 768 tokens", "2 image(s)", "2 of 2 rows"))
 
 
 def test_limits_that_are_set_hold_and_the_context_bounds_the_rest(models: dict[str, Any]) -> None:
@@ -68,20 +64,14 @@ def test_limits_that_are_set_hold_and_the_context_bounds_the_rest(models: dict[s
 
 
 def test_of_a_long_list_the_longest_rows_are_looked_at(models: dict[str, Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr("mm_grpo.rollout.engine_limits.ROWS", 2)
-    found, _ = limits(models, [*rows("x" * 800), *rows(*["short"] * 5), *rows("two", images=2)])
-    assert found.max_images == 2 and "2 of 7 rows" in found.sentence
-    # (800 + 64 + template) * 1.25 + 101, in steps of 256: above 1,179 whatever the template
-    assert found.max_model_len == 1280
-
-
-def test_a_long_text_counts_beside_many_rows_with_more_images(
-    models: dict[str, Any], monkeypatch: Any
-) -> None:
-    monkeypatch.setattr("mm_grpo.rollout.engine_limits.ROWS", 4)
-    found, _ = limits(models, [*rows("x" * 800), *rows(*["short"] * 6, images=2)])
-    assert found.max_images == 2 and "4 of 7 rows" in found.sentence
-    assert found.max_model_len == 1280  # as without those rows
+    """Those with the longest text, and those with the most images."""
+    few, many = [*rows(*["short"] * 5), *rows("two", images=2)], rows(*["short"] * 6, images=2)
+    for looked, others in ((2, few), (4, many)):
+        monkeypatch.setattr("mm_grpo.rollout.engine_limits.ROWS", looked)
+        found, _ = limits(models, [*rows("x" * 800), *others])
+        assert found.max_images == 2 and f"{looked} of 7 rows" in found.sentence
+        # (800 + 64 + template) * 1.25 + 101, in steps of 256: above 1,179 whatever the template
+        assert found.max_model_len == 1280
 
 
 def test_of_a_set_on_disk_some_rows_are_read_and_a_longer_one_is_refused(

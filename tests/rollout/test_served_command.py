@@ -32,8 +32,8 @@ ENGINE = EngineSettings(
 @needs_vllm
 def test_a_server_is_started_as_the_engine_in_the_trainer_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MM_GRPO_SERVER_KEY", "secret-of-the-test")
-    settings = ServerSettings(ENGINE, transfer="gloo", tensor_parallel=2)
-    words = server_command(settings, 8123)
+    settings = ServerSettings(ENGINE, transfer="gloo", tensor_parallel=2, port=8123)
+    words = server_command(settings)
     assert words[:3] == [sys.executable, "-P", "-m"] and words[3].startswith("vllm.entrypoints.")
     pairs = dict(pairwise(words))
     wanted = {
@@ -65,7 +65,7 @@ def test_a_server_at_a_socket_needs_no_key_and_has_no_port(
 ) -> None:
     monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
     settings = ServerSettings(ENGINE, socket=tmp_path / "s")
-    words = server_command(settings, 0)
+    words = server_command(settings)
     assert words[words.index("--uds") + 1] == str(tmp_path / "s")
     assert "--middleware" in words and not {"--host", "--port"} & set(words)
     found = server_environment(settings)
@@ -80,7 +80,7 @@ def test_an_older_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for found, words in ((None, "not installed"), (SimpleNamespace(origin=str(tmp_path / "a.py")), "0.32")):
         monkeypatch.setattr(command, "find_spec", lambda name, found=found: found)
         with pytest.raises(ConfigError, match=words):
-            server_command(ServerSettings(ENGINE), 8000)
+            server_command(ServerSettings(ENGINE))
 
 
 def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,49 +364,36 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
 # what a server is started with ---------------------------------------------------------------
 
 
-def _without(*missing: str) -> FakeVLLM:
-    fake = FakeVLLM()
-    fake.missing = missing
-    return fake
-
-
-def _with(**values: Any) -> FakeVLLM:
+def server_with(**values: Any) -> FakeVLLM:
     fake = FakeVLLM()
     for name, value in values.items():
-        setattr(fake, name, value)
+        setattr(fake.workers[0].account if name == "model" else fake, name, value)
     return fake
 
 
-def _of_another_model() -> FakeVLLM:
-    fake = FakeVLLM()
-    fake.workers[0].account.model = {"model_type": "other", "text_config.hidden_size": 64}
-    return fake
-
-
-SIZES = {"model_type": "other", "text_config.hidden_size": 32}
+OTHER = {"model_type": "other", "text_config.hidden_size": 64}
 
 
 @pytest.mark.parametrize(
-    ("server", "words"),
+    ("values", "words"),
     [
-        (lambda: _without(NEEDED[0]), NEEDED[0]),
-        (lambda: _without("content_parts"), "content_parts"),
-        (lambda: _with(max_model_len=50), r"rollout\.vllm\.max_model_len"),
-        (_of_another_model, r"another model: its text_config\.hidden_size is 64"),
-        (lambda: _with(raw=True), "--logprobs-mode processed_logprobs"),
-        (lambda: _with(key="right"), "MM_GRPO_SERVER_KEY"),
+        ({"missing": (NEEDED[0],)}, NEEDED[0]),
+        ({"missing": ("content_parts",)}, "content_parts"),
+        ({"max_model_len": 50}, r"rollout\.vllm\.max_model_len"),
+        ({"model": OTHER}, r"another model: its text_config\.hidden_size is 64"),
+        ({"raw": True}, "--logprobs-mode processed_logprobs"),
+        ({"key": "right"}, "MM_GRPO_SERVER_KEY"),
     ],
 )
-def test_a_server_that_lacks_something_is_refused(make: Made, server: Any, words: str) -> None:
-    fake = server()
+def test_a_server_that_lacks_something_is_refused(make: Made, values: Any, words: str) -> None:
+    fake = server_with(**values)
     with pytest.raises(ConfigError, match=rf"rollout\.server\.urls: {fake.url} .*{words}") as caught:
-        make(servers=[fake], key="wrong", sizes=SIZES)
+        make(servers=[fake], key="wrong", sizes={**OTHER, "text_config.hidden_size": 32})
     assert "wrong" not in str(caught.value) and (fake.raw or "/pause" not in fake.calls)
 
 
 def test_a_server_with_the_key_and_the_model_is_taken(make: Made) -> None:
-    fake = _of_another_model()
-    fake.key = "right"
+    fake = server_with(model=OTHER, key="right")
     make(servers=[fake], key="right", sizes={"model_type": "other", "vision_config.depth": 2})
 
 

@@ -24,7 +24,6 @@ from helpers.fake_vllm import (
 from helpers.patience import PATIENCE, until
 
 from mm_grpo.errors import ConfigError, EngineError
-from mm_grpo.rollout.served import pool
 from mm_grpo.rollout.served.protocol import GENERATE, INFO, RPC
 
 
@@ -139,39 +138,25 @@ def first(**changes: Any) -> Callable[[Any], Any]:
     return lambda answer: {**answer, "choices": [{**answer["choices"][0], **changes}, *answer["choices"][1:]]}
 
 
-def logprob(value: Any) -> Callable[[Any], Any]:
-    return first(logprobs={"content": [{"logprob": value}] * 5})
-
-
 def worker(**changes: Any) -> Callable[[Any], Any]:
     return lambda answer: {"results": [{**answer["results"][0], **changes}]}
 
 
 ODD: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    *(("start", path, lambda _, odd=odd: odd) for path in ("/version", "/openapi.json", "/v1/models", RPC)
-      for odd in ([1], "x", {})),
-    ("start", "/v1/models", lambda _: {"data": [{"id": "tiny", "max_model_len": "100"}]}),
+    *(("start", path, lambda _: {}) for path in ("/version", "/openapi.json", "/v1/models", RPC)),
     ("start", RPC, lambda _: {"results": []}),
-    ("start", RPC, worker(finished="no")),
     ("update", RPC, worker(digests={"a": 1})),
-    *(("generate", path, lambda _, odd=odd: odd) for path in (GENERATE, INFO) for odd in ([1], None, {})),
-    *(("generate", GENERATE, first(**change)) for change in (
-        {"index": 7}, {"token_ids": [1.5]}, {"token_ids": [2**40]}, {"logprobs": [1]},
-        {"weight_versions": [{"start": 4, "version": "a:0"}]})),
-    *(("generate", GENERATE, logprob(value)) for value in (None, float("nan"))),
+    *(("generate", path, lambda _, odd=odd: odd) for path in (GENERATE, INFO) for odd in ([1], None)),
+    ("generate", GENERATE, first(logprobs={"content": [{"logprob": float("nan")}] * 5})),
     ("generate", GENERATE, lambda answer: {**answer, "choices": answer["choices"][:1] * 4}),
-    *(("score", GENERATE, lambda answer, odd=odd: {**answer, "prompt_logprobs": odd}) for odd in (None, [None])),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("when", "path", "odd"), ODD, ids=lambda value: value if isinstance(value, str) else ""
+    ("score", GENERATE, lambda answer: {**answer, "prompt_logprobs": None}),
 )
+
+
+@pytest.mark.parametrize(("when", "path", "odd"), ODD)
 def test_an_odd_answer_is_one_message_that_names_server_and_path(
-    when: str, path: str, odd: Callable[[Any], Any], make: Made, monkeypatch: pytest.MonkeyPatch
+    when: str, path: str, odd: Callable[[Any], Any], make: Made
 ) -> None:
-    monkeypatch.setattr(pool, "BACK_OFF", (0.01, 0.02))
-    monkeypatch.setattr(pool, "PERIOD", 0.01)
     fake = FakeVLLM()
     if when == "start":
         fake.odd[path] = odd

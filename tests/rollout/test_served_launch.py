@@ -43,7 +43,7 @@ def gone(pids: Sequence[int]) -> bool:
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, pids: Path, *how: str) -> None:
-    def command(settings: ServerSettings, port: int) -> list[str]:
+    def command(settings: ServerSettings) -> list[str]:
         return [sys.executable, "-S", str(FAKE), str(settings.socket), str(pids), *how]
 
     monkeypatch.setattr(launch, "server_command", command)
@@ -127,7 +127,7 @@ def test_a_server_that_ends_before_it_is_ready_shows_the_end_of_its_log(
 
 
 def test_a_server_that_is_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "server_command", lambda settings, port: ["sleep", "300"])
+    monkeypatch.setattr(launch, "server_command", lambda settings: ["sleep", "300"])
     with (
         pytest.raises(EngineError, match=r"was not ready within 0\.5 s"),
         serve([ServerSettings(ENGINE)], timeout=0.5),
@@ -182,7 +182,7 @@ from mm_grpo.rollout.served import launch
 from mm_grpo.rollout.served.command import ServerSettings
 from mm_grpo.rollout.vllm.launch import EngineSettings
 fake, pids, *how = sys.argv[1:]
-launch.server_command = lambda s, port: [sys.executable, "-S", fake, str(s.socket), pids, *how]
+launch.server_command = lambda s: [sys.executable, "-S", fake, str(s.socket), pids, *how]
 if __name__ == "__main__":
     with launch.serve([ServerSettings(EngineSettings("x", "float32", 64))]):
         Path(pids + ".ready").touch()

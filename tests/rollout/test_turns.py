@@ -465,7 +465,15 @@ SMALL = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
 def test_a_run_learns_from_what_was_sampled(family: str, models: dict[str, Path], tmp_path: Path) -> None:
-    trainer: Any = run(models[family], tmp_path / "run", **SMALL, algorithm={"beta": 0.1})
+    """Rewards get conversations as TRL writes them; a run is not resumed without its tools, which are in no file."""
+    seen: list[Any] = []
+
+    def batch(completions: list[Any], turns: list[Any], **kwargs: Any) -> list[float]:
+        seen.extend(zip(completions, turns, kwargs["environments"], strict=True))
+        return [float(len(c) + i % 2) for i, c in enumerate(completions)]
+
+    changes: dict[str, Any] = {**SMALL, "algorithm": {"beta": 0.1}, "run": {"max_steps": 2, "save_every": 1}}
+    trainer: Any = run(models[family], tmp_path / "run", rewards=(length, batch), **changes)
     for row in rows_of(tmp_path / "run")[1:]:
         assert row["sampling/sampling_logp_difference/max"] <= 1e-5
         assert row["turns/max"] == 3 and 1 < row["turns/mean"] < 3 and row["grad_norm"] > 0
@@ -473,27 +481,22 @@ def test_a_run_learns_from_what_was_sampled(family: str, models: dict[str, Path]
         assert row["tools/observation_tokens"] > 0 and row["kl"] >= 0
     logged = rollouts_of(tmp_path / "run", 1)
     turns = next(line["turns"] for line in logged if "turns" in line and len(line["turns"]) == 5)
-    assert [t["role"] for t in turns] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    roles = ["assistant", "tool", "assistant", "tool", "assistant"]
     tool = turns[1]
+    assert [t["role"] for t in turns] == roles
     assert (tool["name"], tool["fault"]) == ("look", None) and tool["arguments"]["side"] in (28, 56, 84)
     with Image.open(tmp_path / "run" / "rollouts" / "images" / tool["images"][0]) as shown:
         assert shown.size[0] % trainer.processor.factor == 0
-
-
-@pytest.mark.slow
-def test_rewards_get_conversations_as_trl_writes_them(models: dict[str, Path], tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    def batch(completions: list[Any], turns: list[Any], **kwargs: Any) -> list[float]:
-        seen.extend(zip(completions, turns, kwargs["environments"], strict=True))
-        return [float(len(c) + i % 2) for i, c in enumerate(completions)]
-
-    run(models["qwen2_5_vl"], tmp_path / "run", rewards=(batch,), **SMALL)
     messages, turns, environment = next(one for one in seen if len(one[0]) == 5)
-    assert [m["role"] for m in messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in messages] == roles
     assert messages[1]["name"] == "look" and messages[1]["content"][0]["type"] == "image"
     assert messages[1]["content"][1] == {"type": "text", "text": turns[1]["text"]}
     assert messages[0]["content"] == turns[0]["text"] and environment is None
+    config = config_for(
+        models[family], tmp_path / "run", **{**changes, "run": {"max_steps": 3, "save_every": 1}}
+    )
+    with pytest.raises(ConfigError, match=r"tools: the checkpoint .* was made with other names"):
+        GRPOTrainer(config, train=ROWS, rewards=[length, batch], resume=True).train()
 
 
 @pytest.mark.slow
@@ -515,13 +518,3 @@ def test_a_masked_conversation_has_no_reward(models: dict[str, Path], tmp_path: 
     assert logged and all(line["reward"] is None and line["advantage"] == 0 for line in logged)
     assert logged[0]["masked"] == "look: error: OSError: gone"
     assert rows_of(tmp_path / "run")[1]["tools/masked"] == len(logged)
-
-
-@pytest.mark.slow
-def test_a_run_is_not_resumed_without_its_tools(models: dict[str, Path], tmp_path: Path) -> None:
-    """Tools that were passed in from Python are in no config file."""
-    run(models["qwen2_5_vl"], tmp_path / "run", **{**SMALL, "run": {"max_steps": 2, "save_every": 1}})
-    changes = {**SMALL, "run": {"max_steps": 3, "save_every": 1}}
-    config = config_for(models["qwen2_5_vl"], tmp_path / "run", **changes)
-    with pytest.raises(ConfigError, match=r"tools: the checkpoint .* was made with other names"):
-        GRPOTrainer(config, train=ROWS, rewards=[length], resume=True).train()

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from mm_grpo.errors import EngineError
 
-BACKENDS = ("gloo", "nccl")
 CHUNK_BYTES = 512 << 20
 ALIGNED = 16
 """Bytes that the place of a tensor in a chunk is a multiple of, as any dtype allows."""
@@ -88,27 +87,16 @@ def _padded(count: int) -> int:
     return -(-count // ALIGNED) * ALIGNED
 
 
-class Listener:
-    """A port at `host` that a rendezvous will listen on; `port` is known before the group is made."""
-
-    def __init__(self, host: str) -> None:
-        self.host = host
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family)
-        self._socket.bind((host, 0))
-        self._socket.listen()
-        self.port: int = self._socket.getsockname()[1]
-
-    def detach(self) -> int:
-        """The descriptor, which is the caller's from now on."""
-        return self._socket.detach()
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens at `host`, at any port by default."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 class BroadcastGroup:
     """Rank `rank` of a group of `size`, which broadcasts from rank 0. Each call ends within `timeout` seconds.
 
-    Blocks until all have joined; the learner passes the `listener` it announced, the others its host and port. Raises
-    EngineError where they do not join in time.
+    Blocks until all have joined; the learner passes the `listener` at the port it announced, which is the group's from
+    then on, the others its host and port. Raises EngineError where they do not join in time.
     """
 
     def __init__(
@@ -120,12 +108,10 @@ class BroadcastGroup:
         rank: int,
         size: int,
         timeout: float,
-        listener: Listener | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         import torch.distributed as dist
 
-        if backend not in BACKENDS:
-            raise ValueError(f"backend '{backend}': must be one of {', '.join(BACKENDS)}")
         self.backend, self.rank, self.size, self.timeout = backend, rank, size, timeout
         self._aborted = False
         self._work: Any = None
@@ -149,17 +135,12 @@ class BroadcastGroup:
             raise
         except Exception as error:
             raise EngineError(
-                f"the {backend} group of {size} at {host}:{port} was not made within {timeout:g} s: "
-                f"{(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+                f"the {backend} group of {size} at {host}:{port} was not made within {timeout:g} s: {_first(error)}"
             ) from error
 
     @property
     def device(self) -> torch.device:
-        return (
-            torch.device("cpu")
-            if self.backend == "gloo"
-            else torch.device("cuda", torch.cuda.current_device())
-        )
+        return torch.device("cpu" if self.backend == "gloo" else "cuda")
 
     def broadcast(self, buffer: Tensor) -> None:
         """Rank 0's `buffer` into everybody's. EngineError past the deadline, or once another thread has called `abort`.
@@ -183,8 +164,7 @@ class BroadcastGroup:
         except Exception as error:
             self.abort()
             raise EngineError(
-                f"a broadcast of {buffer.numel():,} bytes over {self.backend} failed: "
-                f"{(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+                f"a broadcast of {buffer.numel():,} bytes over {self.backend} failed: {_first(error)}"
             ) from error
 
     def abort(self) -> None:
@@ -202,6 +182,11 @@ class BroadcastGroup:
 
 _left: list[tuple[Any, Any]] = []
 """Groups that were left, with the broadcast that may still wait in them: to free one would wait for it."""
+
+
+def _first(error: Exception) -> str:
+    """The first line of a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def address_towards(host: str, port: int) -> str:

@@ -17,14 +17,15 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, TypeVar
 
-from mm_grpo.files import LARGEST_JSON, parse_json
+from mm_grpo.files import parse_json
 from mm_grpo.terminal import redact
 
 T = TypeVar("T")
+Body = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """A connection whose other end is gone without a word (a host that lost power, an address translation that forgot it)
@@ -94,32 +95,18 @@ class ServerClient:
         self.timeout, self.connect_timeout = timeout, connect_timeout
         self._key = key
         self._http: Any = None
-        self._pid = 0
         self._asked: set[Future[Any]] = set()
 
-    def call(
-        self,
-        path: str,
-        json: Mapping[str, Any] | None = None,
-        *,
-        params: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        method: str = "POST",
-    ) -> Any:
-        """The decoded JSON answer, None for an empty body. Raises ServerUnreachable or ServerRefused."""
-        return wait(self.submit(path, json, params=params, timeout=timeout, method=method))
+    def call(self, path: str, json: Body = None, **options: Any) -> Any:
+        """The decoded JSON answer, None for an empty body. Raises ServerUnreachable or ServerRefused.
 
-    def submit(
-        self,
-        path: str,
-        json: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
-        *,
-        params: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        method: str = "POST",
-    ) -> Future[Any]:
-        """As `call`, answered later; cancelling it closes the connection. A function makes its body in a thread."""
-        future = in_background(self.request(path, json, params=params, timeout=timeout, method=method))
+        `options` are those of `request`.
+        """
+        return wait(self.submit(path, json, **options))
+
+    def submit(self, path: str, json: Body = None, **options: Any) -> Future[Any]:
+        """As `call`, answered later; cancelling it closes the connection."""
+        future = in_background(self.request(path, json, **options))
         self._asked.add(future)
         future.add_done_callback(self._asked.discard)
         return future
@@ -127,13 +114,13 @@ class ServerClient:
     async def request(
         self,
         path: str,
-        json: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        json: Body = None,
         *,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
         timeout: float | None = None,
         method: str = "POST",
     ) -> Any:
-        """As `call`, for coroutines of `in_background`."""
+        """As `call`, for coroutines of `in_background`. A function makes its body in a thread."""
         import httpx
 
         seconds = self.timeout if timeout is None else timeout
@@ -144,55 +131,41 @@ class ServerClient:
         try:
             async with asyncio.timeout(seconds):
                 body = await asyncio.to_thread(_encoded, json) if json is not None else None
-                sent = self._open().stream(
+                answer = await self._open().request(
                     method,
                     path,
                     content=body,
                     headers=headers,
-                    params=None if params is None else dict(params),
+                    params=params,
                     timeout=httpx.Timeout(None, connect=min(seconds, self.connect_timeout)),
                 )
-                content = bytearray()
-                async with sent as answer:
-                    async for part in answer.aiter_bytes():
-                        content += part
-                        if len(content) > LARGEST_JSON:
-                            raise ServerUnreachable(
-                                self.url, f"{path} was answered with more than {LARGEST_JSON} bytes"
-                            )
         except TimeoutError as error:
             raise ServerUnreachable(self.url, f"no answer to {path} within {seconds:g} s") from error
-        except httpx.ConnectTimeout as error:
-            raise ServerUnreachable(
-                self.url, f"no connection within {min(seconds, self.connect_timeout):g} s"
-            ) from error
-        except httpx.ConnectError as error:
-            raise ServerUnreachable(self.url, f"no connection ({_cause(error)})") from error
         except httpx.RequestError as error:
-            raise ServerUnreachable(
-                self.url, f"the connection was cut during {path} ({_cause(error)})"
-            ) from error
+            connecting = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            what = "no connection" if connecting else f"the connection was cut during {path}"
+            raise ServerUnreachable(self.url, f"{what} ({_cause(error)})") from error
         if answer.status_code >= 400:
-            text = redact(content.decode(errors="replace"), key)
-            reason = f"{path} was answered with HTTP {answer.status_code}: {_message(text)}"
+            message = _message(redact(answer.content.decode(errors="replace"), key))
+            reason = f"{path} was answered with HTTP {answer.status_code}: {message}"
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise ServerUnreachable(self.url, reason)
             raise ServerRefused(self.url, reason, answer.status_code)
         with reading(self.url, path):
-            return parse_json(bytes(content)) if content else None
+            return parse_json(answer.content) if answer.content else None
 
     def close(self) -> None:
         """Close the connections, and give up what is unanswered: who waits for it gets a CancelledError."""
         for future in list(self._asked):
             future.cancel()
         http, self._http = self._http, None
-        if http is not None and self._pid == os.getpid():
+        if http is not None:
             wait(in_background(http.aclose()))
 
     def _open(self) -> Any:
         import httpx
 
-        if self._http is None or self._pid != os.getpid():
+        if self._http is None:
             path = self.url.removeprefix("unix://") if self.url.startswith("unix://") else None
             self._http = httpx.AsyncClient(
                 base_url="http://localhost" if path else self.url,
@@ -207,7 +180,6 @@ class ServerClient:
                 ),
                 trust_env=False,
             )
-            self._pid = os.getpid()
         return self._http
 
 
@@ -218,8 +190,8 @@ _starting = threading.Lock()
 
 
 @cache
-def _loop(pid: int) -> asyncio.AbstractEventLoop:
-    """The event loop of a process, in a thread of its own."""
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process's clients, in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="mm_grpo-http", daemon=True).start()
     return loop
@@ -228,7 +200,7 @@ def _loop(pid: int) -> asyncio.AbstractEventLoop:
 def in_background(work: Coroutine[Any, Any, T]) -> Future[T]:
     """Run a coroutine in the thread of all clients; cancelling the future cancels it."""
     with _starting:
-        loop = _loop(os.getpid())
+        loop = _loop()
     return asyncio.run_coroutine_threadsafe(work, loop)
 
 
@@ -247,8 +219,7 @@ def _kept_alive() -> list[tuple[int, int, int]]:
 
 
 def _encoded(json: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> bytes:
-    value = json() if callable(json) else json
-    return jsonlib.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return jsonlib.dumps(json() if callable(json) else json, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _cause(error: BaseException) -> str:
@@ -262,12 +233,10 @@ def _cause(error: BaseException) -> str:
 
 def _message(text: str) -> str:
     """The message of an error's body, in vLLM's layouts, else the body itself."""
-    try:
+    with suppress(ValueError):
         value = parse_json(text)
         for key in ("error", "message", "detail"):
             value = value.get(key, value) if isinstance(value, dict) else value
         text = value if isinstance(value, str) else jsonlib.dumps(value)
-    except ValueError:
-        pass
     text = " ".join(text.split())
     return (text[:SHOWN] + " ...") if len(text) > SHOWN else text or "no message"

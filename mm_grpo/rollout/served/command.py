@@ -46,7 +46,8 @@ class ServerSettings:
     """One server. `engine` is what an in-process engine would be started with, `transfer` file, gloo or nccl.
 
     `gpus` are its GPUs as CUDA_VISIBLE_DEVICES names them, as many as `tensor_parallel`, None where it has all. It
-    listens on `socket`, or at `host` and `port`; `key` is one that was made for it, where nobody set one.
+    listens on `socket`, or at `host` and `port` (0: on a socket that `launch.serve` makes); `key` is one that was made
+    for it, where nobody set one.
     """
 
     engine: EngineSettings
@@ -74,7 +75,7 @@ def require_vllm() -> None:
         )
 
 
-def server_command(settings: ServerSettings, port: int) -> list[str]:
+def server_command(settings: ServerSettings) -> list[str]:
     """The command of a server, without its key: everybody on this machine can read it."""
     require_vllm()
     given = engine_arguments(settings.engine, alone=True)
@@ -89,7 +90,7 @@ def server_command(settings: ServerSettings, port: int) -> list[str]:
     if settings.socket is not None:
         arguments["uds"] = str(settings.socket)
     else:
-        arguments |= {"host": settings.host, "port": port}
+        arguments |= {"host": settings.host, "port": settings.port}
     arguments["middleware"] = server_key.MIDDLEWARE
     # -P: it imports nothing from the working folder, where a json.py may stand
     return [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", *flags(arguments)]

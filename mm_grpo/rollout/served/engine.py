@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
@@ -27,10 +28,11 @@ from mm_grpo.rollout.served.client import (
     ServerError,
     ServerRefused,
     ServerUnreachable,
-    reading,
+    in_background,
+    wait,
 )
 from mm_grpo.rollout.served.pool import Server, ServerPool
-from mm_grpo.rollout.served.protocol import GENERATE, MASKED, Limits, ServerInfo, key_refused
+from mm_grpo.rollout.served.protocol import MASKED, Limits, ServerInfo, ask, key_refused
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, RequestFormat, Sampled, request_groups
 from mm_grpo.rollout.weights import digest, missing_tensors
 from mm_grpo.types import Completion, Prompt
@@ -70,7 +72,6 @@ class ServedEngine(RolloutEngine):
         self.version = 0
         self._run: str | None = None
         self._current = False  # once the servers have this run's weights
-        self._whole = False  # while what the transfer keeps is no mixture of two versions
         self._lock = threading.RLock()  # of the transfer, and of what it is to send
         self._sent: dict[str, str] = {}
         self._checked: dict[str, ServerInfo] = {}
@@ -102,7 +103,7 @@ class ServedEngine(RolloutEngine):
         groups = request_groups(requests)
         work = [self.requests.sampled(group) for group in groups]
         self.pool.check()
-        pairs = zip(groups, self.all([self.pool.submit(one) for one in work], work), strict=True)
+        pairs = zip(groups, self.answers(work, self.pool.submit), strict=True)
         return [c for group, answer in pairs for c in self.requests.completions(group, answer)]
 
     def stream(self) -> RequestStream:
@@ -145,16 +146,14 @@ class ServedEngine(RolloutEngine):
         Returns their digests as the servers' workers received them. A server that fails is left out, and brought up
         when it is back. Raises GuardStop where one received something else, EngineError where none is left.
         """
-        found: tuple[dict[str, str], str, list[str]] | None = None
+        found: Any = None
         with self.ranks.fail_together("weights"):
             if self.transfer is not None:
                 found = self._send(self.transfer, tensors, version)
             else:
                 for _ in tensors:
                     pass
-        received, name, urls = cast(
-            "tuple[dict[str, str], str, list[str]]", self.ranks.broadcast(found, "weights")
-        )
+        received, name, urls = self.ranks.broadcast(found, "weights")
         if self.transfer is None:
             self._run = name.rpartition(":")[0]
             with self.pool.update(name):
@@ -164,15 +163,15 @@ class ServedEngine(RolloutEngine):
                     else:
                         self.pool.lose(server, f"the first process could not send it version {version}")
         self.version, self._current = version, True
-        return received
+        return dict(received)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
         if not token_ids:
             return []
         self._require_current()
-        work = self.requests.scored(prompt, token_ids)
-        return self.requests.scores(prompt, token_ids, self.all([self.pool.submit(work)], [work])[0])
+        [answer] = self.answers([self.requests.scored(prompt, token_ids)], self.pool.submit)
+        return self.requests.scores(prompt, token_ids, answer)
 
     def close(self) -> None:
         """Disconnect from the servers, which go on."""
@@ -193,7 +192,6 @@ class ServedEngine(RolloutEngine):
         with self._lock, self.pool.update(name):
             self._run = name.rpartition(":")[0]
             targets = self.pool.ready() if self._current else self.pool.answering()
-            self._whole = False
             digests: dict[str, str] = {}
             noted = self._noted(tensors, digests)
             try:
@@ -202,17 +200,14 @@ class ServedEngine(RolloutEngine):
                 self._current = False
                 raise
             self._sent |= digests
-            self.version, self._current, self._whole = version, True, True
+            self.version, self._current = version, True
             took: list[str] = []
             for server in targets:
                 received = outcome[server.url]
                 if isinstance(received, Exception):
                     reason = received.reason if isinstance(received, ServerError) else str(received)
                     self.pool.lose(server, f"in the update to version {version}: {reason}")
-                    continue
-                self._require_received(server, digests, received)
-                if self._admitted(server):
-                    self.pool.took(server, name)
+                elif self._take_in(server, name, digests, received):
                     took.append(server.url)
         if not took:
             self.pool.wait_ready()  # one that comes back is sent all
@@ -233,19 +228,22 @@ class ServedEngine(RolloutEngine):
         transfer = self.transfer
         assert transfer is not None
         with self._lock:
-            if not self._whole:
+            if not self._current:  # what the transfer keeps is a mixture of two versions
                 raise EngineError("the last update was not sent whole")
             received = transfer.catch_up([server.client])[server.url]
             if isinstance(received, Exception):
                 raise received
-            self._require_received(server, self._sent, received)
-            if self._admitted(server):
-                self.pool.took(server, transfer.weights_name(self.version))
+            self._take_in(server, transfer.weights_name(self.version), self._sent, received)
 
-    def _require_received(self, server: Server, sent: Digest, received: Digest) -> None:
-        message = missing_tensors(sent, received)
-        if message is not None:
+    def _take_in(self, server: Server, name: str, sent: Digest, received: Digest) -> bool:
+        """Send requests to a server that holds weights of this name. GuardStop where it received others than were sent;
+        False where it is gone."""
+        if (message := missing_tensors(sent, received)) is not None:
             raise GuardStop(f"weight sync with {server.url}: {message}")
+        admitted = self._admitted(server)
+        if admitted:
+            self.pool.took(server, name)
+        return admitted
 
     def _admitted(self, server: Server) -> bool:
         """True when a server that has taken weights reports log-probs as the learner has them; asked whenever it joins.
@@ -254,26 +252,18 @@ class ServedEngine(RolloutEngine):
         latter; False where the server is gone.
         """
         assert server.info is not None
-        token = self.requests.stops[0]
-        params = {
-            "max_tokens": 1,
-            "seed": 0,
-            "logprobs": 0,
-            "allowed_token_ids": [token],
-            "detokenize": False,
-        }
-        # vLLM on a CPU ends by SIGILL over a prompt of one or two tokens in bfloat16
-        body = {"token_ids": [token] * 8, "sampling_params": params, "model": server.info.model}
         if self._checked.get(server.url) is server.info:
             return True
+        token = self.requests.stops[0]
+        params = {"max_tokens": 1, "seed": 0, "logprobs": 0, "allowed_token_ids": [token]}
+        # vLLM on a CPU ends by SIGILL over a prompt of one or two tokens in bfloat16
+        work = EngineRequest("", [token] * 8, (), {**params, "detokenize": False})
         try:
-            answer = server.client.call(GENERATE, body)
-            with reading(server.url, GENERATE):
-                found = float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
+            answer = wait(in_background(ask(server.client, server.info.model, work, server.client.timeout)))
         except ServerUnreachable as error:
             self.pool.lose(server, error.reason)
             return False
-        if abs(found) > 1e-6:
+        if abs(answer.sequences[0].logprobs[0]) > 1e-6:
             raise ConfigError(
                 f"rollout.server.urls: {server.url} reports log-probs from before temperature and masks, which are not "
                 "those that tokens are drawn by; start it with --logprobs-mode processed_logprobs"
@@ -294,15 +284,16 @@ class ServedEngine(RolloutEngine):
 
     # waiting ---------------------------------------------------------------------------------
 
-    def all(
-        self, futures: Sequence[Future[EngineAnswer]], work: Sequence[EngineRequest]
+    def answers(
+        self, work: Sequence[EngineRequest], submit: Callable[[EngineRequest], Future[EngineAnswer]]
     ) -> list[EngineAnswer]:
         """All answers; where one fails, or the wait is interrupted, the others are given up."""
+        futures = [submit(one) for one in work]
         try:
-            wait_for(futures, return_when=FIRST_EXCEPTION)
-            failed = next((i for i, f in enumerate(futures) if f.done() and f.exception() is not None), None)
-            if failed is not None:
-                raise_as_ours(cast(BaseException, futures[failed].exception()), work[failed].uid)
+            done, _ = wait_for(futures, return_when=FIRST_EXCEPTION)
+            for future, one in zip(futures, work, strict=True):
+                if future in done:
+                    raise_as_ours(future.exception(), one.uid)
             return [future.result() for future in futures]
         except BaseException:
             for future in futures:
@@ -331,9 +322,9 @@ class ServedReplica:
         return form.scores(prompt, token_ids, self._ask(form.scored(prompt, token_ids)))
 
     def _ask(self, work: EngineRequest) -> EngineAnswer:
-        work = replace(work, priority=FIRST)
+        ask = partial(self.engine.pool.submit_to, self.server)
         try:
-            return self.engine.all([self.engine.pool.submit_to(self.server, work)], [work])[0]
+            return self.engine.answers([replace(work, priority=FIRST)], ask)[0]
         except ServerUnreachable as error:
             raise ReplicaLost(str(error)) from error
 
@@ -374,8 +365,7 @@ class ServedStream(RequestStream):
         done = []
         for number in numbers:
             request, future = self.running.pop(number)
-            if (error := future.exception()) is not None:
-                raise_as_ours(error, request.prompt.uid)
+            raise_as_ours(future.exception(), request.prompt.uid)
             answer = future.result()
             self._urls[number] = answer.url
             done.append((number, self.engine.requests.completions([request], answer)[0]))
@@ -394,10 +384,11 @@ def _spans(sampled: Sampled) -> tuple[tuple[int, int], ...]:
     return tuple((start, int(name.rpartition(":")[2])) for start, name in sampled.versions)
 
 
-def raise_as_ours(error: BaseException, uid: str) -> None:
-    """Raise what a request of a row ended with, in this house's errors."""
+def raise_as_ours(error: BaseException | None, uid: str) -> None:
+    """Raise what a request of a row failed with, in this house's errors."""
     if isinstance(error, ServerRefused):
         if error.status in (401, 403):
             raise ConfigError(key_refused(error.url, error.reason)) from error
         raise DataError(f"{uid}: vLLM refuses the prompt: {error}") from error
-    raise error
+    if error is not None:
+        raise error

@@ -1,7 +1,7 @@
 """vLLM servers of this machine: started as the config says, watched, and ended with whoever started them.
 
 A server is a process group of its own: vLLM's API server, its engine and its workers. `stop` ends the whole group, at
-the end of a block, of the process, or by Ctrl-C; where this process is killed by SIGKILL, its `Lifeline` does so
+the end of a block or by Ctrl-C; where this process ends otherwise, by SIGKILL say, its `Lifeline` does so
 (user_code/server.py). What a server prints goes to a log file.
 
 A server listens on a Unix socket in a folder of ours, which nobody but this user reaches, or at a port of 127.0.0.1.
@@ -11,7 +11,6 @@ has the key of `server_key.py`, which is made for 127.0.0.1, and has to be set f
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import socket
@@ -19,13 +18,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
+from mm_grpo.rollout.served.broadcast import listen
 from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.command import ServerSettings, server_command, server_environment
 from mm_grpo.rollout.served.server_key import VARIABLE, is_loopback, kept_key
@@ -41,8 +41,6 @@ WATCH_EVERY = 0.5
 ENDING = 15.0
 """Seconds that a server which listens no more may take to end; vLLM's takes for ever where a connection is open."""
 SHOWN_LINES = 15
-SOCKET_LENGTH = 100
-"""Longest path of a Unix socket that every system takes."""
 
 
 def check_exposure(host: str) -> None:
@@ -55,13 +53,6 @@ def check_exposure(host: str) -> None:
         )
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass(eq=False)
 class ServerProcess:
     """A server of this machine, at `url` once it was started; `log` is what it prints."""
@@ -71,7 +62,7 @@ class ServerProcess:
     url: str = ""
     _process: subprocess.Popen[bytes] | None = None
     _lifeline: Lifeline | None = None
-    _started: float = field(default=0.0)
+    _started: float = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -81,22 +72,14 @@ class ServerProcess:
         """Start it, anew where it has ended; at the same url."""
         self.stop()
         settings = self.settings
-        port = settings.port
         if settings.socket is not None:
-            if len(str(settings.socket)) > SOCKET_LENGTH:
-                raise ConfigError(
-                    f"'{settings.socket}' is too long for the path of a socket (at most {SOCKET_LENGTH} characters); "
-                    "set TMPDIR to a shorter folder"
-                )
             settings.socket.unlink(missing_ok=True)
             self.url = f"unix://{settings.socket}"
         else:
             check_exposure(settings.host)
-            if not port:
-                port = int(self.url.rpartition(":")[2]) if self.url else free_port(settings.host)
             shown = f"[{settings.host}]" if ":" in settings.host else settings.host
-            self.url = f"http://{shown}:{port}"
-        command, environment = server_command(settings, port), server_environment(settings)
+            self.url = f"http://{shown}:{settings.port}"
+        command, environment = server_command(settings), server_environment(settings)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -108,7 +91,6 @@ class ServerProcess:
             )
         self._started = time.monotonic()
         self._lifeline = Lifeline(pid=self._process.pid)
-        _running.append(self)
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> float:
         """Wait until it answers; returns the seconds since its start. EngineError when it ends before, or is late."""
@@ -130,15 +112,11 @@ class ServerProcess:
     @property
     def ready(self) -> bool:
         """True when it answers /health just now."""
-        key = self.settings.key or os.environ.get(VARIABLE)
-        client = ServerClient(self.url, key=key, timeout=5.0)
-        try:
+        client = ServerClient(self.url, key=self.settings.key or os.environ.get(VARIABLE), timeout=5.0)
+        with closing(client), suppress(ServerError):
             client.call("/health", method="GET")
-        except ServerError:
-            return False
-        finally:
-            client.close()
-        return True
+            return True
+        return False
 
     @property
     def listening(self) -> bool:
@@ -151,8 +129,10 @@ class ServerProcess:
                 with socket.socket(socket.AF_UNIX) as probe:
                     probe.settimeout(5.0)
                     probe.connect(str(self.settings.socket))
-        except OSError as error:  # by any other one it is slow to take them
-            return not isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            pass  # it is slow to take them
         return True
 
     def poll(self) -> int | None:
@@ -175,7 +155,6 @@ class ServerProcess:
         process.wait()
         if self._lifeline is not None:
             self._lifeline.leave()
-        _running.remove(self)
         if self.settings.socket is not None:
             self.settings.socket.unlink(missing_ok=True)
 
@@ -203,7 +182,7 @@ def serve(
     """
     with ExitStack() as held:
         folder = held.enter_context(temporary_folder("servers"))  # its owner alone may enter it
-        logs = folder if log_folder is None else log_folder
+        logs = log_folder or folder
         logs.mkdir(parents=True, exist_ok=True)
         servers = [
             ServerProcess(_placed(each, folder, number, held), logs / f"server-{number}.log")
@@ -270,7 +249,7 @@ def _placed(settings: ServerSettings, folder: Path, number: int, held: ExitStack
     if not port:
         return replace(settings, socket=folder / f"{number}.sock")
     try:  # else the key of the server that is there would be lost
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        listen(host, port).close()
     except OSError as error:
         raise ConfigError(
             f"--port {port}: {host} cannot be listened at ({error.strerror}); take another"
@@ -289,16 +268,4 @@ def stop_all(servers: Sequence[ServerProcess]) -> None:
             server.stop()
     finally:
         for server in servers:
-            server.stop(0.0)
-
-
-# the end of this process -----------------------------------------------------------------------
-
-_running: list[ServerProcess] = []
-
-
-@atexit.register
-def _at_exit() -> None:
-    for server in list(_running):
-        if server._lifeline is not None and server._lifeline.owner == os.getpid():
             server.stop(0.0)

@@ -24,41 +24,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from mm_grpo.rollout.served.broadcast import BroadcastGroup, Tensors, buffer_size, unpack
-from mm_grpo.rollout.served.protocol import model_sizes
+from mm_grpo.rollout.served.protocol import WorkerAccount, model_sizes
 from mm_grpo.rollout.vllm.read_back import ReadBack, quiet_reload
 
 EXTENSION = "mm_grpo.rollout.served.plugin.WorkerExtension"
 
 
-@dataclass
-class Account:
-    """Received weights. `version` and `digests` are those of the last update; of one under way `digests` has
-    the names alone.
+class Account(WorkerAccount):
+    """A worker's own account, with what it needs to keep it: `known` are the names of tensors that were ever sent, by
+    run, for those of another model are not waited for."""
 
-    `finished` is false while an update is under way, and after one that was given up. `damaged`: one was given up, so
-    layers hold a mixture until one brings every tensor that its run has sent (`known`, by run: those of another model
-    are not waited for). `group` names the group that the worker is in, `weights_name` the weights of `version`, `model`
-    is what `model_sizes` says of the server's.
-    """
-
-    version: int | None = None
-    digests: dict[str, str] = field(default_factory=dict)
-    finished: bool = True
-    damaged: bool = False
-    group: str = ""
-    weights_name: str = ""
-    model: dict[str, Any] = field(default_factory=dict)
-    known: dict[str, set[str]] = field(default_factory=dict)
-    read_back: ReadBack = field(default_factory=ReadBack)
+    known: dict[str, set[str]] = Field(default_factory=dict, exclude=True)
+    read_back: Any = Field(default_factory=ReadBack, exclude=True)
 
     def begin(self) -> None:
         self.damaged = self.damaged or not self.finished
@@ -83,22 +69,18 @@ class Account:
     def run(self) -> str:
         return self.weights_name.partition(":")[0]
 
-    def as_json(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("known", "read_back")}
-
 
 @dataclass
 class InitInfo:
     """Arguments of `/init_weight_transfer_engine`. Files: `folder` holds a file `token` with that text.
 
-    Broadcasts: the rendezvous, this server's place in the group (its first worker is `rank_offset`), and a name for it.
+    Broadcasts: the rendezvous of a group in which the learner is rank 0, and a name for it.
     """
 
     folder: str | None = None
     token: str | None = None
     host: str | None = None
     port: int | None = None
-    rank_offset: int = 1
     world_size: int = 0
     timeout: float = 60.0
     group: str = ""
@@ -111,7 +93,7 @@ class UpdateInfo:
     version: int
     weights_name: str = ""
     path: str | None = None
-    names: Sequence[str] | None = None
+    names: Sequence[str] = ()
     tensors: Tensors | None = None
 
 
@@ -141,12 +123,10 @@ class Receiver:
 
     def start_weight_update(self) -> None:
         if not self.account.finished:  # given up half-way: layers that wait would count their tensors twice
-            with self._config():
-                self._discard()
-                self._finalize()
+            self._discard()
+            self._finalize()
         self.account.begin()
-        with self._config():
-            self._initialize()
+        self._initialize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if (update_info.path is None) == (update_info.tensors is None):
@@ -156,12 +136,10 @@ class Receiver:
             self.account.version = update_info.version
             return
         tensors = self._from_file(update_info) if update_info.path else self._from_group(update_info)
-        with self._config():
-            self.model.load_weights(self._noted(update_info.version, tensors))
+        self.model.load_weights(self._noted(update_info.version, tensors))
 
     def finish_weight_update(self) -> None:
-        with self._config():
-            self._finalize()
+        self._finalize()
         self.account.end(self.model)
 
     def shutdown(self) -> None:
@@ -179,25 +157,13 @@ class Receiver:
 
         assert info.path is not None
         with safe_open(info.path, "pt", device=str(self.device)) as file:
-            held = set(file.keys())
-            names = list(file.keys()) if info.names is None else info.names
-            if lacking := [name for name in names if name not in held]:
-                raise ValueError(f"'{info.path}' lacks '{lacking[0]}' and {len(lacking) - 1} more")
-            for name in names:
+            for name in info.names:
+                tensor = file.get_tensor(name)
                 # a layer may wait for its other tensors after the file is gone
-                yield (
-                    name,
-                    file.get_tensor(name).clone() if self.device.type == "cpu" else file.get_tensor(name),
-                )
+                yield name, tensor.clone() if self.device.type == "cpu" else tensor
 
     def _from_group(self, info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"backend 'mm_grpo_{self.kind}' takes files alone")
-
-    def _config(self) -> AbstractContextManager[Any]:
-        """vLLM's current config, which its layers ask for; newer versions have set it themselves."""
-        from vllm.config import set_current_vllm_config
-
-        return set_current_vllm_config(self.vllm_config) if self.vllm_config is not None else nullcontext()
 
     def _initialize(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -233,12 +199,12 @@ class GlooReceiver(Receiver):
             return
         self.shutdown()
         parallel = self.parallel_config
-        index = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        place = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._group = BroadcastGroup(
             self.kind,
             init_info.host,
             init_info.port,
-            rank=init_info.rank_offset + index * parallel.world_size + parallel.rank,
+            rank=1 + place,
             size=init_info.world_size,
             timeout=init_info.timeout,
         )
@@ -284,8 +250,8 @@ class WorkerExtension:
     account = Account()  # of this process's worker
 
     def mm_grpo_received(self) -> dict[str, Any]:
-        """See `Account.as_json`."""
-        return WorkerExtension.account.as_json()
+        """The account of this process's worker, for JSON."""
+        return WorkerExtension.account.model_dump()
 
 
 def register() -> None:

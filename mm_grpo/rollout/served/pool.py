@@ -19,10 +19,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 from mm_grpo.errors import ConfigError, EngineError, GuardStop
@@ -43,8 +44,6 @@ BACK_OFF = (0.5, 15.0)
 """Seconds after which a lost server is tried again: at first, and at most."""
 PERIOD = 0.25
 """Seconds between two looks at the servers."""
-LOG_EVERY = 30.0
-"""Seconds without an answer after which, and then again, a line says what is waited for."""
 NEVER = 7 * 86400.0
 """Deadline of a single request, in seconds: whether a server hangs is told by all of its requests together."""
 
@@ -52,7 +51,7 @@ NEVER = 7 * 86400.0
 @dataclass(eq=False)
 class Server:
     """One server. `weights` is the name of the weights that it was last seen to hold, `why` says what happened to it
-    last, `load` is the completions that it works on.
+    last, `load` is the completions that it works on, `heard` when it last answered a request, or had none.
 
     It is `ready` with the run's weights, `behind` when it answers and holds others, else `lost`.
     """
@@ -66,11 +65,10 @@ class Server:
     tries: int = 0
     next_try: float = 0.0
     lost_at: float = 0.0
-    asked: float = 0.0
-    answered: float = 0.0
+    heard: float = 0.0
     checked: float = 0.0
     check: asyncio.Task[None] | None = None
-    running: dict[asyncio.Future[EngineAnswer], EngineRequest] = field(default_factory=dict)
+    running: set[asyncio.Future[EngineAnswer]] = field(default_factory=set)
 
     @property
     def url(self) -> str:
@@ -79,8 +77,7 @@ class Server:
     def describe(self) -> str:
         """Its url and what it does, or what happened to it."""
         if self.state == "ready":
-            last = f", last answer {time.monotonic() - self.answered:.0f} s ago" if self.answered else ""
-            return f"{self.url}: {len(self.running)} request(s) on their way{last}"
+            return f"{self.url}: {len(self.running)} request(s) on their way"
         tried = f"; tried {self.tries} time(s) since" if self.tries else ""
         return f"{self.url}: {self.why}{tried}"
 
@@ -91,7 +88,7 @@ class Waiting:
 
     work: EngineRequest
     prefer: str | None
-    avoid: set[str]
+    avoid: Collection[str]
     place: asyncio.Future[Server]
 
 
@@ -115,11 +112,9 @@ class ServerPool:
         self.limits, self.ours, self.bring_up = limits, ours, bring_up
         self.current: str | None = None
         self.updating = False
-        self.unanswered = 0
         self.losses = 0
         self.recoveries: list[tuple[str, float]] = []
         self._waiting: deque[Waiting] = deque()
-        self._answered = self._said = time.monotonic()
         self._none_since: float | None = None
         self._keeper: Future[None] | None = None
         self._threads = ThreadPoolExecutor(len(self.servers) + 1, "mm_grpo-servers")
@@ -132,21 +127,18 @@ class ServerPool:
         Raises ConfigError where one lacks what a run needs, or where none answers.
         """
         end = time.monotonic() + self.limits.wait_timeout
-        said = time.monotonic()
-        while True:
+        for attempt in count():
             for future in [self._threads.submit(self._probe, server) for server in self.servers]:
                 wait(future)
             if any(server.info is not None for server in self.servers):
                 break
-            now = time.monotonic()
-            if now > end:
+            if time.monotonic() > end:
                 raise ConfigError(
                     f"rollout.server.urls: no server answers within {self.limits.wait_timeout:g} s "
                     f"(rollout.server.wait_timeout): {self.describe()}; start them with `mm-grpo serve`, or check the "
                     "addresses"
                 )
-            if now - said > LOG_EVERY / 3:
-                said = now
+            if attempt == 10:
                 log.warning("rollout: waiting for a server: %s", self.describe())
             time.sleep(min(0.5, self.limits.wait_timeout / 10))
         for server in self.servers:
@@ -162,15 +154,7 @@ class ServerPool:
 
     def submit_to(self, server: Server, work: EngineRequest) -> Future[EngineAnswer]:
         """The answer of this server and no other. Raises ServerUnreachable, after which it is lost."""
-
-        async def asked() -> EngineAnswer:
-            try:
-                return await self._run(server, work)
-            except ServerUnreachable as error:
-                self._lose(server, error.reason)
-                raise
-
-        return in_background(asked())
+        return in_background(self._run(server, work))
 
     def ready(self) -> list[Server]:
         return [server for server in self.servers if server.state == "ready"]
@@ -193,20 +177,17 @@ class ServerPool:
 
     def took(self, server: Server, weights: str) -> None:
         """`server` has taken the weights of this name, the newest."""
-
-        async def note() -> None:
-            server.weights = weights
-            self._admit(server)
-
-        wait(in_background(note()))
+        self._in_loop(self._admit, server, weights)
 
     def lose(self, server: Server, why: str) -> None:
         """Send `server` nothing until it has been tried again."""
+        self._in_loop(self._lose, server, why)
 
-        async def note() -> None:
-            self._lose(server, why)
+    def _in_loop(self, change: Callable[[Server, str], None], server: Server, text: str) -> None:
+        async def changed() -> None:
+            change(server, text)
 
-        wait(in_background(note()))
+        wait(in_background(changed()))
 
     @contextmanager
     def update(self, weights: str) -> Iterator[None]:
@@ -240,54 +221,45 @@ class ServerPool:
     # one request -----------------------------------------------------------------------------
 
     async def _answer(self, work: EngineRequest, prefer: str | None) -> EngineAnswer:
-        failures: list[str] = []
-        avoid: set[str] = set()
-        if not self.unanswered:
-            self._answered = self._said = time.monotonic()
-        self.unanswered += 1
-        try:
-            while True:
-                server = await self._place(work, prefer, avoid)
-                try:
-                    answer = await self._run(server, work)
-                    self._answered = time.monotonic()
-                    return answer
-                except ServerUnreachable as error:
-                    self._lose(server, error.reason)
-                    failures.append(str(error))
-                    avoid.add(server.url)
-                    if len(failures) > 3 + 2 * len(self.servers):
-                        raise EngineError(
-                            f"{work.uid}: servers failed {len(failures)} times over one request, the last with: "
-                            f"{'; '.join(dict.fromkeys(failures[-2:]))}. If it is always this row, leave it out; else "
-                            "see the servers' own output"
-                        ) from error
-                finally:
-                    server.load -= work.sequences
-                    self._dispatch()
-        finally:
-            self.unanswered -= 1
+        avoid: list[str] = []
+        while True:
+            server = await self._place(work, prefer, avoid)
+            try:
+                return await self._run(server, work)
+            except ServerUnreachable as error:
+                avoid.append(server.url)
+                if len(avoid) > 3 + 2 * len(self.servers):
+                    raise EngineError(
+                        f"{work.uid}: servers failed {len(avoid)} times over one request, the last with: {error}. If "
+                        "it is always this row, leave it out; else see the servers' own output"
+                    ) from error
+            finally:
+                server.load -= work.sequences
+                self._dispatch()
 
     async def _run(self, server: Server, work: EngineRequest) -> EngineAnswer:
-        """The answer of one server under this run's weights. It is given up when the server is found to hang."""
+        """The answer of one server under this run's weights. Raises ServerUnreachable, after which it is lost; so it is
+        given up when the server is found to hang."""
         assert server.info is not None
-        now = time.monotonic()
         if not server.running:
-            server.asked = server.checked = now
+            server.heard = server.checked = time.monotonic()
         task = asyncio.ensure_future(ask(server.client, server.info.model, work, NEVER))
-        server.running[task] = work
+        server.running.add(task)
         try:
             await asyncio.wait({task})
+            if task.cancelled():
+                raise ServerUnreachable(server.url, server.why)
+            answer = task.result()
+            server.heard = time.monotonic()
+            for name in {name for sequence in answer.sequences for _, name in sequence.versions}:
+                self._require(server, name)
+            return answer
+        except ServerUnreachable as error:
+            self._lose(server, error.reason)
+            raise
         finally:
-            del server.running[task]
+            server.running.remove(task)
             task.cancel()
-        if task.cancelled():
-            raise ServerUnreachable(server.url, server.why)
-        answer = task.result()
-        server.answered = time.monotonic()
-        for name in {name for sequence in answer.sequences for _, name in sequence.versions}:
-            self._require(server, name)
-        return answer
 
     def _require(self, server: Server, found: str, *expected: str | None) -> None:
         """ServerUnreachable where weights that were found on a server are none of the expected ones, or not ours."""
@@ -305,7 +277,7 @@ class ServerPool:
         except ServerRefused as error:
             raise ServerUnreachable(server.url, error.reason) from error
 
-    async def _place(self, work: EngineRequest, prefer: str | None, avoid: set[str]) -> Server:
+    async def _place(self, work: EngineRequest, prefer: str | None, avoid: Collection[str]) -> Server:
         """A server with room for `work`, which then counts in its load."""
         waiting = Waiting(work, prefer, avoid, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
@@ -353,14 +325,15 @@ class ServerPool:
         for task in list(server.running):
             task.cancel()
 
-    def _admit(self, server: Server) -> None:
+    def _admit(self, server: Server, weights: str) -> None:
+        """Send a server requests that holds the run's `weights`."""
         if server.state == "lost" and server.lost_at:
             seconds = time.monotonic() - server.lost_at
             self.recoveries.append((server.url, seconds))
             log.warning("rollout: %s is back after %.1f s", server.url, seconds)
         elif server.state == "lost":  # it did not answer when the run began
             log.warning("rollout: %s joins", server.url)
-        server.state, server.why, server.tries = "ready", "", 0
+        server.state, server.why, server.tries, server.weights = "ready", "", 0, weights
         self._dispatch()
 
     def _probe(self, server: Server) -> None:
@@ -384,7 +357,7 @@ class ServerPool:
                 elif server.running:
                     if now - server.checked >= self.limits.health_timeout / 3:
                         self._start(server, self._health(server))
-                    if now - max(server.asked, server.answered) > self.limits.timeout:
+                    if now - server.heard > self.limits.timeout:
                         why = (
                             f"it answers /health, and none of its {len(server.running)} request(s) within "
                             f"{self.limits.timeout:g} s (rollout.server.timeout)"
@@ -392,14 +365,6 @@ class ServerPool:
                         self._lose(server, why)
                         self._give_up(server)
             self._give_up_waiting(now)
-            if self.unanswered and now - max(self._answered, self._said) > LOG_EVERY:
-                self._said = now
-                log.warning(
-                    "rollout: %d request(s) without an answer for %.0f s: %s",
-                    self.unanswered,
-                    now - self._answered,
-                    self.describe(),
-                )
             await asyncio.sleep(period)
 
     def _start(self, server: Server, work: Coroutine[Any, Any, None]) -> None:
@@ -432,21 +397,17 @@ class ServerPool:
             known = found == self.current and (self.bring_up is None or server.weights == found)
             if known and not await is_paused(server.client, self.limits.health_timeout):
                 if not self.updating:
-                    server.weights = found
-                    self._admit(server)
+                    self._admit(server, found)
             elif self.bring_up is None:
                 server.why = f"it holds weights '{found}', and another process sends it '{self.current}'"
             else:
                 await loop.run_in_executor(self._threads, self.bring_up, server)
-        except (ServerError, ConfigError, EngineError, GuardStop) as error:
+        except Exception as error:  # what it is tried for must not end the keeper
+            if not isinstance(error, (ServerError, ConfigError, EngineError, GuardStop)):
+                log.exception("rollout: %s could not be taken in", server.url)
             server.why = error.reason if isinstance(error, ServerError) else str(error)
             if isinstance(error, ServerUnreachable):
                 self._give_up(server)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # what it is tried for must not end the keeper
-            log.exception("rollout: %s could not be taken in", server.url)
-            server.why = f"{type(error).__name__}: {error}"
         least, most = BACK_OFF
         server.next_try = time.monotonic() + min(most, least * 2 ** min(server.tries, 8))
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -84,17 +85,23 @@ class Limits:
 
 
 class WorkerAccount(BaseModel):
-    """What a worker of a server received (`Account` of plugin.py)."""
+    """What a worker of a server received (plugin.py). `version` and `digests` are those of the last update; of one
+    under way `digests` has the names alone.
+
+    `finished` is false while an update is under way, and after one that was given up. `damaged`: one was given up, so
+    layers hold a mixture until one brings every tensor that its run has sent. `group` names the group that the worker
+    is in, `weights_name` the weights of `version`, `model` is what `model_sizes` says of the server's.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    version: int | None
-    digests: dict[str, str]
-    finished: bool
-    damaged: bool
-    group: str
-    weights_name: str
-    model: dict[str, Any]
+    version: int | None = None
+    digests: dict[str, str] = {}
+    finished: bool = True
+    damaged: bool = False
+    group: str = ""
+    weights_name: str = ""
+    model: dict[str, Any] = {}
 
 
 # what a server is ----------------------------------------------------------------------------
@@ -112,28 +119,23 @@ def probe(client: ServerClient, limits: Limits) -> ServerInfo:
     """Ask a server what it is. Raises ConfigError for one that lacks what a run needs, with how to start it, and
     ServerUnreachable."""
     where, timeout = f"rollout.server.urls: {client.url}", limits.health_timeout
+    paths = ("/version", "/openapi.json", "/v1/models")
     try:
-        version = client.call("/version", method="GET", timeout=timeout)
-        listed = client.call("/openapi.json", method="GET", timeout=timeout)
-        models = client.call("/v1/models", method="GET", timeout=timeout)
-        with reading(client.url, "/version"):
-            name = str(version["version"])
-        with reading(client.url, "/openapi.json"):
+        version, listed, models = [client.call(path, method="GET", timeout=timeout) for path in paths]
+        with reading(client.url, ", ".join(paths)):
+            name, served = str(version["version"]), models["data"][0]
+            model, length = str(served["id"]), index(served["max_model_len"])
             missing = [path for path in NEEDED if path not in dict(listed["paths"])]
             request = listed.get("components", {}).get("schemas", {}).get("GenerateRequest", {})
-            missing += [f"{GENERATE} with content_parts"] * (
-                "content_parts" not in request.get("properties", {})
-            )
+            if "content_parts" not in request.get("properties", {}):
+                missing.append(f"{GENERATE} with content_parts")
         if missing:
             raise ConfigError(
                 f"{where} (vLLM {name}) has no {', '.join(missing)}; start it with `mm-grpo serve`, or `vllm serve` of "
                 "vLLM 0.32 or newer with --enable-scale-out, --weight-transfer-config, and VLLM_SERVER_DEV_MODE=1 in "
                 "its environment"
             )
-        workers = accounts(client, timeout)
-        with reading(client.url, "/v1/models"):
-            served = models["data"][0]
-            found = ServerInfo(name, str(served["id"]), index(served["max_model_len"]), workers[0].model)
+        found = ServerInfo(name, model, length, accounts(client, timeout)[0].model)
     except ServerUnreadable as error:
         raise ConfigError(f"rollout.server.urls: {error}; start it with `mm-grpo serve`") from None
     except ServerRefused as error:
@@ -221,37 +223,27 @@ def _body(work: EngineRequest, model: str) -> dict[str, Any]:
 
 def _answer(url: str, body: Any, *, scored: bool) -> EngineAnswer:
     """An answer of GENERATE; what fails here is made an error of the server's by `reading`."""
-    ids = tuple(map(_token, body["prompt_token_ids"]))
+    ids = tuple(map(index, body["prompt_token_ids"]))
     by_index = {choice["index"]: choice for choice in body["choices"]}
     sequences = tuple(_sampled(by_index[generation]) for generation in range(len(body["choices"])))
-    return EngineAnswer(ids, sequences, _chosen(body["prompt_logprobs"], ids) if scored else (), url)
+    chosen: tuple[float | None, ...] = ()
+    if scored:  # there is none of the first token
+        entries = zip(body["prompt_logprobs"], ids, strict=True)
+        chosen = (None, *(_logprob(entry[str(token)]) for entry, token in islice(entries, 1, None)))
+    return EngineAnswer(ids, sequences, chosen, url)
 
 
 def _sampled(choice: Mapping[str, Any]) -> Sampled:
-    tokens = tuple(map(_token, choice["token_ids"]))
-    spans = tuple((index(span["start"]), str(span["version"])) for span in choice["weight_versions"])
-    starts = [start for start, _ in spans]
-    if (tokens and starts[:1] != [0]) or starts != sorted(set(starts)):
-        raise ValueError(f"weight_versions start at tokens {starts}")
-    logprobs = tuple(_logprob(entry) for entry in (choice.get("logprobs") or {}).get("content") or ())
-    return Sampled(tokens, logprobs, choice.get("finish_reason"), spans)
-
-
-def _chosen(entries: Sequence[Any], ids: Sequence[int]) -> tuple[float | None, ...]:
-    """The log-prob of each token of the prompt; that of the first is None."""
-    if len(entries) != len(ids):
-        raise ValueError(f"{len(entries)} prompt_logprobs for {len(ids)} tokens")
-    return (None, *(_logprob(entry[str(token)]) for entry, token in zip(entries[1:], ids[1:], strict=True)))
-
-
-def _token(value: Any) -> int:
-    if not 0 <= index(value) < 1 << 31:
-        raise ValueError(f"{value} is no token")
-    return index(value)
+    return Sampled(
+        token_ids=tuple(map(index, choice["token_ids"])),
+        logprobs=tuple(map(_logprob, (choice.get("logprobs") or {}).get("content") or ())),
+        finish_reason=choice.get("finish_reason"),
+        versions=tuple((index(span["start"]), str(span["version"])) for span in choice["weight_versions"]),
+    )
 
 
 def _logprob(entry: Mapping[str, Any]) -> float:
-    value = entry["logprob"]
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no log-prob")
-    return float(value)
+    value = float(entry["logprob"])
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no log-prob")
+    return value

@@ -15,16 +15,18 @@ receiver in `plugin.py`.
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
-from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, Listener, chunks, described, pack
+from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, chunks, described, listen, pack
 from mm_grpo.rollout.served.client import ServerClient, ServerError, reading
 from mm_grpo.rollout.served.protocol import WorkerAccount, accounts
 
@@ -40,7 +42,7 @@ JOIN_TIMEOUT = 60.0
 """Most seconds that a server may take to join a group."""
 
 
-class ServedTransfer:
+class ServedTransfer(ABC):
     """Base of every kind: the calls in their order, on all servers at once, each within `timeout` seconds.
 
     Each keeps the newest tensors, for servers that join late. Calls are not to overlap.
@@ -79,25 +81,25 @@ class ServedTransfer:
 
     # a kind's own ----------------------------------------------------------------------------
 
+    @abstractmethod
     def join(self, client: ServerClient) -> None:
         """Make a server ready for `transmit`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def joined(self, client: ServerClient, account: WorkerAccount) -> bool:
         """Whether a server with this account of its worker is still ready."""
-        raise NotImplementedError
 
+    @abstractmethod
     def handed_over(self, chunk: Chunk) -> Any:
         """Keep a chunk, and make what `transmit` sends of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kept(self) -> Iterable[Any]:
         """All that is kept, in parts for `transmit`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def transmit(self, client: ServerClient, part: Any) -> None:
         """Send a part to one server."""
-        raise NotImplementedError
 
     # the calls -------------------------------------------------------------------------------
 
@@ -106,14 +108,19 @@ class ServedTransfer:
         live = list(clients)
 
         def on_live(work: Callable[[ServerClient], Any]) -> None:
-            answers = self._on_all(live, work)
-            for client in list(live):
-                answer = answers[client.url]
+            """On all servers that have not failed: note what came of it, where that is anything."""
+
+            def one(client: ServerClient) -> Any:
+                try:
+                    return work(client)
+                except (ServerError, EngineError) as error:
+                    return error
+
+            for client, answer in zip(tuple(live), self._threads.map(one, tuple(live)), strict=True):
+                if answer is not None:
+                    outcome[client.url] = answer
                 if isinstance(answer, Exception):
-                    outcome[client.url] = answer
                     live.remove(client)
-                elif answer is not None:
-                    outcome[client.url] = answer
 
         on_live(self._begin)
         unchanged = True
@@ -125,12 +132,15 @@ class ServedTransfer:
         on_live(self._finish)
         return outcome
 
+    def _call(self, client: ServerClient, path: str, json: Any = None, **params: str) -> Any:
+        return client.call(path, json, params=params or None, timeout=self.timeout)
+
     def _send_part(self, client: ServerClient, **part: Any) -> None:
         info = {"version": self.version, "weights_name": self.weights_name(self.version), **part}
-        client.call("/update_weights", {"update_info": info}, timeout=self.timeout)
+        self._call(client, "/update_weights", {"update_info": info})
 
     def _begin(self, client: ServerClient) -> None:
-        client.call("/pause", params={"mode": "keep"}, timeout=self.timeout)
+        self._call(client, "/pause", mode="keep")
         workers = accounts(client, self.timeout)
         held = self._held_by.pop(client.url, None)
         if held is not None and any(account.weights_name != held for account in workers):
@@ -144,54 +154,35 @@ class ServedTransfer:
         if not all(account.finished for account in workers):
             # One was begun and never finished, and vLLM begins no other: an update that fails ends it.
             with suppress(ServerError):
-                client.call("/update_weights", {"update_info": {"version": -1}}, timeout=self.timeout)
-        client.call("/start_weight_update", timeout=self.timeout)
+                self._call(client, "/update_weights", {"update_info": {"version": -1}})
+        self._call(client, "/start_weight_update")
 
     def _finish(self, client: ServerClient) -> Digest:
-        client.call(
-            "/finish_weight_update", {"weight_version": self.weights_name(self.version)}, timeout=self.timeout
-        )
+        self._call(client, "/finish_weight_update", {"weight_version": self.weights_name(self.version)})
         digests = self._received(client)
         # Requests that were paused in their midst begin anew under the new weights; else vLLM keeps what they hold.
-        answer = client.call(
-            "/reset_prefix_cache", params={"reset_running_requests": "true"}, timeout=self.timeout
-        )
+        answer = self._call(client, "/reset_prefix_cache", reset_running_requests="true")
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise ServerError(client.url, "vLLM did not reset its prefix cache")
-        client.call("/reset_encoder_cache", timeout=self.timeout)
-        client.call("/resume", timeout=self.timeout)
+        self._call(client, "/reset_encoder_cache")
+        self._call(client, "/resume")
         return digests
 
     def _received(self, client: ServerClient) -> Digest:
         """The digests of one server's workers, which have to agree: tensor-parallel ones receive the same."""
-        first, *others = received = accounts(client, self.timeout)
-        for place, account in enumerate(received):
+        workers = accounts(client, self.timeout)
+        for place, account in enumerate(workers):
             if account.version is not None and account.version != self.version:
-                raise ServerError(
-                    client.url,
-                    f"worker {place} received version {account.version} where {self.version} was sent",
-                )
-            if account.damaged or not account.finished:
-                raise ServerError(
-                    client.url,
-                    "an earlier update was given up half-way; it needs one that brings every tensor",
-                )
-        for place, account in enumerate(others, 1):
-            if account.digests != first.digests:
-                raise ServerError(client.url, f"workers 0 and {place} received different tensors")
-        self._held_by[client.url] = first.weights_name
-        return dict(first.digests)
-
-    def _on_all(self, clients: Sequence[ServerClient], work: Callable[[ServerClient], Any]) -> dict[str, Any]:
-        """`work` of every client at once: its value or its exception, by url."""
-
-        def one(client: ServerClient) -> Any:
-            try:
-                return work(client)
-            except (ServerError, EngineError) as error:
-                return error
-
-        return dict(zip([c.url for c in clients], self._threads.map(one, clients), strict=True))
+                why = f"worker {place} received version {account.version} where {self.version} was sent"
+            elif account.damaged or not account.finished:
+                why = "an earlier update was given up half-way; it needs one that brings every tensor"
+            elif account.digests != workers[0].digests:
+                why = f"workers 0 and {place} received different tensors"
+            else:
+                continue
+            raise ServerError(client.url, why)
+        self._held_by[client.url] = workers[0].weights_name
+        return workers[0].digests
 
 
 class FileTransfer(ServedTransfer):
@@ -226,7 +217,7 @@ class FileTransfer(ServedTransfer):
 
     def join(self, client: ServerClient) -> None:
         info = {"folder": str(self.folder), "token": self._token}
-        client.call("/init_weight_transfer_engine", {"init_info": info}, timeout=self.timeout)
+        self._call(client, "/init_weight_transfer_engine", {"init_info": info})
         self._seen_by.add(client.url)
 
     def joined(self, client: ServerClient, account: WorkerAccount) -> bool:
@@ -291,25 +282,14 @@ class GlooTransfer(ServedTransfer):
         with reading(client.url, "/get_world_size"):
             size = 1 + index(answer["world_size"])  # the learner is rank 0
         seconds = min(self.timeout, JOIN_TIMEOUT)
-        listener, name = Listener(self.host), secrets.token_hex(8)
-        info = {
-            "host": self.host,
-            "port": listener.port,
-            "rank_offset": 1,
-            "world_size": size,
-            "timeout": self.timeout,
-            "group": name,
-        }
+        listener, name = listen(self.host), secrets.token_hex(8)
+        port: int = listener.getsockname()[1]
+        info = {"host": self.host, "port": port, "world_size": size, "timeout": self.timeout, "group": name}
         asked = self._threads.submit(
             client.call, "/init_weight_transfer_engine", {"init_info": info}, timeout=seconds
         )
         made = self._threads.submit(
-            BroadcastGroup,
-            self.kind,
-            self.host,
-            listener.port,
-            rank=0,
-            size=size,
+            partial(BroadcastGroup, self.kind, self.host, port, rank=0, size=size),
             timeout=seconds,
             listener=listener,
         )

@@ -1,0 +1,469 @@
+"""Real vLLM servers: samples, weights, faults and runs.
+
+Three for the whole file, two in float32 and one in bfloat16, serve the base model of the shapes recipe. What fails
+over in which way is tested quickly in rollout/test_served_*.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import processes, tiny
+from helpers.run_folders import metrics_of
+from helpers.small_runs import rollouts_of
+from robustness.http_proxy import Proxy
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+from vllm_rig import Rig
+
+from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.cli.serve import server_settings
+from mm_grpo.errors import GuardStop
+from mm_grpo.learner.learner import Learner
+from mm_grpo.parity.sync import VerifiedSync
+from mm_grpo.processors.base import load_processor
+from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.rollout.seeds import SeedPlan
+from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, wait
+from mm_grpo.rollout.served.engine import ServedEngine
+from mm_grpo.rollout.served.launch import ServerProcess, serve
+from mm_grpo.rollout.served.protocol import Limits, ask, model_sizes
+from mm_grpo.rollout.served.transfer import FileTransfer, GlooTransfer, ServedTransfer
+from mm_grpo.rollout.vllm.engine import VLLMEngine
+from mm_grpo.rollout.vllm.requests import EngineRequest
+from mm_grpo.rollout.weights import WeightLedger, digest
+from mm_grpo.types import Completion, Group
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[2]
+RECIPE, BASE = ROOT / "examples/shapes/config.yaml", ROOT / "examples/shapes/base"
+SCRIPT = ROOT / "tests/distributed/runs.py"
+STEPS, PROMPTS, GENERATIONS = 6, 8, 4
+TWELVE = Sampling(max_tokens=12)
+NEAR = {"float32": 2e-5, "bfloat16": 0.08}
+"""Largest gap of a log-prob to transformers' that rounding explains, in nats."""
+IDS = (5, 9, 17, 33)
+
+
+class Half(Rig):
+    """The learner's half of a rig, and its servers; `engine_of` makes an engine over some of them."""
+
+    def __init__(self, dtype: str, servers: list[ServerProcess]) -> None:
+        self.dtype, self.servers = dtype, servers
+        self.processor = load_processor(str(BASE))
+        self.model = AutoModelForImageTextToText.from_pretrained(BASE, dtype=getattr(torch, dtype)).eval()
+        self.original = {name: tensor.clone() for name, tensor in self.tensors()}
+        self.urls = [server.url for server in servers]
+        self.clients = [ServerClient(url, timeout=60.0) for url in self.urls]
+        self.engines: list[ServedEngine] = []
+
+    def engine_of(self, urls: Sequence[str], **limits: Any) -> ServedEngine:
+        engine = ServedEngine(
+            [ServerClient(url, timeout=60, connect_timeout=2) for url in urls],
+            FileTransfer(timeout=60.0),
+            self.processor,
+            limits=Limits(**{"health_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}),
+            max_images=3,
+        )
+        self.engines.append(engine)
+        WeightLedger().send(engine, self.tensors(), 0)
+        return engine
+
+    def change(self, *parts: str, scale: float = 1.02) -> None:
+        seen: set[int] = set()
+        for name, tensor in self.tensors():
+            if any(part in name for part in parts) and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                tensor.mul_(scale)
+
+    def digests(self) -> dict[str, str]:
+        return {name: digest(tensor) for name, tensor in self.tensors()}
+
+    def put_back(self) -> None:
+        while self.engines:
+            self.engines.pop().close()
+        for name, tensor in self.tensors():
+            tensor.copy_(self.original[name])
+
+    def scored(self, client: ServerClient) -> float:
+        """How far a server's log-probs of fixed completions are from transformers', under the weights that it has."""
+        found = 0.0
+        for prompt in (self.prompt("one", tiny.picture(1)), self.prompt("none", text="say something")):
+            sent, params = prompt.engine_prompt, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+            work = EngineRequest("row", (*sent.token_ids, *IDS), sent.images, params)
+            answer = wait(in_background(ask(client, str(BASE), work, 60.0)))
+            pairs = zip(
+                answer.prompt_logprobs[-len(IDS) :], self.expected(prompt, IDS, mask=False), strict=True
+            )
+            found = max(found, *(abs(theirs - ours) for theirs, ours in pairs if theirs is not None))
+        return found
+
+
+class Fleet:
+    """The servers by dtype, and what is said when one is started anew."""
+
+    def __init__(self, servers: list[ServerProcess], said: list[str]) -> None:
+        self.servers, self.said = servers, said
+        self.halves = {"float32": Half("float32", servers[:2]), "bfloat16": Half("bfloat16", servers[2:])}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder, said = tmp_path_factory.mktemp("servers"), list[str]()
+    made = server_settings(GRPOConfig.from_yaml(recipe_config(folder / "unused", ["unix:///unused"])), 3)
+    settings = [
+        replace(
+            one, transfer="gloo", engine=replace(one.engine, dtype=dtype, max_model_len=512, max_images=3)
+        )
+        for one, dtype in zip(made, ("float32", "float32", "bfloat16"), strict=True)
+    ]
+    with serve(settings, log_folder=folder / "logs", report=said.append) as servers:
+        yield Fleet(servers, said)
+
+
+@pytest.fixture
+def half(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[Half]:
+    """The learner in float32 with its two servers, or in the dtype that a test asks for."""
+    found = fleet.halves[getattr(request, "param", "float32")]
+    yield found
+    found.put_back()
+
+
+DTYPES = pytest.mark.parametrize("half", list(NEAR), indirect=True)
+
+
+@pytest.fixture(params=["file", "gloo"])
+def transfer(request: pytest.FixtureRequest) -> Iterator[ServedTransfer]:
+    made = FileTransfer(timeout=60.0) if request.param == "file" else GlooTransfer(timeout=60.0)
+    yield made
+    made.close()
+
+
+def many(half: Half, count: int = 12, tokens: int = 12, each: int = 4) -> list[Request]:
+    prompts = [half.prompt(f"p{i}", tiny.picture(i)) for i in range(count)]
+    return requests_for(prompts, [range(100 * i, 100 * i + each) for i in range(count)], Sampling(tokens))
+
+
+# samples -------------------------------------------------------------------------------------
+
+
+@DTYPES
+def test_ids_logprobs_and_scores_are_the_learners(half: Half) -> None:
+    near, sizes = NEAR[half.dtype], model_sizes(half.model.config)
+    engine = half.engine_of(half.urls, sizes=sizes)
+    assert {"model_type", "text_config.hidden_size"} <= sizes.keys()
+    assert [server.info.sizes for server in engine.pool.servers if server.info] == [sizes] * len(half.urls)
+    prompts = half.prompts()
+    seeds = [range(1000 * i, 1000 * i + 4) for i in range(3)]
+    done = engine.generate(requests_for(prompts, seeds, TWELVE))
+    assert half.gap(prompts, done) <= near
+    cold = engine.generate(requests_for(prompts, seeds, Sampling(12, temperature=0.3)))
+    assert half.gap(prompts, cold, temperature=0.3) <= near / 0.3
+    greedy = engine.generate([Request(prompts[0], 9, Sampling(8, temperature=0.0))] * 2)
+    assert greedy[0].token_ids == greedy[1].token_ids
+    for prompt, completion in zip(prompts, done[::4], strict=True):
+        plain = half.expected(prompt, completion.token_ids, mask=False)
+        for replica in engine.replicas:
+            assert replica.score(prompt, completion.token_ids) == pytest.approx(plain, abs=near)
+
+
+def test_which_server_answers_and_in_what_company_changes_no_bit(half: Half) -> None:
+    """In float32: one server, the other, both, one request at a time, and the engine in this process."""
+    one, other = (half.engine_of([url]) for url in half.urls)
+    asked = many(half)
+    expected = one.generate(asked)
+    assert other.generate(asked) == expected
+    both = half.engine_of(half.urls)
+    assert both.generate(asked) == expected
+    assert both.generate(asked[::-1])[::-1] == expected
+    with both.stream() as stream:
+        numbers = [stream.add_request(request) for request in asked[:16]]
+        found: dict[int, Completion] = {}
+        while stream.unfinished:
+            found |= stream.step()
+    assert [found[n] for n in numbers] == expected[:16]
+    inside = VLLMEngine(half.servers[0].settings.engine, half.processor)
+    inside.update_weights(half.tensors(), 0)
+    assert [c.token_ids for c in inside.generate(asked)] == [c.token_ids for c in expected]
+    inside.close()
+
+
+# weights -------------------------------------------------------------------------------------
+
+
+class Engine:
+    """What a weight ledger sends to; every server has to have received the same."""
+
+    holds_weights = True
+
+    def __init__(self, transfer: ServedTransfer, clients: Sequence[ServerClient]) -> None:
+        self.transfer, self.clients = transfer, clients
+
+    def update_weights(self, tensors: Any, version: int) -> Any:
+        first, *others = self.transfer.send(self.clients, tensors, version).values()
+        if isinstance(first, Exception):
+            raise first
+        assert all(other == first for other in others)
+        return first
+
+
+@DTYPES
+def test_after_many_updates_servers_hold_the_learners_weights(half: Half, transfer: ServedTransfer) -> None:
+    ledger, engine = WeightLedger(), Engine(transfer, half.clients)
+    ledger.send(engine, half.tensors(), 0)  # type: ignore[arg-type]
+    held = half.digests()
+    parts = ("visual", "self_attn", "mlp", "lm_head", "norm")
+    for version in range(1, 11):
+        half.change(parts[version % 5], scale=0.98 if version % 2 else 1.03)
+        sent = ledger.send(engine, half.tensors(), version)  # type: ignore[arg-type]
+        assert sent.digests and sent.skipped_bytes  # whole layers in which something changed, and no others
+        held |= sent.digests
+        assert held == half.digests()
+    for client in half.clients:
+        assert half.scored(client) < NEAR[half.dtype]
+        name = client.call("/weight_info", method="GET")["weight_version"]
+        assert name.endswith(":10") and not client.call("/is_paused", method="GET")["is_paused"]
+
+
+def test_a_server_that_another_models_trainer_spoilt_takes_the_next_whole_update(half: Half) -> None:
+    """It fails within a fused layer, of which one source has arrived."""
+    tensors = list(half.tensors())
+    at = next(
+        i for i, (name, _) in enumerate(tensors) if "language_model" in name and "k_proj.weight" in name
+    )
+    others = [*tensors[:at], (tensors[at][0], torch.ones(24, 40)), *tensors[at + 1 :]]
+    stranger, transfer = (FileTransfer(timeout=60.0, chunk_bytes=1 << 14) for _ in range(2))
+    try:
+        refused = stranger.send(half.clients, [(n, t.clone() * 1.5) for n, t in others], 0)
+        assert all(isinstance(refused[url], ServerError) for url in half.urls)
+        half.change("mlp")
+        sent = transfer.send(half.clients, half.tensors(), 1)
+        assert sent == {url: half.digests() for url in half.urls}
+        assert max(half.scored(client) for client in half.clients) < NEAR["float32"]
+    finally:
+        stranger.close()
+        transfer.close()
+
+
+def test_a_server_that_loaded_nothing_is_caught_before_a_sample(
+    half: Half, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that all arrived, and names the new version; the fixed completion that it scores has not moved."""
+    engine = half.engine_of(half.urls)
+    config = GRPOConfig.from_yaml(recipe_config(tmp_path / "r", ["unix:///unused"]))
+    sync = VerifiedSync(engine, Learner(half.model, half.processor, config, 10, None), config)
+    sync.start()
+    prompt = half.prompt("one", tiny.picture(1))
+    done = engine.generate(requests_for([prompt], [range(2)], TWELVE))
+    group = Group(0, prompt, tuple(done), (0.0, 1.0), (0.0, 0.0))
+    canary = sync.canary([group])
+    half.change("mlp", scale=1.001)
+    assert sync.update(1, canary).problem is None
+    canary = sync.canary([group])
+    half.change("mlp", scale=1.001)
+    bad, send = half.urls[1], FileTransfer.send
+
+    def skips_one(self: Any, clients: Any, tensors: Any, version: int) -> Any:
+        outcome = dict(send(self, [c for c in clients if c.url != bad], tensors, version))
+        (client,) = [c for c in clients if c.url == bad]
+        send(self, [client], [], version)  # the new name alone
+        return outcome | {bad: next(iter(outcome.values()))}
+
+    monkeypatch.setattr(FileTransfer, "send", skips_one)
+    with pytest.raises(GuardStop, match=rf"weight sync to version 2 on {bad}: .*the same to the last bit"):
+        sync.update(2, canary)
+
+
+def test_requests_wait_through_an_update_and_go_on_under_the_new_weights(half: Half) -> None:
+    client, transfer = half.clients[0], FileTransfer(timeout=60.0)
+    transfer.send([client], half.tensors(), 7)
+    prompt = half.prompt("none", text="say something").engine_prompt
+    params = {"max_tokens": 400, "seed": 3, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": list(prompt.token_ids), "sampling_params": params}
+    soon, late, delay = 0.0, 60.0, 0.3
+    for version in range(8, 28):
+        asked = client.submit("/inference/v1/generate", body)
+        time.sleep(delay)
+        half.change("mlp", scale=1.001)
+        transfer.send([client], half.tensors(), version)
+        (choice,) = asked.result(60)["choices"]
+        assert len(choice["token_ids"]) == 400
+        if len(spans := choice["weight_versions"]) == 2:
+            break
+        if spans[0]["version"] == transfer.weights_name(version):  # the update came before its first token
+            soon = delay
+        else:  # after its last
+            late = delay
+        delay = min(2 * delay, 60.0) if late == 60.0 else (soon + late) / 2
+    assert [span["version"] for span in spans] == [
+        transfer.weights_name(version - 1),
+        transfer.weights_name(version),
+    ]
+    assert 0 < spans[0]["end"] == spans[1]["start"] < spans[1]["end"] == 400
+    assert half.scored(client) < NEAR["float32"]
+    transfer.close()
+
+
+# faults --------------------------------------------------------------------------------------
+
+
+def faulty(engine: ServedEngine, asked: Sequence[Request], fault: Any) -> list[Completion]:
+    """The completions of a step in which a fault comes when the first server is at work."""
+
+    def later() -> None:
+        while not engine.pool.servers[0].running:
+            time.sleep(0.005)
+        time.sleep(0.2)
+        fault()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    try:
+        return engine.generate(asked)
+    finally:
+        thread.join()
+
+
+def wait_until(ended: Any, seconds: float = 200.0) -> None:
+    end = time.monotonic() + seconds
+    while not ended():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_server_that_is_stopped_or_cut_off_changes_no_sample(half: Half) -> None:
+    first = half.servers[0]
+    head = half.model.lm_head.weight.detach()
+    head[sorted(half.processor.stop_token_ids)] = 0.0  # hardly a completion ends
+    proxy = Proxy(first.url)
+    engine = half.engine_of([proxy.url, half.urls[1]], health_timeout=4.0)
+    asked = many(half, tokens=200, each=4)
+    expected = engine.generate(asked)
+    assert sum(len(c.token_ids) for c in expected) > 5_000
+    for name, fault, ends in (
+        (
+            "stopped",
+            lambda: os.killpg(first.pid or 0, signal.SIGSTOP),
+            lambda: os.killpg(first.pid or 0, signal.SIGCONT),
+        ),
+        ("cut off", lambda: setattr(proxy, "silent", True), proxy.heal),
+    ):
+        done = faulty(engine, asked, fault)
+        ends()
+        assert done == expected, name  # ids, seeds, log-probs to the last bit, version
+        wait_until(lambda: len(engine.pool.ready()) == 2)
+    assert engine.generate(asked) == expected and len(engine.pool.recoveries) >= 2
+    proxy.close()
+
+
+def test_a_server_killed_in_mid_transfer_comes_back_with_the_newest_weights(fleet: Fleet, half: Half) -> None:
+    (good, bad), server = half.clients, half.servers[1]
+    said, transfer = len(fleet.said), GlooTransfer(timeout=120.0, chunk_bytes=1 << 18)
+    transfer.send([good, bad], half.tensors(), 0)
+    half.change("self_attn")
+
+    def cut(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for place, pair in enumerate(tensors):
+            if place == len(tensors) // 2:
+                os.killpg(server.pid or 0, signal.SIGKILL)
+            yield pair
+
+    started = time.monotonic()
+    outcome = transfer.send([good, bad], cut(list(half.tensors())), 1)
+    assert time.monotonic() - started < 60.0  # nobody waited for the deadline
+    assert outcome[good.url] == half.digests() and half.scored(good) < NEAR["float32"]
+    assert isinstance(outcome[bad.url], Exception)
+    transfer.close()
+    files = FileTransfer(timeout=60.0)
+    half.change("self_attn")
+    files.send([good], half.tensors(), 2)
+    wait_until(lambda: len(fleet.said) > said and server.ready)  # `serve` starts it anew
+    assert "it is started anew" in fleet.said[-1]
+    assert files.catch_up([bad]) == {bad.url: half.digests()} and half.scored(bad) < NEAR["float32"]
+    files.close()
+
+
+# runs ----------------------------------------------------------------------------------------
+
+
+def recipe_config(folder: Path, urls: list[str], **run: Any) -> Path:
+    values = GRPOConfig.from_yaml(RECIPE).model_dump()
+    values["data"]["eval"] = None
+    values["model"] |= {"dtype": "float32", "device": "cpu"}
+    values["rollout"] |= {
+        "engine": "vllm_server" if urls else "vllm", "prompts_per_step": PROMPTS, "num_generations": GENERATIONS,
+    }  # fmt: skip
+    values["rollout"]["server"] |= {"urls": urls, "timeout": 60.0}
+    values["optim"] |= {"zero_stage": 2 if urls else 0, "adam_epsilon": 1e-4}
+    values["run"] |= {
+        "dir": str(folder), "max_steps": STEPS, "eval_every": 0, "save_every": 0, "report": False, "sight_every": 0,
+        "eval_blind": None, "expected_curve": None, "headline": None, **run,
+    }  # fmt: skip
+    file = folder.with_suffix(".yaml")
+    GRPOConfig.from_dict(values).save(file)
+    return file
+
+
+def held_by(client: ServerClient) -> tuple[str, dict[str, str]]:
+    """The name of the weights that a server holds, and the digests of what its worker received."""
+    (account,) = client.call("/collective_rpc", {"method": "mm_grpo_received"})["results"]
+    return client.call("/weight_info", method="GET")["weight_version"], account["digests"]
+
+
+def test_two_ranks_that_lose_a_server_make_the_run_of_one_and_of_vllm_inside(
+    fleet: Fleet, half: Half, tmp_path: Path
+) -> None:
+    """Two ranks under DeepSpeed ZeRO-2 over two servers, of which one is killed when two rows are logged."""
+    inside = GRPOTrainer(GRPOConfig.from_yaml(recipe_config(tmp_path / "inside", [], save_model=False)))
+    inside.train()
+    inside.close()
+    log, ended = tmp_path / "killed" / "metrics.jsonl", threading.Event()
+
+    def kill() -> None:
+        while not ended.wait(0.01):
+            if log.exists() and log.read_bytes().count(b"\n") >= 2:
+                os.killpg(half.servers[0].pid or 0, signal.SIGKILL)
+                return
+
+    killer, said = threading.Thread(target=kill, daemon=True), len(fleet.said)
+    for name, world in (("one", 1), ("killed", 2)):
+        config = recipe_config(tmp_path / name, half.urls)
+        if name == "killed":
+            killer.start()
+        codes = processes.launch(SCRIPT, world, [config], tmp_path / f"of-{name}", deadline=600)
+        assert codes == [0] * world, processes.outputs(tmp_path / f"of-{name}", world)
+        model = AutoModelForImageTextToText.from_pretrained(tmp_path / name / "model", dtype=torch.float32)
+        learned = {key: digest(t.detach()) for key, t in model.named_parameters(remove_duplicate=False)}
+        for version, digests in map(held_by, half.clients if name == "one" else half.clients[1:]):
+            assert version.endswith(f":{STEPS}")
+            assert len(digests) > 90 and digests.items() <= learned.items()
+    ended.set()
+    killer.join()
+    assert "it is started anew" in fleet.said[said]
+    plan = SeedPlan(run_seed=0, prompts=PROMPTS, generations=GENERATIONS, attempts=1, max_steps=STEPS)
+    for step in range(1, STEPS + 1):
+        rows = rollouts_of(tmp_path / "killed", step)
+        assert [r["seed"] for r in rows] == [s for slot in range(PROMPTS) for s in plan.group(step, slot)]
+        assert {json.dumps(row["weight_versions"]) for row in rows} == {f"[[0, {step - 1}]]"}
+        bytes_of = {
+            n: (tmp_path / n / f"rollouts/step-{step:06d}.jsonl").read_bytes() for n in ("one", "killed")
+        }
+        assert bytes_of["one"] == bytes_of["killed"]
+        texts = [[row["completion"] for row in rollouts_of(tmp_path / n, step)] for n in ("inside", "one")]
+        assert texts[0] == texts[1]
+    killed = metrics_of(tmp_path / "killed")
+    assert sum(row["served/losses"] for row in killed) == 1
+    for mine, alone in zip(killed, metrics_of(tmp_path / "one"), strict=True):
+        assert (mine["reward"], mine["num_tokens"]) == (alone["reward"], alone["num_tokens"])
+        assert mine["learner/update_norm"] == pytest.approx(alone["learner/update_norm"], rel=1e-3)
