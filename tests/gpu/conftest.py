@@ -24,20 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def run_python() -> Callable[..., None]:
-    """Runs `python ARGUMENTS` with the allocator's settings of the command mm-grpo; AssertionError where it fails.
+    """Runs `python ARGUMENTS` as the command mm-grpo does, in a process that is no fork of the CPU's server."""
+    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests", "tests/gpu"))
+    env = {**os.environ, "PYTHONPATH": paths, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
-    In a process of its own for a GPU, and no fork of the CPU's fork server.
-    """
-    return _run_python
+    def run(*arguments: object) -> None:
+        command = [sys.executable, *map(str, arguments)]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
-
-def _run_python(*arguments: object) -> None:
-    paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    }
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return run

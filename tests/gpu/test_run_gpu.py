@@ -20,11 +20,11 @@ def brevity(completion: str) -> float:
     return -len(completion) / 10
 
 
-def trainer_of(folder: Path, *callbacks: Any) -> GRPOTrainer:
+def trainer_of(folder: Path, *callbacks: Any, **rollout: Any) -> GRPOTrainer:
     config = GRPOConfig.from_dict(
         {
             "model": {"path": str(BASE), "device": "cuda", "dtype": "bfloat16"},
-            "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_length": 8},
+            "rollout": {"prompts_per_step": 8, "num_generations": 8, "max_completion_length": 8, **rollout},
             "algorithm": {"beta": 0.05},
             "optim": {"learning_rate": 1e-4},
             "run": {"dir": str(folder / "r"), "max_steps": 4},
@@ -34,13 +34,18 @@ def trainer_of(folder: Path, *callbacks: Any) -> GRPOTrainer:
     return GRPOTrainer(config, train=rows, rewards=[brevity], callbacks=callbacks)
 
 
-def test_a_run_in_bfloat16(tmp_path: Path) -> None:
-    torch.cuda.reset_peak_memory_stats()
-    trainer_of(tmp_path).train()
-    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+def check_metrics(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "r" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 4
     assert all(r["sampling/sampling_logp_difference/mean"] < 0.1 for r in rows)
     assert all(r["learner/update_norm"] > 0 for r in rows)
+    return rows
+
+
+def test_a_run_in_bfloat16(tmp_path: Path) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    trainer_of(tmp_path).train()
+    rows = check_metrics(tmp_path)
     assert rows[0]["kl"] < 1e-3 < rows[-1]["kl"] + 1e-3
     assert torch.cuda.max_memory_allocated() < 4e9
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
+from test_run_gpu import BASE, check_metrics, trainer_of
 
-from mm_grpo import GRPOConfig, GRPOTrainer
-from mm_grpo.data.shapes import shapes_rows
+from mm_grpo import GRPOTrainer
 from mm_grpo.preflight.memory import ModelSizes, device_memory, memory_of_run
 from mm_grpo.preflight.out_of_memory import OutOfDeviceMemory
 from mm_grpo.processors.base import load_processor, mm_processor_kwargs
@@ -24,7 +23,6 @@ from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
 from mm_grpo.rollout.weights import WeightLedger
 
-BASE = Path(__file__).parents[2] / "examples" / "shapes" / "base"
 TWELVE = Sampling(max_tokens=12)
 
 
@@ -82,54 +80,31 @@ def test_a_seed_s_samples_are_the_same_alone_and_in_a_batch(engine: tuple[VLLMEn
 def test_a_run_stays_within_its_estimate(tmp_path: Path, run_python: Callable[..., None]) -> None:
     """In a process of its own: one engine lives in each."""
     run_python("-c", RUN.format("small_run"), tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 3 and all(row["learner/update_norm"] > 0 for row in rows)
-    assert all(row["sampling/sampling_logp_difference/mean"] < 0.1 for row in rows)
+    check_metrics(tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it takes two GPUs")
-def test_a_server_on_another_gpu_gets_its_weights_by_nccl(
-    tmp_path: Path, run_python: Callable[..., None]
-) -> None:
-    fields = (
-        "run.max_steps=3",
-        "run.eval_every=0",
-        "run.expected_curve=null",
-        "rollout.server.transfer=nccl",
-    )
-    config, own = BASE.parent / "config.yaml", f"run.dir={tmp_path / 'r'}"
-    run_python("-m", "mm_grpo.cli", "train", config, "--serve", 1, own, *fields)
-    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["sampling/sampling_logp_difference/mean"] < 0.1 for row in rows if row["step"])
+def test_a_server_gets_its_weights_by_nccl(tmp_path: Path, run_python: Callable[..., None]) -> None:
+    fields = "run.max_steps=4 data.eval=null run.eval_every=0 run.expected_curve=null optim.warmup_steps=0"
+    own = (f"run.dir={tmp_path / 'r'}", "rollout.server.transfer=nccl", "--serve", 1)
+    run_python("-m", "mm_grpo.cli", "train", BASE.parent / "config.yaml", *own, *fields.split())
+    check_metrics(tmp_path)
 
 
-def test_a_card_that_is_full_at_a_wake_ends_the_run_with_what_helps(
-    tmp_path: Path, run_python: Callable[..., None]
-) -> None:
+def test_a_card_that_is_full_at_a_wake(tmp_path: Path, run_python: Callable[..., None]) -> None:
     run_python("-c", RUN.format("run_on_a_full_card"), tmp_path)
 
 
 RUN = "import sys, test_vllm_gpu; test_vllm_gpu.{}(sys.argv[1])"
 
 
-def trainer_of(folder: str) -> GRPOTrainer:
-    config = GRPOConfig.from_dict(
-        {
-            "model": {"path": str(BASE), "dtype": "bfloat16"},
-            "rollout": {
-                "engine": "vllm", "prompts_per_step": 8, "num_generations": 8, "max_completion_length": 8,
-                "vllm": {"gpu_memory_utilization": 0.2},
-            },
-            "optim": {"learning_rate": 1e-4},
-            "run": {"dir": f"{folder}/r", "max_steps": 3},
-        }
-    )  # fmt: skip
-    return GRPOTrainer(config, train=shapes_rows(split="train", size=24, seed=0), rewards=[len])
+def beside_vllm(folder: str) -> GRPOTrainer:
+    return trainer_of(Path(folder), engine="vllm", vllm={"gpu_memory_utilization": 0.2})
 
 
 def run_on_a_full_card(folder: str) -> None:
     """Somebody takes all memory but 256 MiB while the engine sleeps: the weights come back, and the cache does not."""
-    trainer, taken = trainer_of(folder), list[torch.Tensor]()
+    trainer, taken = beside_vllm(folder), list[torch.Tensor]()
     update = trainer.learner.update
 
     def greedy(groups: Any) -> Any:
@@ -148,7 +123,7 @@ def run_on_a_full_card(folder: str) -> None:
 def small_run(folder: str) -> None:
     """Three steps beside vLLM; what the GPU held while each side worked, against the estimate and a tenth."""
     free, total = torch.cuda.mem_get_info()
-    others, trainer = total - free, trainer_of(folder)
+    others, trainer = total - free, beside_vllm(folder)
     held: list[int] = []
     sleep = trainer.engine.sleep
 

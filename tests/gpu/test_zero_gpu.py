@@ -12,9 +12,7 @@ SCRIPT = Path(__file__).parents[1] / "learner" / "overflows.py"
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_updates_of_every_stage_are_those_of_a_whole_state(
-    world: int, tmp_path: Path, run_python: Callable[..., None]
-) -> None:
+def test_every_stage_updates_alike(world: int, tmp_path: Path, run_python: Callable[..., None]) -> None:
     """Of several packs, after a first update without work, with a gradient that is infinite, and with one that is no
     number."""
     if torch.cuda.device_count() < world:

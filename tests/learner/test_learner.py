@@ -300,17 +300,6 @@ def test_groups_that_no_engine_makes_are_one_message(
     assert all(torch.equal(p, before[name]) for name, p in learner.model.named_parameters())
 
 
-def test_a_full_gpu_leaves_nothing_behind(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(pack: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    learner = learner_of(models["qwen2_vl"])
-    monkeypatch.setattr(learner.module, "forward", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        learner.update(make_groups(learner.processor))
-    assert learner.module.features is None and learner.module.prompts is None
-
-
 @pytest.mark.parametrize(
     ("asked", "device", "able", "done"),
     [

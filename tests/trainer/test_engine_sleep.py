@@ -68,13 +68,15 @@ def calls_of(trainer: GRPOTrainer) -> list[str]:
     return calls
 
 
-def note_learner(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
+def full(*args: Any, **options: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def note_learner(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     update = trainer.learner.update
 
     def noted(groups: Any) -> Any:
         calls_of(trainer).append("learner")
-        if fails:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return update(groups)
 
     monkeypatch.setattr(trainer.learner, "update", noted)
@@ -107,10 +109,13 @@ def test_a_trainer_still_evaluates_after_its_run_and_closes_its_engine(trainer: 
 def test_a_step_whose_learner_fails_closes_the_engine_asleep(
     trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note_learner(trainer, monkeypatch, fails=True)
+    note_learner(trainer, monkeypatch)
+    module = trainer.learner.module
+    monkeypatch.setattr(module, "forward", full)
     with pytest.raises(OutOfDeviceMemory):
         trainer.train()
     assert calls_of(trainer)[-3:] == ["sleep", "learner", "close"]
+    assert module.features is None and module.prompts is None
 
 
 @pytest.mark.parametrize(
@@ -121,10 +126,6 @@ def test_a_gpu_that_is_full_before_the_first_step_is_explained(
     place: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While weights are read, and as the engine answers for the first time."""
-
-    def full(*args: Any, **options: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
     monkeypatch.setattr(place, full)
     with pytest.raises(OutOfDeviceMemory):
         GRPOTrainer(config_for(models["qwen2_vl"], tmp_path / "run"), train=ROWS, rewards=[vowels]).train()
