@@ -58,8 +58,8 @@ def run_exactly(model: nn.Module) -> None:
 
     There a layer that is not in training would from then on compute in bfloat16, whatever the dtype, without gradients.
     """
-    part: Any
-    for part in model.modules():
+    parts: list[Any] = list(model.modules())
+    for part in parts:
         if hasattr(part, "support_avx512bf16_for_cpu"):
             part.support_avx512bf16_for_cpu = False
 

@@ -18,7 +18,7 @@ from helpers.steps import make_groups
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo import GRPOConfig, GRPOTrainer
-from mm_grpo.build import build_engine, build_parts, build_sampler
+from mm_grpo.build import build_engine, build_parts
 from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
@@ -99,8 +99,6 @@ def test_vllm_samples_from_the_base_in_four_bits(dtype: str, models: dict[str, P
     (after,) = learner.score(prompt, [IDS])
     assert fmean(abs(a - b) for a, b in zip(before, after, strict=True)) > 3 * rounding
     assert learner.factored == set(learner.adapted_layers) and gap(learner, engine, prompt) <= rounding
-    evaluated = build_sampler(config, []).engine.score(prompt, IDS)  # of adapters that did not learn
-    assert fmean(abs(a - b) for a, b in zip(before, evaluated, strict=True)) <= rounding
 
 
 def gap(learner: Learner, engine: Any, prompt: Any) -> float:
