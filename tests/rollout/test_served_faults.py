@@ -24,6 +24,7 @@ from helpers.fake_vllm import (
 from helpers.patience import PATIENCE, until
 
 from mm_grpo.errors import ConfigError, EngineError
+from mm_grpo.rollout.served import pool
 from mm_grpo.rollout.served.protocol import GENERATE, INFO, RPC
 
 
@@ -85,12 +86,16 @@ def test_a_server_killed_for_good_is_done_without_and_counted(make: Made) -> Non
 
 
 @pytest.mark.slow
-def test_a_server_that_answers_health_alone_is_left(make: Made) -> None:
+def test_a_server_that_answers_health_alone_is_named_and_left(
+    make: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "LOG_EVERY", 0.1)
     engine, fakes = make(timeout=0.5)
     expected = engine.generate(requests())
     started = time.monotonic()
     assert in_midst(engine, fakes, fakes[0].stuck.set) == expected
     assert 0.5 < time.monotonic() - started < PATIENCE  # it never answers by itself
+    assert any(fakes[0].url in line and "no answer for" in line for line in caplog.messages)
     fakes[0].stuck.clear()
 
 

@@ -44,6 +44,8 @@ BACK_OFF = (0.5, 15.0)
 """Seconds after which a lost server is tried again: at first, and at most."""
 PERIOD = 0.25
 """Seconds between two looks at the servers."""
+LOG_EVERY = 30.0
+"""Seconds without an answer of a server that has requests, after which, and then again, a line says so."""
 NEVER = 7 * 86400.0
 """Deadline of a single request, in seconds: whether a server hangs is told by all of its requests together."""
 
@@ -51,7 +53,8 @@ NEVER = 7 * 86400.0
 @dataclass(eq=False)
 class Server:
     """One server. `weights` is the name of the weights that it was last seen to hold, `why` says what happened to it
-    last, `load` is the completions that it works on, `heard` when it last answered a request, or had none.
+    last, `load` is the completions that it works on, `heard` when it last answered a request, or had none, and `said`
+    when a line last said that it has not.
 
     It is `ready` with the run's weights, `behind` when it answers and holds others, else `lost`.
     """
@@ -66,6 +69,7 @@ class Server:
     next_try: float = 0.0
     lost_at: float = 0.0
     heard: float = 0.0
+    said: float = 0.0
     checked: float = 0.0
     check: asyncio.Task[None] | None = None
     running: set[asyncio.Future[EngineAnswer]] = field(default_factory=set)
@@ -357,6 +361,11 @@ class ServerPool:
                 elif server.running:
                     if now - server.checked >= self.limits.health_timeout / 3:
                         self._start(server, self._health(server))
+                    if now - max(server.heard, server.said) > LOG_EVERY:
+                        server.said = now
+                        log.warning(
+                            "rollout: no answer for %.0f s: %s", now - server.heard, server.describe()
+                        )
                     if now - server.heard > self.limits.timeout:
                         why = (
                             f"it answers /health, and none of its {len(server.running)} request(s) within "
