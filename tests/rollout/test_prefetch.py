@@ -139,14 +139,17 @@ def test_what_is_wrong_with_a_row_is_raised_when_it_is_asked_for(prefetcher: Pre
 def test_what_waits_to_be_asked_for_is_bounded(processor: Processor) -> None:
     data = dataset(rows(12))
     one = pixel_bytes(processor.prompt(data.sample(0)))
+    before = set(threading.enumerate())
     prefetcher = Prefetcher(processor, workers=2, max_bytes=3 * one)
     prefetcher.ahead(data, range(12))
+    threads = {t for t in set(threading.enumerate()) - before if t.name.startswith("mm_grpo prompts")}
     finished(prefetcher)
     assert 3 * one <= prefetcher.held <= 4 * one  # two threads may both find room for one more
     made = [prefetcher.begin(data, row)() for row in range(12)]
     assert [m.prompt.uid for m in made] == [f"train:{i}" for i in range(12)]
     assert sum(m.decoded for m in made) == 12 and prefetcher.held == 0
     prefetcher.close()
+    until(lambda: len(threads) == 2 and not any(thread.is_alive() for thread in threads))
     assert prefetcher.begin(data, 0)().prompt.uid == "train:0"  # and it can be used again
     prefetcher.close()
 
