@@ -49,7 +49,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 RECIPE, BASE = ROOT / "examples/shapes/config.yaml", ROOT / "examples/shapes/base"
 SCRIPT = ROOT / "tests/distributed/runs.py"
-STEPS, PROMPTS, GENERATIONS = 6, 8, 4
+STEPS, PROMPTS, GENERATIONS = 4, 8, 4
 TWELVE = Sampling(max_tokens=12)
 NEAR = {"float32": 2e-5, "bfloat16": 0.08}
 """Largest gap of a log-prob to transformers' that rounding explains, in nats."""
@@ -68,10 +68,12 @@ class Half(Rig):
         self.clients = [ServerClient(url, timeout=60.0) for url in self.urls]
         self.engines: list[ServedEngine] = []
 
-    def engine_of(self, urls: Sequence[str], **limits: Any) -> ServedEngine:
+    def engine_of(
+        self, urls: Sequence[str], transfer: ServedTransfer | None = None, **limits: Any
+    ) -> ServedEngine:
         engine = ServedEngine(
             [ServerClient(url, timeout=60, connect_timeout=2) for url in urls],
-            FileTransfer(timeout=60.0),
+            transfer or FileTransfer(timeout=60.0),
             self.processor,
             limits=Limits(**{"health_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}),
             max_images=3,
@@ -224,7 +226,7 @@ def test_after_many_updates_servers_hold_the_learners_weights(half: Half, transf
     ledger.send(engine, half.tensors(), 0)  # type: ignore[arg-type]
     held = half.digests()
     parts = ("visual", "self_attn", "mlp", "lm_head", "norm")
-    for version in range(1, 11):
+    for version in range(1, 7):  # every part, and the first of them again
         half.change(parts[version % 5], scale=0.98 if version % 2 else 1.03)
         sent = ledger.send(engine, half.tensors(), version)  # type: ignore[arg-type]
         assert sent.digests and sent.skipped_bytes  # whole layers in which something changed, and no others
@@ -233,7 +235,7 @@ def test_after_many_updates_servers_hold_the_learners_weights(half: Half, transf
     for client in half.clients:
         assert half.scored(client) < NEAR[half.dtype]
         name = client.call("/weight_info", method="GET")["weight_version"]
-        assert name.endswith(":10") and not client.call("/is_paused", method="GET")["is_paused"]
+        assert name.endswith(":6") and not client.call("/is_paused", method="GET")["is_paused"]
 
 
 def test_a_server_that_another_models_trainer_spoilt_takes_the_next_whole_update(half: Half) -> None:
@@ -348,9 +350,9 @@ def test_a_server_that_is_stopped_or_cut_off_changes_no_sample(half: Half) -> No
     head[sorted(half.processor.stop_token_ids)] = 0.0  # hardly a completion ends
     proxy = Proxy(first.url)
     engine = half.engine_of([proxy.url, half.urls[1]], health_timeout=4.0)
-    asked = many(half, tokens=200, each=4)
+    asked = many(half, 8, tokens=200)
     expected = engine.generate(asked)
-    assert sum(len(c.token_ids) for c in expected) > 5_000
+    assert sum(len(c.token_ids) for c in expected) > 3_000
     for name, fault, ends in (
         (
             "stopped",
@@ -368,9 +370,8 @@ def test_a_server_that_is_stopped_or_cut_off_changes_no_sample(half: Half) -> No
 
 
 def test_a_server_killed_in_mid_transfer_comes_back_with_the_newest_weights(fleet: Fleet, half: Half) -> None:
-    (good, bad), server = half.clients, half.servers[1]
-    said, transfer = len(fleet.said), GlooTransfer(timeout=120.0, chunk_bytes=1 << 18)
-    transfer.send([good, bad], half.tensors(), 0)
+    (good, bad), server, said = half.clients, half.servers[1], len(fleet.said)
+    engine = half.engine_of(half.urls, GlooTransfer(timeout=120.0, chunk_bytes=1 << 18))
     half.change("self_attn")
 
     def cut(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -380,18 +381,18 @@ def test_a_server_killed_in_mid_transfer_comes_back_with_the_newest_weights(flee
             yield pair
 
     started = time.monotonic()
-    outcome = transfer.send([good, bad], cut(list(half.tensors())), 1)
+    assert engine.update_weights(cut(list(half.tensors())), 1) == half.digests()
     assert time.monotonic() - started < 60.0  # nobody waited for the deadline
-    assert outcome[good.url] == half.digests() and half.scored(good) < NEAR["float32"]
-    assert isinstance(outcome[bad.url], Exception)
-    transfer.close()
-    files = FileTransfer(timeout=60.0)
+    assert [one.url for one in engine.pool.ready()] == [good.url]
+    assert half.scored(good) < NEAR["float32"]
     half.change("self_attn")
-    files.send([good], half.tensors(), 2)
-    wait_until(lambda: len(fleet.said) > said and server.ready)  # `serve` starts it anew
-    assert "it is started anew" in fleet.said[-1]
-    assert files.catch_up([bad]) == {bad.url: half.digests()} and half.scored(bad) < NEAR["float32"]
-    files.close()
+    engine.update_weights(half.tensors(), 2)
+    wait_until(lambda: len(engine.pool.ready()) == 2)  # `serve` starts it anew, and the engine sends it all
+    assert "it is started anew" in fleet.said[said]
+    for client in (good, bad):
+        version, digests = held_by(client)
+        assert version.endswith(":2") and digests == half.digests()
+        assert half.scored(client) < NEAR["float32"]
 
 
 # runs ----------------------------------------------------------------------------------------
