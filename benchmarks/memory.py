@@ -5,7 +5,7 @@
 
 Measured is one forward and backward from M hidden states and a head [V, D] to log-probs, entropies and the
 gradients of both: ours is `token_logprobs`, TRL's the function under its fused head, with the tile that its trainer
-uses. Both take the same tensors, and their gradients are asserted equal first. Per-token results cost next to
+uses. Both take the same tensors, and their gradients are asserted equal. Per-token results cost next to
 nothing, so what is left are the logits, or the tiles of them that exist at one time.
 
 `extra` is the peak over what was allocated before, less the two gradients, which every way has to hold. Each
@@ -126,22 +126,25 @@ def difference(problem: Problem, machine: Machine) -> float:
     return found
 
 
-def in_a_fresh_process(what: str, vocabulary: int, tokens: int, width: int, machine: Machine) -> float:
-    """Run this script with --child and read the number that it prints last."""
-    command = [sys.executable, __file__, "--child", what, "--vocabularies", str(vocabulary)]
+def in_a_fresh_process(side: str, vocabulary: int, tokens: int, width: int, machine: Machine) -> list[float]:
+    """Run this script with --child and read the numbers that it prints last."""
+    command = [sys.executable, __file__, "--child", side, "--vocabularies", str(vocabulary)]
     command += ["--tokens", str(tokens), "--width", str(width), "--device", str(machine.device)]
     command += ["--dtype", str(machine.dtype).removeprefix("torch.")]
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    number: float = json.loads(done.stdout.splitlines()[-1])
-    return number
+    numbers: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return numbers
 
 
-def child(what: str, vocabulary: int, tokens: int, width: int, machine: Machine) -> float:
+def child(side: str, vocabulary: int, tokens: int, width: int, machine: Machine) -> list[float]:
+    """The extra bytes of a side and, from the one that imports TRL anyway, the difference from ours."""
     problem = Problem(tokens, width, vocabulary, machine)
-    return difference(problem, machine) if what == "difference" else measure(what, problem, machine)
+    extra = measure(side, problem, machine)
+    problem.hidden.grad = problem.head.grad = None
+    return [extra, difference(problem, machine)] if side == "trl" else [extra]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -151,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--tokens", type=positive, default=512, help="M: completion tokens of the pack")
     parser.add_argument("--width", type=positive, default=1024, help="D: size of a hidden state")
-    parser.add_argument("--child", choices=(*SIDES, "difference"), help="measure this alone, in this process")
+    parser.add_argument("--child", choices=SIDES, help="measure this alone, in this process")
     args = parse(parser, argv, "trl")
     machine = machine_of(args)
     chunk_bytes = chunk_bytes_of(gpu=machine.device.type == "cuda")
@@ -167,20 +170,19 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for vocabulary in args.vocabularies:
         sizes = (vocabulary, args.tokens, args.width, machine)
-        gap = in_a_fresh_process("difference", *sizes)
-        extra = {side: in_a_fresh_process(side, *sizes) for side in SIDES}
+        (extra_ours,), (extra_trl, gap) = (in_a_fresh_process(side, *sizes) for side in SIDES)
         head = 2 * vocabulary * args.width * torch.empty((), dtype=machine.dtype).element_size()
         row = {
             "V": vocabulary, "M": args.tokens, "D": args.width, "chunk_bytes": chunk_bytes,
             "bytes_logits": 4 * args.tokens * vocabulary, "bytes_head_and_gradient": head,
-            "extra_ours": extra["ours"], "extra_trl": extra["trl"],
-            "ratio": extra["trl"] / max(extra["ours"], 1), "chunks_ours": extra["ours"] / chunk_bytes,
+            "extra_ours": extra_ours, "extra_trl": extra_trl,
+            "ratio": extra_trl / max(extra_ours, 1), "chunks_ours": extra_ours / chunk_bytes,
             "gradient_gap": gap,
         }  # fmt: skip
         rows.append(row)
         print(
-            f"{vocabulary:>7}{row['bytes_logits'] / MIB:>12.1f}{head / MIB:>19.1f}{extra['ours'] / MIB:>9.1f}"
-            f"{extra['trl'] / MIB:>9.1f}{row['ratio']:>12.2f}",
+            f"{vocabulary:>7}{row['bytes_logits'] / MIB:>12.1f}{head / MIB:>19.1f}{extra_ours / MIB:>9.1f}"
+            f"{extra_trl / MIB:>9.1f}{row['ratio']:>12.2f}",
             flush=True,
         )
     write_json(args.json, versions(machine, "trl"), rows)

