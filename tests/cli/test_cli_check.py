@@ -139,7 +139,7 @@ def test_an_environment_shows_the_first_picture(command: Any, job: Path) -> None
     rows.write_text("".join(json.dumps({"prompt": "what", "answer": a}) + "\n" for a in ("red", "blue")))
     env = ("rewards=[exact_match]", f"rollout.environment={job.parent}/env.py:Show")
     shown = command("check", job, *env)
-    assert shown.code == 0 and row_of(shown.out, "train", "23 / ")[3] == "2", shown.out + shown.err
+    assert shown.code == 0 and row_of(shown.out, "train", "303 / ")[3] == "2", shown.out + shown.err
     assert command("check", job, "rewards=[exact_match]").code == 2
     config = GRPOConfig.from_yaml(job, env)
     toolbox = toolbox_of(config, None, None)
