@@ -54,7 +54,7 @@ def test_images_of_the_prompt_meet_the_limits_and_those_of_rewards_are_decoded()
     dataset = read(
         held([broken], prompt=TEXT, images=datasets.List(datasets.Image()))
     )  # the library would raise here
-    with pytest.raises(DataError, match="^train row 0: "):
+    with pytest.raises(DataError, match=r"^train row 0: "):
         dataset.sample(0)
     shown = {"photo": datasets.Image(), "by": TEXT}
     inner = [{"prompt": "?", "shown": {"photo": {"bytes": b"no image", "path": None}, "by": "us"}}]
