@@ -18,7 +18,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import DataError, by_cause
 
 log = logging.getLogger(__name__)
-THREADS = 4
+THREADS = 2
 MOST = 0.1
 """Most of a source's rows, as a share, that `data.on_bad_image: drop` leaves out."""
 _AT_ONCE = 64
