@@ -172,7 +172,7 @@ def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(job: Path, 
     with started(*arguments[:-1], f"run.max_steps={step + 1}", "--resume") as process:
         code, out, err = ended(process)
     assert code == 0 and out.count(f"done: {step + 1} steps") == 1, err
-    assert "tokens on 2 processes -> 1 update" in out and (run / "model" / "model.safetensors").exists()
+    assert "a step on 2 processes -> 1 update" in out and (run / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ class SleepingEngine(FakeRemoteEngine):
 @pytest.fixture
 def trainer(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GRPOTrainer:
     monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: SleepingEngine(m, p))
-    config = config_for(models["qwen2_vl"], tmp_path / "run", run={"max_steps": 2, "eval_every": 1})
+    config = config_for(
+        models["qwen2_vl"], tmp_path / "run", run={"max_steps": 2, "eval_every": 1, "sight_every": 0}
+    )
     return GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[vowels])
 
 

@@ -129,6 +129,7 @@ def test_another_mixture_is_refused_on_resuming(
     with pytest.raises(ConfigError, match=r"data.train: the checkpoint .* other rows"):
         GRPOTrainer(other, rewards=REWARDS, resume=True).train()
     counts = [json.loads(line) for line in (folder / "counts.jsonl").read_text().splitlines()]
+    counts = [row | {"images": [str(folder / name) for name in row["images"]]} for row in counts]
     counts[1]["answer"] = "7"
     other_rows = Mixture([train(folder)[0], {"path": counts, "task": "count"}])
     with pytest.raises(ConfigError, match=r"data.train: the checkpoint .* other rows"):
