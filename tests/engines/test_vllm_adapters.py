@@ -14,7 +14,9 @@ from torch import Tensor
 
 from mm_grpo.errors import GuardStop
 from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.lora import merged_tensors
 from mm_grpo.rollout.vllm import adapters
+from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.weights import digest
 
 UPDATES = 20
@@ -70,6 +72,16 @@ def test_in_bfloat16_vllm_moves_as_far_as_the_adapters_say(models: dict[str, Pat
     exact, theirs = (after - first for after, first in zip(moved(), before, strict=True))
     assert torch.corrcoef(torch.stack([exact, theirs]))[0, 1] > 0.95
     assert 0.85 < (exact * theirs).sum() / (exact * exact).sum() < 1.15
+
+
+def test_who_takes_the_engine_over_without_adapters_samples_without(models: dict[str, Path]) -> None:
+    run = Run(models["qwen2_5_vl"], 1e-3, "float32", lora=True)
+    assert run.update(1).problem is None
+    taken = VLLMEngine(run.engine.settings, run.processor)  # type: ignore[attr-defined]
+    taken.update_weights(merged_tensors(run.learner.model), 0)
+    prompt, ids = run.prompts[0], tuple(range(20, 44))
+    ours, theirs = torch.tensor(run.learner.score(prompt, [ids])[0]), torch.tensor(taken.score(prompt, ids))
+    assert (ours - theirs).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(("dtype", "updates"), [("float32", 1), ("bfloat16", 8)])

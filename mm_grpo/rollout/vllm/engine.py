@@ -51,6 +51,7 @@ class VLLMEngine(RolloutEngine):
         self._handle.timeout = timeout
         internals.wake(self._handle)
         internals.give_back(self._handle)
+        self._handle.adapter = None  # that of an earlier trainer, which vLLM forgets with the next weights
         # a fresh engine holds what is on disk; one that is taken over, whatever its last trainer sent
         self._current = self._handle.owner is None
         self._handle.owner = self
