@@ -12,6 +12,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass, replace
+from itertools import chain
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.engine import RolloutEngine
     from mm_grpo.rollout.pipeline import Synchronous
     from mm_grpo.rollout.vllm.launch import EngineSettings
+    from mm_grpo.rollout.weights import WeightLedger
 
 # the plan ------------------------------------------------------------------------------------
 
@@ -146,6 +148,7 @@ def build_parts(
     from mm_grpo.learner.perception import require_images
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.processors.special_tokens import set_special_tokens
+    from mm_grpo.rollout.weights import WeightLedger
 
     for name, given in (("model", model), ("processor", processor)):
         if isinstance(given, str | PathLike):
@@ -175,21 +178,22 @@ def build_parts(
     if model is None:
         phase(f"loading the weights of {config.model.path}")
         # a base that vLLM will lend is on the device once, and not twice until then
-        host = _host_copy(config) if may_lend else {}
+        host = {"dtype": _dtype_name(config), "device": "cpu"} if may_lend else {}
         model = load_model(config.model.model_copy(update=host), processor.family)
     else:
         several = ranks is not None and ranks.world > 1
         from_path = "engine" if config.rollout.engine != "transformers" else from_path
         model = adopt_model(model, config.model, processor.family, from_path=from_path, several=several)
+        device = model.device  # with model.device: auto it is trained where it is
     check_saveable(model, processor)
     prompt_builder, limited, limits = _prompts(config, model, processor, datasets, toolbox)
     if config.rollout.engine != "transformers":
         phase(f"starting {config.rollout.engine}")
     engine = build_engine(limited, model, processor, ranks)
-    lent = _share_base(engine, model) if may_lend else 0
-    model.to(device)
-    learner = Learner(model, processor, config, updates, ranks)
-    sync = VerifiedSync(engine, learner, config)
+    ledger = WeightLedger()
+    lent = _share_base(engine, model, ledger) if may_lend else 0
+    learner = Learner(model.to(device), processor, config, updates, ranks)
+    sync = VerifiedSync(engine, learner, config, ledger)
     sync.start()
     pixels = f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)"
     unshared = (
@@ -226,9 +230,7 @@ def build_sampler(
     from mm_grpo.rollout.weights import WeightLedger
 
     embedded = config.rollout.engine == "transformers"
-    held = _host_copy(config)
-    if embedded:
-        del held["device"]
+    held = {"dtype": _dtype_name(config)} | ({} if embedded else {"device": "cpu"})
     processor = processor_of(config)
     phase(f"loading the weights of {config.model.path}")
     model = load_model(config.model.model_copy(update=held), processor.family)
@@ -245,26 +247,24 @@ def build_sampler(
     return SamplerParts(processor, model, prompt_builder, engine, (limits,) if limits else ())
 
 
-def _host_copy(config: GRPOConfig) -> dict[str, str]:
-    """Fields of `config.model` for weights in the host's memory, in the dtype that they would have on the device."""
+def _dtype_name(config: GRPOConfig) -> str:
+    """The dtype of weights on the run's device, wherever they are held."""
     from mm_grpo.learner.model import resolve_device, resolve_dtype
 
-    dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
-    return {"dtype": str(dtype).removeprefix("torch."), "device": "cpu"}
+    return str(resolve_dtype(config.model.dtype, resolve_device(config.model.device))).removeprefix("torch.")
 
 
-def _share_base(engine: RolloutEngine, model: Any) -> int:
+def _share_base(engine: RolloutEngine, model: Any, ledger: WeightLedger) -> int:
     """Let the engine, which is sent the model's weights for it, lend its own in place of a base that nothing changes.
 
     Returns the bytes that became free: none where the engine runs not all adapters as factors.
     """
-    from mm_grpo.learner.lora import adapted_layers, frozen_base, merged_tensors
-    from mm_grpo.rollout.weights import WeightLedger
+    from mm_grpo.learner.lora import adapted_layers, frozen_base, merged_tensors, sent_factors
 
     layers = frozenset(adapted_layers(model))
     if not layers or engine.adapter_layers(layers) != layers:
         return 0
-    WeightLedger().send(engine, merged_tensors(model, layers), 0)
+    ledger.send(engine, chain(merged_tensors(model, layers), sent_factors(model, layers)), 0)
     return engine.share(frozen_base(model))
 
 

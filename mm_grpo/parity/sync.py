@@ -116,9 +116,12 @@ class SyncReport:
 
 
 class VerifiedSync:
-    """Carries the learner's weights to one engine and checks that they arrived. `version` is the last sent."""
+    """Carries the learner's weights to one engine and checks that they arrived. `version` is the last sent, `ledger`
+    knows what the engine holds already."""
 
-    def __init__(self, engine: RolloutEngine, learner: Learner, config: GRPOConfig) -> None:
+    def __init__(
+        self, engine: RolloutEngine, learner: Learner, config: GRPOConfig, ledger: WeightLedger | None = None
+    ) -> None:
         self.engine, self.learner = engine, learner
         self.version = 0
         self._unmoved: dict[str, int] = {}  # by server: updates in a row that its scores did not show
@@ -136,23 +139,25 @@ class VerifiedSync:
         self._filling = tuple(random.Random(config.run.seed).choices(legal, k=CANARY_TOKENS))
         self._shared = getattr(engine, "model", None) is learner.model
         learner.factored = engine.adapter_layers(learner.adapted_layers)
-        self._ledger = WeightLedger()
+        self._ledger = ledger or WeightLedger()
         self._background = Background(1, "mm_grpo canary")
 
     def start(self) -> None:
-        """Send everything, as version 0: the engine may hold a file's weights, or an earlier run's."""
-        self.send(0)
+        """Send everything that the ledger has not, as version 0: the engine may hold a file's weights, or an earlier
+        run's."""
+        self.send(0, frozen=True)
 
-    def send(self, version: int) -> tuple[int, int]:
+    def send(self, version: int, *, frozen: bool = False) -> tuple[int, int]:
         """Send the weights as number `version`; returns how many tensors and bytes arrived.
 
-        Raises GuardStop, naming them, when tensors that changed did not arrive, or arrived changed.
+        Those that do not learn are looked at where the engine has none, or with `frozen`. Raises GuardStop, naming
+        them, when tensors that changed did not arrive, or arrived changed.
         """
         if self._shared:
             self.engine.update_weights((), version)
             self.version = version
             return 0, 0
-        whole = self._ledger.empty or not self.engine.holds_weights
+        whole = frozen or self._ledger.empty or not self.engine.holds_weights
         tensors = self.learner.named_tensors(frozen=whole)
         with span("sending weights"):
             sent = self._ledger.send(self.engine, tensors, version)

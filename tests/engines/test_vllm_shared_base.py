@@ -87,7 +87,12 @@ def test_a_shared_base_learns_to_the_bit_what_a_base_of_its_own_does(
         for version in range(1, 4):
             update(apart, version)
         expected = weights(apart)
-    shared = built(dtype, 294)
+    loads: list[Any] = []
+    with monkeypatch.context() as patch:
+        reload = internals.reload
+        patch.setattr(internals, "reload", lambda *args: (loads.append(args), reload(*args)))
+        shared = built(dtype, 294)
+    assert len(loads) == 1  # the base is sent once
     lent = shared.engine._handle.lent  # type: ignore[attr-defined]
     base = frozen_base(shared.model)
     assert sum(p.nbytes for p in lent) > 0.9 * sum(p.nbytes for p in base.values())

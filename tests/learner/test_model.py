@@ -264,6 +264,15 @@ def test_a_model_is_built_on_its_gpu(
     assert asked == [wanted]
 
 
+def test_a_model_that_is_passed_in_stays_where_it_is(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with a GPU a model on the CPU is trained there, where model.device is auto."""
+    monkeypatch.setattr("mm_grpo.learner.model.resolve_device", lambda name: torch.device("meta"))
+    parts = parts_of(models["qwen2_vl"], plain(models["qwen2_vl"]), model={"device": "auto"})
+    assert {p.device.type for p in parts.model.parameters()} == {"cpu"}
+
+
 def test_parameters_that_the_caller_froze_stay_frozen(models: dict[str, Path]) -> None:
     model = plain(models["qwen3_vl"])
     frozen = model.model.language_model.layers[0].requires_grad_(False)
