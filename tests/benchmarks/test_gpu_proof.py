@@ -54,10 +54,8 @@ def test_every_stage_of_a_dry_run(script: Script, tmp_path: Path, capsys: pytest
     proof.main([*asked, "--part", "2"])
     assert results_in(tmp_path) == found
     with tarfile.open(tmp_path / "part-2.tar.gz") as packed:
-        assert packed.getnames() == [
-            "run.json",
-            "trl.json",
-        ]  # in a dry run the first stage has the log of all
+        # in a dry run the first stage has the log of all
+        assert packed.getnames() == ["run.json", "trl.json"]
     capsys.readouterr()
     proof.main([*asked, "--fresh", "--stages", "trl,vllm-sleep-2", "--without", "vllm,trl"])
     assert "not installed: vllm" in capsys.readouterr().out

@@ -51,9 +51,8 @@ def test_images_of_the_prompt_meet_the_limits_and_those_of_rewards_are_decoded()
     sample = read(stored, columns={"image": "photo"}).sample(0)
     assert sample.images[0].size == (20, 30) and colour_of(sample.columns["mask"]) == BLUE
     broken = {"prompt": "?", "images": [{"bytes": b"no image", "path": None}]}
-    dataset = read(
-        held([broken], prompt=TEXT, images=datasets.List(datasets.Image()))
-    )  # the library would raise here
+    # the library would raise here
+    dataset = read(held([broken], prompt=TEXT, images=datasets.List(datasets.Image())))
     with pytest.raises(DataError, match=r"^train row 0: "):
         dataset.sample(0)
     shown = {"photo": datasets.Image(), "by": TEXT}

@@ -89,8 +89,7 @@ def test_a_shared_base_learns_to_the_bit_what_a_base_of_its_own_does(
         expected = weights(apart)
     loads: list[Any] = []
     with monkeypatch.context() as patch:
-        reload = internals.reload
-        patch.setattr(internals, "reload", lambda *args: (loads.append(args), reload(*args)))
+        patch.setattr(internals, "reload", lambda *a, load=internals.reload: (loads.append(a), load(*a)))
         shared = built(dtype, 294)
     assert len(loads) == 1  # the base is sent once
     lent = shared.engine._handle.lent  # type: ignore[attr-defined]

@@ -151,6 +151,12 @@ ODD: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     *(("start", path, lambda _: {}) for path in ("/version", "/openapi.json", "/v1/models", RPC)),
     ("start", RPC, lambda _: {"results": []}),
     ("update", RPC, worker(digests={"a": 1})),
+    (
+        "update",
+        RPC,
+        lambda answer: {"results": [{k: v for k, v in answer["results"][0].items() if k != "finished"}]},
+    ),
+    ("generate", GENERATE, first(token_ids=[-1] * 5)),
     *(("generate", path, lambda _, odd=odd: odd) for path in (GENERATE, INFO) for odd in ([1], None)),
     ("generate", GENERATE, first(logprobs={"content": [{"logprob": float("nan")}] * 5})),
     ("generate", GENERATE, lambda answer: {**answer, "choices": answer["choices"][:1] * 4}),
@@ -178,3 +184,11 @@ def test_an_odd_answer_is_one_message_that_names_server_and_path(
             else:
                 engine.update_weights(WEIGHTS.items(), 1)
     assert path in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_server_that_shows_no_logprobs_where_it_joins_is_left(make: Made) -> None:
+    fake = FakeVLLM()
+    fake.odd[GENERATE] = first(logprobs=None)
+    with pytest.raises(EngineError, match=re.escape(fake.url)) as caught:
+        make(servers=[fake], wait_timeout=0.2)
+    assert GENERATE in str(caught.value)

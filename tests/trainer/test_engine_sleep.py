@@ -89,13 +89,8 @@ def test_the_engine_sleeps_around_the_learner_alone(
 ) -> None:
     note_learner(trainer, monkeypatch)
     trainer.train()
-    start = [
-        "update_weights",
-        "wake",
-        "generate",
-        "score",
-        "generate",
-    ]  # sync, parity check, evaluation and rollout
+    # sync, parity check, evaluation and rollout
+    start = ["update_weights", "wake", "generate", "score", "generate"]
     step = ["score", "sleep", "learner", "update_weights", "wake", "score", "generate"]
     assert calls_of(trainer) == [*start, *step, *step]
 

@@ -29,10 +29,11 @@ from mm_grpo.rollout.served.client import (
     ServerRefused,
     ServerUnreachable,
     in_background,
+    reading,
     wait,
 )
 from mm_grpo.rollout.served.pool import Server, ServerPool
-from mm_grpo.rollout.served.protocol import MASKED, Limits, ServerInfo, ask, key_refused
+from mm_grpo.rollout.served.protocol import GENERATE, MASKED, Limits, ServerInfo, ask, key_refused
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, RequestFormat, Sampled, request_groups
 from mm_grpo.rollout.weights import digest, missing_tensors
 from mm_grpo.types import Completion, Prompt
@@ -260,10 +261,12 @@ class ServedEngine(RolloutEngine):
         work = EngineRequest("", [token] * 8, (), {**params, "detokenize": False})
         try:
             answer = wait(in_background(ask(server.client, server.info.model, work, server.client.timeout)))
+            with reading(server.url, GENERATE):
+                (logprob,) = answer.sequences[0].logprobs
         except ServerUnreachable as error:
             self.pool.lose(server, error.reason)
             return False
-        if abs(answer.sequences[0].logprobs[0]) > 1e-6:
+        if abs(logprob) > 1e-6:
             raise ConfigError(
                 f"rollout.server.urls: {server.url} reports log-probs from before temperature and masks, which are not "
                 "those that tokens are drawn by; start it with --logprobs-mode processed_logprobs"

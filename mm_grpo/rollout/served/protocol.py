@@ -173,6 +173,9 @@ def accounts(client: ServerClient, timeout: float) -> list[WorkerAccount]:
     answer = client.call(RPC, {"method": RECEIVED}, timeout=timeout)
     with reading(client.url, f"{RPC} for {RECEIVED}"):
         found = [WorkerAccount.model_validate(each) for each in answer["results"]]
+        for each in found:  # the defaults are a new worker's own
+            if lacking := WorkerAccount.model_fields.keys() - each.model_fields_set:
+                raise ValueError(f"no {min(lacking)}")
         return [found[0], *found[1:]]
 
 
@@ -223,7 +226,7 @@ def _body(work: EngineRequest, model: str) -> dict[str, Any]:
 
 def _answer(url: str, body: Any, *, scored: bool) -> EngineAnswer:
     """An answer of GENERATE; what fails here is made an error of the server's by `reading`."""
-    ids = tuple(map(index, body["prompt_token_ids"]))
+    ids = tuple(map(_token, body["prompt_token_ids"]))
     by_index = {choice["index"]: choice for choice in body["choices"]}
     sequences = tuple(_sampled(by_index[generation]) for generation in range(len(body["choices"])))
     chosen: tuple[float | None, ...] = ()
@@ -235,11 +238,17 @@ def _answer(url: str, body: Any, *, scored: bool) -> EngineAnswer:
 
 def _sampled(choice: Mapping[str, Any]) -> Sampled:
     return Sampled(
-        token_ids=tuple(map(index, choice["token_ids"])),
+        token_ids=tuple(map(_token, choice["token_ids"])),
         logprobs=tuple(map(_logprob, (choice.get("logprobs") or {}).get("content") or ())),
         finish_reason=choice.get("finish_reason"),
         versions=tuple((index(span["start"]), str(span["version"])) for span in choice["weight_versions"]),
     )
+
+
+def _token(value: Any) -> int:
+    if not 0 <= index(value) < 1 << 31:
+        raise ValueError(f"{value} is no token")
+    return index(value)
 
 
 def _logprob(entry: Mapping[str, Any]) -> float:
