@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import processes
+from helpers.sessions import stat
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mm_grpo.cli import train as train_module
@@ -60,8 +61,9 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     """The processes that a launcher has started: pid by rank."""
     found = {}
     for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        found |= {int(v.removeprefix("RANK=")): int(pid) for v in variables if v.startswith("RANK=")}
+        with suppress(OSError):  # a child that ends while it is read
+            variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+            found |= {int(v.removeprefix("RANK=")): int(pid) for v in variables if v.startswith("RANK=")}
     return found
 
 
@@ -134,14 +136,7 @@ def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
         assert sorted(ranks) == [0, 1]
         process.kill()
         process.wait()
-        wait_for(lambda: not any(running(pid) for pid in ranks.values()))
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        wait_for(lambda: not any(stat(pid)[0] != "Z" for pid in ranks.values()))
 
 
 @pytest.mark.long

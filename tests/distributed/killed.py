@@ -19,6 +19,7 @@ from pathlib import Path
 
 from helpers import processes
 from helpers.forkserver import Forked
+from helpers.sessions import stat
 from launches import NUMBERS, TRAIN
 from runs import rows_of
 
@@ -53,7 +54,7 @@ def kill_until_done(config: Path, world: int, kills: int, seed: int) -> list[tup
                 os.kill(victim, signal.SIGKILL)
             command.wait(PATIENCE)
         end = time.monotonic() + 60
-        while (left := [p for p in tree if _alive(p)]) and time.monotonic() < end:
+        while (left := [p for p in tree if stat(p)[0] != "Z"]) and time.monotonic() < end:
             time.sleep(0.01)
         log.append((ended, left))
     _go_to_the_end(config, world)
@@ -126,10 +127,3 @@ def _tree(pid: int) -> list[int]:
     except OSError:
         found = []
     return [pid, *(p for child in found for p in _tree(child))]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
