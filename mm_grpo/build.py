@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -191,7 +191,7 @@ def build_parts(
         phase(f"starting {config.rollout.engine}")
     engine = build_engine(limited, model, processor, ranks)
     ledger = WeightLedger()
-    lent = _share_base(engine, model, ledger) if may_lend else 0
+    lent = _share_base(engine, model, ledger) if may_lend else None
     learner = Learner(model.to(device), processor, config, updates, ranks)
     sync = VerifiedSync(engine, learner, config, ledger)
     sync.start()
@@ -268,19 +268,20 @@ def _share_base(engine: RolloutEngine, model: Any, ledger: WeightLedger) -> int:
     return engine.share(frozen_base(model))
 
 
-def adapters_sentence(learner: Learner, lent: int) -> str:
-    """How an engine of its own is given the learner's adapters, and how many bytes of the base it lends the learner; ""
-    without adapters."""
+def adapters_sentence(learner: Learner, lent: int | None) -> str:
+    """How an engine of its own is given the learner's adapters, and how many bytes of the base it lends the learner
+    (None where it cannot); "" without adapters."""
     layers = learner.adapted_layers
     merged = [layer for layer in layers if layer not in learner.factored]
     if not layers:
         return ""
     if not merged:
+        sent = f"adapters: the engine runs those of all {len(layers)} layers itself, and is sent their factors alone"
+        if lent is None:
+            return sent
         frozen = sum(p.nbytes for p in learner.model.parameters() if not p.requires_grad)
-        return (
-            f"adapters: the engine runs those of all {len(layers)} layers itself, and is sent their factors alone; "
-            f"{lent / frozen:.1%} of the base's {frozen / 1e9:.2f} GB are the engine's own tensors, in memory once"
-        )
+        own = f"{lent / frozen:.1%} of the base's {frozen / 1e9:.2f} GB"
+        return f"{sent}; {own} are the engine's own tensors, in memory once"
     return (
         f"adapters: those of {len(merged)} of {len(layers)} layers ({merged[0]}, ...) are merged for the engine, which "
         "has no LoRA layers for them; what rounding takes from them is lora/merge_lost"
@@ -367,7 +368,7 @@ def vllm_settings(
     from mm_grpo.processors.base import mm_processor_kwargs
     from mm_grpo.rollout.vllm.launch import EngineSettings
 
-    given = config.rollout.vllm
+    given, lora = config.rollout.vllm, config.model.lora
     limits = engine_limits(config, processor, (), context)  # those of rows stand in the config
     return EngineSettings(
         model=config.model.path,
@@ -378,20 +379,18 @@ def vllm_settings(
         gpu_memory_utilization=given.gpu_memory_utilization,
         sleep_level=given.sleep_level,
         trust_remote_code=config.model.trust_remote_code,
+        lora_rank=0 if lora is None else lora.rank,
+        lora_vision=lora is not None and lora.vision,
         engine_kwargs=tuple(given.engine_kwargs.items()),
     )
 
 
 def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
     """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
-    from mm_grpo.learner.lora import has_adapters
     from mm_grpo.rollout.vllm.engine import VLLMEngine
 
-    dtype, lora = str(model.dtype).removeprefix("torch."), config.model.lora
-    settings = vllm_settings(config, processor, dtype, context_of(model.config))
-    if lora is not None and has_adapters(model):
-        settings = replace(settings, lora_rank=lora.rank, lora_vision=lora.vision)
-    return VLLMEngine(settings, processor)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return VLLMEngine(vllm_settings(config, processor, dtype, context_of(model.config)), processor)
 
 
 def own_address(url: str) -> str:
@@ -444,6 +443,7 @@ def _vllm_server(
             health_timeout=min(30.0, given.timeout / 3),
             wait_timeout=given.wait_timeout,
             max_model_len=limits.max_model_len,
+            lora_rank=config.model.lora.rank if config.model.lora is not None else 0,
             sizes=model_sizes(model.config),
         ),
         max_images=limits.max_images,

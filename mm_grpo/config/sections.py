@@ -81,8 +81,8 @@ class ModelConfig(Section):
     lora: Annotated[
         LoRAConfig | None, Accepts("null or a mapping of rank, alpha, target_modules and vision")
     ] = None
-    """Train low-rank adapters (fp32) and freeze every weight; null trains the weights themselves. Servers and the saved
-    model get the sum, rounded to model.dtype (the metric lora/merge_lost); adapter/ has them whole. Default: null."""
+    """Train low-rank adapters (fp32) and freeze every weight; null trains the weights themselves. The saved model
+    has the sum, rounded to model.dtype (the metric lora/merge_lost); adapter/ has them whole. Default: null."""
     quantization: Literal["nf4"] | None = None
     """Hold the frozen weights of the language model's linear layers in four bits: nf4 (QLoRA, with double quantisation;
     needs model.lora and the extra qlora); engines and saved models get them dequantised. Default: null."""

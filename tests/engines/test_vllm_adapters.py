@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mm_grpo.errors import GuardStop
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.lora import merged_tensors
+from mm_grpo.learner.lora import merged_tensors, sent_factors
+from mm_grpo.rollout.served.plugin import Account
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.weights import digest
@@ -130,6 +131,20 @@ def test_factors_that_are_not_put_in_whole_stop_the_run(
     assert run.update(1).problem is None
     first, put = dict(run.engine._factors), adapters.put  # type: ignore[attr-defined]
     first = {name: factor.clone() for name, factor in first.items()}
+    assert account_of(run, first) == {name: digest(factor) for name, factor in first.items()}
     monkeypatch.setattr(adapters, "put", lambda model, factors: put(model, change(dict(factors), first)))
     with pytest.raises(GuardStop, match=r"arrived changed.*lora_[AB]"):
         run.update(2)
+    sent = dict(sent_factors(run.learner.model, run.learner.factored))
+    assert account_of(run, sent) != {name: digest(factor) for name, factor in sent.items()}
+
+
+def account_of(run: Run, factors: Factors) -> dict[str, str]:
+    """What a server's worker with this vLLM says that it holds, once it was sent `factors`."""
+    account, model = Account(), run.engine._handle.llm.apply_model  # type: ignore[attr-defined]
+    account.begin()
+    for name, factor in factors.items():
+        account.note(1, name, factor)
+    model(account.end)
+    model(account.put_factors)
+    return account.digests

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Run:
         *,
         vision: bool = False,
         factors: bool = True,
+        rollout: Mapping[str, Any] | None = None,
     ) -> None:
         self.processor: Processor = load_processor(str(path))
         config = small_config(
@@ -53,6 +54,7 @@ class Run:
                 "prompts_per_step": 2,
                 "num_generations": 4,
                 "max_completion_length": 24,
+                **(rollout or {}),
             },
             optim={"learning_rate": rate},
             run={"max_steps": 500},

@@ -1,13 +1,15 @@
 """Real vLLM servers: samples, weights, faults and runs.
 
-Three for the whole file, two in float32 and one in bfloat16, serve the base model of the shapes recipe. What fails
-over in which way is tested quickly in rollout/test_served_*.py.
+Three for the whole file, two in float32 and one in bfloat16, serve the base model of the shapes recipe; the last two
+have LoRA layers. What fails over in which way is tested quickly in rollout/test_served_*.py.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -18,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines.test_vllm_lost_updates import Run
 from helpers import processes, tiny
 from helpers.run_folders import metrics_of
 from helpers.small_runs import rollouts_of
@@ -126,9 +129,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     made = server_settings(GRPOConfig.from_yaml(recipe_config(folder / "unused", ["unix:///unused"])), 3)
     settings = [
         replace(
-            one, transfer="gloo", engine=replace(one.engine, dtype=dtype, max_model_len=512, max_images=3)
+            one,
+            transfer="gloo",
+            engine=replace(one.engine, dtype=dtype, max_model_len=512, max_images=3, lora_rank=rank),
         )
-        for one, dtype in zip(made, ("float32", "float32", "bfloat16"), strict=True)
+        for one, dtype, rank in zip(made, ("float32", "float32", "bfloat16"), (0, 8, 8), strict=True)
     ]
     with serve(settings, log_folder=folder / "logs", report=said.append) as servers:
         yield Fleet(servers, said)
@@ -315,6 +320,56 @@ def test_requests_wait_through_an_update_and_go_on_under_the_new_weights(half: H
     assert 0 < spans[0]["end"] == spans[1]["start"] < spans[1]["end"] == 400
     assert half.scored(client) < NEAR["float32"]
     transfer.close()
+
+
+# adapters ------------------------------------------------------------------------------------
+
+
+def adapted(half: Half, urls: Sequence[str]) -> Run:
+    """A learner with adapters over servers, which are sent their factors by files."""
+    server = {"engine": "vllm_server", "vllm": {"max_model_len": 512}, "server": {"urls": list(urls)}}
+    return Run(BASE, 1e-3, half.dtype, lora=True, rollout=server)
+
+
+@DTYPES
+def test_a_server_runs_the_adapters_itself_and_has_them_after_a_restart(fleet: Fleet, half: Half) -> None:
+    server, said, run = half.servers[-1], len(fleet.said), adapted(half, half.urls[-1:])
+    completions = [tuple(random.Random(i).choices(range(20, 250), k=24)) for i in range(4)]
+
+    def scores() -> tuple[Tensor, Tensor]:
+        """Log-probs of the policy in float32, and of the server."""
+        exact = Learner(copy.deepcopy(run.learner.model).float(), run.processor, run.learner.config, 1)
+        ours = [exact.score(prompt, completions) for prompt in run.prompts]
+        theirs = [[run.engine.score(prompt, ids) for ids in completions] for prompt in run.prompts]
+        return torch.tensor(ours).flatten(), torch.tensor(theirs).flatten()
+
+    assert run.learner.factored == set(run.learner.adapted_layers)
+    first, whole = scores(), sum(p.numel() * p.element_size() for p in half.model.parameters())
+    for version in range(1, 7):
+        report = run.update(version)
+        assert report.problem is None and 0 < report.bytes < whole / 3
+        ours, theirs = scores()
+        assert half.dtype == "bfloat16" or (ours - theirs).abs().max() < NEAR["float32"]
+    exact, moved = (after - before for after, before in zip((ours, theirs), first, strict=True))
+    assert torch.corrcoef(torch.stack([exact, moved]))[0, 1] > 0.95
+    assert 0.85 < (exact * moved).sum() / (exact * exact).sum() < 1.15
+    if half.dtype == "float32":
+        asked = many(half, 4)
+        expected = run.engine.generate(asked)
+        os.killpg(server.pid or 0, signal.SIGKILL)
+        assert run.engine.generate(asked) == expected
+        assert "it is started anew" in fleet.said[said]
+        assert torch.equal(scores()[1], theirs)
+    run.engine.close()
+
+
+def test_beside_a_server_without_lora_layers_adapters_are_merged(half: Half) -> None:
+    run, ids = adapted(half, half.urls), tuple(range(20, 44))
+    assert not run.learner.factored and run.update(1).problem is None
+    (ours,) = run.learner.score(run.prompts[0], [ids])
+    for replica in run.engine.replicas:
+        assert replica.score(run.prompts[0], ids) == pytest.approx(ours, abs=NEAR["float32"])
+    run.engine.close()
 
 
 # faults --------------------------------------------------------------------------------------

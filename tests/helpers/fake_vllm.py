@@ -29,7 +29,7 @@ from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.served.client import OWN_CONNECTION, ServerClient
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.plugin import RECEIVERS, Account
-from mm_grpo.rollout.served.protocol import GENERATE, INFO, NEEDED, RPC, Limits
+from mm_grpo.rollout.served.protocol import ADAPTER_LAYERS, GENERATE, INFO, NEEDED, RPC, Limits
 from mm_grpo.rollout.served.transfer import transfer_of
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
 
@@ -153,6 +153,7 @@ class FakeVLLM:
         self.stopped = threading.Event()  # answers nothing, as a process after SIGSTOP
         self.stuck = threading.Event()  # answers /health and no request
         self.missing: tuple[str, ...] = ()
+        self.lora: tuple[set[str], int] | None = None  # layers that take adapters, and of which rank at most
         self.max_model_len, self.key, self.raw, self.expanded = 1000, "", False, EXPANDED
         self.refuse = ""
         self.faults: dict[str, Change] = {}  # in place of an endpoint, or before it where it gives None
@@ -303,7 +304,12 @@ class FakeVLLM:
                 "paths": {path: {} for path in {*NEEDED} - set(self.missing)},
                 "components": {"schemas": {"GenerateRequest": {"properties": fields}}},
             },
-            "/v1/models": {"data": [{"id": "tiny", "max_model_len": self.max_model_len}]},
+            "/v1/models": {
+                "data": [
+                    {"id": n, "max_model_len": self.max_model_len}
+                    for n in ["tiny", "policy"][: 2 if self.lora else 1]
+                ]
+            },
             "/is_paused": {"is_paused": self.paused},
             "/get_world_size": {"world_size": self.count},
             INFO: {"weight_version": self.name},
@@ -311,6 +317,11 @@ class FakeVLLM:
         if path in fixed:
             return fixed[path]
         if path == RPC:
+            if body["method"] == ADAPTER_LAYERS:
+                assert self.lora is not None
+                layers, rank = json.loads(body["args"][0])
+                taken = sorted(self.lora[0] & set(layers)) if rank <= self.lora[1] else []
+                return {"results": [taken for _ in self.workers]}
             assert body == {"method": "mm_grpo_received"}
             return {"results": [each.account.model_dump() for each in self.workers]}
         if path in ("/pause", "/resume"):
@@ -373,7 +384,7 @@ class FakeVLLM:
             time.sleep(0.002)
             if call.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise ConnectionError
-        assert body["model"] == "tiny"
+        assert body["model"] == "tiny" or (body["model"] == "policy" and self.lora)
         pictures = [_pixels(part["url"]) for part in body.get("content_parts", ())]
         ids = [t for i in body["token_ids"] for t in ([i] * (self.expanded if i == IMAGE else 1))]
         return self.completed(ids, pictures, params, held)

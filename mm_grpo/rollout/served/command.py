@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from mm_grpo.rollout.served import server_key
 from mm_grpo.rollout.served.plugin import BACKENDS, EXTENSION
 from mm_grpo.rollout.vllm.launch import EngineSettings, engine_arguments
 
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+ADAPTERS = "mm_grpo.rollout.served.with_adapters"
+"""Modules that become a server: vLLM's own, and the one before it that adds LoRA layers."""
 ONLY_ON = ("disable_log_stats", "data_parallel_hybrid_lb", "data_parallel_external_lb")
 """Options that vLLM's command line knows no `--no-` of."""
 NOT_FOR_SERVERS = ("use_tqdm_on_load", "distributed_executor_backend", "enable_sleep_mode")
@@ -93,7 +96,8 @@ def server_command(settings: ServerSettings) -> list[str]:
         arguments |= {"host": settings.host, "port": settings.port}
     arguments["middleware"] = server_key.MIDDLEWARE
     # -P: it imports nothing from the working folder, where a json.py may stand
-    return [sys.executable, "-P", "-m", "vllm.entrypoints.launchers.api_server.entry", *flags(arguments)]
+    start = [ADAPTERS, json.dumps(asdict(settings.engine))] if settings.engine.lora_rank else [ENTRY]
+    return [sys.executable, "-P", "-m", *start, *flags(arguments)]
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -33,7 +33,15 @@ from mm_grpo.rollout.served.client import (
     wait,
 )
 from mm_grpo.rollout.served.pool import Server, ServerPool
-from mm_grpo.rollout.served.protocol import GENERATE, MASKED, Limits, ServerInfo, ask, key_refused
+from mm_grpo.rollout.served.protocol import (
+    GENERATE,
+    MASKED,
+    Limits,
+    ServerInfo,
+    adapter_layers,
+    ask,
+    key_refused,
+)
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, RequestFormat, Sampled, request_groups
 from mm_grpo.rollout.weights import digest, missing_tensors
 from mm_grpo.types import Completion, Prompt
@@ -141,6 +149,24 @@ class ServedEngine(RolloutEngine):
         )
         return f"vLLM servers (rollout.server.urls): {', '.join(each)}"
 
+    def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
+        """Those that every server which answers has LoRA layers for; requests go to their adapter from then on.
+        Collective where there are any."""
+        asked, found = frozenset(layers), frozenset[str]()
+        if not asked:
+            return asked
+        with self.ranks.fail_together("adapters"):
+            if self.transfer is not None:
+                found = asked
+                for server in self.pool.answering():
+                    assert server.info is not None
+                    rank, timeout = self.pool.limits.lora_rank, self.pool.limits.timeout
+                    known = server.info.adapter is not None
+                    found &= adapter_layers(server.client, asked, rank, timeout) if known else frozenset()
+        taken = self.ranks.broadcast(found, "adapters")
+        self.pool.adapted = bool(taken)
+        return taken
+
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
         """Bring `tensors`, whole layers, to all servers as weights number `version`; collective.
 
@@ -231,6 +257,11 @@ class ServedEngine(RolloutEngine):
         with self._lock:
             if not self._current:  # what the transfer keeps is a mixture of two versions
                 raise EngineError("the last update was not sent whole")
+            if self.pool.adapted and (server.info is None or server.info.adapter is None):
+                raise ConfigError(
+                    "it has no LoRA layers, and the other servers run the adapters themselves; start it with "
+                    "`mm-grpo serve` and this config"
+                )
             received = transfer.catch_up([server.client])[server.url]
             if isinstance(received, Exception):
                 raise received
@@ -260,7 +291,11 @@ class ServedEngine(RolloutEngine):
         # vLLM on a CPU ends by SIGILL over a prompt of one or two tokens in bfloat16
         work = EngineRequest("", [token] * 8, (), {**params, "detokenize": False})
         try:
-            answer = wait(in_background(ask(server.client, server.info.model, work, server.client.timeout)))
+            answer = wait(
+                in_background(
+                    ask(server.client, self.pool.model_of(server.info), work, server.client.timeout)
+                )
+            )
             with reading(server.url, GENERATE):
                 (logprob,) = answer.sequences[0].logprobs
         except ServerUnreachable as error:

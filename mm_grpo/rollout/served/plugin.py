@@ -17,13 +17,15 @@ needs no vLLM, and versions that ask more of the class do not matter). Its calls
 
 `Account` is what the learner asks for afterwards: a digest of each tensor as vLLM's layers hold it, where they can be
 read (`vllm/read_back.py`), else as it arrived here. What vLLM itself reports hashes its fused parameters, and on a CPU
-empty ones.
+empty ones. vLLM drops its adapters behind `finish_weight_update`: so factors (`vllm/adapters.py`) are kept here, and
+put in when the account is asked for, before a server goes on.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from torch import Tensor
 
 from mm_grpo.rollout.served.broadcast import BroadcastGroup, Tensors, buffer_size, unpack
 from mm_grpo.rollout.served.protocol import WorkerAccount, model_sizes
+from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.read_back import ReadBack, quiet_reload
 
 EXTENSION = "mm_grpo.rollout.served.plugin.WorkerExtension"
@@ -41,10 +44,13 @@ EXTENSION = "mm_grpo.rollout.served.plugin.WorkerExtension"
 
 class Account(WorkerAccount):
     """A worker's own account, with what it needs to keep it: `known` are the names of tensors that were ever sent, by
-    run, for those of another model are not waited for."""
+    run, for those of another model are not waited for. `factors` are those of the run's adapter, `put` whether vLLM's
+    layers have them."""
 
     known: dict[str, set[str]] = Field(default_factory=dict, exclude=True)
     read_back: Any = Field(default_factory=ReadBack, exclude=True)
+    factors: dict[str, Any] = Field(default_factory=dict, exclude=True)
+    put: bool = Field(default=True, exclude=True)
 
     def begin(self) -> None:
         self.damaged = self.damaged or not self.finished
@@ -56,14 +62,25 @@ class Account(WorkerAccount):
             raise ValueError(f"version {version} came in the midst of version {self.version}")
         self.version = version
         self.digests[name] = ""
-        self.read_back.note(name, tensor)
+        if adapters.is_factor(name):
+            self.factors[name] = tensor.clone()
+        else:
+            self.read_back.note(name, tensor)
         self.known.setdefault(self.run, set()).add(name)
 
     def end(self, model: torch.nn.Module) -> None:
-        self.digests = self.read_back.digests(model)
-        self.finished = True
+        self.digests |= self.read_back.digests(model)
+        self.finished, self.put = True, not self.factors
         if self.digests and self.known[self.run] <= self.digests.keys():
             self.damaged = False
+
+    def put_factors(self, model: torch.nn.Module) -> None:
+        """Put the adapter in where an update has dropped it."""
+        if self.finished and not self.put:
+            adapters.put(model, self.factors)
+            held = adapters.read_back(model, self.factors)
+            self.digests |= {name: held[name] for name in self.digests.keys() & held.keys()}
+            self.put = True
 
     @property
     def run(self) -> str:
@@ -131,7 +148,9 @@ class Receiver:
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if (update_info.path is None) == (update_info.tensors is None):
             raise ValueError("an update has either a path or tensors")
-        self.account.weights_name = update_info.weights_name
+        before, self.account.weights_name = self.account.run, update_info.weights_name
+        if self.account.run != before:
+            self.account.factors = {}
         if update_info.tensors == []:  # a new name for weights that have not changed
             self.account.version = update_info.version
             return
@@ -150,7 +169,8 @@ class Receiver:
     def _noted(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             self.account.note(version, name, tensor)
-            yield name, tensor
+            if not adapters.is_factor(name):
+                yield name, tensor
 
     def _from_file(self, info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
         from safetensors import safe_open
@@ -249,9 +269,21 @@ class WorkerExtension:
 
     account = Account()  # of this process's worker
 
+    # of vLLM's worker
+    vllm_config: Any
+    get_model: Callable[[], torch.nn.Module]
+
     def mm_grpo_received(self) -> dict[str, Any]:
-        """The account of this process's worker, for JSON."""
+        """The account of this process's worker, for JSON, once the adapter of its run is in vLLM's layers."""
+        WorkerExtension.account.put_factors(self.get_model())
         return WorkerExtension.account.model_dump()
+
+    def mm_grpo_adapter_layers(self, asked: str) -> list[str]:
+        """Those of the learner's `layers` that vLLM has LoRA layers of at least `rank` for; asked for in JSON."""
+        layers, rank = json.loads(asked)
+        lora = self.vllm_config.lora_config
+        taken = rank <= lora.max_lora_rank if lora is not None else False
+        return sorted(adapters.layers_taken(self.get_model(), layers)) if taken else []
 
 
 def register() -> None:

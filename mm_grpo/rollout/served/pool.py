@@ -100,7 +100,8 @@ class ServerPool:
     """The servers of a run.
 
     `bring_up(server)`, called in a thread, gives a server the run's weights and then calls `took`; None in a process
-    that sends none. `ours(name)` says whether this run gave weights their name. `current` is the name of the newest.
+    that sends none. `ours(name)` says whether this run gave weights their name. `current` is the name of the newest;
+    `adapted` says that requests go to the servers' adapter.
     `losses` counts servers that were lost, `recoveries` are those that came back, with the seconds between.
     """
 
@@ -115,6 +116,7 @@ class ServerPool:
         self.servers = [Server(client) for client in clients]
         self.limits, self.ours, self.bring_up = limits, ours, bring_up
         self.current: str | None = None
+        self.adapted = False
         self.updating = False
         self.losses = 0
         self.recoveries: list[tuple[str, float]] = []
@@ -159,6 +161,10 @@ class ServerPool:
     def submit_to(self, server: Server, work: EngineRequest) -> Future[EngineAnswer]:
         """The answer of this server and no other. Raises ServerUnreachable, after which it is lost."""
         return in_background(self._run(server, work))
+
+    def model_of(self, info: ServerInfo) -> str:
+        """The name that requests to a server ask for."""
+        return (self.adapted and info.adapter) or info.model
 
     def ready(self) -> list[Server]:
         return [server for server in self.servers if server.state == "ready"]
@@ -247,7 +253,7 @@ class ServerPool:
         assert server.info is not None
         if not server.running:
             server.heard = server.checked = time.monotonic()
-        task = asyncio.ensure_future(ask(server.client, server.info.model, work, NEVER))
+        task = asyncio.ensure_future(ask(server.client, self.model_of(server.info), work, NEVER))
         server.running.add(task)
         try:
             await asyncio.wait({task})

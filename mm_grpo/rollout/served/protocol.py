@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import index
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.rollout.served.client import ServerRefused, ServerUnreadable, reading
+from mm_grpo.rollout.vllm.adapters import NAME
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ GENERATE = "/inference/v1/generate"
 RPC = "/collective_rpc"
 RECEIVED = "mm_grpo_received"
 """Method of the worker extension: what each worker received, see plugin.py."""
+ADAPTER_LAYERS = "mm_grpo_adapter_layers"
+"""Another: the layers that it can run adapters of."""
 INFO = "/weight_info"
 NEEDED = (
     GENERATE,
@@ -60,11 +64,12 @@ MASKED = -1e30
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A server: `model` is the name that it serves, `max_model_len` its longest sequence in tokens, `sizes` are those
-    of its model (`model_sizes`)."""
+    """A server: `model` is the name that it serves, `adapter` that of its adapter, None without LoRA layers;
+    `max_model_len` is its longest sequence in tokens, `sizes` are those of its model (`model_sizes`)."""
 
     version: str
     model: str
+    adapter: str | None
     max_model_len: int
     sizes: Mapping[str, Any]
 
@@ -73,7 +78,8 @@ class ServerInfo:
 class Limits:
     """Limits of `rollout.server`: seconds, and completions that a server works on at once.
 
-    `max_model_len` is the longest sequence that a server has to take, in tokens; `sizes` are the learner's model's.
+    `max_model_len` is the longest sequence that a server has to take, in tokens; `lora_rank` is that of the learner's
+    adapters, 0 without; `sizes` are its model's.
     """
 
     timeout: float = 600.0
@@ -81,6 +87,7 @@ class Limits:
     wait_timeout: float = 300.0
     max_sequences: int = 256
     max_model_len: int = 0
+    lora_rank: int = 0
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -124,6 +131,7 @@ def probe(client: ServerClient, limits: Limits) -> ServerInfo:
         version, listed, models = [client.call(path, method="GET", timeout=timeout) for path in paths]
         with reading(client.url, ", ".join(paths)):
             name, served = str(version["version"]), models["data"][0]
+            adapter = next((NAME for each in models["data"] if each["id"] == NAME), None)
             model, length = str(served["id"]), index(served["max_model_len"])
             missing = [path for path in NEEDED if path not in dict(listed["paths"])]
             request = listed.get("components", {}).get("schemas", {}).get("GenerateRequest", {})
@@ -135,7 +143,7 @@ def probe(client: ServerClient, limits: Limits) -> ServerInfo:
                 "vLLM 0.32 or newer with --enable-scale-out, --weight-transfer-config, and VLLM_SERVER_DEV_MODE=1 in "
                 "its environment"
             )
-        found = ServerInfo(name, model, length, accounts(client, timeout)[0].model)
+        found = ServerInfo(name, model, adapter, length, accounts(client, timeout)[0].model)
     except ServerUnreadable as error:
         raise ConfigError(f"rollout.server.urls: {error}; start it with `mm-grpo serve`") from None
     except ServerRefused as error:
@@ -177,6 +185,15 @@ def accounts(client: ServerClient, timeout: float) -> list[WorkerAccount]:
             if lacking := WorkerAccount.model_fields.keys() - each.model_fields_set:
                 raise ValueError(f"no {min(lacking)}")
         return [found[0], *found[1:]]
+
+
+def adapter_layers(client: ServerClient, layers: Iterable[str], rank: int, timeout: float) -> frozenset[str]:
+    """Those of the learner's `layers` for which all workers of a server have LoRA layers of at least `rank`."""
+    answer = client.call(
+        RPC, {"method": ADAPTER_LAYERS, "args": [json.dumps([sorted(layers), rank])]}, timeout=timeout
+    )
+    with reading(client.url, f"{RPC} for {ADAPTER_LAYERS}"):
+        return frozenset.intersection(*map(frozenset, answer["results"]))
 
 
 async def weights_name(client: ServerClient, timeout: float) -> str:

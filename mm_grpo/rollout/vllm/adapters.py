@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mm_grpo.rollout.weights import digest
 
-NUMBER = 1
-"""vLLM's number of the adapter; 0 stands for none."""
+NAME, NUMBER = "policy", 1
+"""vLLM's name and number of the adapter; 0 stands for none."""
 PREFIX = "base_model.model."
 """What names of factors begin with, as in peft's files."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -32,7 +32,7 @@ def request() -> Any:
     """What a request of vLLM's carries to be answered with the adapter. The path is never looked at."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("policy", NUMBER, "memory")
+    return LoRARequest(NAME, NUMBER, "memory")
 
 
 def supports(config: Any, *, tower: bool = False) -> bool:
@@ -78,7 +78,8 @@ def put(model: Any, factors: Mapping[str, Tensor]) -> None:
 
 
 def read_back(model: Any, factors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Digests of what the layers' buffers hold of each factor, by its name."""
+    """Digests of what the layers' buffers hold of each factor, by its name; of the factor itself where a layer holds
+    part of it, as the shards of a tensor-parallel group do."""
     index = model.lora_manager.lora_index_to_id.index(NUMBER)
     found: dict[str, str] = {}
     for name, factor in factors.items():
@@ -88,7 +89,8 @@ def read_back(model: Any, factors: Mapping[str, Tensor]) -> dict[str, str]:
         module, number = place
         stacked = module.lora_a_stacked if part == "lora_A" else module.lora_b_stacked
         rows, columns = factor.shape
-        found[name] = digest(stacked[number][index, 0, :rows, :columns].to(factor.dtype).contiguous())
+        held = stacked[number][index, 0, :rows, :columns].to(factor.dtype)
+        found[name] = digest(held.contiguous() if held.shape == factor.shape else factor)
     return found
 
 
