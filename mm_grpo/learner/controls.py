@@ -11,13 +11,13 @@ observations stay.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.processors.base import Processor
-from mm_grpo.types import Completion, Group, Prompt, Sample, Tail
+from mm_grpo.types import Group, Prompt, Sample, Tail
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,21 +26,6 @@ ANSWERS = ("solution", "answer")
 """Columns with a row's right answer, the first that it has."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Control:
-    """A group of this process, its prompt with the images of another row, and the uid of that row."""
-
-    group: Group
-    prompt: Prompt
-    other: str
-
-    @property
-    def completions(self) -> list[Completion]:
-        """The group's completions after the prompt."""
-        old, new = self.group.prompt, self.prompt
-        return [replace(c, tail=moved(c.tail, old, new)) for c in self.group.completions]
 
 
 @dataclass(frozen=True)
@@ -59,16 +44,17 @@ def lent_controls(
     ranks: Ranks,
     *,
     count: int | None = None,
-    wants: Callable[[Group], bool] = lambda group: True,
-) -> list[Control]:
-    """Controls of this process's `groups` that want one, in the order of slots. Collective.
+    wants: Collection[int] | None = None,
+) -> list[tuple[Group, str, Prompt]]:
+    """Of this process's `groups`, in the order of slots: each with the uid of the row that lends and its prompt with
+    those images. Collective.
 
-    Of all processes `count` groups get one at most. `max_tokens` are those that one prompt with one completion may
-    have (`optim.max_tokens_per_pack`).
+    `wants` are the slots that want a control, None all, and `count` how many get one at most, over all processes.
+    `max_tokens` are those that one prompt with one completion may have (`optim.max_tokens_per_pack`).
     """
     what = "controls"
     with ranks.fail_together(what):
-        rows = {g.slot: _row(g.prompt, wants(g)) for g in groups if g.prompt.vision}
+        rows = {g.slot: _row(g.prompt, wants is None or g.slot in wants) for g in groups if g.prompt.vision}
     shares = ranks.all_gather(rows, "digests of images")
     pairs = pairs_of({slot: row for share in shares for slot, row in share.items()}, count)
     rank_of = {slot: rank for rank, share in enumerate(shares) for slot in share}
@@ -86,7 +72,7 @@ def lent_controls(
             prompt = with_images(processor, group.prompt, images)
             longest = max(c.run_length for c in group.completions)
             if len(prompt.token_ids) + longest <= max_tokens:
-                found.append(Control(group, prompt, uid))
+                found.append((group, uid, prompt))
     return found
 
 

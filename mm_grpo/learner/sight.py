@@ -15,10 +15,10 @@ Axes: [T] tokens of a completion, [G] completions of a group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.controls import lent_controls
+from mm_grpo.learner.controls import lent_controls, moved
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import Processor
 from mm_grpo.types import Completion, Group, Prompt
@@ -50,18 +50,16 @@ def measure(groups: Sequence[Group], learner: Learner, max_tokens: int, ranks: R
     `max_tokens` are those that one prompt with one completion may have (`optim.max_tokens_per_pack`).
     """
     controls = lent_controls(groups, learner.processor, max_tokens, ranks, count=GROUPS)
-    asked: list[tuple[Prompt, Sequence[Completion]]] = [
-        (control.group.prompt, control.group.completions) for control in controls
-    ]
-    asked += [(control.prompt, control.completions) for control in controls]
+    asked: list[tuple[Prompt, Sequence[Completion]]] = [(g.prompt, g.completions) for g, _, _ in controls]
+    for g, _, other in controls:
+        asked.append((other, [replace(c, tail=moved(c.tail, g.prompt, other)) for c in g.completions]))
     found = learner.current_logprobs(asked)
     half = len(controls)
     sights = []
-    for control, seen, unseen in zip(controls, found[:half], found[half:], strict=True):
-        group = control.group
+    for (group, uid, _), seen, unseen in zip(controls, found[:half], found[half:], strict=True):
         tokens = (tuple(a - b for a, b in zip(*both, strict=True)) for both in zip(seen, unseen, strict=True))
         pieces = (pieces_of(learner.processor, c.token_ids) for c in group.completions)
-        sights.append(GroupSight(group.slot, group.attempt, control.other, tuple(tokens), tuple(pieces)))
+        sights.append(GroupSight(group.slot, group.attempt, uid, tuple(tokens), tuple(pieces)))
     return sights
 
 

@@ -66,6 +66,9 @@ def matrix() -> list[Case]:
     ]
     perceived = {"perception_coef": 0.3, "loss_options": {"perception_entropy_coef": 0.1}}
     cases.append(case("perception", set="apart", algorithm=perceived))
+    cases.append(case("credit", set="uneven", algorithm={"credit": {}}))
+    of_turns = {"turn_gamma": 0.9, "credit": {"rule": "vppo", "control": "masked"}}
+    cases.append(case("credit-turns", set="apart", turns=True, algorithm=of_turns))
     cases.append(case("offloaded", optim={"offload_optimizer": True}))
     cases.append(case("offloaded-adamw", optimizer="adamw", optim={"offload_optimizer": True}))
     cases.append(case("frozen", freeze_vision=True))
