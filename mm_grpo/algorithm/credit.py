@@ -67,8 +67,8 @@ def vppo(
 
     min and max are those of `means`, the mean dependencies of all completions of the update. As in the authors' code
     beta_max is beta_min + (1 - beta_min) / (mean of n), with which the mean of alpha is 1. Departures: their code takes
-    min, max and mean over parts of an update, by process and micro-batch. alpha is 1 where means are equal (`FLAT`).
-    Of equal dependencies the first are the largest.
+    min, max and mean over parts of an update, by process and micro-batch. Where means are equal (`FLAT`) alpha is 1, a
+    completion whose dependencies are equal keeps all its tokens, and of other equal ones the first are the largest.
     """
     low, high = min(means, default=0.0), max(means, default=0.0)
     level = high - low < FLAT
@@ -77,7 +77,8 @@ def vppo(
     start = 1.0 if level else beta_min
     weights = []
     for s in dependencies:
-        first = s.argsort(descending=True, stable=True)[: math.ceil(top_share * len(s) - 1e-9)]
+        kept = 1.0 if s.max() - s.min() < FLAT else top_share
+        first = s.argsort(descending=True, stable=True)[: math.ceil(kept * len(s) - 1e-9)]
         alpha = start + slope * (float(s.mean()) - low)
         weights.append(torch.zeros_like(s).index_fill(0, first, alpha))
     return weights

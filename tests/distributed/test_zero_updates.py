@@ -195,7 +195,8 @@ def check_all(cases: list[Case], world: int, launched: Any, alone: Any) -> Resul
 
 QUICK = (
     "sgd-2-one", "sgd-2-many", "adamw-2-many", "loss-grpo", "clipped-2", "lora-2", "qlora-2", "perception", "turns",
-    "frozen", "checkpointed", "unset-2", "never-2", *(c["name"] for c in trouble() if c["name"].endswith("-2")),
+    "credit", "credit-turns", "frozen", "checkpointed", "unset-2", "never-2",
+    *(c["name"] for c in trouble() if c["name"].endswith("-2")),
 )  # fmt: skip
 """Cases of the short test; the long one on two processes has the others."""
 
@@ -222,7 +223,7 @@ def test_the_update_does_not_depend_on_the_processes(launched: Any, alone: Any) 
 @pytest.mark.parametrize("world", [1, 4])
 def test_one_and_four_processes_make_the_update_of_one(world: int, launched: Any, alone: Any) -> None:
     """What the number of processes touches: how rows, packs and states are dealt, and what makes processes differ."""
-    dealt = ("sgd-2", "adamw-2-many", "turns")
+    dealt = ("sgd-2", "adamw-2-many", "turns", "credit")
     if world > 1:
         dealt += ("uneven-2", "few-2", "hole-2", "first-2", "none-2")
     else:
