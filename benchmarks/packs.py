@@ -2,11 +2,13 @@
 
     OMP_NUM_THREADS=2 python benchmarks/packs.py [--json FILE] [--rounds 3] [--prompts 64] [--generations 8]
     python benchmarks/packs.py --device cuda --dtype bfloat16 --size 3b --pack 16384 --prompts 256
+    OMP_NUM_THREADS=2 python benchmarks/packs.py --credit pgpo --prompts 8 --side 448 --words 8 --tokens 64
 
-Words of the prompts and tokens of the completions are log-normal with a sigma of 0.8; every prompt has an image of 112
-pixels. `apart` gives each group a row and each pack rows of like length, padded to the longest, as most trainers do;
-`packed` is the plan of the learner. Both make the same update, which is asserted. `fill` is the share of a pack's
-places that hold a token, `pack fill` that of what the packs might hold.
+Words of the prompts and tokens of the completions are log-normal with a sigma of 0.8; every prompt has an image of
+`--side` pixels, another one each. `apart` gives each group a row and each pack rows of like length, padded to the
+longest, as most trainers do; `packed` is the plan of the learner. Both make the same update, which is asserted. `fill`
+is the share of a pack's places that hold a token, `pack fill` that of what the packs might hold. With --credit the
+sides are `packed` and, with that rule of algorithm.credit, `credited`.
 """
 
 from __future__ import annotations
@@ -63,7 +65,13 @@ def make_groups(processor: Any, words: int, args: argparse.Namespace) -> list[Gr
         completions = make_completions(answers)
         advantages = tuple(1.0 if g % 2 else -1.0 for g in range(args.generations))
         groups.append(
-            Group(slot, make_prompt(processor, 112, words=text), completions, advantages, advantages)
+            Group(
+                slot,
+                make_prompt(processor, args.side, words=text, seed=slot),
+                completions,
+                advantages,
+                advantages,
+            )
         )
     return groups
 
@@ -108,8 +116,11 @@ def measure(args: argparse.Namespace, machine: Machine) -> list[dict[str, Any]]:
     )  # fmt: skip
     groups = make_groups(processor, SIZES[args.size][0]["vocab_size"], args)
     learners, found = {}, dict[str, dict[str, float]]()
-    for name in ("apart", "packed"):
-        learners[name] = Learner(make_model(processor, args.size, machine), processor, config, 100)
+    for name in ("packed", "credited") if args.credit else ("apart", "packed"):
+        own = (
+            config.with_values({"algorithm.credit": {"rule": args.credit}}) if name == "credited" else config
+        )
+        learners[name] = Learner(make_model(processor, args.size, machine), processor, own, 100)
 
     def update(name: str) -> None:
         learner_module.plan = apart if name == "apart" else plan
@@ -121,7 +132,7 @@ def measure(args: argparse.Namespace, machine: Machine) -> list[dict[str, Any]]:
     before = {n: p.detach().clone() for n, p in learners["packed"].model.named_parameters()}
     for name in learners:  # the warm round
         update(name)
-    if machine.dtype == torch.float32:
+    if machine.dtype == torch.float32 and not args.credit:
         assert_moved_alike(before, learners["packed"].model, learners["apart"].model)
     seconds = interleaved({name: partial(update, name) for name in learners}, args.rounds, machine, warm=0)
     names = {"packs": "packs", "fill": "fill", "pack_fill": "pack_fill", "tokens": "tokens"}
@@ -146,6 +157,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--words", type=positive, default=60, help="median words of a prompt")
     parser.add_argument("--tokens", type=positive, default=40, help="median tokens of a completion")
     parser.add_argument("--pack", type=positive, default=4096, help="optim.max_tokens_per_pack")
+    parser.add_argument("--side", type=positive, default=112, help="side of an image, in pixels")
+    parser.add_argument("--credit", choices=("pgpo", "vppo"), help="time credit by sight in place of packing")
     parser.add_argument("--size", default="24m", choices=SIZES)
     args = parse(parser, argv)
     machine = machine_of(args)
@@ -157,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{row['layout']:<8}{row['packs']:>7.0f}{row['fill']:>7.3f}{row['pack_fill']:>11.3f}"
             f"{row['tokens']:>9.0f}{row['seconds']:>9.2f}"
         )
-    print(f"apart / packed: {rows[0]['seconds'] / rows[1]['seconds']:.2f}")
+    print(f"{rows[0]['layout']} / {rows[1]['layout']}: {rows[0]['seconds'] / rows[1]['seconds']:.3f}")
     write_json(args.json, versions(machine), rows)
 
 

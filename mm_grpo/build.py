@@ -154,8 +154,9 @@ def build_parts(
         if isinstance(given, str | PathLike):
             raise ConfigError(f"{name} = {str(given)!r}: must be a loaded one; a path is set in model.path")
     datasets = list(datasets)
-    if config.algorithm.perception_coef > 0 and datasets:  # the training set comes first
-        require_images(datasets[0], several_turns=toolbox is not None)
+    for field in ("perception_coef", "credit"):
+        if getattr(config.algorithm, field) and datasets:  # the training set comes first
+            require_images(datasets[0], field, several_turns=toolbox is not None)
     device = resolve_device(config.model.device)
     check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
     from_path = "processor" if processor is None else None

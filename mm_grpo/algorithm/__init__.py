@@ -5,6 +5,7 @@
 - `losses.py`: the loss and the weight of each token, one function per loss type.
 - `kl.py`: the penalty against a reference policy, in the loss or in the reward.
 - `perception.py`: PAPO's term, and its masked images.
+- `credit.py`: weights of tokens' advantages, by how much a token depends on its image.
 - `correction.py`: weights and masks for a policy that is not the one that sampled.
 - `masks.py`: which tokens enter the loss.
 

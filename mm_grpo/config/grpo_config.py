@@ -264,16 +264,30 @@ def _advantages(config: GRPOConfig) -> Iterator[tuple[str, str]]:
 
 
 def _turns(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Advantages of turns go with what treats each token by itself."""
-    for field, refused, legal in (
-        ("importance_sampling_level", "sequence", "token"),
-        ("loss_type", "gmpo", "another one"),
-        ("multi_objective_aggregation", "normalize_then_sum", "sum_then_normalize"),
-        ("kl_in_reward", True, "false"),
+    """Advantages of turns and of tokens go with what treats each token by itself."""
+    algorithm = config.algorithm
+    for owner, names in (
+        ("turn_gamma", "importance_sampling_level loss_type multi_objective_aggregation kl_in_reward"),
+        ("credit", "importance_sampling_level loss_type"),
     ):
-        if config.algorithm.turn_gamma is not None and getattr(config.algorithm, field) == refused:
-            why = f"takes whole completions; must be {legal} with algorithm.turn_gamma, advantages of turns"
-            yield f"algorithm.{field}", why
+        for field in names.split() if getattr(algorithm, owner) is not None else ():
+            refused, legal = OF_COMPLETIONS[field]
+            if getattr(algorithm, field) == refused:
+                why = f"takes whole completions; must be {legal} with algorithm.{owner}, advantages of parts of them"
+                yield f"algorithm.{field}", why
+    lends = algorithm.credit is not None and algorithm.credit.control == "other_image"
+    if lends and config.rollout.prompts_per_step == 1:
+        why = "must be 2 or more with algorithm.credit.control = other_image, which is another row's; or take masked"
+        yield "rollout.prompts_per_step", why
+
+
+OF_COMPLETIONS: dict[str, tuple[Any, str]] = {
+    "importance_sampling_level": ("sequence", "token"),
+    "loss_type": ("gmpo", "another one"),
+    "multi_objective_aggregation": ("normalize_then_sum", "sum_then_normalize"),
+    "kl_in_reward": (True, "false"),
+}
+"""Values that take whole completions, and the legal ones."""
 
 
 def _loss(config: GRPOConfig) -> Iterator[tuple[str, str]]:

@@ -316,8 +316,36 @@ LOSS_OPTIONS = {
     "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
     "vespo": {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
 }
-ABOVE_0 = ("sapo_temperature_pos", "sapo_temperature_neg", "perception_mask_ratio")
-PERCEPTION_OPTIONS = {"perception_mask_ratio": 0.6, "perception_entropy_coef": 0.0}
+CREDIT_OPTIONS = {
+    "pgpo": {"pgpo_tau": 0.4, "pgpo_beta": 2.0},
+    "vppo": {"vppo_top_share": 0.4, "vppo_beta_min": 0.9},
+}
+MASK_OPTIONS = {"perception_mask_ratio": 0.6}
+PERCEPTION_OPTIONS = MASK_OPTIONS | {"perception_entropy_coef": 0.0}
+UP_TO_1 = ("perception_mask_ratio", "pgpo_tau", "vppo_top_share", "vppo_beta_min")
+ABOVE_0 = (
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "perception_mask_ratio",
+    "pgpo_tau",
+    "vppo_top_share",
+)
+
+
+class CreditConfig(Section):
+    """Weights of tokens' advantages, by how much a token depends on its image (`algorithm.credit: {rule: pgpo}`)."""
+
+    where: ClassVar[str] = "algorithm.credit"
+    by: Literal["sight"] = "sight"
+    """What tokens are weighed by: sight, how much likelier their own image makes them. Default: sight."""
+    rule: Literal["pgpo", "vppo"] = "pgpo"
+    """How sight becomes weights (docs/algorithms.md): pgpo or vppo. Default: pgpo."""
+    control: Literal["other_image", "masked"] = "other_image"
+    """What a row's own images are compared with: other_image, those of another row of the step, or masked, its own with
+    squares made black. Default: other_image."""
+    keep_mass: bool = True
+    """Scale a group's weights so that its sum of advantages' sizes over tokens stays; false leaves the rule's own, in
+    vppo about 0.4 of it. Default: true."""
 
 
 class AlgorithmConfig(Section):
@@ -340,8 +368,9 @@ class AlgorithmConfig(Section):
     dapo, cispo, sapo, luspo, vespo, dppo_tv, dppo_kl or gmpo. Default: dapo."""
     loss_options: dict[str, Number] = Field(default_factory=dict)
     """Constants of the loss_type sapo (sapo_temperature_pos 1.0, sapo_temperature_neg 1.05) or vespo (vespo_k_pos 2.0,
-    vespo_lambda_pos 3.0, vespo_k_neg 3.0, vespo_lambda_neg 2.0), and of the perception term (perception_mask_ratio 0.6,
-    perception_entropy_coef 0.0, of which 0.03 is common), as {name: value} (docs/algorithms.md). Default: {}."""
+    vespo_lambda_pos 3.0, vespo_k_neg 3.0, vespo_lambda_neg 2.0), of the perception term (perception_mask_ratio 0.6,
+    perception_entropy_coef 0.0, of which 0.03 is common), and of the credit rule pgpo (pgpo_tau 0.4, pgpo_beta 2.0) or
+    vppo (vppo_top_share 0.4, vppo_beta_min 0.9), as {name: value} (docs/algorithms.md). Default: {}."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whose probability ratio weighs a token: token (its own) or sequence (its completion's, GSPO). Default: token."""
     beta: Number = Field(default=0.0, ge=0)
@@ -395,18 +424,27 @@ class AlgorithmConfig(Section):
     perception_coef: Number = Field(default=0.0, ge=0)
     """Weight of PAPO's term, the KL between answers to the image and to the masked image, which is maximised
     (docs/algorithms.md), >= 0; 0 is none; 0.01 is common. Default: 0.0."""
+    credit: Annotated[
+        CreditConfig | None, Accepts("null or a mapping of by, rule, control and keep_mass")
+    ] = None
+    """Weigh the advantage of each token by how much the token depends on its image (docs/algorithms.md); null does not.
+    Default: null."""
 
     @model_validator(mode="after")
     def _options_of_this_loss(self) -> Self:
         legal = LOSS_OPTIONS.get(self.loss_type, {}) | (
             PERCEPTION_OPTIONS if self.perception_coef > 0 else {}
         )
+        if self.credit is not None:
+            legal |= CREDIT_OPTIONS[self.credit.rule]
+            legal |= MASK_OPTIONS if self.credit.control == "masked" else {}
         for name, value in self.loss_options.items():
             given, least = f"algorithm.loss_options.{name} = {value:g}", ">" if name in ABOVE_0 else ">="
-            most = " and <= 1" if name == "perception_mask_ratio" else ""
+            most = " and <= 1" if name in UP_TO_1 else ""
             if name not in legal:
                 has = f"has {', '.join(legal) or 'no options'}"
                 whose = f"loss_type = {self.loss_type!r} with perception_coef = {self.perception_coef:g}"
+                whose += "" if self.credit is None else f" and credit = {self.credit.rule}"
                 raise CheckError(f"{given}: {whose} {has}; leave it out")
             if value < 0 or (name in ABOVE_0 and value == 0) or (most and value > 1):
                 raise CheckError(f"{given}: must be a number {least} 0{most}")
@@ -414,7 +452,9 @@ class AlgorithmConfig(Section):
 
     def option(self, name: str) -> float:
         """A constant of the loss: that of `loss_options`, else its default."""
-        defaults = PERCEPTION_OPTIONS | LOSS_OPTIONS["sapo"] | LOSS_OPTIONS["vespo"]
+        defaults = dict(PERCEPTION_OPTIONS)
+        for options in (*LOSS_OPTIONS.values(), *CREDIT_OPTIONS.values()):
+            defaults |= options
         return self.loss_options.get(name, defaults[name])
 
 

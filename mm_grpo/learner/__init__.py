@@ -7,6 +7,8 @@ One step
 - `loss.py`: the loss of a pack, from the pure functions of `algorithm`.
 - `step_report.py`: the metrics of a step.
 - `perception.py`: packs with the masked images of PAPO's term.
+- `credit.py`: the pass of credit by sight, and the advantages that come of it.
+- `controls.py`: prompts with the images of another row, which answers are compared with.
 - `sight.py`: how much completions depend on their images: log-probs with their own and with another row's.
 
 Forward

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.controls import ANSWERS
 from mm_grpo.types import EnginePrompt, Group, Prompt, Sample
 
 GAIN = 0.05
@@ -70,8 +71,9 @@ def plan_moves(loads: Sequence[Mapping[int, int]]) -> dict[int, int]:
 
 
 def _moved(prompt: Prompt, *, images: bool) -> Prompt:
-    """What the learner needs of a prompt; with `images` it can be laid out anew."""
+    """What the learner needs of a prompt; with `images` it can be laid out anew, and lend them (controls.py)."""
     if not images:
         return replace(prompt, sample=Sample(prompt.uid, ()), engine_prompt=EnginePrompt((), ()))
-    sample = replace(prompt.sample, images=prompt.engine_prompt.images, columns={}, row=None)
+    columns = {name: value for name, value in prompt.sample.columns.items() if name in ANSWERS}
+    sample = replace(prompt.sample, images=prompt.engine_prompt.images, columns=columns, row=None)
     return replace(prompt, sample=sample)

@@ -31,6 +31,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.balance import balanced
+from mm_grpo.learner.credit import acting, after_controls, credit_metrics, weighed
 from mm_grpo.learner.flex import graphs
 from mm_grpo.learner.forward import PackForward, wrap_model
 from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score
@@ -68,7 +69,7 @@ from mm_grpo.learner.step_report import (
 )
 from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.processors.base import Layout, Processor
-from mm_grpo.timing import span
+from mm_grpo.timing import span, timed
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
 
@@ -131,21 +132,37 @@ class Learner:
         algorithm = self.config.algorithm
         with self.ranks.fail_together("groups"):
             check_groups(groups)
-        perceives = algorithm.perception_coef > 0
+        perceives, credit = algorithm.perception_coef > 0, algorithm.credit
         if self.ranks.world > 1:
             cost = partial(group_cost, config=self.config, shared=self.module.masks.shared)
-            groups = balanced(groups, cost, self.ranks, images=perceives)
-        if perceives:
-            ratio = algorithm.option("perception_mask_ratio")
-            self._masked = MaskedPrompts(groups, self.processor, ratio)
+            groups = balanced(groups, cost, self.ranks, images=perceives or credit is not None)
+        masked = MaskedPrompts(groups, self.processor, algorithm.option("perception_mask_ratio"))
+        self._masked = masked if perceives else None
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
+        times = dict[str, float]()
+        if credit is not None:  # before features are kept, for nothing else runs the controls
+            with timed(times, "time/credit"):
+                wanted, as_masked = (
+                    acting(groups, minibatches),
+                    masked if credit.control == "masked" else None,
+                )
+                given = groups, wanted, self.config, self.processor, self.ranks, as_masked
+                controlled = self._run(after_controls(*given), self.module)[0]
         self._keep_features(len(minibatches))
         logprobs = LogProbs([c.logprobs for g in groups for c in g.completions])
         if self.reference is not None and not algorithm.kl_in_reward:
             logprobs.reference = self._under_reference([i for m in minibatches for i in m.live])
-        # the first minibatch meets the policy that sampled it; later ones need its log-probs from before
-        for minibatch in minibatches[1:]:
+        # the first minibatch meets the policy that sampled it; later ones need its log-probs from before, and so does
+        # credit where an engine's may be those of another policy
+        stale = credit is not None and self.config.rollout.max_staleness > 0
+        for minibatch in minibatches[0 if stale else 1 :]:
             logprobs.old |= self._run(minibatch.live, self.module)[0]
+        credited: dict[str, float] = {}
+        if credit is not None:
+            with timed(times, "time/credit"):
+                pairs = [weighed(m, controlled, logprobs, algorithm, self.ranks) for m in minibatches]
+                minibatches, weights = [m for m, _ in pairs], [w for _, w in pairs]
+                credited = credit_metrics(weights, len(controlled), len(wanted), self.ranks) | times
 
         counted = sum(len(i.token_ids) for m in minibatches for i in m.items if i.counts)
         statistics = LossStatistics(algorithm.num_iterations * counted)
@@ -155,7 +172,8 @@ class Learner:
                 updates.append(self._update_on(minibatch, logprobs, statistics))
             logprobs.old = {**logprobs.first, **logprobs.old}
         versions = [tuple({v for _, v in c.weight_versions}) for g in groups for c in g.completions]
-        return self._report(statistics, updates, logprobs, versions)
+        report = self._report(statistics, updates, logprobs, versions)
+        return replace(report, metrics=report.metrics | credited)
 
     def reference_logprobs(
         self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]

@@ -32,7 +32,8 @@ class Minibatch:
     """The completions of one update that this process runs.
 
     `items` are all of them, `live` those that can change it: they carry weight and an advantage, or have a dense
-    objective. `advantages` [T] are those of each completion's tokens where turns have some (`algorithm.turn_gamma`).
+    objective. `advantages` [T] are those of each completion's tokens where turns or tokens have some of their own
+    (`algorithm.turn_gamma`, `algorithm.credit`).
     """
 
     items: Sequence[Item]
@@ -183,17 +184,18 @@ def _minibatch(
         if float(weights[i.index]) > 0 and (has_dense_objective(config.algorithm, i.prompt) or acts[i.index])
     ]
     inputs = LossInputs(advantages.to(device), weights.to(device), int(lengths.sum()))
-    return Minibatch(items, live, inputs, _of_tokens(groups, device))
+    several = config.algorithm.credit is not None or any(g.turn_advantages for g in groups)
+    return Minibatch(items, live, inputs, _of_tokens(groups, device) if several else None)
 
 
-def _of_tokens(groups: Sequence[Group], device: torch.device) -> ByCompletion | None:
-    """Of each completion the advantages of its tokens [T], those of their turns; None where turns have none."""
-    if not any(g.turn_advantages for g in groups):
-        return None
-    pairs = [(c, turns) for g in groups for c, turns in zip(g.completions, g.turn_advantages, strict=True)]
-    return {
-        index: torch.tensor(turns, dtype=torch.float64, device=device).repeat_interleave(
-            torch.tensor(c.turn_lengths, device=device)
-        )
-        for index, (c, turns) in enumerate(pairs)
-    }
+def _of_tokens(groups: Sequence[Group], device: torch.device) -> ByCompletion:
+    """Of each completion the advantages of its tokens [T], those of their turns where turns have some."""
+    found: ByCompletion = {}
+    for group in groups:
+        of_turns = bool(group.turn_advantages)
+        each = group.turn_advantages if of_turns else [(a,) for a in group.advantages]
+        for c, own in zip(group.completions, each, strict=True):
+            lengths = torch.tensor(c.turn_lengths if of_turns else [len(c.token_ids)], device=device)
+            values = torch.tensor(own, dtype=torch.float64, device=device)
+            found[len(found)] = values.repeat_interleave(lengths)
+    return found

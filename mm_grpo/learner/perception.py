@@ -39,11 +39,12 @@ class MaskedPrompts:
     def with_twins(self, rows: Sequence[Sequence[Item]]) -> list[list[Item]]:
         """The rows of a pack, then their groups with images once more after the masked prompts."""
         twins = (
-            [replace(item, prompt=self._of(item.group)) for item in row if item.prompt.vision] for row in rows
+            [replace(item, prompt=self.of(item.group)) for item in row if item.prompt.vision] for row in rows
         )
         return [*map(list, rows), *filter(None, twins)]
 
-    def _of(self, number: int) -> Prompt:
+    def of(self, number: int) -> Prompt:
+        """The masked prompt of a group."""
         if number not in self._made:
             group = self.groups[number]
             seed = group.completions[0].seed
@@ -72,9 +73,10 @@ def with_masked(tokens: PackTokens, rows: Sequence[Sequence[Item]], masked_logp:
     )
 
 
-def require_images(train: Dataset, *, several_turns: bool) -> None:
-    """ConfigError where the term has no meaning: no row has an image, or conversations of several turns."""
-    if several_turns:
+def require_images(train: Dataset, field: str, *, several_turns: bool) -> None:
+    """ConfigError where a field of `algorithm` that compares images has no meaning: no row has one, or, for the
+    perception term, conversations of several turns."""
+    if several_turns and field == "perception_coef":
         raise ConfigError(
             "algorithm.perception_coef: must be 0 in conversations of several turns (rollout.tools, "
             "rollout.environment), whose tools may show what the mask hides"
@@ -82,6 +84,6 @@ def require_images(train: Dataset, *, several_turns: bool) -> None:
     few = min(ROWS, len(train))
     if not any(train.fields(i * len(train) // few).images for i in range(few)):
         raise ConfigError(
-            f"algorithm.perception_coef: none of {few} rows of the training set has an image, and the term compares "
-            "answers with those to a masked image; set it to 0, or train on rows with images"
+            f"algorithm.{field}: none of {few} rows of the training set has an image, and it compares answers with "
+            "those to another image; leave it out, or train on rows with images"
         )

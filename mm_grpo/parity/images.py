@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from statistics import fmean, stdev
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
@@ -54,9 +55,9 @@ class ImageMeasures:
     def sight(self, step: int, groups: Sequence[Group]) -> Metrics:
         """On the first step and every `run.sight_every`-th: sight of a few groups, before their update. Collective.
 
-        `sight/nats` is the mean of a completion and `sight/nats_per_token` that of a token, over the groups that were
-        measured; `sight/reward` the mean reward of all completions of rows with images. Nothing where no row has
-        images. The rows of the step's rollout file get `sight`.
+        `sight/nats` is the mean of a completion, `sight/nats_stderr` its standard error and `sight/nats_per_token` the
+        mean of a token, over the groups that were measured; `sight/reward` the mean reward of all completions of rows
+        with images. Nothing where no row has images. The rows of the step's rollout file get `sight`.
         """
         if not self.every or not (step == 1 or step % self.every == 0):
             return {}
@@ -78,12 +79,18 @@ class ImageMeasures:
 
 
 def sight_metrics(found: Sequence[GroupSight]) -> Metrics:
-    """Means over the completions and over the tokens of some groups; empty where none was measured."""
+    """Means over the completions and over the tokens of some groups; empty where none was measured.
+
+    Completions of a group share its row and the other images, so the standard error is that of the mean over groups, of
+    a single group that of its completions. Groups have the same number of completions.
+    """
     nats = [value for one in found for value in one.nats]
     tokens = sum(len(of) for one in found for of in one.tokens)
     if not nats or not all(map(math.isfinite, nats)):
         return {}
-    return {"sight/nats": sum(nats) / len(nats), "sight/nats_per_token": sum(nats) / max(tokens, 1)}
+    alike = [fmean(one.nats) for one in found] if len(found) > 1 else nats
+    metrics = {"sight/nats": sum(nats) / len(nats), "sight/nats_per_token": sum(nats) / max(tokens, 1)}
+    return metrics | ({"sight/nats_stderr": stdev(alike) / math.sqrt(len(alike))} if len(alike) > 1 else {})
 
 
 def log_columns(found: Sequence[GroupSight]) -> dict[tuple[int, int, int], dict[str, object]]:

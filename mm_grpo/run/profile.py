@@ -32,6 +32,7 @@ PHASES = {
     "time/learner": "learner",
     "time/sync": "weight sync and its checks",
     "time/sight": "sight",
+    "time/credit": "credit by sight",
     "time/log": "writing rollouts",
     "time/eval": "evaluation",
     "metrics": "writing metrics",

@@ -66,6 +66,9 @@ def matrix() -> list[Case]:
     ]
     perceived = {"perception_coef": 0.3, "loss_options": {"perception_entropy_coef": 0.1}}
     cases.append(case("perception", set="apart", algorithm=perceived))
+    cases.append(case("credit", set="uneven", algorithm={"credit": {}}))
+    of_turns = {"turn_gamma": 0.9, "credit": {"rule": "vppo", "control": "masked"}}
+    cases.append(case("credit-turns", set="apart", turns=True, algorithm=of_turns))
     cases.append(case("offloaded", optim={"offload_optimizer": True}))
     cases.append(case("offloaded-adamw", optimizer="adamw", optim={"offload_optimizer": True}))
     cases.append(case("frozen", freeze_vision=True))
@@ -192,7 +195,8 @@ def check_all(cases: list[Case], world: int, launched: Any, alone: Any) -> Resul
 
 QUICK = (
     "sgd-2-one", "sgd-2-many", "adamw-2-many", "loss-grpo", "clipped-2", "lora-2", "qlora-2", "perception", "turns",
-    "frozen", "checkpointed", "unset-2", "never-2", *(c["name"] for c in trouble() if c["name"].endswith("-2")),
+    "credit", "credit-turns", "frozen", "checkpointed", "unset-2", "never-2",
+    *(c["name"] for c in trouble() if c["name"].endswith("-2")),
 )  # fmt: skip
 """Cases of the short test; the long one on two processes has the others."""
 
@@ -219,7 +223,7 @@ def test_the_update_does_not_depend_on_the_processes(launched: Any, alone: Any) 
 @pytest.mark.parametrize("world", [1, 4])
 def test_one_and_four_processes_make_the_update_of_one(world: int, launched: Any, alone: Any) -> None:
     """What the number of processes touches: how rows, packs and states are dealt, and what makes processes differ."""
-    dealt = ("sgd-2", "adamw-2-many", "turns")
+    dealt = ("sgd-2", "adamw-2-many", "turns", "credit")
     if world > 1:
         dealt += ("uneven-2", "few-2", "hole-2", "first-2", "none-2")
     else:

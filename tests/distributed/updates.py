@@ -136,9 +136,8 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
     config = config_of(path, case)
     if case.get("packs") == "many":  # as small as they can be
         tokens = max(len(g.prompt.token_ids) for g in groups) + 8
-        tokens *= (
-            2 if config.algorithm.perception_coef else 1
-        )  # a pack holds each row with the masked images too
+        # a pack holds each row with the masked images too, and with longer ones of another row
+        tokens *= 2 if config.algorithm.perception_coef or config.algorithm.credit else 1
         config = config.with_values({"optim.max_tokens_per_pack": tokens})
     adamw = optimizer.adamw
     if case.get("optimizer") == "sgd":

@@ -85,13 +85,17 @@ START = [(1, entropy(0.5)), (1, entropy(0.3)), (3, entropy(0.4))]  # 0.4 on aver
 
 
 def sight(
-    *measured: tuple[float, float], low: float = 0.0, high: float = 1.0, per_token: float | None = None
+    *measured: tuple[float, float],
+    low: float = 0.0,
+    high: float = 1.0,
+    per_token: float | None = None,
+    stderr: float | None = None,
 ) -> Steps:
     """A step for each (reward, nats per completion); completions have two tokens unless `per_token` says otherwise."""
     return [
         (1, {
             "reward": reward, "reward_min": low, "reward_max": high, "sight/reward": reward, "sight/nats": nats,
-            "sight/nats_per_token": nats / 2 if per_token is None else per_token,
+            "sight/nats_per_token": nats / 2 if per_token is None else per_token, "sight/nats_stderr": stderr,
         }) for reward, nats in measured
     ]  # fmt: skip
 
@@ -202,6 +206,12 @@ CASES: dict[str, tuple[Steps, str, list[tuple[int, str]], dict[str, Any]]] = {
     "to 18 % a completion, and not a token": (
         [*sight(*[(0.3, 5.0)] * 3), *sight(*[(0.9, 0.9)] * 3, per_token=2.5)], "", [], {},
     ),
+    # two errors of a window of three are 2 / sqrt(3) of one: 0.01 +- 0.07 is near zero, 0.01 +- 0.12 may not be
+    "near zero, surely": (sight(*BLIND, stderr=0.06), LOST, [(6, "warn")], {}),
+    "near zero, or noise": (sight(*BLIND, stderr=0.1), "", [], {}),
+    # a fifth of 4.7 - 0.6 is 0.82, and what is left 0.15 +- 0.6; one of 4.7 - 0.8 is 0.78, less than 0.15 + 0.8
+    "it fell, surely": (sight(*BEGAN, *[(0.9, 0.15)] * 6, stderr=0.5), LOST, [(6, "warn")], {}),
+    "it fell, or noise": (sight(*BEGAN, *[(0.9, 0.15)] * 6, stderr=0.7), "", [], {}),
     "no rise": (sight(*BEGAN, *[(0.35, 0.0)] * 6), "", [], {}),
     "the reward falls": (sight(*[(0.9, 4.7)] * 3, *[(0.3, 0.0)] * 6), "", [], {}),
     "a rise without sight": (sight(*BLIND), LOST, [(6, "warn")], {}),

@@ -67,7 +67,7 @@ def test_a_moved_group_leaves_what_only_rewards_and_engines_look_at() -> None:
             sent.extend(parcels)
             return [parcels[0], []]
 
-    sample = tiny.sample("r:0", "what", (tiny.picture(1),), answer="red")
+    sample = tiny.sample("r:0", "what", (tiny.picture(1),), answer="red", other=1)
     prompt = Prompt(sample, (1, 2), EnginePrompt((1,), sample.images), torch.arange(2), {"p": torch.ones(1)})
     completion = Completion((5,), (-1.0,), "a", "stop", seed=0)
     one = Group(0, prompt, (completion,), (1.0,), (1.0,), parts={"r": [1.0]}, extra={"note": ["n"]})
@@ -79,10 +79,10 @@ def test_a_moved_group_leaves_what_only_rewards_and_engines_look_at() -> None:
     sent.clear()
     balanced([one, replace(one, slot=2)], lambda group: (0, 5), Two(0, 2), images=True)
     ((), (whole,)) = (
-        sent  # what is to be laid out anew goes with its text and images, and without its columns
+        sent  # what is to be laid out anew goes with its text and images, and no column but its answer
     )
     assert whole.prompt.engine_prompt is prompt.engine_prompt and whole.prompt.sample.images == sample.images
-    assert (whole.prompt.sample.messages, whole.prompt.sample.columns) == (sample.messages, {})
+    assert (whole.prompt.sample.messages, whole.prompt.sample.columns) == (sample.messages, {"answer": "red"})
     # what the learner needs is there
     assert moved.prompt.uid == "r:0" and moved.prompt.vision is prompt.vision
     assert (moved.completions, moved.advantages) == ((completion,), (1.0,))

@@ -12,8 +12,10 @@ from helpers.steps import learner_of, make_groups, plain_logp
 from torch import Tensor
 
 from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.controls import Row, pairs_of, with_images
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.sight import measure, pairs_of, pieces_of, with_images
+from mm_grpo.learner.sight import GroupSight, measure, pieces_of
+from mm_grpo.parity.images import sight_metrics
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Group, Tail
 
@@ -131,19 +133,53 @@ def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(models: dict[st
 
 
 @pytest.mark.parametrize(
-    ("digests", "count", "pairs"),
+    ("rows", "count", "pairs"),
     [
         ({}, 4, []),
-        ({3: ["a"]}, 4, []),
-        ({0: ["a"], 1: ["b"], 2: ["c"]}, 4, [(0, 1), (1, 2), (2, 0)]),
-        ({0: ["a", "b"], 1: ["a", "c"], 2: ["b", "a"]}, 4, [(0, 2), (1, 2), (2, 0)]),
-        ({0: ["a", "b", "a"], 1: ["b", "a"]}, 4, [(0, 1), (1, 0)]),
-        ({i: [str(i)] for i in range(10)}, 4, [(0, 1), (2, 3), (5, 6), (7, 8)]),
+        ({3: Row(("a",))}, 4, []),
+        ({0: Row(("a",)), 1: Row(("b",)), 2: Row(("c",))}, 4, [(0, 1), (1, 2), (2, 0)]),
+        (
+            {0: Row(("a", "b")), 1: Row(("a", "c")), 2: Row(("b", "a"))}, 4, [(0, 2), (1, 2), (2, 0)],
+        ),
+        ({0: Row(("a", "b", "a")), 1: Row(("b", "a"))}, 4, [(0, 1), (1, 0)]),
+        ({i: Row((str(i),)) for i in range(10)}, 4, [(0, 1), (2, 3), (5, 6), (7, 8)]),
+        (
+            {0: Row(("a",), "x"), 1: Row(("b",), "x"), 2: Row(("c",), "y"), 3: Row(("d",))},
+            None, [(0, 2), (1, 2), (2, 0), (3, 0)],
+        ),
+        ({0: Row(("a",), "x"), 1: Row(("a",), "y"), 2: Row(("b",), "x")}, None, [(0, 2), (1, 2), (2, 1)]),
+        ({0: Row(("a",), wants=False), 1: Row(("b",)), 2: Row(("c",))}, None, [(1, 2), (2, 0)]),
     ],
-    ids=["none", "one", "shifted", "every image differs", "fewer images", "spread"],
+    ids=[
+        "none", "one", "shifted", "every image differs", "fewer images", "spread", "another answer",
+        "images come first", "some want none",
+    ],
 )  # fmt: skip
-def test_which_rows_lend_their_images(digests: Any, count: int, pairs: list[tuple[int, int]]) -> None:
-    assert pairs_of(digests, count) == pairs
+def test_which_rows_lend_their_images(rows: Any, count: int | None, pairs: list[tuple[int, int]]) -> None:
+    assert pairs_of(rows, count) == pairs
+
+
+def test_the_right_answer_of_a_row_decides_who_lends(models: dict[str, Any]) -> None:
+    """Row 0 would be given the images of 2, which has its answer; 3 has another."""
+    learner = learner_of(models["qwen2_5_vl"])
+    groups = make_groups(learner.processor)
+    answers = ({"answer": "a"}, {}, {"solution": "a", "answer": "z"}, {"solution": "b"})
+    told = [
+        replace(g, prompt=replace(g.prompt, sample=replace(g.prompt.sample, columns=columns)))
+        for g, columns in zip(groups, answers, strict=True)
+    ]
+    assert [one.other for one in measure(told, learner, PACK, Ranks())] == ["r:3", "r:3", "r:0"]
+
+
+def test_the_standard_error_is_that_of_groups() -> None:
+    """Two groups with means 1 and 4; completions of a group say nothing new of the row."""
+
+    def group(slot: int, *nats: float) -> GroupSight:
+        return GroupSight(slot, 0, "r", tuple((n,) for n in nats), tuple(("",) for _ in nats))
+
+    both = sight_metrics([group(0, 0.0, 2.0), group(1, 4.0, 4.0)])
+    assert both == {"sight/nats": 2.5, "sight/nats_per_token": 2.5, "sight/nats_stderr": pytest.approx(1.5)}
+    assert sight_metrics([group(0, 0.0, 2.0)])["sight/nats_stderr"] == pytest.approx(1.0)
 
 
 def test_pieces_join_to_the_text(models: dict[str, Any]) -> None:

@@ -1,0 +1,270 @@
+"""Credit by sight in updates: gradients are those of plain autograd over whole rows, weighed by plain forwards."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.conversations import SIZES, conversation, plain
+from helpers.families import is_rounding
+from helpers.steps import config_for, gradients_of, learner_of, load, make_groups, plain_logp
+from torch import Tensor
+
+from mm_grpo.algorithm.credit import RULES, dependency, keep_mass
+from mm_grpo.algorithm.losses import token_weights
+from mm_grpo.config import AlgorithmConfig, DataConfig, GRPOConfig
+from mm_grpo.data.dataset import Dataset
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.controls import with_images
+from mm_grpo.learner.perception import masked_prompt, require_images
+from mm_grpo.processors.base import load_processor
+from mm_grpo.types import Completion, Group
+
+Forward = Callable[[Any, Group, Completion], Tensor]
+TEXT = (1.0, -1.0, 0.5)
+"""Advantages of the row without images."""
+
+
+def sharp(path: Any) -> Any:
+    """The tiny model, whose answers depend on their images by some tenths of a nat."""
+    model = load(path)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(40)
+    return model
+
+
+def rows_of(path: Any, forward: Forward) -> list[Group]:
+    """Two images, none, one, two; the engine's log-probs are those of the model."""
+    groups, model = make_groups(load_processor(str(path))), sharp(path)
+    groups[1] = replace(groups[1], advantages=TEXT)
+    return [_sampled(g, model, forward) for g in groups]
+
+
+def _sampled(group: Group, model: Any, forward: Forward) -> Group:
+    with torch.no_grad():
+        found = [tuple(forward(model, group, c).tolist()) for c in group.completions]
+    done = (replace(c, logprobs=own) for c, own in zip(group.completions, found, strict=True))
+    return replace(group, completions=tuple(done))
+
+
+def oracle(
+    path: Any, groups: list[Group], controls: dict[int, Group], algorithm: AlgorithmConfig, forward: Forward
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Gradients of an on-policy step, a forward for each row, and the weights of the groups with a control."""
+    model, weighed = sharp(path), list[Tensor]()
+    with torch.no_grad():
+        found = {
+            slot: [
+                dependency(forward(model, groups[slot], c), forward(model, other, d))
+                for c, d in zip(groups[slot].completions, other.completions, strict=True)
+            ]
+            for slot, other in controls.items()
+        }
+    assert algorithm.credit is not None
+    acting = [
+        s for slot, own in found.items() for s, a in zip(own, groups[slot].advantages, strict=True) if a
+    ]
+    means = [float(s.mean()) for s in acting]
+    given = iter(RULES[algorithm.credit.rule](acting, means, algorithm))
+    lengths = torch.tensor([len(c.token_ids) for g in groups for c in g.completions])
+    scale = iter(token_weights(algorithm.loss_type, lengths, 8).tolist())
+    total = torch.zeros(())
+    for group in groups:
+        advantages = [
+            torch.full((len(c.token_ids),), a)
+            for c, a in zip(group.completions, group.advantages, strict=True)
+        ]
+        if group.slot in controls:
+            places = [k for k, a in enumerate(group.advantages) if a]
+            own = [next(given) for _ in places]
+            if algorithm.credit.keep_mass:
+                own = keep_mass(own, [advantages[k] for k in places])
+            weighed += own
+            for k, w in zip(places, own, strict=True):
+                advantages[k] = advantages[k] * w
+        for c, a in zip(group.completions, advantages, strict=True):
+            logp = forward(model, group, c)
+            total = total - next(scale) * (a * torch.exp(logp - logp.detach())).sum()
+    total.backward()
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return grads, weighed
+
+
+def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float = 1e-5) -> None:
+    for name, want in theirs.items():
+        assert float((ours[name] - want).norm()) <= limit * float(want.norm()) or is_rounding(name), name
+
+
+def lent(path: Any, groups: list[Group]) -> dict[int, Group]:
+    """Row 0 takes the image of 2 twice, 2 the first of 3, 3 those of 0."""
+    processor = load_processor(str(path))
+
+    def control(slot: int, other: int) -> Group:
+        images = groups[other].prompt.engine_prompt.images
+        return replace(groups[slot], prompt=with_images(processor, groups[slot].prompt, images))
+
+    return {slot: control(slot, other) for slot, other in ((0, 2), (2, 3), (3, 0))}
+
+
+@pytest.mark.parametrize(
+    ("family", "packs", "algorithm"),
+    [
+        ("qwen2_5_vl", 4096, {"credit": {}}),
+        ("qwen2_5_vl", 70, {"credit": {}, "loss_type": "grpo"}),
+        ("qwen2_5_vl", 4096, {"credit": {"rule": "vppo"}}),
+        ("qwen3_vl", 70, {"credit": {"rule": "vppo", "keep_mass": False}, "loss_options": {"vppo_beta_min": 0.2}}),
+        (
+            "qwen2_5_vl", 70,
+            {"credit": {"control": "masked", "rule": "vppo"}, "loss_options": {"perception_mask_ratio": 0.5}},
+        ),
+    ],
+)  # fmt: skip
+def test_the_gradient_is_that_of_plain_autograd(
+    family: str, packs: int, algorithm: dict[str, Any], models: dict[str, Any]
+) -> None:
+    path = models[family]
+    changes: Any = {"algorithm": algorithm, "optim": {"max_tokens_per_pack": packs}}
+    config = config_for(path, **changes)
+    forward = _forward_of(path, config)
+    groups = rows_of(path, forward)
+    controls = lent(path, groups)
+    if config.algorithm.credit and config.algorithm.credit.control == "masked":
+        for slot in controls:
+            seed = groups[slot].completions[0].seed
+            prompt = masked_prompt(load_processor(str(path)), groups[slot].prompt, 0.5, seed)
+            controls[slot] = replace(groups[slot], prompt=prompt)
+    ours, report = gradients_of(learner_of(path, sharp(path), **changes), groups)
+    theirs, weights = oracle(path, groups, controls, config.algorithm, forward)
+    assert_alike(ours, theirs)
+    every = torch.cat(weights)
+    assert float((every - 1).abs().max()) > 0.3  # the weights are a visible part of it
+    metrics = report.metrics
+    assert metrics["credit/measured"] == 1 and metrics["time/credit"] > 0
+    assert metrics["credit/above_1"] == pytest.approx(float((every > 1 + 1e-6).double().mean()))
+    assert metrics["credit/top_quartile"] == pytest.approx(
+        float(every.sort().values[-(-3 * len(every) // 4) :].mean()), rel=0.2
+    )
+
+
+def _forward_of(path: Any, config: GRPOConfig) -> Forward:
+    media = sorted(load_processor(str(path)).media_token_ids)
+    return lambda model, group, c: plain_logp(model, config, media, group, c)[0]
+
+
+def test_conversations_keep_the_images_of_their_observations(models: dict[str, Any]) -> None:
+    """Turns with pictures between them, after prompts with two images, one and none."""
+    path = models["qwen2_5_vl"]
+    processor: Any = load_processor(str(path))
+    shown = [processor.picture(tiny.picture(50 + i, *size), row="a") for i, size in enumerate(SIZES)]
+    images = [(tiny.picture(1, 84, 84), tiny.picture(2, 56, 140)), (tiny.picture(3, 112, 84),), ()]
+    starts = [processor.prompt(tiny.sample(str(g), "what is it", own)) for g, own in enumerate(images)]
+    swapped = [
+        with_images(processor, starts[0], starts[1].engine_prompt.images),
+        with_images(processor, starts[1], starts[0].engine_prompt.images),
+        starts[2],
+    ]
+    made: dict[str, Any] = {}
+
+    def groups_of(prompts: list[Any], name: str) -> list[Group]:
+        rng, found = random.Random(4), []
+        for slot, start in enumerate(prompts):
+            talks = [conversation(start, processor, rng, shown, turns) for turns in (1, 3, 2)]
+            done = []
+            for k, talk in enumerate(talks):
+                ids = tuple(t for a in talk.answers for t in a.token_ids)
+                made[f"{name}{slot}.{k}"] = talk
+                done.append(
+                    Completion(ids, (0.0,) * len(ids), f"{name}{slot}.{k}", "stop", k, tail=talk.tail())
+                )
+            found.append(Group(slot, start, tuple(done), (0.0,) * 3, (1.0, -0.7, 0.4)))
+        return found
+
+    def forward(model: Any, group: Group, c: Completion) -> Tensor:
+        return plain(model, processor, made[c.text])
+
+    model = sharp(path)
+    groups = [_sampled(g, model, forward) for g in groups_of(starts, "own ")]
+    controls = dict(enumerate(groups_of(swapped, "other ")[:2]))
+    changes: Any = {"algorithm": {"credit": {}}, "rollout": {"temperature": 1.0, "max_completion_length": 64}}
+    ours, report = gradients_of(learner_of(path, sharp(path), **changes), groups)
+    theirs, weights = oracle(path, groups, controls, config_for(path, **changes).algorithm, forward)
+    assert_alike(ours, theirs)
+    assert float((torch.cat(weights) - 1).abs().max()) > 0.3 and report.metrics["credit/measured"] == 1
+
+
+def test_only_rows_that_can_change_are_run_once_more(models: dict[str, Any]) -> None:
+    """Slot 2 has no advantages and 1 no images: a pass of the controls of 0 and 3, each prompt once."""
+    path = models["qwen2_5_vl"]
+    groups = rows_of(path, _forward_of(path, config_for(path)))
+    groups[2] = replace(groups[2], advantages=(0.0,) * 3)
+    plain_run, credited = (
+        learner_of(path, sharp(path), algorithm=algorithm).update(groups).metrics
+        for algorithm in ({}, {"credit": {}})
+    )
+    # 3 has one completion of advantage 0; row 2 still lends its image
+    controls = lent(path, groups)
+    more = sum(len(controls[s].prompt.token_ids) for s in (0, 3)) + 3 + 6 + 2 + 2 + 2
+    assert credited["learner/tokens"] == plain_run["learner/tokens"] + more
+    assert credited["learner/images_encoded"] == plain_run["learner/images_encoded"] + 4
+    still = [replace(g, advantages=(0.0,) * 3) for g in groups]
+    metrics = learner_of(path, algorithm={"credit": {}}).update(still).metrics
+    assert metrics["learner/tokens"] == metrics["credit/measured"] == 0
+
+
+def test_later_updates_take_the_log_probs_that_the_learner_has(models: dict[str, Any]) -> None:
+    """An engine's that are far off change nothing where the learner has run the policy of the step's start."""
+    path = models["qwen2_5_vl"]
+    groups = rows_of(path, _forward_of(path, config_for(path)))
+    odd = [
+        replace(
+            g,
+            completions=tuple(replace(c, logprobs=tuple(7.0 * p for p in c.logprobs)) for c in g.completions),
+        )
+        for g in groups
+    ]
+    metrics = []
+    for given, staleness in ((groups, 0), (groups, 1), (odd, 1), (odd, 0)):
+        changes: Any = {
+            "algorithm": {"credit": {}, "importance_sampling_mode": "none"},
+            "rollout": {"max_staleness": staleness},
+        }
+        ours, report = gradients_of(learner_of(path, sharp(path), **changes), given)
+        metrics.append((ours, report.metrics["credit/top_quartile"]))
+    (first, top), (second, _), (third, _), (_, other) = metrics
+    assert_alike(second, first)
+    assert_alike(third, first)
+    assert other != pytest.approx(top, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("loss_type", {"loss_type": "gmpo"}),
+        ("importance_sampling_level", {"importance_sampling_level": "sequence"}),
+        ("credit.rule", {"credit": {"rule": "prpo"}}),
+        ("loss_options.vppo_beta_min", {"loss_options": {"vppo_beta_min": 0.5}}),
+        ("loss_options.pgpo_tau", {"loss_options": {"pgpo_tau": 1.5}}),
+        ("loss_options.perception_mask_ratio", {"loss_options": {"perception_mask_ratio": 0.5}}),
+    ],
+)
+def test_what_credit_is_refused_with(field: str, changes: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm.{field}")):
+        config_for("x", algorithm={"credit": {}, **changes})
+
+
+def test_a_step_of_one_row_has_no_other_image() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.prompts_per_step"):
+        config_for("x", algorithm={"credit": {}}, rollout={"prompts_per_step": 1})
+    config_for("x", algorithm={"credit": {"control": "masked"}}, rollout={"prompts_per_step": 1})
+
+
+def test_rows_without_images_have_nothing_to_be_weighed_by() -> None:
+    rows = [{"prompt": f"say {i}", "answer": "a"} for i in range(5)]
+    with pytest.raises(ConfigError, match=r"algorithm\.credit"):
+        require_images(Dataset(rows, DataConfig()), "credit", several_turns=True)
