@@ -134,12 +134,6 @@ def test_a_failing_tracker_is_one_warning_and_the_others_go_on(
     assert [made[0] for made in sound.calls] == ["init", "log", "log", "log", "finish"]
 
 
-def test_ctrl_c_in_a_tracker_is_no_failure_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", Recorder({"log": KeyboardInterrupt}))  # type: ignore[arg-type]
-    with pytest.raises(KeyboardInterrupt), Trackers.prepare(["wandb"]).open(config(tmp_path)) as trackers:
-        trackers.on_log(1, {"reward": 0.25})
-
-
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"^run.trackers = 'tensorboard': .*mm_grpo\[tensorboard\]"):
