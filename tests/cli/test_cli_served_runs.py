@@ -1,6 +1,6 @@
-"""`mm-grpo serve` with a real vLLM server: the key in front of it, and its end when it is killed with no time to act.
+"""`mm-grpo serve` with a real vLLM server: the key in front of it, and its end when `serve` is killed.
 
-SIGTERM is in rollout/test_served_launch.py, with processes in the place of vLLM's.
+SIGTERM is in test_cli_serve.py, and rollout/test_served_launch.py has processes in the place of vLLM's.
 """
 
 from __future__ import annotations
