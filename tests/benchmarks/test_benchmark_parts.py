@@ -79,23 +79,3 @@ def test_rows_are_medians_and_ranges_over_sittings(script: Script, tmp_path: Pat
     assert [row[f"ours_bound{end}"] for end in ("", "_low", "_high")] == pytest.approx([1.8, 1.6, 2.0])
     assert row["kept_ratio"] == row["kept_ratio_low"] == row["kept_ratio_high"] == 5.0
     assert learner.summary([sitting("keep", 1.0, 5.0)]) == []
-
-
-def test_a_file_keeps_the_sittings_of_equal_versions(script: Script, tmp_path: Path) -> None:
-    sittings, file = script("sittings"), tmp_path / "results" / "step.json"
-
-    def sit(ours: float, ratio: float, version: str = "1") -> dict[str, Any]:
-        row = {"workload": "shapes", "P": 2, "step_ours": ours, "step_ratio": ratio}
-        sittings.add(file, {"torch": version}, {"rows": [row]}, sittings.by_workload)
-        found: dict[str, Any] = json.loads(file.read_text())
-        (of_all,) = found["rows"]
-        assert len(found["sittings"]) == of_all["sittings"] and of_all["P"] == 2
-        return of_all
-
-    assert sit(1.0, 4.0)["step_ratio"] == 4.0
-    sit(0.5, 6.0)
-    last = sit(2.0, 3.0)
-    assert (last["sittings"], last["step_ours"]) == (3, 1.0)
-    assert [last[f"step_ratio{end}"] for end in ("", "_low", "_high")] == [4.0, 3.0, 6.0]
-    assert sit(1.0, 7.0, "2")["sittings"] == 1
-    assert sittings.former(file, {"torch": "1"}) == [] == sittings.former(tmp_path / "none", {})

@@ -63,13 +63,6 @@ def test_control_characters_of_data_never_reach_the_terminal(run: Any, job: Path
         assert not set(both) & set("\x1b\x07\u202e\u2028")
 
 
-def test_inputs_in_the_run_folder_are_refused(run: Any, job: Path) -> None:
-    before = {p: p.read_bytes() for p in job.parent.rglob("*") if p.is_file()}
-    for more in ("--resume", "run.overwrite=true"):
-        refused(run("train", job, f"run.dir={job.parent}", more), "run.dir", str(job))
-    assert {p: p.read_bytes() for p in job.parent.rglob("*") if p.is_file()} == before
-
-
 @pytest.mark.slow
 def test_a_run_is_resumed_by_its_own_config(run: Any, job: Path) -> None:
     assert run("train", job).code == 0

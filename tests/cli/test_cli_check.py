@@ -117,17 +117,6 @@ def test_training_rows_in_an_evaluation_set_are_said(command: Any, job: Path) ->
     assert same.code == 0 and "eval: 4 of 4 rows" in same.out and not list(job.parent.glob("*.html"))
 
 
-def test_a_reward_of_another_task_applies_to_no_row_of_a_set(command: Any, job: Path) -> None:
-    (job.parent / "boxes.jsonl").write_text('{"prompt": "where", "image": "0.png", "box": [0, 0, 9, 9]}\n')
-    data = yaml.safe_load(job.read_text())
-    data["data"]["train"] = [{"path": "rows.jsonl", "task": "a"}, {"path": "boxes.jsonl", "task": "b"}]
-    data["data"]["eval"] = {"b": {"path": "boxes.jsonl", "task": "b"}}
-    data["rewards"] = [{"name": "exact_match", "when": {"task": "a"}}, {"name": "iou", "when": {"task": "b"}}]
-    job.write_text(yaml.safe_dump(data))
-    result = command("check", job)
-    assert row_of(result.out, "b ", "exact_match")[7].startswith("applies to no row: `when`"), result.out
-
-
 def test_an_environment_shows_the_first_picture(command: Any, job: Path) -> None:
     """Rows without images need no data.text_only then, and what reset returns is looked at before the first step."""
     (job.parent / "env.py").write_text(
@@ -161,17 +150,6 @@ def test_an_evaluation_set_called_train_hides_no_training_row(command: Any, job:
     assert load_eval(config)["train"].uid(0) != "train:0"
 
 
-def test_the_gold_template(command: Any, job: Path) -> None:
-    judged = command("check", job, "data.gold_template=<think>so</think> <answer>{gold}</answer>")
-    assert judged.code == 0
-    assert row_of(judged.out, "train", "format")[4:6] == ["1 / 1 / 1", "0 / 0 / 0"]
-    wrong = command("check", job, "data.gold_template=<answer>{gold}</answer>")
-    assert wrong.code == 2 and "2 problem(s)" in wrong.out  # one cause, and the reward as a whole
-    assert "4 of 4 rows" in wrong.out and "(format: '<answer>red</answer>' scores 0)" in wrong.out
-    refused = command("check", job, "data.gold_template=gold")
-    assert refused.code == 2 and "data.gold_template = 'gold': must hold {gold}" in refused.err
-
-
 def test_the_page(command: Any, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = command("check", job, "--page", "check.html", "--page-rows", "3")
@@ -184,20 +162,6 @@ def test_the_page(command: Any, job: Path, tmp_path: Path, monkeypatch: pytest.M
     refused = command("check", job, "--page", "mine.html")
     assert refused.code == 2 and "--page 'mine.html'" in refused.err
     assert (tmp_path / "mine.html").read_text() == "mine" and "rewards:" not in refused.out
-
-
-def test_prompts_that_are_too_long(command: Any, job: Path) -> None:
-    rows = job.parent / "rows.jsonl"
-    long = json.dumps({"prompt": "what is it " * 100, "image": "0.png", "answer": "red"})
-    rows.write_text(rows.read_text() + "\n" + long + "\n")
-    limit = "data.max_prompt_length=150"
-    stopped = command("check", job, limit)
-    assert stopped.code == 2
-    assert f"{rows}:6: the prompt has " in stopped.out  # the file's line, not the row's uid
-    dropped = command("check", job, limit, "data.on_overlong=drop")
-    assert dropped.code == 0 and "(data.on_overlong = drop): 1 of 5" in dropped.out
-    none = command("check", job, "data.max_prompt_length=1", "data.on_overlong=drop")
-    assert none.code == 2 and "5 of 5" in none.out and "data.max_prompt_length" in none.out
 
 
 def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, job: Path) -> None:

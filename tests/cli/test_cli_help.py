@@ -95,11 +95,6 @@ def test_the_config_of_init_names_every_field_that_matters() -> None:
             held = held[part]
 
 
-def test_the_version(command: Any) -> None:
-    done = command("--version")
-    assert (done.code, done.out) == (0, f"mm_grpo {mm_grpo.__version__}\n")
-
-
 @pytest.mark.parametrize(
     ("option", "advice"),
     [

@@ -164,9 +164,10 @@ def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(job: Path, 
     assert (run / "report.html").exists()
     rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row for row in rows if row] == list(range(1, step + 1))
-    with started(*arguments[:-1], f"run.max_steps={step + 1}", "--resume") as process:
-        code, out, err = ended(process)
-    assert code == 0 and out.count(f"done: {step + 1} steps") == 1, err
+    program = ("-m", "mm_grpo.cli", "train", job, f"run.max_steps={step + 1}", "--resume")
+    codes = processes.launch(program, 2, [], tmp_path / "resumed", deadline=DEADLINE)  # as it starts them
+    out = "".join((tmp_path / "resumed" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert codes == [0, 0] and out.count(f"done: {step + 1} steps") == 1, out
     assert "a step on 2 processes -> 1 update" in out and (run / "model" / "model.safetensors").exists()
 
 

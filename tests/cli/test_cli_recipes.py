@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from mm_grpo import ConfigError, GRPOConfig
+from mm_grpo import GRPOConfig
 from mm_grpo.cli import recipes
 from mm_grpo.cli.configs import load_config, prepare_command
 from mm_grpo.config.shipped import find_layers, find_recipes
@@ -31,16 +31,6 @@ def test_every_layer_goes_over_every_recipe(recipe: str) -> None:
         merged = load_config(recipe, [layer])
         assert merged.data == alone.data and merged.rewards == alone.rewards, layer
         assert merged != alone or layer in ("embedded", "full", "gpu24", "gpu48", "gpu80"), layer
-
-
-def test_what_a_layer_sets() -> None:
-    config = load_config("geometry3k", ["lora.yaml", "vllm", "gpu24.yaml", "run.seed=7"])
-    assert config.model.lora is not None and config.model.lora.rank == 16
-    assert config.learning_rate == 1e-4 and config.rollout.engine == "vllm"
-    assert config.optim.max_tokens_per_pack == 8192 and config.run.seed == 7
-    assert config.rollout.vllm.gpu_memory_utilization == 0.5
-    back = load_config("geometry3k", ["lora", "full"])
-    assert back.model.lora is None and back.learning_rate == 1e-6
 
 
 def test_the_memory_of_four_bits_is_that_of_the_estimate() -> None:
@@ -75,13 +65,6 @@ def test_the_memory_that_a_layer_states_is_that_of_the_estimate(layer: str, size
     fits = [held / 1e9 + share * size < size for held in states]
     assert fits == ([False, True] if name == "gpu24x8" else [True, True])  # which it says
     assert ("offload.yaml" in text) == (size == 24 or (size, gpus) == (48, 1))
-
-
-def test_an_unknown_layer_is_one_message_with_the_names(job: Path, command: Callable[..., Any]) -> None:
-    ended = command("train", job, "lorra.yaml")
-    assert ended.code == 2 and len(ended.err.splitlines()) == 1
-    for words in ("'lorra.yaml'", "section.field=value", "did you mean 'lora'?", "embedded, full, gpu24"):
-        assert words in ended.err
 
 
 def test_a_layer_in_the_run_folder_is_refused(job: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
@@ -161,20 +144,3 @@ def test_init_takes_vllm_where_it_is_installed_and_can_run(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert command("init", tmp_path / "first").code == 0
     assert GRPOConfig.from_yaml(tmp_path / "first" / "config.yaml").rollout.engine == engine
-
-
-def test_a_curve_that_cannot_be_read_is_said_before_a_model_loads(tmp_path: Path) -> None:
-    from mm_grpo.run.expected_curve import read_expected_curve
-
-    file = tmp_path / "expected.json"
-    good = {"metric": "eval/accuracy", "steps": [0, 10], "values": [0.1, 1], "source": "2 cores"}
-    file.write_text(json.dumps(good))
-    curve = read_expected_curve(file)
-    assert (curve.metric, curve.steps, curve.values) == ("eval/accuracy", (0, 10), (0.1, 1.0))
-    shapes = [{"steps": [10, 0]}, {"steps": []}, {"values": [1]}, {"values": [1, True]}]
-    for change in [*shapes, {"metric": ""}, {"colour": 1}]:
-        file.write_text(json.dumps(good | change))
-        with pytest.raises(ConfigError, match="expected_curve"):
-            read_expected_curve(file)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_expected_curve(tmp_path / "none.json")

@@ -49,19 +49,6 @@ def test_a_page(command: Any) -> None:
     assert "data: {columns: {answer: name_in_the_dataset}}" in out
 
 
-def test_the_page_of_a_batch_function(command: Any, tmp_path: Path) -> None:
-    out = command("rewards", "reward_model").out
-    assert "  model            argument, to be set\n" in out and "data: {columns" not in out
-    assert "rewards: [{name: reward_model, weight: 1, model: VALUE}]" in out
-    (tmp_path / "mine.py").write_text(
-        "def mine(completions, solution, prompts, **kwargs):\n    return [1.0]\n"
-    )
-    out = command("rewards", f"{tmp_path}/mine.py:mine").out
-    assert "called per batch" in out and "(no docstring)" in out
-    assert "prompts          given by the run" in out and "every other column" in out
-    assert f"rewards: [{{name: {tmp_path}/mine.py:mine, weight: 1}}]" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "score"),
     [

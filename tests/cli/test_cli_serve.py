@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mm_grpo.build import processor_of
-from mm_grpo.cli import serve
+from mm_grpo.cli import serve, train
 from mm_grpo.cli.configs import load_config
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import mm_processor_kwargs
@@ -80,3 +84,48 @@ def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(
         changed = load_config(str(job), []).with_values(fields)
         assert changed.rollout.engine == "vllm_server" and changed.rollout.server.urls == urls
     assert not any(Path(url.removeprefix("unix://")).exists() for url in urls)
+
+
+def test_a_run_is_trained_over_the_servers_that_train_starts(
+    command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    @contextmanager
+    def beside(config: Any, count: int, processes: int) -> Iterator[dict[str, Any]]:
+        try:
+            yield {"rollout.engine": "vllm_server", "rollout.server.urls": [f"unix:///{count}/{processes}"]}
+        finally:
+            asked.append("ended")
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(train, "servers_beside", beside)
+    monkeypatch.setattr(train, "_train", lambda config, overrides, loaded, *_: asked.append(loaded.rollout))
+    monkeypatch.setattr(train, "launch", lambda count, program: asked.append(program) or 0)
+    assert [command("train", job, "--serve", 2, *more).code for more in ((), ("--processes", 2))] == [0, 0]
+    rollout, _, program, _ = asked
+    assert (rollout.engine, rollout.server.urls) == ("vllm_server", ["unix:///2/1"])
+    assert program[-2:] == ['rollout.engine="vllm_server"', 'rollout.server.urls=["unix:///2/2"]']
+    assert asked[1::2] == ["ended"] * 2
+
+
+def test_sigterm_ends_serve_and_its_servers(command: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    @contextmanager
+    def held(settings: list[Any], **options: Any) -> Iterator[list[Any]]:
+        try:
+            yield []
+        finally:
+            ended.extend(f"{one.host}:{one.port}" for one in settings)
+
+    monkeypatch.setattr(launch, "serve", held)
+    monkeypatch.setattr(serve, "_describe", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        done = command("serve", job, "--port", 9001, "--servers", 2)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert done.code == 128 + signal.SIGTERM and "Traceback" not in done.err
+    assert ended == ["127.0.0.1:9001", "127.0.0.1:9002"]

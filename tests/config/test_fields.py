@@ -72,14 +72,6 @@ def test_a_wrong_value_gets_one_line_with_what_is_legal(path: str, value: Any, l
     assert line.startswith(path) and legal in line and "\n" not in line
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.0), ("repetition_penalty", 1.1)]
-)
-def test_truncated_sampling_is_for_evaluation(name: str, value: float) -> None:
-    assert f"rollout.eval.{name}" in refused(f"rollout.{name}", value)
-    assert getattr(config(rollout={"eval": {name: value}}).rollout.eval, name) == value
-
-
 def test_values_of_trl_and_of_pyyaml_are_read_as_ours() -> None:
     for given, kept in ((True, "group"), (False, "none"), ("batch", "batch")):
         assert config(algorithm={"scale_rewards": given}).algorithm.scale_rewards == kept

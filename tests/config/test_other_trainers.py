@@ -70,19 +70,6 @@ def test_an_unknown_key_names_ours(key: str, named: str) -> None:
     assert line.startswith(f"{key}: unknown key; ") and named in line
 
 
-def test_a_key_whose_value_has_another_name_too() -> None:
-    (line,) = lines_of({"attn_implementation": "flash_attention_2"})
-    assert line.startswith(
-        "attn_implementation: unknown key; write model.attn; flash_attention_2 there: write auto"
-    )
-
-
-def test_a_key_of_the_adapters() -> None:
-    rank, r = lines_of({"model": {"path": "m", "lora": {"rnk": 8, "r": 8}}})
-    assert rank == "model.lora.rnk: unknown key; the nearest is model.lora.rank"
-    assert r == "model.lora.r: unknown key; model.lora has rank, alpha, target_modules, vision"
-
-
 def test_a_config_of_verl_is_translated_leaf_by_leaf() -> None:
     values = {
         "actor_rollout_ref": {

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from reading import colour_of, config, numbered, numbers_of, png, read, refusal, write_rows
@@ -140,20 +139,6 @@ def test_the_shapes_task() -> None:
     moved = [shuffled.sample(i).images[0].tobytes() for i in range(4)]
     assert sorted(moved) == sorted(own) and all(a != b for a, b in zip(own, moved, strict=True))
     assert source == {"task": "shapes", "split": "train", "size": 4}
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ({"task": ["shapes"]}, ("['shapes']", "'shapes'")),
-        ({"task": "shapes", "split": "train"}, ("'size'",)),
-        ({"task": "shapes", "sise": 3}, ("'sise'", "'size'")),
-        ({"task": "shapes", "split": "train", "size": 0}, ("'shapes'", "size is 0")),
-    ],
-)
-def test_wrong_mappings(source: Any, words: tuple[str, ...]) -> None:
-    message = refusal(source)
-    assert message.startswith("train: ") and all(word in message for word in words), message
 
 
 def test_the_mapping_in_the_help_is_one_that_loads() -> None:

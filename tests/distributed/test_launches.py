@@ -89,19 +89,14 @@ def test_processes_of_a_launcher_join(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_processes_of_two_hosts_join(tmp_path: Path) -> None:
-    with two_hosts("c10d", [SCRIPT, tmp_path], tmp_path) as hosts:
-        for host in hosts:
-            host.wait(DEADLINE)
-    assert [host.returncode for host in hosts] == [0, 0], outputs(tmp_path)
-    assert_two_joined(tmp_path, "0", "0")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("lost", "how"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
-def test_a_lost_host_ends_the_other_with_a_message(lost: int, how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "lost", "how"), [("c10d", 1, signal.SIGKILL), ("static", 0, signal.SIGSTOP)]
+)
+def test_two_hosts_join_and_a_lost_one_ends_the_other_with_a_message(
+    launcher: str, lost: int, how: signal.Signals, tmp_path: Path
+) -> None:
     """SIGKILL breaks the connection; SIGSTOP leaves it open and silent, as a host that lost its power does."""
-    with two_hosts("static", [SCRIPT, tmp_path, "loop"], tmp_path) as hosts:
+    with two_hosts(launcher, [SCRIPT, tmp_path, "loop"], tmp_path) as hosts:
         end = time.monotonic() + DEADLINE
         while not (tmp_path / "exchanged").exists() and time.monotonic() < end:
             assert hosts[0].poll() is None and hosts[1].poll() is None, outputs(tmp_path)

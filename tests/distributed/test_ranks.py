@@ -9,27 +9,10 @@ import collectives
 import pytest
 from helpers import processes
 
-from mm_grpo.distributed.ranks import Ranks, start, world_size
-from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.distributed.ranks import world_size
+from mm_grpo.errors import ConfigError
 
 LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "9"}
-
-
-def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHER:
-        monkeypatch.delenv(name, raising=False)
-    assert world_size() == 1
-    ranks = start("cpu", deadline=7.0)
-    assert ranks == Ranks(0, 1, None, 7.0) and ranks.first
-    assert (ranks.all_gather("x", ""), ranks.gather(5, ""), ranks.max(4, "")) == (["x"], [5], 4)
-    assert (
-        ranks.broadcast(7, "") == 7
-        and ranks.sum({"a": 1.5}, "") == {"a": 1.5}
-        and ranks.shard("abc") == ["a", "b", "c"]
-        and ranks.all_to_all([7], "") == [7]
-    )
-    with pytest.raises(DataError, match="as it was"), ranks.fail_together("x"):
-        raise DataError("as it was")
 
 
 def test_the_variables_of_a_launcher_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,13 +40,14 @@ def case(name: str, **fields: Any) -> Case:
 
 
 def matrix() -> list[Case]:
-    """{stage} x {1 pack of 32, 32 packs of 1} x {SGD, AdamW}, and the loss types."""
+    """Pairs of {stage}, {1 pack of 32, 32 packs of 1} and {SGD, AdamW}, and the loss types."""
     cases = [
         case(f"{each}-{stage}-{packs}", set="flat", packs=packs, optimizer=each, optim={"zero_stage": stage})
-        for each in ("sgd", "adamw")
-        for stage in (0, 1, 2)
-        for packs in ("one", "many")
-    ]
+        for each, stage, packs in (
+            ("sgd", 0, "many"), ("sgd", 1, "one"), ("sgd", 2, "one"), ("sgd", 2, "many"),
+            ("adamw", 0, "one"), ("adamw", 1, "many"), ("adamw", 2, "many"),
+        )
+    ]  # fmt: skip
     bounds: dict[str, Case] = {"cispo": {"epsilon_high": 5.0}}
     cases += [case(f"loss-{n}", algorithm={"loss_type": n, **bounds.get(n, {})}) for n in LOSSES]
     cases += [
@@ -69,7 +70,6 @@ def matrix() -> list[Case]:
     cases.append(case("credit", set="uneven", algorithm={"credit": {}}))
     of_turns = {"turn_gamma": 0.9, "credit": {"rule": "vppo", "control": "masked"}}
     cases.append(case("credit-turns", set="apart", turns=True, algorithm=of_turns))
-    cases.append(case("offloaded", optim={"offload_optimizer": True}))
     cases.append(case("offloaded-adamw", optimizer="adamw", optim={"offload_optimizer": True}))
     cases.append(case("frozen", freeze_vision=True))
     cases.append(case("checkpointed", optim={"gradient_checkpointing": True}))
@@ -90,9 +90,8 @@ def trouble() -> list[Case]:
     cases = []
     for stage in (0, 2):
         optim = {"zero_stage": stage}
-        cases += [
-            case(f"{rows}-{stage}", set=rows, optim=optim) for rows in ("uneven", "apart", "few", "hole")
-        ]
+        sets = ("uneven", "apart", "few", "hole") if stage else ("uneven", "few")
+        cases += [case(f"{rows}-{stage}", set=rows, optim=optim) for rows in sets]
         # beta makes every completion run; where the policy is the reference, its gradient is 0
         beta = {"beta": 0.1}
         cases.append(case(f"first-{stage}", advantages="first", algorithm=beta, optim=optim))
@@ -223,18 +222,15 @@ def test_the_update_does_not_depend_on_the_processes(launched: Any, alone: Any) 
 @pytest.mark.parametrize("world", [1, 4])
 def test_one_and_four_processes_make_the_update_of_one(world: int, launched: Any, alone: Any) -> None:
     """What the number of processes touches: how rows, packs and states are dealt, and what makes processes differ."""
-    dealt = ("sgd-2", "adamw-2-many", "turns", "credit")
-    if world > 1:
-        dealt += ("uneven-2", "few-2", "hole-2", "first-2", "none-2")
-    else:
-        dealt += ("clipped-2", "iterated-2", "offloaded-adamw", "lora-2")
+    one = ("sgd-2", "adamw-2-many", "turns", "credit", "clipped-2", "iterated-2", "offloaded-adamw", "lora-2")
+    dealt = one if world == 1 else ("sgd-2-many", "uneven-2", "few-2", "hole-2", "first-2", "none-2")
     check_all([c for c in matrix() + trouble() if c["name"].startswith(dealt)], world, launched, alone)
 
 
 @pytest.mark.long
 def test_other_families_on_two_processes(models: dict[str, Path], launched: Any, alone: Any) -> None:
     """Those whose modules are others than Qwen2.5-VL's and SmolVLM's, in one start of the processes."""
-    kept = [c for c in trouble() if c["name"] in ("uneven-2", "apart-2", "few-2", "odd-run-2")]
+    kept = [c for c in trouble() if c["name"] in ("apart-2", "few-2")]
     families = [f for f in TABLE if f not in ("qwen2_5_vl", "qwen2_vl", "idefics3")]
     cases = [
         c | {"name": f"{f}-{c['name']}", "model": str(models[f]), "family": f} for f in families for c in kept

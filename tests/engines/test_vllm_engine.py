@@ -64,20 +64,20 @@ def test_special_tokens_as_text_are_the_same_text_to_both(one: Rig, monkeypatch:
 
 
 @pytest.mark.slow
-def test_same_row_twice_and_one_text_with_four_images(rig: Rig) -> None:
-    row = rig.prompt("row", tiny.picture(1))
-    twin = rig.prompt("row-again", tiny.picture(1))
-    others = [rig.prompt(f"image-{i}", tiny.picture(i)) for i in (2, 3, 4, 5)]
+def test_same_row_twice_and_one_text_with_four_images(one: Rig) -> None:
+    row = one.prompt("row", tiny.picture(1))
+    twin = one.prompt("row-again", tiny.picture(1))
+    others = [one.prompt(f"image-{i}", tiny.picture(i)) for i in (2, 3, 4, 5)]
     prompts = [row, twin, *others]
     requests = requests_for(prompts, seeds(6, 8), TWELVE)
-    done = rig.engine.generate(requests)
+    done = one.engine.generate(requests)
     assert [c.seed for c in done] == [r.seed for r in requests]
     assert len({c.seed for c in done}) == 48
-    assert rig.gap(prompts, done) <= 1e-5  # each with its own image: another's gives gaps of 0.1 and more
+    assert one.gap(prompts, done) <= 1e-5  # each with its own image: another's gives gaps of 0.1 and more
     assert unique_ratio(groups(prompts, done)) == 1.0
     assert duplicate_completions(groups(prompts, done)) is None
     assert {c.token_ids for c in done[:8]}.isdisjoint({c.token_ids for c in done[8:16]})
-    swapped = rig.gap([prompts[1], *prompts[3:], prompts[2], prompts[0]], done)
+    swapped = one.gap([prompts[1], *prompts[3:], prompts[2], prompts[0]], done)
     assert swapped > 1e-2
 
 
@@ -93,32 +93,32 @@ def test_equal_seeds_give_equal_completions_however_they_are_asked_for(rig: Rig)
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
 
-def test_media_tokens_cannot_be_sampled_even_when_the_model_wants_them(rig: Rig) -> None:
-    prompt = rig.prompts()[0]
-    media = sorted(rig.processor.media_token_ids)
+def test_media_tokens_cannot_be_sampled_even_when_the_model_wants_them(one: Rig) -> None:
+    prompt = one.prompts()[0]
+    media = sorted(one.processor.media_token_ids)
     unread = [
         t for t in media if t not in prompt.engine_prompt.token_ids
     ]  # as inputs they would change the rest
-    ordinary = rig.engine.generate(requests_for([prompt], [range(8)], TWELVE))
+    ordinary = one.engine.generate(requests_for([prompt], [range(8)], TWELVE))
     states: list[torch.Tensor] = []
-    hook = rig.model.lm_head.register_forward_pre_hook(lambda m, args: states.append(args[0][0, -1]))
-    rig.expected(prompt, [0])
+    hook = one.model.lm_head.register_forward_pre_hook(lambda m, args: states.append(args[0][0, -1]))
+    one.expected(prompt, [0])
     hook.remove()
     with torch.no_grad():
-        rig.model.lm_head.weight[unread] = 20.0 * states[0] / states[0].norm()
-    assert max(rig.expected(prompt, [t], mask=False)[0] for t in unread) > -2.0  # one would surely be drawn
-    rig.send(1)
+        one.model.lm_head.weight[unread] = 20.0 * states[0] / states[0].norm()
+    assert max(one.expected(prompt, [t], mask=False)[0] for t in unread) > -2.0  # one would surely be drawn
+    one.send(1)
     for sampling in (
         TWELVE,
         Sampling(12, temperature=0.3),
         Sampling(12, top_p=0.5),
         Sampling(12, temperature=0.0),
     ):
-        done = rig.engine.generate(requests_for([prompt], [range(8)], sampling))
+        done = one.engine.generate(requests_for([prompt], [range(8)], sampling))
         assert not {t for c in done for t in c.token_ids} & set(media)
         if sampling.top_p == 1.0:
-            assert rig.gap([prompt], done, temperature=sampling.temperature or 1.0) <= 1e-5
-    assert [c.token_ids[0] for c in rig.engine.generate(requests_for([prompt], [range(8)], TWELVE))] == [
+            assert one.gap([prompt], done, temperature=sampling.temperature or 1.0) <= 1e-5
+    assert [c.token_ids[0] for c in one.engine.generate(requests_for([prompt], [range(8)], TWELVE))] == [
         c.token_ids[0] for c in ordinary
     ]
 

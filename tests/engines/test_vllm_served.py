@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from vllm_rig import Rig
 
-from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo import GRPOConfig
 from mm_grpo.cli.serve import server_settings
 from mm_grpo.errors import GuardStop
 from mm_grpo.learner.learner import Learner
@@ -458,10 +458,10 @@ def recipe_config(folder: Path, urls: list[str], **run: Any) -> Path:
     values["data"]["eval"] = None
     values["model"] |= {"dtype": "float32", "device": "cpu"}
     values["rollout"] |= {
-        "engine": "vllm_server" if urls else "vllm", "prompts_per_step": PROMPTS, "num_generations": GENERATIONS,
+        "engine": "vllm_server", "prompts_per_step": PROMPTS, "num_generations": GENERATIONS,
     }  # fmt: skip
     values["rollout"]["server"] |= {"urls": urls, "timeout": 60.0}
-    values["optim"] |= {"zero_stage": 2 if urls else 0, "adam_epsilon": 1e-4}
+    values["optim"] |= {"zero_stage": 2, "adam_epsilon": 1e-4}
     values["run"] |= {
         "dir": str(folder), "max_steps": STEPS, "eval_every": 0, "save_every": 0, "report": False, "sight_every": 0,
         "eval_blind": None, "expected_curve": None, "headline": None, **run,
@@ -477,13 +477,8 @@ def held_by(client: ServerClient) -> tuple[str, dict[str, str]]:
     return client.call("/weight_info", method="GET")["weight_version"], account["digests"]
 
 
-def test_two_ranks_that_lose_a_server_make_the_run_of_one_and_of_vllm_inside(
-    fleet: Fleet, half: Half, tmp_path: Path
-) -> None:
+def test_two_ranks_that_lose_a_server_make_the_run_of_one(fleet: Fleet, half: Half, tmp_path: Path) -> None:
     """Two ranks under DeepSpeed ZeRO-2 over two servers, of which one is killed when two rows are logged."""
-    inside = GRPOTrainer(GRPOConfig.from_yaml(recipe_config(tmp_path / "inside", [], save_model=False)))
-    inside.train()
-    inside.close()
     log, ended = tmp_path / "killed" / "metrics.jsonl", threading.Event()
 
     def kill() -> None:
@@ -516,8 +511,6 @@ def test_two_ranks_that_lose_a_server_make_the_run_of_one_and_of_vllm_inside(
             n: (tmp_path / n / f"rollouts/step-{step:06d}.jsonl").read_bytes() for n in ("one", "killed")
         }
         assert bytes_of["one"] == bytes_of["killed"]
-        texts = [[row["completion"] for row in rollouts_of(tmp_path / n, step)] for n in ("inside", "one")]
-        assert texts[0] == texts[1]
     killed = metrics_of(tmp_path / "killed")
     assert sum(row["served/losses"] for row in killed) == 1
     for mine, alone in zip(killed, metrics_of(tmp_path / "one"), strict=True):

@@ -1,6 +1,6 @@
-"""Conversations of several turns on both engines: the ids of every turn, and the log-probs of every sampled token.
+"""Conversations of several turns with vLLM: the ids of every turn, and the log-probs of every sampled token.
 
-TURNS=10000 in the environment runs that many turns of each family on each engine.
+rollout/test_turns.py has those of the other engine. TURNS=10000 in the environment runs that many of each family.
 """
 
 from __future__ import annotations
@@ -25,29 +25,24 @@ from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.pack import Item, layout, plan
 from mm_grpo.processors.base import load_processor
-from mm_grpo.rollout.engine import Request, RolloutEngine, Sampling, answered, stream_of
+from mm_grpo.rollout.engine import Request, Sampling, answered, stream_of
 from mm_grpo.rollout.seeds import SeedPlan
-from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.rollout.turns import TurnLoop
 from mm_grpo.rollout.vllm.engine import VLLMEngine, VLLMStream
 from mm_grpo.types import Completion
 
-TURNS = int(os.environ.get("TURNS", "60"))
-GENERATIONS, PROMPTS, MOST_TURNS, TOKENS = 8, 3, 4, 320
+TURNS = int(os.environ.get("TURNS", "30"))
+GENERATIONS, PROMPTS, MOST_TURNS, TOKENS = 4, 3, 4, 320
 
 
 class Setting:
-    """A tiny model that calls tools, on one of the engines."""
+    """A tiny model that calls tools."""
 
-    def __init__(self, rig: Rig, kind: str) -> None:
+    def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.processor: Any = load_processor(rig.settings.model, named=f"{calling.__file__}:Calling")
-        self.engine: RolloutEngine = TransformersEngine(rig.model, self.processor)
-        if kind == "vllm":
-            most = MOST_TURNS * 2 + 2
-            settings = replace(rig.settings, max_images=most)
-            self.engine = VLLMEngine(settings, self.processor)
-            self.engine.update_weights(rig.tensors(), 0)
+        self.engine = VLLMEngine(replace(rig.settings, max_images=MOST_TURNS * 2 + 2), self.processor)
+        self.engine.update_weights(rig.tensors(), 0)
         config = small_config("model", rollout={"max_turns": MOST_TURNS})
         self.toolbox = Toolbox(config, [], calling.Gallery)
         self.plan = SeedPlan(5, PROMPTS, GENERATIONS, 1, 10_000, MOST_TURNS)
@@ -89,14 +84,14 @@ class Setting:
 
 
 @pytest.fixture
-def setting_of(rigs: Callable[[str], Rig]) -> Iterator[Callable[[str, str], Setting]]:
+def setting_of(rigs: Callable[[str], Rig]) -> Iterator[Callable[[str], Setting]]:
     """Settings whose tools' workers end with the test."""
     with ExitStack() as held:
 
-        def make(family: str, kind: str) -> Setting:
+        def make(family: str) -> Setting:
             rig = rigs(family)
             rig.reset()
-            setting = Setting(rig, kind)
+            setting = Setting(rig)
             held.callback(setting.toolbox.close)
             return setting
 
@@ -104,13 +99,10 @@ def setting_of(rigs: Callable[[str], Rig]) -> Iterator[Callable[[str, str], Sett
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["transformers", "vllm"])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_what_is_learned_is_what_was_sampled(
-    family: str, kind: str, setting_of: Callable[[str, str], Setting]
-) -> None:
+def test_what_is_learned_is_what_was_sampled(family: str, setting_of: Callable[[str], Setting]) -> None:
     """vLLM's ids of each turn are compared with the learner's by the engine itself, which stops where they differ."""
-    setting = setting_of(family, kind)
+    setting = setting_of(family)
     turns = images = step = 0
     worst = 0.0
     while turns < TURNS:
@@ -122,7 +114,7 @@ def test_what_is_learned_is_what_was_sampled(
         assert all(c.run_length <= TOKENS for c in done)
     assert images > TURNS / 10
     assert worst <= 1e-5
-    print(f"{family} {kind}: {turns} turns, {images} images of observations, largest gap {worst:.2g}")
+    print(f"{family}: {turns} turns, {images} images of observations, largest gap {worst:.2g}")
 
 
 @pytest.mark.long

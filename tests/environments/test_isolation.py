@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import threading
 import time
@@ -13,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tools_to_isolate
 from helpers.configs import small_config
 from helpers.patience import PATIENCE
 from helpers.sessions import died, workers
 from helpers.tiny import picture, sample
-from tools_to_isolate import World, meet, misbehave, modules, nap
+from tools_to_isolate import World, misbehave, nap
 
 from mm_grpo.environments.builtins import GridWorld
 from mm_grpo.environments.host import Episode, LocalHost
@@ -122,7 +120,6 @@ def test_conversations_about_one_row_share_it_and_change_their_own(make: Make) -
     ("how", "fault", "told"),
     [
         ("exit", "died", "code 3"),
-        ("writes another answer", "died", "no answer"),
         ("hang", "timed_out", "rollout.tool_timeout"),
     ],
 )
@@ -179,13 +176,6 @@ def test_an_exception_by_policy(make: Make, policy: str) -> None:
     assert box.host.rewards([one, other]) == ([1 / 3, 0.0] if policy == "reply" else [None, 0.0])
 
 
-def test_a_fork_that_comes_back_is_ended(make: Make) -> None:
-    box = make([misbehave])
-    (one,) = begun(box)
-    seen = [one.call("misbehave", {"how": "fork comes back"}).text for _ in range(2)]
-    assert seen == [f"in {workers()[0]}"] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hang", "exit"])
 def test_a_reset_without_an_answer(make: Make, how: str) -> None:
@@ -227,27 +217,7 @@ def test_environments_are_closed_whatever_one_of_them_does(
     assert "train:0: error: close of the environment had not answered after 1 s" in caplog.text
 
 
-def test_an_environment_without_a_reward_leaves_a_finished_conversation_as_it_is(make: Make) -> None:
-    box = make((), tools_to_isolate.Silent, environment_workers=1)
-    one, other = begun(box, 2)
-    one.call("act", {"how": "exit"})
-    assert box.host.rewards([one, other]) == [None, None] and one.masked and other.masked is None
-
-
 # processes -----------------------------------------------------------------------------------
-
-
-def test_calls_run_side_by_side(make: Make, tmp_path: Path) -> None:
-    box = make([meet], environment_workers=4, tool_timeout=PATIENCE)
-    episodes = begun(box, 8)
-    seen = box.host.call_all([(e, "meet", {"folder": str(tmp_path), "count": 4}) for e in episodes])
-    assert len({one.text for one in seen}) == 4 and [one.fault for one in seen] == [None] * 8
-
-
-def test_workers_do_not_import_torch(make: Make) -> None:
-    box = make([modules])
-    loaded = begun(box)[0].call("modules", {}).text
-    assert '"PIL"' in loaded and not re.search('"(torch|transformers|numpy|datasets)"', loaded)
 
 
 def test_an_interrupt_leaves_no_call_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

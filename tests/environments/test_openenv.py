@@ -125,23 +125,7 @@ def test_a_server_that_hangs_does_not_cost_a_worker(monkeypatch: pytest.MonkeyPa
         assert server.closed()
 
 
-def test_an_image_that_is_too_large_is_a_bad_result() -> None:
-    with OpenEnvServer("huge") as server:
-        box = box_of(server.url)
-        one = box.episode(box.prepare(sample("train:0")))
-        one.place.limits = type(box.host.limits)(max_pixels=10_000, max_bytes=2**20)
-        seen = one.call("walk", {"direction": "left"})
-        assert seen.fault == "bad_result" and not seen.images and one.masked is None
-        box.close()
-
-
 # what is refused before a run ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("address", ["", "127.0.0.1:8000", "ftp://host", "http://"])
-def test_an_address_that_is_none(address: str) -> None:
-    with pytest.raises(ConfigError, match=f"the server's address is .*{address}"):
-        box_of(address)
 
 
 def test_servers_that_cannot_serve() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.configs import small_config
-from helpers.tiny import picture, sample
+from helpers.tiny import picture
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
@@ -18,7 +18,7 @@ from mm_grpo.data import images
 from mm_grpo.environments.builtins import GridWorld, Rotate, Zoom
 from mm_grpo.environments.observation import Limits, observation_of
 from mm_grpo.environments.toolbox import Toolbox, toolbox_of
-from mm_grpo.errors import ConfigError, ToolError
+from mm_grpo.errors import ConfigError
 
 
 def add(a: int, b: int = 1) -> int:
@@ -48,15 +48,6 @@ def test_an_answer_s_images_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("it was decoded"))
     url = {"type": "image", "image": "data:image/png;base64," + "A" * 400}
     assert observation_of(url, limits).fault == "bad_result"
-
-
-def test_an_environment_whose_reset_raises() -> None:
-    class Closed(Zoom):
-        def reset(self, **row: Any) -> None:
-            raise OSError("no route to the server")
-
-    with pytest.raises(ToolError, match=r"train:3: reset .*OSError: no route"):
-        Toolbox(config(), [], Closed).episode(sample("train:3"))
 
 
 def untyped(a):  # type: ignore[no-untyped-def]

@@ -14,7 +14,7 @@ from helpers.tiny import picture, sample
 from mm_grpo import GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.environments.host import LocalHost
-from mm_grpo.environments.toolbox import Toolbox, toolbox_of
+from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ConfigError, DataError
 
 
@@ -137,14 +137,6 @@ def test_what_is_wrong_with_names() -> None:
         box_of({})
     with pytest.raises(ConfigError, match="two tools have one name"):
         Toolbox(small_config("m"), [Album().turn], {"lamp": Lamp, "album": Album})
-
-
-def test_environments_by_name_in_a_config() -> None:
-    named = {"close": "zoom", "world": "grid_world"}
-    box = toolbox_of(small_config("m", rollout={"environment": named}), None, None)
-    assert box is not None and [s["function"]["name"] for s in box.schemas] == ["zoom", "move"]
-    assert [reward.__name__ for reward in box.rewards] == ["GridWorld"]
-    box.close()
 
 
 def test_a_step_over_two_environments(models: dict[str, Path], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -26,16 +25,7 @@ class Unshowable:
         raise RuntimeError("nor shown")
 
 
-def sockets() -> list[int]:
-    """The sockets of this process: its connection with the trainer."""
-    found = []
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            found += [fd] if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") else []
-    return found
-
-
-def misbehave(how: str) -> Any:  # noqa: C901
+def misbehave(how: str) -> Any:
     """Do something that no tool should.
 
     Args:
@@ -51,9 +41,6 @@ def misbehave(how: str) -> Any:  # noqa: C901
         sys.exit(0)
     elif how == "raise":
         raise KeyError("the shelf is empty")
-    elif how == "fork comes back":
-        os.fork()
-        return f"in {os.getpid()}"
     elif how == "unshowable":
         return Unshowable()
     elif how == "huge image":
@@ -64,9 +51,6 @@ def misbehave(how: str) -> Any:  # noqa: C901
         return [Image.new("RGB", (1, 1))] * 3
     elif how == "half a character":
         return "a\ud800b"
-    elif how == "writes another answer":
-        os.write(sockets()[0], b"\0\0\0\0\0\0\0\x09123456789")
-        time.sleep(1000)
     return how
 
 
@@ -78,24 +62,6 @@ def nap(seconds: float) -> str:
     """
     time.sleep(seconds)
     return str(os.getpid())
-
-
-def meet(folder: str, count: int) -> str:
-    """Wait until so many processes are in this function, or have been.
-
-    Args:
-        folder: Where each leaves a file.
-        count: How many.
-    """
-    (Path(folder) / str(os.getpid())).touch()
-    while len(os.listdir(folder)) < count:
-        time.sleep(0.01)
-    return str(os.getpid())
-
-
-async def modules() -> list[str]:
-    """Which modules are loaded."""
-    return sorted({name.partition(".")[0] for name in sys.modules})
 
 
 class World:
@@ -140,20 +106,6 @@ class World:
                 file.write(json.dumps(self.total) + "\n")
         elif self.ends:
             misbehave(self.ends)
-
-
-class Silent:
-    """One that says nothing of the conversation."""
-
-    def reset(self) -> None: ...
-
-    def act(self, how: str) -> Any:
-        """Misbehave.
-
-        Args:
-            how: What to do.
-        """
-        return misbehave(how)
 
 
 class Impatient(OpenEnv):

@@ -45,20 +45,6 @@ def test_sums_are_equally_frequent(largest: int, drawn: None) -> None:
     assert {one.value for two in rows for one in two} == set(range(largest + 1))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"size": 0}, "size is 0; it counts rows and must be at least 1"),
-        ({"largest": 10}, r"largest is 10; .* must lie in 1\.\.9"),
-        ({"image_size": 8}, r"image_size is 8; .* must lie in 56\.\.224"),
-        ({"split": "test"}, "split is 'test'; legal are"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        task.digits_rows(**({"split": "train", "size": 2} | options))
-
-
 def test_without_scikit_learn_one_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sklearn", "sklearn.datasets"):
         monkeypatch.setitem(sys.modules, name, None)

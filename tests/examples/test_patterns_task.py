@@ -6,13 +6,9 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-import pytest
-from helpers.recipe_scripts import EXAMPLES, script
+from helpers.recipe_scripts import script
 
-from mm_grpo.config.sections import DataConfig
-from mm_grpo.data import load
 from mm_grpo.environments.builtins import Zoom
-from mm_grpo.errors import DataError
 from mm_grpo.processors.image_size import resize_to
 from mm_grpo.processors.qwen_vl import fixed_size
 
@@ -127,33 +123,3 @@ def test_a_scene_is_known_for_good() -> None:
     # A change here would silently give everyone's shipped base model and figures another data set.
     shown = task.scene(split="train", index=0)
     assert (shown.framed, shown.cells[0]) == (6, task.Cell("rising", (0, 0), "purple"))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"split": "test"}, "split is 'test'"),
-        ({"size": 0}, "size is 0"),
-        ({"cell_size": 85}, r"cell_size is 85; .* multiple of 3 in 27\.\.270"),
-    ],
-)
-def test_options_out_of_range(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        task.patterns_rows(**{"split": "train", "size": 1, **options})
-    for option in ({"answer": "waves"}, {"framed": 9}):
-        with pytest.raises(DataError, match=next(iter(option))):
-            task.scene(split="train", index=0, **option)
-
-
-def test_a_config_names_the_task() -> None:
-    source = {
-        "task": f"{EXAMPLES}/zoom/patterns.py:patterns_rows",
-        "split": "train",
-        "size": 3,
-        "cell_size": 27,
-    }
-    dataset = load(source, DataConfig())
-    assert len(dataset) == 3 and all(dataset.sample(i).images for i in range(len(dataset)))
-    sample = dataset.sample(2)
-    assert sample.columns["answer"] == "rising" and sample.images[0].size == (81, 81)
-    assert dataset.row_name(2) == "train (patterns_rows) row 2"

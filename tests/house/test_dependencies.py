@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import mm_grpo
@@ -35,6 +36,7 @@ def asked_for() -> set[str]:
     return {re.split(r"[\s<>=!~\[;]", line, maxsplit=1)[0] for line in lines}
 
 
+@cache
 def imported() -> set[str]:
     """Names in mm_grpo's import statements, and, in files that call import_module, in its strings."""
     found: set[str] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import re
 import runpy
 import textwrap
@@ -203,19 +202,6 @@ def test_the_page_of_metrics_names_what_the_code_logs() -> None:
     assert len(logged) > 60
     part = {name: re.sub(r"\{\w*\}", "[^/]+", name) + "(/|$)" for name in not_on_the_page(logged)}
     assert [name for name, form in part.items() if not any(re.match(form, one) for one in page)] == []
-
-
-def test_the_tables_on_what_to_choose_are_what_the_formulas_say() -> None:
-    shares = table("docs/choosing.md", r"0\.\d+")
-    assert len(shares) == 4
-    for p, *row in shares:
-        right = float(p)
-        assert row == [f"{1 - right**g - (1 - right) ** g:.2f}" for g in (4, 8, 16)]
-    tokens = table("docs/choosing.md", r"\d{5,7}")
-    assert len(tokens) == 4
-    for pixels, *row in tokens:
-        count = int(pixels)
-        assert row == [str(int(math.sqrt(count))), str(count // 784), str(count // 1024)]
 
 
 def test_names_of_other_trainers_are_answered_as_the_page_says() -> None:

@@ -14,12 +14,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from PIL import Image, ImageDraw
-
-from mm_grpo.config import GRPOConfig
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -114,34 +110,10 @@ def rows_of(folder: Path) -> dict[str, str]:
             content = [{"type": "image_url", "image_url": url}, {"type": "text", "text": question}]
             turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": turns}) + "\n")
-    table = [
-        {
-            "prompt": [{"role": "user", "content": question}],
-            "images": [{"bytes": (folder / "photos" / image).read_bytes(), "path": None}],
-            "answer": answer,
-        }
-        for image, question, answer in rows[:15]
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), folder / "trl.parquet")
-    names = sorted({answer for _, _, answer in rows})
-    coco = {
-        "images": [{"id": n, "file_name": row[0], "question": row[1]} for n, row in enumerate(rows)],
-        "annotations": [
-            {"id": n, "image_id": n, "category_id": names.index(row[2]), "bbox": [10 + n, 20, 40, 40]}
-            for n, row in enumerate(rows)
-        ],
-        "categories": [{"id": n, "name": name} for n, name in enumerate(names)],
-    }
-    (folder / "coco.json").write_text(json.dumps(coco))
-    kinds = {
+    return {
         "labels.csv": "data.image_dir=photos|data.columns={image: file, prompt: question, answer: label}",
         "openai.jsonl": "data.layout=openai",
-        "trl.parquet": "data.layout=trl",
-        "coco.json": "data.image_dir=photos|data.prompt_template=Say: {question}|data.columns={answer: category}",
     }
-    if "data.prompt_template" not in GRPOConfig.all_paths:  # nor are files of COCO read
-        del kinds["coco.json"]
-    return kinds
 
 
 @pytest.mark.long

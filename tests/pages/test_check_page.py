@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import tiny
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.pages import check_page
-from mm_grpo.pages.check_page import CheckPage, describe_lengths, prompt_pieces
+from mm_grpo.pages.check_page import CheckPage, describe_lengths
 from mm_grpo.preflight.check import check_config
-from mm_grpo.processors.base import load_processor
 
 
 def checked(config: GRPOConfig, path: Path, **settings: Any) -> tuple[dict[str, Any], str]:
@@ -83,34 +81,6 @@ def test_lengths_by_hand() -> None:
     assert len(found["bars"]) == 17 and sum(bar["count"] for bar in found["bars"]) == 4
     assert found["bars"][0] == {"count": 3, "low": 10, "high": 12}
     assert found["bars"][-1] == {"count": 1, "low": 58, "high": 60}
-
-
-def test_the_pieces_of_a_prompt(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    processor: Any = load_processor(str(models["qwen2_5_vl"]))
-    processor.special_tokens = "as_text"
-    ids = processor.prompt(tiny.sample("r", "a <|im_end|> é猫")).token_ids
-    assert list(prompt_pieces(processor, ids)) == [
-        ("<|im_start|>", True),
-        ("user\na <|im_end|> é猫", False),
-        ("<|im_end|>", True),
-        ("\n", False),
-        ("<|im_start|>", True),
-        ("assistant\n", False),
-    ]
-    monkeypatch.setattr(check_page, "LONGEST_TEXT", 20)
-    long = processor.prompt(tiny.sample("r", "x" * 100)).token_ids
-    assert list(prompt_pieces(processor, long)) == [
-        ("<|im_start|>", True),
-        ("user\nxxx… (105 characters)", False),
-    ]
-
-    class Own:
-        """A processor without a tokenizer."""
-
-        def decode(self, token_ids: Any) -> str:
-            return f"{len(token_ids)} ids"
-
-    assert list(prompt_pieces(Own(), ids)) == [(f"{len(ids)} ids", False)]
 
 
 def test_a_page_is_written_over_its_own_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mm_grpo.pages.curves import CURVES, MOST_BUCKETS, MOST_LINES, Curves, Trace
+from mm_grpo.pages.curves import CURVES, MOST_BUCKETS, Curves, Trace
 
 
 def place(title: str) -> int:
@@ -37,14 +37,6 @@ def test_many_points_keep_their_spikes_and_means(rows: int) -> None:
         assert trace.width == 2 and trace.means[0] == (1, (values[0] + values[1]) / 2)
 
 
-def test_stretches_without_a_value_stay_gaps() -> None:
-    trace = Trace()
-    for i in range(4 * MOST_BUCKETS):
-        trace.add(i, None if i < 2 * MOST_BUCKETS else 1.0)
-    assert trace.points[0][1] is None and trace.points[-1][1] == 1.0
-    assert sum(b.count for b in trace.buckets) == 2 * MOST_BUCKETS
-
-
 def test_metrics_find_their_curves() -> None:
     curves = Curves()
     for step in (1, 2):
@@ -62,9 +54,3 @@ def test_metrics_find_their_curves() -> None:
     assert curves.traces[place("Cut completions")]["cut completions"].points == [(1, None), (2, None)]
     assert (curves.last_step, curves.first_reward, list(curves.rewards)) == (2, 0.5, [0.5, 1.0])
     assert (curves.seconds, curves.timed) == (8.0, 2)
-
-
-def test_the_lines_of_a_curve_are_bounded() -> None:
-    curves = Curves()
-    curves.take({"step": 1} | {f"rewards/part{i}/mean": 0.5 for i in range(MOST_LINES + 5)})
-    assert len(curves.traces[place("Reward parts")]) == MOST_LINES

@@ -20,7 +20,6 @@ from mm_grpo.pages.gallery import (
     Gallery,
     Pictures,
     describe_completion,
-    describe_group,
     describe_turn,
     gather_gallery,
     read_rows,
@@ -81,16 +80,6 @@ def test_the_budget_of_images_leaves_out_groups_whose_images_do_not_fit(tmp_path
     size = len(next(iter(gathered(folder)[1].held.values())).uri)
     gallery, pictures = gathered(folder, Budget(10**6, 3 * size + size // 2, 10**6))
     assert [g["slot"] for g in gallery.groups] == [7, 8, 9] and len(pictures.held) == 3
-
-
-def test_a_large_group_and_long_texts_are_cut() -> None:
-    messages = [{"role": "user", "content": "y" * 9000}]
-    row = {"step": 1, "slot": 0, "attempt": 0, "uid": "u", "completion": f"<think>{'z' * 9000}", "images": []}
-    rows = [{**row, "messages": messages, "columns": {}}] * 20
-    shown = describe_group(rows)
-    assert (len(shown["completions"]), shown["left_out"]) == (16, 4)
-    assert shown["messages"][0]["text"] == "y" * 4000 + "… (9000 characters)"
-    assert shown["completions"][0]["thinking"].endswith("z… (9007 characters)")
 
 
 def test_only_pictures_of_the_run_are_read(tmp_path: Path) -> None:

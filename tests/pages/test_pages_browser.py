@@ -18,7 +18,6 @@ from PIL import Image
 from test_report import controlled
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.pages.check_page import describe_lengths
 from mm_grpo.pages.page import render
 from mm_grpo.pages.report import Report
 from mm_grpo.preflight.check import check_config
@@ -326,18 +325,6 @@ def test_what_is_drawn_of_a_check_on_a_phone(check: Path, site: Site, tmp_path: 
     assert found[8] == "6" and found[9].startswith(
         "right answer, iou; right answer, giou; right answer, clicking; box"
     )
-
-
-@pytest.mark.parametrize(("lengths", "bars"), [((7, 7), "0"), ((7, 8), "2")])
-def test_lengths_that_are_all_the_same_are_no_histogram(
-    lengths: tuple[int, ...], bars: str, site: Site, tmp_path: Path
-) -> None:
-    rows = describe_lengths([(length, "a") for length in lengths])
-    one = {"name": "train", "usable": 2, "shown": [], "left_out": 0, "refused": [], "refused_count": 0}
-    data = {"kind": "check", "megabytes": 1, "sets": [{**one, "lengths": rows}], "overlaps": []}
-    page = tmp_path / "page.html"
-    page.write_text(render("check", data, {}), encoding="utf-8")
-    assert look(site, tmp_path, page, 'all(".histogram rect").length') == [bars]
 
 
 def test_the_policy_stands_even_where_a_text_were_markup(report: Path, site: Site, tmp_path: Path) -> None:

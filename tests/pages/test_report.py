@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.runs import group, run
+from helpers.runs import group
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.pages.curves import MOST_BUCKETS
 from mm_grpo.pages.gallery import WHILE_RUNNING
 from mm_grpo.pages.page import inert_json, render
-from mm_grpo.pages.report import LivePage, Report, changed_settings, check_expected, run_names
+from mm_grpo.pages.report import LivePage, Report, check_expected
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.paths import RunPaths
 
@@ -107,40 +107,6 @@ def test_a_log_that_was_cut_is_read_again(tmp_path: Path) -> None:
 def charts(*folders: RunFolder) -> dict[str, list[dict[str, Any]]]:
     data, _ = Report([folder.paths for folder in folders]).gather()
     return {chart["title"]: [*chart["lines"], *chart["expected"]] for chart in data["charts"]}
-
-
-def test_several_runs_share_the_curves_and_the_pictures(tmp_path: Path) -> None:
-    one, two = run(tmp_path / "one"), run(tmp_path / "two", steps=12)
-    data, pictures = Report([one.paths, two.paths]).gather()
-    assert {g["run"] for g in data["groups"]} == {0, 1} and len(pictures) == 2
-    lines = data["charts"][0]["lines"]
-    assert [(line["label"], len(line["points"])) for line in lines] == [("one", 30), ("two", 12)]
-    first, second = controlled(tmp_path / "a"), controlled(tmp_path / "b")
-    found = charts(first, second)
-    assert [line["label"] for line in found["Step time by phase"]] == ["a whole step", "b whole step"]
-    assert [line["label"] for line in found["Evaluation accuracy"]] == [
-        "a a", "a images removed", "b a", "b images removed", "expected a",
-    ]  # fmt: skip
-
-
-def test_what_a_chart_is_called(tmp_path: Path) -> None:
-    # an evaluation's reward is left out where it is its accuracy
-    for reward, drawn in ((0.5, False), (0.75, True)):
-        folder = RunFolder(tmp_path / str(reward)).start("x: 1\n")
-        row = {"eval/blind/accuracy": 0.5, "eval/blind/reward": reward, "eval/b/reward": None}
-        folder.on_log(1, row)
-        found = charts(folder)
-        assert ("Evaluation reward" in found) is drawn
-        assert [line["label"] for line in found["Evaluation accuracy"]] == ["blind"]  # a set of that name
-    paths = [RunPaths(tmp_path / name) for name in ("a/out", "b/out")]
-    assert run_names(paths) == ["a/out", "b/out"]
-    assert run_names([RunPaths(tmp_path / "x"), RunPaths(tmp_path / "y")]) == ["x", "y"]
-
-
-def test_what_differs_from_the_defaults_is_listed() -> None:
-    values = {"model": {"path": "m"}, "rollout": {"num_generations": 4}, "run": {"seed": 42}}
-    assert changed_settings(values) == [("model.path", "m"), ("rollout.num_generations", "4")]
-    assert changed_settings({}) == []
 
 
 def test_an_expected_curve_is_checked_and_goes_with_the_run(tmp_path: Path) -> None:

@@ -80,14 +80,6 @@ def test_the_report_of_a_sound_pair(job: Path, engine: Any) -> None:
     assert config.optim.warmup_steps == 2  # the config itself is left alone
 
 
-def test_prompts_come_once_and_no_more_than_there_are(job: Path) -> None:
-    report = examine(GRPOConfig.from_yaml(job), 50)
-    assert report.ok and sorted(p.uid for p in report.before) == [f"train:{i}" for i in range(6)]
-    assert (
-        report.update is not None and report.update.bytes == 0
-    )  # the engine holds the learner's own weights
-
-
 def test_the_table_and_the_exit_code(run: Any, job: Path) -> None:
     code, out, _ = run(job, "--prompts", 2)
     assert code == 0
@@ -159,18 +151,3 @@ def test_an_update_that_moves_nothing_proves_nothing(job: Path, monkeypatch: pyt
     monkeypatch.setattr("mm_grpo.health.logp_gap.LIMITS", {"float32": 100.0, "bfloat16": 100.0})
     report = examine(GRPOConfig.from_yaml(job), 1)
     assert len(report.failures) == 1 and "300 would show an update" in report.failures[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["data.train=null"], "data.train is not set"),
-        (["data.max_prompt_length=3"], "the prompt has"),
-        (["data.max_prompt_length=3", "data.on_overlong=drop"], "all 6 prompts are longer than"),
-    ],
-)
-def test_mistakes_are_one_message_with_exit_code_2(
-    arguments: list[str], words: str, run: Any, job: Path
-) -> None:
-    code, out, err = run(job, "--json", *arguments)
-    assert code == 2 and out == "" and words in err and "Traceback" not in err

@@ -20,11 +20,7 @@ from mm_grpo.preflight.estimate import phases, show, sizes_of, what_fits
 from mm_grpo.preflight.memory import (
     GB,
     ModelSizes,
-    in_gb,
     learner_memory,
-    memory_of_run,
-    run_sentence,
-    with_prompt_length,
 )
 from mm_grpo.processors.base import load_processor
 
@@ -83,22 +79,6 @@ def bytes_of(tensor: torch.Tensor) -> int:
 def scales_of(parameter: Any) -> int:
     state = getattr(parameter, "quant_state", None)
     return 0 if state is None else bytes_of(state.absmax) + bytes_of(state.state2.absmax)
-
-
-def test_the_run_says_what_the_estimate_says(models: dict[str, Path]) -> None:
-    """Masks and the tower are in the line of a run too."""
-    config = config_for(models["gemma3"], model={"dtype": "float32"})
-    processor = load_processor(str(models["gemma3"]))
-    learner = Learner(load_model(config.model, processor.family), processor, config, 10)
-    off = config.with_values({"optim.gradient_checkpointing": False})
-    sizes, image = sizes_of(off)
-    off = with_prompt_length(off, image.tokens)
-    found = memory_of_run(
-        sizes, off, 80 * GB, processes=1, checkpointing=False, max_pixels=image.pixels, gpu=False
-    ).learner
-    line = run_sentence(learner)
-    for name in ("weights", "attention masks", "vision tower", "log-probs"):
-        assert f"{name} {in_gb(found[name])}" in line
 
 
 def test_the_phases_of_a_run_by_hand(bare: Path) -> None:

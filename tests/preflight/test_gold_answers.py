@@ -92,20 +92,6 @@ def test_rewards_without_a_column_are_called_and_not_judged() -> None:
     assert min(report.wrong) < max(report.wrong) == 1.0  # the spread is told all the same
 
 
-def test_errors_are_listed_by_row_and_end_after_three() -> None:
-    def picky(completion: str, answer: str) -> float:
-        if answer == "bad":
-            raise RuntimeError("no such colour")
-        return float(completion == answer)
-
-    report = checked(picky, ["red", "bad", "blue"])
-    assert [(f.row, f.gold) for f in report.failures] == [("rows.jsonl:2", "")]
-    assert "no such colour" in report.failures[0].fault and "train:1" in report.failures[0].fault
-    assert report.gold == [1.0, 1.0]
-    worse = checked(picky, ["bad"] * 9)
-    assert len(worse.failures) == 3 and worse.failures[2].fault.endswith("; not called again")
-
-
 def test_which_text_is_the_right_answer() -> None:
     def mine(completion: str, label: str, answer: str = "", solution: str = "") -> float:
         return 0.0
@@ -129,25 +115,6 @@ def test_a_reward_whose_column_is_null_in_every_row_applies_nowhere() -> None:
     assert (once.rows, once.unapplied, once.applies_nowhere) == (70, 69, False)
 
 
-def test_a_function_that_gives_none_to_every_row_applies_nowhere() -> None:
-    def mine(completion: str, answer: str | None) -> float | None:
-        return None if answer is None else float(completion == answer)
-
-    null = checked(mine, [None, None, None])
-    assert null.calls == 3 and null.applies_nowhere  # called on garbage, as no row says what is right
-    assert not checked(mine, [None, "red"]).applies_nowhere
-
-    def never(completion: str, answer: str) -> None:
-        return None
-
-    assert checked(never, ["red", "blue"]).applies_nowhere
-
-    def shape_of(completion: str) -> float | None:
-        return None if "<box>" not in completion else 1.0
-
-    assert not checked(shape_of, ["red", "blue"]).applies_nowhere  # it reads no row, so no row says so
-
-
 def test_gates_and_weights_of_0_may_be_idle() -> None:
     assert not checked({"name": "exact_match", "weight": 0}, [None, None]).applies_nowhere
     gated = resolve_entry({"name": "exact_match", "only_if": "format"})
@@ -168,14 +135,6 @@ def test_right_and_wrong_alike_on_most_rows() -> None:
     two_of_three = checked(half, ["a", "b", "c"])
     assert (two_of_three.alike, two_of_three.cannot_tell) == (2, True)
     assert not checked("exact_match", ["red", "blue"]).cannot_tell
-
-
-def test_a_column_that_only_later_rows_have_is_judged() -> None:
-    check = RewardCheck([resolve_entry("exact_match")])
-    check.add("rows.jsonl:1", prompt(0))
-    check.add("rows.jsonl:2", prompt(1, answer="red"))
-    (report,) = check.finish()
-    assert (report.skipped, report.gold, report.unapplied) == ("", [1.0], 1)
 
 
 @pytest.mark.parametrize("kind", ["completion", "batch"])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers import tiny
-from helpers.steps import config_for, learner_of, load
+from helpers.steps import config_for, load
 
 from mm_grpo.preflight.estimate import build_on_meta
 from mm_grpo.preflight.memory import (
@@ -19,7 +18,6 @@ from mm_grpo.preflight.memory import (
     kept_tokens,
     largest_pack,
     learner_memory,
-    run_sentence,
 )
 from mm_grpo.processors.base import load_processor
 
@@ -205,15 +203,3 @@ def test_dense_masks_of_sliding_windows_are_counted(dtype: torch.dtype, models: 
     kept = learner_memory(sizes, tokens=tokens, checkpointing=True)
     assert kept["attention masks"] == tokens**2 * (2 + dtype.itemsize)
     assert ModelSizes.of(build_on_meta(config_for(models["qwen2_5_vl"]))[0]).mask_kinds == 0
-
-
-def test_the_run_says_what_it_will_hold(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = learner_of(models["qwen2_vl"])
-    tokens = 4 * (learner.processor.max_image_tokens() + 256 + 3 * 8)  # type: ignore[attr-defined]
-    line = run_sentence(learner)
-    assert f"packs of {tokens} tokens without checkpointing" in line and "; while it samples " in line
-    assert "mm-grpo estimate" not in line
-    monkeypatch.setattr("mm_grpo.preflight.memory.device_memory", lambda device: 10**6)
-    assert "more than there is: `mm-grpo estimate`" in run_sentence(learner)
-    learner.model.config.get_text_config = SimpleNamespace  # no axes
-    assert run_sentence(learner) == ""

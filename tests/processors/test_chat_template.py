@@ -15,7 +15,6 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import load_processor
-from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.rollout.prompts import PromptBuilder
 
 THINKING = (
@@ -69,34 +68,6 @@ def test_an_argument_that_the_template_does_not_read_is_refused(
         load_processor(str(models["qwen2_5_vl"]), chat_template_kwargs={"enable_thinking": False})
     with pytest.raises(ConfigError, match=r"add_generation_prompt: is set for every prompt by the run"):
         load_processor(str(thinker), chat_template_kwargs={"add_generation_prompt": False})
-
-
-def test_names_are_read_from_the_template_as_transformers_reads_it() -> None:
-    template = (
-        "{% set mine = 1 %}{% for m in messages %}{% if m.x %}{% break %}{% endif %}{{ mine }}{{ loop.index }}"
-        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ strftime_now('%d') }}{{ effort }}"
-        "{{ bos_token }}"
-    )
-    assert check_arguments({"effort": "low"}, template, "m") == {"effort": "low"}
-    for name in ("mine", "m", "loop"):
-        with pytest.raises(ConfigError, match=f"does not read '{name}'"):
-            check_arguments({name: 1}, template, "m")
-    with pytest.raises(ConfigError, match="the chat template is not valid Jinja"):
-        check_arguments({"a": 1}, "{% if %}", "m")
-
-
-def test_a_processor_of_ones_own_takes_them_or_they_are_refused(thinker: Path, tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text(
-        "from mm_grpo.processors.qwen_vl import QwenVLProcessor\n\n\nclass Own(QwenVLProcessor):\n    pass\n\n\n"
-        "class Deaf(QwenVLProcessor):\n    def __init__(self, path, config, **options):\n"
-        "        super().__init__(path, config)\n"
-    )
-    given = {"enable_thinking": False}
-    found: Any = load_processor(str(thinker), named=f"{file}:Own", chat_template_kwargs=given)
-    assert found.chat_template_kwargs == given
-    with pytest.raises(ConfigError, match=r"own.py:Deaf does not take chat_template_kwargs"):
-        load_processor(str(thinker), named=f"{file}:Deaf", chat_template_kwargs=given)
 
 
 def test_a_processor_that_is_passed_in_must_have_the_same(thinker: Path, tmp_path: Path) -> None:

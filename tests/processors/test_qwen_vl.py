@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from shutil import copy
 from typing import Any
 
 import pytest
 from helpers import tiny
-from PIL import Image
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import load_processor
@@ -97,32 +95,3 @@ def test_media_tokens_beyond_the_images_are_refused(text: str, words: str, model
     with pytest.raises(DataError) as caught:
         processor.prompt(tiny.sample("train:5", "look", (tiny.picture(1),)))
     assert "train:5" in str(caught.value) and words in str(caught.value)
-
-
-def test_an_image_without_a_stable_size_is_refused(models: dict[str, Any]) -> None:
-    processor = load_processor(str(models["qwen2_vl"]))
-    with pytest.raises(DataError, match=r"train:9: image 0 cannot be brought to a stable size: 3x900"):
-        processor.prompt(tiny.sample("train:9", "x", (Image.new("RGB", (3, 900)),)))
-
-
-def test_a_sample_with_videos_is_refused(models: dict[str, Any]) -> None:
-    processor = load_processor(str(models["qwen2_5_vl"]))
-    with pytest.raises(DataError, match=r"r:1: .*videos"):
-        processor.prompt(replace(tiny.sample("r:1"), videos=("film.mp4",)))
-
-
-def test_a_tokenizer_that_drops_all_text_is_refused(models: dict[str, Any], tmp_path: Path) -> None:
-    for file in models["qwen2_5_vl"].iterdir():
-        if file.suffix in (".json", ".jinja") and file.name != "tokenizer.json":
-            copy(file, tmp_path)
-    with pytest.raises(ConfigError, match=r"the tokenizer has no vocabulary; copy tokenizer\.json"):
-        load_processor(str(tmp_path))
-
-
-def test_a_saved_processor_makes_the_same_prompt(models: dict[str, Any], tmp_path: Any) -> None:
-    processor = load_processor(str(models["qwen2_5_vl"]))
-    processor.save(tmp_path)
-    (tmp_path / "config.json").write_text((models["qwen2_5_vl"] / "config.json").read_text())
-    sample = tiny.sample("r", "what", (tiny.picture(1, 120, 70),))
-    again = load_processor(str(tmp_path)).prompt(sample)
-    assert again.token_ids == processor.prompt(sample).token_ids

@@ -12,7 +12,7 @@ from transformers import AddedToken
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import load_processor
-from mm_grpo.processors.special_tokens import conversation_ids, set_special_tokens
+from mm_grpo.processors.special_tokens import set_special_tokens
 from mm_grpo.types import Sample
 
 ASSISTANT = {"role": "assistant", "content": "<|im_end|>"}
@@ -118,33 +118,6 @@ def test_marks_of_grounded_text_are_meant_to_be_typed(processor: Any) -> None:
     assert mark in processor.prompt(row).token_ids
     set_special_tokens(processor, "as_text")
     assert mark not in processor.prompt(row).token_ids
-
-
-@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
-def test_special_tokens_that_take_up_the_space_beside_them_are_refused(processor: Any, side: str) -> None:
-    processor.tokenizer.add_tokens([AddedToken("<|sep|>", special=True, **{side: True})], special_tokens=True)
-    messages = [{"role": "user", "content": "<|im_end|>"}]
-    with pytest.raises(ConfigError, match=r"r: data.special_tokens is as_text, and the model's tokenizer"):
-        conversation_ids(
-            lambda m: f"a <|sep|> b{m[0]['content']}", processor.tokenizer, messages, "r", "as_text"
-        )
-
-
-def test_a_tokenizer_that_marks_the_beginning_of_a_text_cannot(processor: Any) -> None:
-    class Marks:
-        """One that writes a 7 before each text it is given."""
-
-        added_tokens_decoder = processor.tokenizer.added_tokens_decoder
-
-        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-            return {"input_ids": [7, *processor.tokenizer(text, **options)["input_ids"]]}
-
-    def render(messages: list[dict[str, Any]]) -> str:
-        return f"<|im_start|>{messages[0]['content']}"
-
-    messages = [{"role": "user", "content": "a <|im_end|>"}]
-    with pytest.raises(ConfigError, match=r"r: data.special_tokens is as_text, and the model's tokenizer"):
-        conversation_ids(render, Marks(), messages, "r", "as_text")
 
 
 def test_a_processor_that_does_not_know_the_setting_is_refused() -> None:

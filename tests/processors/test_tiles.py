@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +139,6 @@ def test_limits_that_no_image_can_keep_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         load_processor(str(models[family]), **limits)
-
-
-def test_images_that_are_not_split_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(models["smolvlm"], tmp_path / "model")
-    file = tmp_path / "model" / "processor_config.json"
-    values = json.loads(file.read_text())
-    values["image_processor"]["do_image_splitting"] = False
-    file.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="do_image_splitting = false"):
-        load_processor(str(tmp_path / "model"))
 
 
 MEDIA = {

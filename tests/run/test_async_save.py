@@ -190,27 +190,6 @@ def test_a_disk_that_is_full_for_the_thread_is_seen_in_the_run(
         assert [p.name for p in kept.folder.iterdir()] == ["step-000001"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_run_that_fails_waits_for_its_checkpoint(
-    fails: bool,
-    models: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The error is the run's own; that the checkpoint failed too is a warning."""
-    kept = checkpoints_of(build(models["qwen2_vl"]), tmp_path)
-    disk = Disk(monkeypatch, seconds=0.2)
-    kept.begin(2, {})
-    if fails:
-        assert disk.asked.wait(PATIENCE)
-        (kept.folder / ".step-000002.new").rmdir()
-    disk.open()
-    kept.close()
-    assert [p.name for p in kept.folder.iterdir()] == ([] if fails else ["step-000002"])
-    assert ("No such file or directory" in caplog.text) == fails
-
-
 def test_free_memory_is_what_the_container_and_the_machine_have_left(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       9000 kB\nMemAvailable:   4000 kB\n")

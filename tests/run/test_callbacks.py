@@ -107,18 +107,6 @@ def test_every_event_comes_with_its_step_and_a_callback_ends_the_run(
     assert again.events[0] == ("on_train_begin", 3)
 
 
-def test_a_stop_in_an_evaluation_ends_the_run_there(models: dict[str, Path], tmp_path: Path) -> None:
-    record = Record(stop_at=2, event="on_evaluate")
-    trained(record, models["qwen2_vl"], tmp_path / "r", eval_every=2, save_every=0, save_model=False)
-    assert [event for event in record.events if event[1] == 2] == [
-        ("on_rollouts", 2, [3, 3, 3, 3]),
-        ("on_evaluate", 2, 3),
-        ("on_step_end", 2, 1),
-        ("on_log", 2, True),
-        ("on_train_end", 2, 2),
-    ]
-
-
 def test_what_all_processes_call_together_is_refused_where_one_calls_it() -> None:
     made: Any = Callbacks([SimpleNamespace(on_save=lambda: made.refuse_collective("evaluate", 2))])
     made.refuse_collective("evaluate", 2)  # outside a callback

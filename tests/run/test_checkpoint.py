@@ -169,21 +169,6 @@ def truncate(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize("name", [".step-000002.new", "step-000002"])
-def test_what_lies_in_the_place_of_a_checkpoint_is_removed(
-    name: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    kept = checkpoints_of(build(models["qwen2_vl"]), tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes").write_text("mine")
-    kept.folder.mkdir()
-    (kept.folder / name).symlink_to(tmp_path / "mine")
-    kept.save(2, {})
-    found = kept.newest()
-    assert found is not None and found.step == 2 and not found.path.is_symlink()
-    assert not list(kept.folder.glob(".*")) and (tmp_path / "mine" / "notes").read_text() == "mine"
-
-
 def test_the_log_is_kept_with_the_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     kept = checkpoints_of(saved(tmp_path, models["qwen2_vl"], (1,)), tmp_path)

@@ -89,40 +89,6 @@ def test_metrics_and_summary_have_the_blind_control_and_the_gap(finished: tuple[
     assert "eval/held/accuracy" not in logged[0]
 
 
-def test_the_first_prompts_of_an_evaluation_and_of_each_of_its_sets_are_made_ahead(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The only step evaluates: its prompts are begun before the step samples, a set's while the one before does."""
-    sets = {"held": HELDOUT, "other": ROWS[:2]}
-    made = trainer(
-        models["qwen2_vl"], tmp_path / "run", sets, run={"max_steps": 1, "guards": {"logp_gap": "off"}}
-    )
-    evaluations = made.evaluations
-    names = {
-        evaluations.sets["held"]: "held",
-        evaluations.controls["held"]: "control",
-        evaluations.sets["other"]: "other",
-    }
-    events: list[Any] = []
-    ahead, generate = made.prompt_builder.prefetcher.ahead, made.engine.generate
-
-    def noted(dataset: Any, rows: Any) -> None:
-        if dataset in names and (rows := list(rows)):
-            events.append((names[dataset], rows))
-        ahead(dataset, rows)
-
-    def sampled(requests: Any) -> Any:
-        events.append(len(requests))
-        return generate(requests)
-
-    monkeypatch.setattr(made.prompt_builder.prefetcher, "ahead", noted)
-    monkeypatch.setattr(made.engine, "generate", sampled)
-    made.train()
-    one = [("held", [0, 1, 2]), ("control", [0, 1, 2]), 3, ("other", [0, 1]), 3, 2]
-    checked = [event for event in events if event != 1]  # the checks sample one completion
-    assert checked == [*one, one[0], 4, *one[1:]]
-
-
 def test_removed_images_are_in_no_prompt(models: dict[str, Path], tmp_path: Path) -> None:
     made = trainer(models["qwen2_vl"], tmp_path / "run", run={"eval_blind": "removed", "max_steps": 1})
     kept: list[tuple[str | None, Any]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mm_grpo.run.events import MOST_BYTES, append_event, cut_events, read_events
+from mm_grpo.run.events import append_event, cut_events, read_events
 
 
 def event(step: int, name: str = "zero_std", message: str = "m") -> dict[str, object]:
@@ -23,11 +23,3 @@ def test_events_come_back_and_are_cut(tmp_path: Path) -> None:
     assert read_events(path) == [event(3), event(5)] and path.read_text().count("\n") == 2
     append_event(path, 6, "kl", "warn", "a\ud800b")
     assert read_events(path)[-1] == event(6, "kl", "a?b")
-
-
-def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    for step in range(12):
-        append_event(path, step, "zero_std", "warn", "x" * (MOST_BYTES // 8))
-    steps = [found["step"] for found in read_events(path)]
-    assert steps == list(range(12 - len(steps), 12)) and len(steps) == 7

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -17,7 +16,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.run.outputs import names_of
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.profile import Profile, phases_of
-from mm_grpo.timing import Recorder, record, span, timed
+from mm_grpo.timing import record, span, timed
 
 
 class Clock:
@@ -124,43 +123,6 @@ def test_the_trace_is_of_the_first_steps_and_has_who_else_was_at_work(clock: Clo
     ]
     assert [e["args"]["completions"] for e in written if e["name"] == "reward r"] == [2, 1, 1]
     assert profile.recorder is not None and profile.recorder.done == 2
-
-
-def test_spans_that_raise_and_recorders_that_were_left(clock: Clock) -> None:
-    left, ends = Recorder(1), list[Recorder]()
-    left.start()
-    recorder = Recorder(1, ends.append)
-    recorder.start()  # of a run after one that did not end
-    with pytest.raises(ValueError, match="no"), span("a"), span("b"):
-        clock.now += 1
-        raise ValueError("no")
-    with span("c"):
-        clock.now += 1
-    left.stop()  # another one records: without effect
-    recorder.stop()
-    recorder.stop()
-    assert {path: found[0] for path, found in recorder.seconds.items()} == {
-        ("a", "b"): 1.0, ("a",): 1.0, ("c",): 1.0, (): 2.0
-    }  # fmt: skip
-    assert ends == [recorder] and left.seconds == {(): [0.0, 1]}
-
-
-def test_without_a_profile_spans_are_as_good_as_free(tmp_path: Path) -> None:
-    for profile in (
-        Profile(False, RunPaths(tmp_path), 2),
-        Profile(True, None, 2),
-    ):  # not asked for; another process
-        profile.start()
-        assert timing._recorder is None
-        profile.stop(print)
-        assert profile.summary() == {} and not list(tmp_path.iterdir())
-    calls = []
-    sys.setprofile(lambda frame, event, argument: calls.append((event, frame.f_code.co_name)))
-    with span("forward", device=True):
-        pass
-    sys.setprofile(None)
-    begun = [name for event, name in calls if event == "call"]
-    assert begun == ["__init__", "__enter__", "__exit__"]  # about a microsecond; nothing waits for the device
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from helpers.finished_runs import Finished
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.trained import hub
-from mm_grpo.trained.ask import TextPieces, ask, load_answering
+from mm_grpo.trained.ask import ask, load_answering
 from mm_grpo.trained.export import MARK, export_run
 from mm_grpo.trained.source import WholeModel, model_to_evaluate
 
@@ -129,22 +129,6 @@ def test_an_answer_in_pieces_is_the_answer(runs: Runs) -> None:
     assert broken
 
 
-def test_a_character_of_several_tokens_is_one_piece_and_another_text_is_said_whole() -> None:
-    pieces: list[str] = []
-    told = TextPieces(lambda ids: bytes(ids).decode(errors="replace"), pieces.append)
-    ids = list("aä→🙂b".encode())
-    for count in range(1, len(ids)):
-        told.add(ids[:count])
-    told.finish("aä→🙂b")
-    assert pieces == ["a", "ä", "→", "🙂", "b"]
-    joined: list[str] = []
-    tidy = TextPieces(lambda ids: "".join("do n't"[i] for i in ids).replace(" n't", "n't"), joined.append)
-    for count in range(1, 7):
-        tidy.add(range(count))
-    tidy.finish("don't")
-    assert "".join(joined).split("\n") == ["do n't", "don't"]
-
-
 def test_without_checkpoints_the_model_of_the_last_step_answers(runs: Runs, tmp_path: Path) -> None:
     run = runs("lora")
     shutil.copytree(run.root, tmp_path / "run")
@@ -233,14 +217,6 @@ def test_a_trainer_pushes_what_it_holds(runs: Runs, online: type[FakeHub]) -> No
     assert "evaluation.svg" in online.repositories["them/all"]
     with pytest.raises(ConfigError, match="adapter=True: the run trained no adapters"):
         runs("full").trainer.push_to_hub("x", adapter=True)
-
-
-def test_save_model_is_save(runs: Runs, tmp_path: Path) -> None:
-    trainer = runs("full").trainer
-    trainer.save_model(str(tmp_path / "a"))
-    assert json.loads((tmp_path / "a/config.json").read_text())["model_type"] == "qwen2_5_vl"
-    with pytest.raises(ConfigError, match="no adapters to save"):
-        trainer.save_adapter(tmp_path / "b")
 
 
 def test_offline_and_without_a_token_it_is_one_message(

@@ -88,33 +88,3 @@ def test_attempts_end_and_nothing_moves_where_nothing_differs(
     assert len(rollouts_of(tmp_path / "r", 1)) == 36
     tokens = metrics[0]["num_tokens"]
     assert tokens > sum(r["tokens"] for r in rollouts_of(tmp_path / "r", 1))
-
-
-def test_replacements_that_are_all_too_long_leave_the_groups_they_were_for(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    order = PromptOrder(6, 1, seed=7)
-    first, spare = order.rows(1)[0], order.spare(1, 1, 0, 2)
-    assert first != spare  # of this seed
-    rows = [dict(row) for row in ROWS]
-    parts = rows[spare]["prompt"][0]["content"]
-    rows[spare]["prompt"] = [{"role": "user", "content": [*parts, {"type": "text", "text": "x" * 400}]}]
-    asked: list[int] = []
-
-    def flat(completions: list[Any], **columns: Any) -> list[float]:
-        asked.append(len(completions))
-        return [1.0] * len(completions)
-
-    config = config_for(
-        models["qwen2_vl"],
-        tmp_path / "r",
-        data={"max_prompt_length": 200, "on_overlong": "drop"},
-        rollout=ROLLOUT | {"prompts_per_step": 1, "max_attempts": 2},
-        run={"max_steps": 1, "seed": 7, "guards": {"no_update": "warn"}},
-    )
-    GRPOTrainer(config, train=rows, rewards=[flat]).train()
-    assert asked == [3]  # no reward is asked about nothing
-    (metrics,) = rows_of(tmp_path / "r")
-    assert (metrics["dynamic_sampling/attempts"], metrics["dynamic_sampling/replaced"]) == (2, 0)
-    assert metrics["prompts/dropped"] == 1
-    assert {r["uid"] for r in rollouts_of(tmp_path / "r", 1)} == {f"train:{first}"}

@@ -195,7 +195,7 @@ def test_a_path_is_no_loaded_model(name: str, models: dict[str, Path], tmp_path:
         GRPOTrainer(config, train=ROWS, rewards=[vowels], **{name: "some/model"})
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("value", [math.nan])
 def test_a_loss_that_is_no_number_is_a_row_where_guards_warn(
     models: dict[str, Path],
     tmp_path: Path,

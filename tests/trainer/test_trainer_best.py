@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
-from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, better
+from mm_grpo.rollout.evaluate import RowScores
 from mm_grpo.run import evaluations
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import evaluated_steps
@@ -24,15 +24,6 @@ ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
 HELDOUT = {"first": ROWS[:1], "second": ROWS[1:2]}
 ACCURACIES = {0: 0.2, 1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.3}
 """Of the headline set, by step; the second set has 1.0 always."""
-
-
-def test_better() -> None:
-    found = {"a": Evaluation(None, 0.5, 4, 0.5), "b": Evaluation(None, 1.0, 4, 1.0)}
-    assert better(None, found, 0) == Best(0.5, 0)
-    assert better(Best(0.4, 1), found, 3) == Best(0.5, 3)
-    assert better(Best(0.5, 1), found, 3) == Best(0.5, 1)  # the earlier of equals
-    assert better(Best(0.6, 1), found, 3) == Best(0.6, 1)
-    assert better(None, {}, 2) is None
 
 
 def test_the_checkpoint_of_the_best_is_kept_between_those_that_are_due(
@@ -112,13 +103,6 @@ def test_the_best_is_kept_over_a_resume(
     assert evaluated_steps(RunPaths(tmp_path / "run")) == [0, 2, 5]
     assert kept(tmp_path / "run") == ["step-000002", "step-000005"]
     assert extra_of(tmp_path / "run", 5)["best"] == {"score": 0.9, "step": 2}
-
-
-def test_without_evaluations_there_is_no_best(models: dict[str, Path], tmp_path: Path) -> None:
-    summary = run(models["qwen2_5_vl"], tmp_path / "run", 2, heldout=None)
-    assert summary["score_best"] is None and summary["best_step"] is None
-    assert kept(tmp_path / "run") == ["step-000002"]
-    assert extra_of(tmp_path / "run", 2)["best"] is None
 
 
 @pytest.mark.parametrize("best", [2, 0])

@@ -48,14 +48,6 @@ def test_a_healthy_run_raises_no_alarm(
     assert all(-10 < row["completions/mean_logprob"] < -1 for row in rows)
 
 
-def test_no_reward_at_all_stops_at_the_tenth_step(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(GuardStop, match="guard no_reward: for 10 steps no completion has had a reward"):
-        trainer_for(models["qwen2_vl"], tmp_path / "r", nothing).train()
-    rows = rows_of(tmp_path / "r")
-    assert [row["frac_reward_none"] for row in rows] == [1.0] * 10  # the evidence is there
-    assert "reward" not in rows[-1] and rows[-1]["advantages/frac_zero"] == 1
-
-
 def test_constant_rewards_end_without_success_after_everything_was_saved(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

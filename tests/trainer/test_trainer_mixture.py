@@ -111,13 +111,6 @@ def test_evaluations_are_split_by_task(straight: Path) -> None:
         assert found["eval/held/reward"] == pytest.approx(0.4 * colour + 0.6 * count)
 
 
-def test_accuracy_is_split_by_task_too(models: dict[str, Path], folder: Path, tmp_path: Path) -> None:
-    made = config(models, folder, tmp_path / "run", run={"headline": "vowels >= 0", "save_model": False})
-    found = GRPOTrainer(made, rewards=REWARDS).evaluate()["held"]
-    assert found.accuracy == 1.0 and found.tasks["colour"]["accuracy"] == 1.0 and found.rows == 5
-    assert list(found.tasks["count"]) == ["reward"] and list(found.tasks) == ["colour", "count"]
-
-
 @pytest.mark.slow
 def test_another_mixture_is_refused_on_resuming(
     models: dict[str, Path], folder: Path, tmp_path: Path

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mm_grpo.user_code import watchdog
-from mm_grpo.user_code.watchdog import Watchdog
-
 SLEEP = "import ctypes; ctypes.PyDLL(None).usleep(60_000_000)"  # PyDLL keeps the interpreter's lock
 REGEX = 'import re; re.match(r"(a+)+b", "a" * 50)'
 
@@ -107,17 +104,3 @@ with Watchdog(0.3, "first"), Watchdog(50.0, "second"):
     result = ended(script.format(hang=SLEEP))
     assert (result.returncode, result.stdout) == (1, "moved\n") and result.stderr.startswith("\nfirst\n")
     assert not any(name in result.stderr for name in ("outer", "inner", "short", "second"))
-
-
-def test_all_blocks_share_one_process_for_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block takes 0.1 ms; the first one starts that process."""
-    started = []
-    popen = subprocess.Popen
-    monkeypatch.setattr(watchdog.subprocess, "Popen", lambda *a, **k: (started.append(a), popen(*a, **k))[1])
-    monkeypatch.setattr(watchdog, "_timer", watchdog._Timer())
-    for _ in range(200):
-        with Watchdog(60.0, "x") as block, Watchdog(90.0, "y"):
-            block.restart()
-    assert len(started) == 1
-    watchdog._timer._reporter.stdin.close()
-    watchdog._timer._reporter.wait(60)
