@@ -25,7 +25,8 @@ def page() -> str:
         section = field.path.rpartition(".")[0] or field.path
         head = f"\n## {section}\n\n| field | legal | default | meaning |\n|---|---|---|---|"
         name = f"**`{field.path}`**" if field.matters else f"`{field.path}`"
-        cells = (name, field.type, f"`{field.default}`", field.description)
+        meaning = field.description.removesuffix(f" Default: {field.default}.")  # a column has it
+        cells = (name, field.type, f"`{field.default}`", meaning)
         row = "| " + " | ".join(escaped(cell) for cell in cells) + " |"
         tables.setdefault(section, [head]).append(row)
     return "\n".join([HEAD, *(line for table in tables.values() for line in table)]) + "\n"
