@@ -32,6 +32,7 @@ from mm_grpo.algorithm.turn_advantages import turn_advantages
 from mm_grpo.rollout.engine import Sampling, answered, requests_for, require_answers, stream_of
 from mm_grpo.rollout.group_metrics import completion_tokens, group_metrics, task_metrics
 from mm_grpo.rollout.prompts import StepPrompts
+from mm_grpo.rollout.success import Success
 from mm_grpo.timing import timed
 from mm_grpo.types import Completion, Group, Prompt
 
@@ -148,6 +149,7 @@ class Collector:
         self.max_steps = plan.max_steps
         self.prompt_builder, self.engine, self.scorer, self.ranks = prompt_builder, engine, scorer, ranks
         self.version, self.reference_logprobs = version, reference_logprobs
+        self.success = Success.of(config, scorer.specs)
         self.sampling = Sampling(config.rollout.max_completion_length, config.rollout.temperature)
 
     def prompts(self, rollout: Rollout) -> StepPrompts:
@@ -258,6 +260,9 @@ class Collector:
                 }
                 flat = [has_zero_std(group, specs, algorithm) for group in final]
                 rollout.metrics["advantages/frac_zero"] = fmean(flat)
+                phantom = self.success.phantom_share(replace(group, **given[group.slot]) for group in final)
+                if phantom is not None:
+                    rollout.metrics["advantages/phantom_share"] = phantom
                 zeros = {"advantages": (0.0,) * self.seeds.generations}
                 rollout.sampled = [
                     replace(g, **(given[g.slot] if g is last[g.slot] else zeros)) for g in rollout.sampled
