@@ -174,8 +174,8 @@ def rows_of(config: GRPOConfig, rewards: Sequence[RewardSpec]) -> list[Guard]:
             steps=max(10, -(-500 // completions)),
             message=lambda bad, share, run: (
                 f"for {bad} steps most of what was learned ({share:.0%} of the advantages in the last) came from "
-                "groups without a success (run.headline), whose other rewards alone differ: the run learns these. "
-                "Lower their weights, or mix in rows that are answered right at times"
+                "groups without a success, whose other rewards alone differ: the run learns these. Set outcome: true "
+                "on the reward that says what is right, or mix in rows that are answered right at times"
             ),
         ),
         Guard(  # measured before a step's first update; in bfloat16 a few after it may honestly be 0

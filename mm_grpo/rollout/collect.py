@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from mm_grpo.algorithm.advantages import Objective, advantages
 from mm_grpo.algorithm.kl import completion_kl, penalised
 from mm_grpo.algorithm.turn_advantages import turn_advantages
+from mm_grpo.rewards.outcome import gated
 from mm_grpo.rollout.engine import Sampling, answered, requests_for, require_answers, stream_of
 from mm_grpo.rollout.group_metrics import completion_tokens, group_metrics, task_metrics
 from mm_grpo.rollout.prompts import StepPrompts
@@ -399,12 +400,9 @@ def has_zero_std(group: Group, specs: Sequence[RewardSpec], config: AlgorithmCon
 
 def objectives(groups: Sequence[Group], specs: Sequence[RewardSpec]) -> list[Objective]:
     """The rewards that totals are made of, each with its weight and its scores [P][G] as they enter a total."""
+    parts = [gated(specs, g.parts) for g in groups]
     return [
-        Objective(
-            spec.weight,
-            [g.parts[spec.name] for g in groups],
-            spec.name,
-        )
+        Objective(spec.weight, [part[spec.name] for part in parts], spec.name)
         for spec in specs
         if spec.weight != 0
     ]

@@ -1,7 +1,8 @@
 """Which completions are a success, and what of a step's advantages comes from groups without one.
 
-Success is what `run.headline` says: a score of that reward of at least its mark, or of HALF where it has none (`iou
-mean`). Without a headline the reward of the greatest weight that applies to the completion has to score HALF.
+Success is a score of at least a mark: by the reward with `outcome` that applies to the completion; else by that of
+`run.headline`, whose mark is HALF where it has none (`iou mean`); without a headline by the reward of the greatest
+weight that applies, with HALF.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from mm_grpo.rewards.options import HALF
 from mm_grpo.rollout.eval_metric import EvalMetric
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.types import Group
-
-HALF = 0.5
-"""The mark of a reward that nobody gave one: half of the range from 0 to 1, which all that ship have for an answer."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,11 @@ class Success:
     def of(cls, config: GRPOConfig, specs: Sequence[RewardSpec]) -> Success:
         """What counts as success in a run. ConfigError where `run.headline` names none of its rewards."""
         headline = EvalMetric.of(config, [spec.name for spec in specs])
+        outcomes = [(spec.name, mark) for spec in specs if (mark := spec.options.mark) is not None]
         if headline.name is not None:
-            return cls([(headline.name, HALF if headline.mark is None else headline.mark)])
+            return cls([*outcomes, (headline.name, HALF if headline.mark is None else headline.mark)])
         heaviest = sorted((spec for spec in specs if spec.weight > 0), key=lambda spec: -spec.weight)
-        return cls([(spec.name, HALF) for spec in heaviest])
+        return cls([*outcomes, *((spec.name, HALF) for spec in heaviest)])
 
     def scores(self, group: Group) -> list[tuple[float, bool]]:
         """Of each completion that such a reward applies to its score, and whether it is a success."""
