@@ -137,6 +137,9 @@ class DataConfig(Section):
     step, drop leaves the row out and counts it, of each source a tenth at most. Default: stop."""
     shuffle: bool = True
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
+    pass_rate: Number | None = Field(default=None, gt=0, le=1)
+    """Draw rows by their pass rates from the second pass on, those near one half most (docs/data.md): what the newest
+    group counts in the running estimate, > 0 and <= 1, such as 0.5; null draws each once a pass. Default: null."""
     system_prompt: str | None = None
     """System message put before rows that have none; null is no such message. Default: null."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(plain_mapping)] = Field(

@@ -17,13 +17,12 @@ from mm_grpo.health.history import History
 from mm_grpo.rewards.spec import RewardSpec
 
 PHANTOM = 0.5
-"""Share of a step's advantages from groups without a success from which the guard counts it. At half the update is as
-much about other rewards as about answers; below, answers outweigh them. A share of 0 is no aim: where one answer in
-ten is right, 43 % of groups of 8 have none, and a format that is still learned differs in them by right."""
+"""Share of a step's advantages in groups without a success from which a step is bad: below half, answers outweigh other
+rewards. A share of 0 is no aim: where one answer in ten is right, 43 % of groups of 8 have none."""
 FORMAT_STEPS = 20
 """Steps at the start of a run that the guard leaves out: a base that has yet to learn the form of an answer has no
-success then, and what it learns is the form. Once that is learned, equal scores leave such groups no advantages, and
-the share falls by itself; where it does not in half as many steps again, there is something else to win."""
+success, and learns the form. Once it has, equal scores leave such groups no advantages, and the share falls by itself;
+where it does not in half as many steps again, there is something else to win."""
 
 
 @dataclass

@@ -109,12 +109,12 @@ class RewardOptions(Section):
 
     def may_meet(self, other: RewardOptions) -> bool:
         """Whether some row may be one that both are for: no column has to hold different values."""
+        own, others = self._whens, other._whens
+        return all(own[column] & others[column] for column in own.keys() & others.keys())
 
-        def values(options: RewardOptions, column: str) -> set[tuple[type, Any]]:
-            return {(type(value), value) for value in options.when[column]}
-
-        both = self.when.keys() & other.when.keys()
-        return all(values(self, column) & values(other, column) for column in both)
+    @property
+    def _whens(self) -> dict[str, set[tuple[type, Any]]]:
+        return {column: {(type(value), value) for value in values} for column, values in self.when.items()}
 
     @property
     def mark(self) -> float | None:

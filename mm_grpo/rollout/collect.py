@@ -188,12 +188,20 @@ class Collector:
 
     def prompts_at(self, places: Sequence[tuple[int, int, int]]) -> list[Prompt]:
         """The prompts of (step, slot, attempt), which were made before and are not too long."""
-        most = self.config.rollout.max_attempts
-        rows = [
-            self.order.spare(step, attempt, slot, most) if attempt else self.order.rows(step)[slot]
-            for step, slot, attempt in places
-        ]
+        rows = [self._row(*place) for place in places]
         return self.prompt_builder.prompts(self.dataset, dict(enumerate(rows))).prompts
+
+    def pass_rates(self, rollout: Rollout) -> list[tuple[int, float]]:
+        """On the first process: the row of each sampled group, and its share of successes where one is known."""
+        shares = [
+            (self._row(rollout.step, g.slot, g.attempt), self.success.share(g)) for g in rollout.sampled
+        ]
+        return [(row, share) for row, share in shares if share is not None]
+
+    def _row(self, step: int, slot: int, attempt: int) -> int:
+        if attempt:
+            return self.order.spare(step, attempt, slot, self.config.rollout.max_attempts)
+        return self.order.rows(step)[slot]
 
     def own_rows(self, step: int) -> dict[int, int]:
         """The row of each of this process's slots, at the first attempt of a step; none after the last step."""

@@ -23,32 +23,25 @@ def of(scores: dict[str, Any]) -> Any:
     return lambda completion: scores[completion]
 
 
-def entries(outcome: Any, **shape: Any) -> list[Any]:
-    return [named("shape", of(SHAPE), weight=0.2, **shape), named("right", of(RIGHT), outcome=outcome)]
+def entries(outcome: Any, weight: float = 0.2) -> list[Any]:
+    return [named("shape", of(SHAPE), weight=weight), named("right", of(RIGHT), outcome=outcome)]
 
 
 @pytest.mark.parametrize(
-    ("outcome", "totals"),
+    ("outcome", "weight", "totals"),
     [
-        (False, [1.2, 0.3, 0.6, 0.2]),
-        (True, [1.2, 0.3, 0.4, 0.2]),  # c: 0.4 is below 0.5; d: it does not apply, and gates nothing
-        (0.4, [1.2, 0.3, 0.6, 0.2]),
-        (1, [1.2, 0.3, 0.4, 0.2]),  # b: a penalty stays
+        (False, 0.2, [1.2, 0.3, 0.6, 0.2]),
+        (True, 0.2, [1.2, 0.3, 0.4, 0.2]),  # c: 0.4 is below 0.5; d: it does not apply, and gates nothing
+        (0.4, 0.2, [1.2, 0.3, 0.6, 0.2]),
+        (1, 0.2, [1.2, 0.3, 0.4, 0.2]),  # b: a penalty stays
+        (1, -0.2, [0.8, 0.5, 0.2, -0.2]),  # b: and what a negative weight makes a gain goes
     ],
 )
-def test_gains_are_withheld_where_the_outcome_is_no_success(rows, outcome, totals):
-    scores = Scorer(entries(outcome)).score(*rows(TEXTS), step=1)
+def test_gains_are_withheld_where_the_outcome_is_no_success(rows, outcome, weight, totals):
+    scores = Scorer(entries(outcome, weight)).score(*rows(TEXTS), step=1)
     assert scores.totals == pytest.approx(totals)
     assert scores.parts == {"shape": [1.0, -1.0, 1.0, 1.0], "right": [1.0, 0.5, 0.4, None]}
     assert scores.metrics["rewards/shape/mean"] == 0.5
-
-
-def test_what_a_negative_weight_makes_a_gain_is_withheld_too(rows):
-    shape = named("shape", of(SHAPE), weight=-1.0)
-    scores = Scorer([shape, named("right", of(dict.fromkeys(TEXTS, 0.0)), outcome=True)]).score(
-        *rows(TEXTS), step=1
-    )
-    assert scores.totals == [-1.0, 0.0, -1.0, -1.0]
 
 
 def test_a_wrong_conversation_gains_in_none_of_its_turns(rows):
