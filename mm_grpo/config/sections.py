@@ -137,6 +137,9 @@ class DataConfig(Section):
     step, drop leaves the row out and counts it, of each source a tenth at most. Default: stop."""
     shuffle: bool = True
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
+    pass_rate: Number | None = Field(default=None, gt=0, le=1)
+    """Draw rows by their pass rates from the second pass on, those near one half most (docs/data.md): what the newest
+    group counts in the running estimate, > 0 and <= 1, such as 0.5; null draws each once a pass. Default: null."""
     system_prompt: str | None = None
     """System message put before rows that have none; null is no such message. Default: null."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(plain_mapping)] = Field(
@@ -557,8 +560,8 @@ class RunConfig(Section):
     ] = Field(default_factory=dict)
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
-    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused.
-    Default: {}."""
+    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused,
+    phantom_advantage. Default: {}."""
     profile: ProfileChoice = False
     """Print where the time goes and write trace.json: true (of 10 steps), a number of steps, or torch, which adds
     torch's own trace of an update (docs/report.md). Default: false."""

@@ -17,6 +17,7 @@
     images    one image source → an upright RGB picture within the limits
     mixture   several sources as one dataset, each with its weight and settings
     mixture_order   which rows of which source fill the slots of a step
+    pass_rate_order which rows fill the slots of a step, where those near a pass rate of one half come more often
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
     lazy_image   a picture that is drawn when its pixels are first asked for
     shapes    a task whose images are drawn, without any download

@@ -4,6 +4,7 @@
 - `registry.py`   rewards by name: the `@reward` decorator, the table of built-ins
 - `resolve.py`    from a config entry (name, file, module, mapping, callable) to a spec
 - `options.py`    how a reward is run: isolation, time-out, its rows, gates, errors masked or not
+- `outcome.py`    the gate of a reward that says what is right: the others pay nothing where it is no success
 - `required_columns.py` what rewards ask of a dataset's columns, also those that are for some rows only
 - `scorer.py`     `Scorer`: all rewards over one step's completions; totals, raw parts, metrics
 - `call.py`       one call of one function: its arguments by name, the checks of its answer

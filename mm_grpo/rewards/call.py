@@ -12,7 +12,6 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
@@ -292,11 +291,6 @@ class RewardCalls:
     seconds: float = 0.0
     turns: dict[int, list[float | None]] = field(default_factory=dict)
     """Of a reward with `per_turn`, by row the scores of its turns, of which `scores` holds the sum."""
-
-    @cached_property
-    def weighted(self) -> list[float | None]:
-        """The scores as they enter the totals; read when all calls are settled."""
-        return [None if score is None else self.spec.weight * score for score in self.scores]
 
     def answered(self, call: Call, answer: Any) -> None:
         """Take the raw answer of a call that this process made."""

@@ -1,4 +1,4 @@
-"""The options of a reward: isolation, time-out, error handling, the rows it is for, and gates.
+"""The options of a reward: isolation, time-out, error handling, the rows it is for, gates and outcomes.
 
 `RewardOptions` declares and checks them, for `@reward(...)` and for an entry of the config alike; an entry's win over
 the decorator's. To add one: a field with its docstring, and its use.
@@ -13,14 +13,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 
 from mm_grpo.config.messages import Accepts, Section
 from mm_grpo.config.values import Number
 from mm_grpo.errors import ConfigError, RewardError
+from mm_grpo.types import is_number
 
 Action = Literal["stop", "mask"]
 
+HALF = 0.5
+"""The mark of a success where none is given: half of the range from 0 to 1, which all that ship have for an answer."""
 ISOLATED_TIMEOUT = 120.0
 """The time-out of an isolated reward that sets none, in seconds for all its calls of a step."""
 
@@ -38,6 +41,12 @@ def _columns(value: Any) -> Any:
     return (
         {column: _tuple(values) for column, values in value.items()} if isinstance(value, Mapping) else value
     )
+
+
+def _mark(value: Any) -> bool | float:
+    if not isinstance(value, bool) and not is_number(value):
+        raise ValueError
+    return value
 
 
 Values = Annotated[tuple[str | bool | int | float | None, ...], Field(min_length=1)]
@@ -74,6 +83,13 @@ class RewardOptions(Section):
         Accepts("the name of another reward, or a list of names"),
     ] = ()
     """Names of other rewards; where one of them does not score above 0, this one does not apply. Default: none."""
+    outcome: Annotated[
+        bool | float,
+        PlainValidator(_mark),
+        Accepts("true, false, or the least score of a success, such as 0.5"),
+    ] = False
+    """The reward says whether the answer is right: a completion to which it gives less than its mark, 0.5 with true,
+    gains nothing from the others (`outcome.py`). Default: false."""
     completions: Literal["messages", "text"] | None = None
     """What a batch function gets: "messages", as TRL's do, or "text", as ms-swift's do. Default: messages where prompts
     are messages, and text for a class derived from one named ORM."""
@@ -90,6 +106,22 @@ class RewardOptions(Section):
             any(type(value) is type(columns.get(column)) and value == columns.get(column) for value in values)
             for column, values in self.when.items()
         )
+
+    def may_meet(self, other: RewardOptions) -> bool:
+        """Whether some row may be one that both are for: no column has to hold different values."""
+        own, others = self._whens, other._whens
+        return all(own[column] & others[column] for column in own.keys() & others.keys())
+
+    @property
+    def _whens(self) -> dict[str, set[tuple[type, Any]]]:
+        return {column: {(type(value), value) for value in values} for column, values in self.when.items()}
+
+    @property
+    def mark(self) -> float | None:
+        """The least score of a success; None where the reward is no outcome."""
+        if isinstance(self.outcome, bool):
+            return HALF if self.outcome else None
+        return self.outcome
 
     @property
     def deadline(self) -> float | None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mm_grpo.errors import RewardError, did_you_mean
 from mm_grpo.rewards.call import Batch, Call, RewardCalls, TrainerState
 from mm_grpo.rewards.options import Action
+from mm_grpo.rewards.outcome import Scored, check_outcomes, gated
 from mm_grpo.rewards.plain import run_plain
 from mm_grpo.rewards.required_columns import column_faults, routing_faults
 from mm_grpo.rewards.resolve import Entry, resolve_entries
@@ -99,6 +100,7 @@ class Scorer:
         self._loop: BackgroundLoop | None = None
         self._pool: WorkerPool | None = None
         self._levels = _levels(self.specs)
+        check_outcomes(self.specs)
         self._scoring, self._beginning = threading.Lock(), threading.Lock()
         for spec in self.specs:
             if spec.options.per_turn and not several_turns:
@@ -298,8 +300,14 @@ class Scorer:
     def _scores(self, batch: Batch, results: Mapping[str, RewardCalls]) -> Scores:
         # A part of weight 0 is only watched: alone it would make an invented 0.
         counted = [one for one in results.values() if one.spec.weight != 0]
-        parts = [one.weighted for one in counted]
-        totals = [total_of([part[row] for part in parts]) for row in range(len(batch.completions))]
+        entering = gated(self.specs, {name: one.scores for name, one in results.items()})
+        weighted = {
+            one.spec.name: [None if s is None else one.spec.weight * s for s in entering[one.spec.name]]
+            for one in counted
+        }
+        totals = [
+            total_of([part[row] for part in weighted.values()]) for row in range(len(batch.completions))
+        ]
         metrics: dict[str, float] = {}
         for name, one in results.items():
             metrics.update(_metrics(name, one))
@@ -314,21 +322,29 @@ class Scorer:
             metrics=metrics,
             extra={column: values for column, (_, values) in batch.extra.items()},
             turns=[
-                _turn_totals(row, len(done.turn_lengths), [] if totals[row] is None else counted)
+                _turn_totals(row, len(done.turn_lengths), [] if totals[row] is None else counted, weighted)
                 for row, done in enumerate(batch.completions)
             ],
         )
 
 
-def _turn_totals(row: int, turns: int, counted: Iterable[RewardCalls]) -> tuple[float | None, ...]:
-    """The total of each turn of one completion, as `_scores` makes that of all of it."""
+def _turn_totals(
+    row: int, turns: int, counted: Iterable[RewardCalls], weighted: Scored
+) -> tuple[float | None, ...]:
+    """The total of each turn of one completion, as `_scores` makes that of all of it.
+
+    Where an outcome withholds the gain of a whole conversation, the reward is 0 in each of its turns.
+    """
     parts: list[list[float | None]] = [[] for _ in range(turns)]
     for one in counted if turns else ():
         scores: list[float | None]
+        entered = weighted[one.spec.name][row]
         if row in one.turns:
-            scores = [None if score is None else one.spec.weight * score for score in one.turns[row]]
+            withheld = entered == 0 and one.scores[row] != 0
+            factor = 0.0 if withheld else one.spec.weight
+            scores = [None if score is None else factor * score for score in one.turns[row]]
         else:  # a score that is one for all turns is paid when the conversation has ended
-            scores = [*[None] * (turns - 1), one.weighted[row]]
+            scores = [*[None] * (turns - 1), entered]
         for own, value in zip(parts, scores, strict=True):
             own.append(value)
     return tuple(map(total_of, parts))

@@ -3,6 +3,7 @@
     collect              the groups of a step: prompts, completions, rewards, advantages; early scoring
     evaluate             how well the model answers a set of rows, with its images and without
     eval_metric          what evaluations are judged by, with intervals; pass@k
+    success              which completions are a success; advantages of groups without one
     group_metrics        metrics of scored groups, and the same by the column `task`
     prompts              which prompts a step asks, and what happens to one that is too long
     prefetch             prompts of the next rows, made in background threads

@@ -29,9 +29,11 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from mm_grpo.algorithm.advantages import Objective, advantages
 from mm_grpo.algorithm.kl import completion_kl, penalised
 from mm_grpo.algorithm.turn_advantages import turn_advantages
+from mm_grpo.rewards.outcome import gated
 from mm_grpo.rollout.engine import Sampling, answered, requests_for, require_answers, stream_of
 from mm_grpo.rollout.group_metrics import completion_tokens, group_metrics, task_metrics
 from mm_grpo.rollout.prompts import StepPrompts
+from mm_grpo.rollout.success import Success
 from mm_grpo.timing import timed
 from mm_grpo.types import Completion, Group, Prompt
 
@@ -148,6 +150,7 @@ class Collector:
         self.max_steps = plan.max_steps
         self.prompt_builder, self.engine, self.scorer, self.ranks = prompt_builder, engine, scorer, ranks
         self.version, self.reference_logprobs = version, reference_logprobs
+        self.success = Success.of(config, scorer.specs)
         self.sampling = Sampling(config.rollout.max_completion_length, config.rollout.temperature)
 
     def prompts(self, rollout: Rollout) -> StepPrompts:
@@ -185,12 +188,20 @@ class Collector:
 
     def prompts_at(self, places: Sequence[tuple[int, int, int]]) -> list[Prompt]:
         """The prompts of (step, slot, attempt), which were made before and are not too long."""
-        most = self.config.rollout.max_attempts
-        rows = [
-            self.order.spare(step, attempt, slot, most) if attempt else self.order.rows(step)[slot]
-            for step, slot, attempt in places
-        ]
+        rows = [self._row(*place) for place in places]
         return self.prompt_builder.prompts(self.dataset, dict(enumerate(rows))).prompts
+
+    def pass_rates(self, rollout: Rollout) -> list[tuple[int, float]]:
+        """On the first process: the row of each sampled group, and its share of successes where one is known."""
+        shares = [
+            (self._row(rollout.step, g.slot, g.attempt), self.success.share(g)) for g in rollout.sampled
+        ]
+        return [(row, share) for row, share in shares if share is not None]
+
+    def _row(self, step: int, slot: int, attempt: int) -> int:
+        if attempt:
+            return self.order.spare(step, attempt, slot, self.config.rollout.max_attempts)
+        return self.order.rows(step)[slot]
 
     def own_rows(self, step: int) -> dict[int, int]:
         """The row of each of this process's slots, at the first attempt of a step; none after the last step."""
@@ -258,6 +269,9 @@ class Collector:
                 }
                 flat = [has_zero_std(group, specs, algorithm) for group in final]
                 rollout.metrics["advantages/frac_zero"] = fmean(flat)
+                phantom = self.success.phantom_share(replace(group, **given[group.slot]) for group in final)
+                if phantom is not None:
+                    rollout.metrics["advantages/phantom_share"] = phantom
                 zeros = {"advantages": (0.0,) * self.seeds.generations}
                 rollout.sampled = [
                     replace(g, **(given[g.slot] if g is last[g.slot] else zeros)) for g in rollout.sampled
@@ -394,12 +408,9 @@ def has_zero_std(group: Group, specs: Sequence[RewardSpec], config: AlgorithmCon
 
 def objectives(groups: Sequence[Group], specs: Sequence[RewardSpec]) -> list[Objective]:
     """The rewards that totals are made of, each with its weight and its scores [P][G] as they enter a total."""
+    parts = [gated(specs, g.parts) for g in groups]
     return [
-        Objective(
-            spec.weight,
-            [g.parts[spec.name] for g in groups],
-            spec.name,
-        )
+        Objective(spec.weight, [part[spec.name] for part in parts], spec.name)
         for spec in specs
         if spec.weight != 0
     ]

@@ -54,6 +54,8 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     longest = config.data.max_prompt_length
     if config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest):
         flat["optim.max_tokens_per_pack"] = config.optim.max_tokens_per_pack
+    if config.data.pass_rate is not None:  # it says what a success is
+        flat["run.headline"] = config.run.headline
     steps = config.run.max_steps
     cut = steps is not None and config.optim.warmup_steps > config.updates_in(steps)
     if (

@@ -79,6 +79,7 @@ GATED = [
 ]
 BOTH = ["exact_match", {"name": "length", "max_length": 9}]
 DROPPED, SOME = {"sampling/masked_ratio": 1.0}, {"sampling/masked_ratio": 0.9}
+PHANTOM = {"advantages/phantom_share": 0.5}
 OFF_POLICY = {"sampling/off_policy_ratio": 0.9}
 STILL, WARM_UP = {"kl": 0.0}, {"kl": 0.0, "learner/update_norm": 0.0}
 START = [(1, entropy(0.5)), (1, entropy(0.3)), (3, entropy(0.4))]  # 0.4 on average
@@ -195,6 +196,14 @@ CASES: dict[str, tuple[Steps, str, list[tuple[int, str]], dict[str, Any]]] = {
         [(40, tools(0.0))], "tools_unused", [(10, "warn")], {"algorithm": {"beta": 0.0}},
     ),
     "a call in ten": ([(9, tools(0.0)), (1, tools(0.1))] * 4, "", [], {}),
+    "other rewards alone differ": ([(40, PHANTOM)], "phantom_advantage", [(30, "warn")], {}),
+    "they do until the format is learned": ([(29, PHANTOM), (60, {"advantages/phantom_share": 0.4})], "", [], {}),
+    "they do, 16 completions a step": (
+        [(60, PHANTOM)], "phantom_advantage", [(52, "warn")], {"rollout": {"prompts_per_step": 2}},
+    ),
+    "steps without advantages between": (
+        [(25, PHANTOM), (9, OK), (5, PHANTOM)], "phantom_advantage", [(39, "warn")], {},
+    ),
     "the demo sees": (DEMO, "", [], {}),
     "swapped images": (SWAPPED, LOST, [(6, "warn")], {}),
     "swapped images, measured at every tenth step": (
