@@ -142,12 +142,9 @@ class Learner:
         times = dict[str, float]()
         if credit is not None:  # before features are kept, for nothing else runs the controls
             with timed(times, "time/credit"):
-                wanted, as_masked = (
-                    acting(groups, minibatches),
-                    masked if credit.control == "masked" else None,
-                )
-                given = groups, wanted, self.config, self.processor, self.ranks, as_masked
-                controlled = self._run(after_controls(*given), self.module)[0]
+                wanted, hidden = acting(groups, minibatches), masked if credit.control == "masked" else None
+                items = after_controls(groups, wanted, self.config, self.processor, self.ranks, hidden)
+                controlled = self._run(items, self.module)[0]
         self._keep_features(len(minibatches))
         logprobs = LogProbs([c.logprobs for g in groups for c in g.completions])
         if self.reference is not None and not algorithm.kl_in_reward:

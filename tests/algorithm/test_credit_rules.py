@@ -28,11 +28,8 @@ def test_pgpo_by_hand() -> None:
     assert own.tolist() == pytest.approx([2.8 * 5 / 8, 0.0, 5 / 8, 4 * 5 / 8, 0.2 * 5 / 8])
     assert other.tolist() == pytest.approx(own.tolist())  # a completion is its own scale
     assert pgpo([of(0.0, 3.0)], tau=1.0, beta=2.0)[0].tolist() == pytest.approx([0.0, 2.0])
-
-
-def test_pgpo_leaves_alone_what_does_not_depend_on_the_image() -> None:
     flat, single = pgpo([of(0.0, 9e-5, 2e-5), of(4.0)], tau=0.4, beta=2.0)
-    assert flat.tolist() == [1.0, 1.0, 1.0] and single.tolist() == [1.0]
+    assert flat.tolist() == [1.0, 1.0, 1.0] and single.tolist() == [1.0]  # rounding decides nothing
 
 
 def test_vppo_by_hand() -> None:
@@ -57,16 +54,12 @@ def test_the_mass_of_a_group_is_kept() -> None:
     assert turns[0].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("rule", "options", "weights"),
-    [
-        ("pgpo", {}, [0.0, 2.0]),
-        ("pgpo", {"pgpo_tau": 1.0}, [0.0, 2.0]),
+def test_options_reach_their_rule() -> None:
+    cases = [
+        ("pgpo", {"pgpo_beta": 0.0}, [0.0, 2.0]),
         ("vppo", {}, [0.0, 1.0]),
         ("vppo", {"vppo_top_share": 1.0}, [1.0, 1.0]),
-    ],
-)
-def test_options_reach_their_rule(rule: str, options: dict[str, float], weights: list[float]) -> None:
-    config = AlgorithmConfig.model_validate({"credit": {"rule": rule}, "loss_options": options})
-    (found,) = RULES[rule]([of(0.0, 2.0)], [1.0], config)
-    assert found.tolist() == pytest.approx(weights)
+    ]
+    for rule, options, weights in cases:
+        config = AlgorithmConfig.model_validate({"credit": {"rule": rule}, "loss_options": options})
+        assert RULES[rule]([of(0.0, 2.0)], [1.0], config)[0].tolist() == weights

@@ -143,9 +143,11 @@ def test_conversations_and_text_alone_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"perception_coef = 0.3: must be 0 with"):
         config_for("x", algorithm=TERM, rollout={"environment": "zoom"}).check()
     rows = [{"prompt": f"say {i}", "answer": "a"} for i in range(5)]
-    with pytest.raises(ConfigError, match="none of 5 rows of the training set has an image"):
-        require_images(Dataset(rows, DataConfig()), "perception_coef", several_turns=False)
+    for field in ("perception_coef", "credit"):
+        with pytest.raises(ConfigError, match=f"{field}: none of 5 rows of the training set has an image"):
+            require_images(Dataset(rows, DataConfig()), field, several_turns=False)
     pictured = [*rows, {"prompt": "what is it", "images": [tiny.picture(1)], "answer": "a"}]
     require_images(Dataset(pictured, DataConfig()), "perception_coef", several_turns=False)
     with pytest.raises(ConfigError, match="must be 0 in conversations of several turns"):
         require_images(Dataset(pictured, DataConfig()), "perception_coef", several_turns=True)
+    require_images(Dataset(pictured, DataConfig()), "credit", several_turns=True)

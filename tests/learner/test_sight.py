@@ -138,9 +138,7 @@ def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(models: dict[st
         ({}, 4, []),
         ({3: Row(("a",))}, 4, []),
         ({0: Row(("a",)), 1: Row(("b",)), 2: Row(("c",))}, 4, [(0, 1), (1, 2), (2, 0)]),
-        (
-            {0: Row(("a", "b")), 1: Row(("a", "c")), 2: Row(("b", "a"))}, 4, [(0, 2), (1, 2), (2, 0)],
-        ),
+        ({0: Row(("a", "b")), 1: Row(("a", "c")), 2: Row(("b", "a"))}, 4, [(0, 2), (1, 2), (2, 0)]),
         ({0: Row(("a", "b", "a")), 1: Row(("b", "a"))}, 4, [(0, 1), (1, 0)]),
         ({i: Row((str(i),)) for i in range(10)}, 4, [(0, 1), (2, 3), (5, 6), (7, 8)]),
         (
@@ -149,10 +147,6 @@ def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(models: dict[st
         ),
         ({0: Row(("a",), "x"), 1: Row(("a",), "y"), 2: Row(("b",), "x")}, None, [(0, 2), (1, 2), (2, 1)]),
         ({0: Row(("a",), wants=False), 1: Row(("b",)), 2: Row(("c",))}, None, [(1, 2), (2, 0)]),
-    ],
-    ids=[
-        "none", "one", "shifted", "every image differs", "fewer images", "spread", "another answer",
-        "images come first", "some want none",
     ],
 )  # fmt: skip
 def test_which_rows_lend_their_images(rows: Any, count: int | None, pairs: list[tuple[int, int]]) -> None:
@@ -163,12 +157,12 @@ def test_the_right_answer_of_a_row_decides_who_lends(models: dict[str, Any]) -> 
     """Row 0 would be given the images of 2, which has its answer; 3 has another."""
     learner = learner_of(models["qwen2_5_vl"])
     groups = make_groups(learner.processor)
-    answers = ({"answer": "a"}, {}, {"solution": "a", "answer": "z"}, {"solution": "b"})
-    told = [
-        replace(g, prompt=replace(g.prompt, sample=replace(g.prompt.sample, columns=columns)))
-        for g, columns in zip(groups, answers, strict=True)
-    ]
-    assert [one.other for one in measure(told, learner, PACK, Ranks())] == ["r:3", "r:3", "r:0"]
+    answers = {0: {"answer": "a"}, 2: {"solution": "a", "answer": "z"}, 3: {"solution": "b"}}
+    for slot, columns in answers.items():
+        prompt = groups[slot].prompt
+        told = replace(prompt, sample=replace(prompt.sample, columns=columns))
+        groups[slot] = replace(groups[slot], prompt=told)
+    assert [one.other for one in measure(groups, learner, PACK, Ranks())] == ["r:3", "r:3", "r:0"]
 
 
 def test_the_standard_error_is_that_of_groups() -> None:
