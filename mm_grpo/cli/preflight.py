@@ -14,7 +14,8 @@ import typer
 
 from mm_grpo.cli.configs import Config, Overrides, Smoke, load_config, refuse_missing_data, to_smoke
 from mm_grpo.cli.imports import heavy_imports
-from mm_grpo.files import temporary_folder
+from mm_grpo.errors import ConfigError
+from mm_grpo.files import OutputFile, temporary_folder
 
 
 def check(
@@ -29,11 +30,25 @@ def check(
         str | None, typer.Option(metavar="FILE.html", help="Also write a page of what the model sees.")
     ] = None,
     page_rows: Annotated[int, typer.Option(min=1, help="Rows of each set on the page.")] = 20,
+    pass_rate: Annotated[
+        int | None, typer.Option(min=1, help="Also answer training rows so many times with the model.")
+    ] = None,
+    pass_rate_rows: Annotated[int, typer.Option(min=1, help="Rows for that, evenly spread.")] = 100,
+    pass_rate_bounds: Annotated[
+        str, typer.Option(metavar="LOW,HIGH", help="Pass rates of the rows to keep.")
+    ] = "0.1,0.9",
+    pass_rate_file: Annotated[
+        str | None, typer.Option(metavar="FILE.jsonl", help="Write those rows, for data.train.")
+    ] = None,
 ) -> None:
     """Load every row, make every prompt and try every reward on right and wrong answers; train nothing."""
     loaded = load_config(config, overrides or [])
     if not smoke:
         refuse_missing_data(loaded, config)
+    bounds = _bounds(pass_rate_bounds)
+    if pass_rate_file is not None and pass_rate is None:
+        raise ConfigError("--pass-rate-file: needs --pass-rate N, the answers to each row")
+    file = None if pass_rate_file is None else OutputFile("--pass-rate-file", pass_rate_file, mark=None)
     with heavy_imports():
         from mm_grpo.preflight.check import check_config
 
@@ -41,8 +56,23 @@ def check(
         if smoke:
             loaded = to_smoke(loaded, config, overrides or [], work, loaded.run.dir)
         passed = check_config(loaded, call_judges=call_judges, rows=rows, page=page, page_rows=page_rows)
+        if passed and pass_rate is not None:
+            from mm_grpo.preflight.pass_rates import measure
+            from mm_grpo.run.progress import Progress
+
+            measure(loaded, pass_rate, pass_rate_rows, bounds, file, Progress(0).evaluating)
     if not passed:
         raise typer.Exit(2)
+
+
+def _bounds(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        low, high = 1.0, 0.0
+    if not 0 <= low <= high <= 1:
+        raise ConfigError(f"--pass-rate-bounds {text}: must be two shares from 0 to 1, as 0.1,0.9")
+    return low, high
 
 
 def doctor(

@@ -3,6 +3,7 @@
 check         `mm-grpo check`: every row made into a prompt, every reward called
 gold_answers  rewards on right and on wrong answers of the rows
 gold_text     the right answer of a row to a reward
+pass_rates    `mm-grpo check --pass-rate`: how often the model answers rows right
 doctor        `mm-grpo doctor`: engine against learner, before and after a real update
 memory        what one process of a run holds of its device, estimated
 estimate      `mm-grpo estimate`: that, from the model's config alone, and what makes it fit

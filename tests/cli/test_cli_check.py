@@ -48,6 +48,38 @@ def test_a_sound_config_passes_with_a_table_of_scores(command: Any, job: Path) -
     assert not (job.parent / "run").exists()
 
 
+@pytest.mark.slow
+def test_pass_rates_are_shown_and_rows_within_bounds_are_written_for_data_train(
+    command: Any, job: Path
+) -> None:
+    """Red rows are answered right by chance, the others never. An async reward is not judged beforehand."""
+    (job.parent / "odd.py").write_text(
+        "async def odd(completion_ids, completion, answer):\n"
+        "    return float(answer == 'red' and sum(completion_ids) % 2)\n"
+    )
+    rows, odd = job.parent / "kept.jsonl", f"rewards=[{job.parent}/odd.py:odd]"
+    asked = (
+        "check",
+        job,
+        odd,
+        "--pass-rate",
+        16,
+        "--pass-rate-bounds",
+        "0.01,0.99",
+        "--pass-rate-file",
+        rows,
+    )
+    result = command(*asked)
+    assert result.code == 0 and "pass rates of 4 of 4 rows" in result.out
+    assert "0.0 - 0.1      2" in result.out and f"{rows}: 2 rows" in result.out
+    again = load_train(GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": str(rows)}}))
+    first = load_train(GRPOConfig.from_yaml(job))
+    assert [again.sample(at).columns["answer"] for at in (0, 1)] == ["red", "red"]
+    assert again.sample(1).images[0].tobytes() == first.sample(2).images[0].tobytes()
+    assert command(*asked).code == 2  # the file stays
+    assert command("check", job, "--pass-rate", 2, "--pass-rate-bounds", "0.9,0.1").code == 2
+
+
 def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, job: Path) -> None:
     """Each source's rows by their own line, rewards on the rows that they are for, and the shares."""
     folder = job.parent

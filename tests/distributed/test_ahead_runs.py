@@ -9,7 +9,7 @@ from typing import Any
 import ahead_runs
 import pytest
 from helpers import processes
-from helpers.run_folders import assert_the_same_run, rollouts_of, write_config
+from helpers.run_folders import SHAPES, assert_the_same_run, rollouts_of, write_config
 
 from mm_grpo.rollout.seeds import SeedPlan
 
@@ -27,11 +27,8 @@ def test_in_lockstep_two_processes_make_the_run_of_one_and_one_goes_on_with_it(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     rollout = {"max_staleness": 2, "max_attempts": 2, "num_generations": 2}
-    changes: dict[str, Any] = {
-        "rollout": rollout,
-        "data": {"pass_rate": 0.5, "train": {"size": 8}},
-        "run": RUN,
-    }
+    data = {"pass_rate": 0.5, "train": {**SHAPES, "split": "train", "size": 8, "seed": 1}}
+    changes: dict[str, Any] = {"rollout": rollout, "data": data, "run": RUN}
     one = write_config(models["qwen2_5_vl"], tmp_path / "one", **changes)
     two = write_config(models["qwen2_5_vl"], tmp_path / "two", **changes)
     run(one, 1, tmp_path / "of-one")

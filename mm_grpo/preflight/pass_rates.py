@@ -1,0 +1,117 @@
+"""`mm-grpo check --pass-rate N`: how often the model answers training rows right before it is trained on them.
+
+A row is answered N times with the sampling of training, through the engine of the config, and its pass rate is the
+share of successes (rollout/success.py). Rows that are always or never solved teach nothing; those between can be
+written to a file, in the layout trl with images beside it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.build import build_sampler
+from mm_grpo.data.jsonl import write_jsonl
+from mm_grpo.data.sources import load_train
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.environments.toolbox import reward_entries, toolbox_of
+from mm_grpo.health.image_files import readable
+from mm_grpo.rewards.scorer import Scorer
+from mm_grpo.rollout.evaluate import answer_rows
+from mm_grpo.rollout.seeds import SeedPlan
+from mm_grpo.rollout.success import Success
+from mm_grpo.rollout.turns import sampler_of
+from mm_grpo.terminal import print_phase
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.files import OutputFile
+    from mm_grpo.types import Group
+
+BINS = 10
+
+
+def measure(
+    config: GRPOConfig,
+    samples: int,
+    rows: int,
+    bounds: tuple[float, float],
+    file: OutputFile | None,
+    report: Callable[[str, int, int], None],
+) -> None:
+    """Answer `rows` training rows, evenly spread, `samples` times each; print a histogram of their pass rates, and
+    write those within `bounds`, both included, to `file`. `report` is told how far it is."""
+    toolbox, ranks, shares = toolbox_of(config, None, None), Ranks(), dict[int, float]()
+    several = toolbox is not None
+    scorer = Scorer(reward_entries(config, None, toolbox), several_turns=several)
+    success = Success.of(config, scorer.specs)
+    all_rows = readable(
+        load_train(config, needs=scorer.check, turns=several), config.data.on_bad_image, ranks
+    )
+    chosen = spread(all_rows, rows)
+    if toolbox is not None:
+        toolbox.place(scorer.asking_for(("environment", "environments"), chosen.columns), processes=1)
+    scorer.conversational = all_rows.conversational
+    heat = {
+        "rollout.eval.num_generations": samples,
+        "rollout.eval.temperature": config.rollout.temperature,
+    }
+    config = config.with_values(heat)
+    parts = build_sampler(config, [chosen], toolbox=toolbox, phase=print_phase)
+    seeds = SeedPlan(config.run.seed, 1, max(samples, 2), 1, 1, config.rollout.max_turns if several else 1)
+    sampler = sampler_of(config, parts.processor, parts.engine, toolbox, seeds, lambda: 0)
+
+    def keep(groups: list[Group]) -> None:
+        known = ((group.slot, success.share(group)) for group in groups)
+        shares.update((row, share) for row, share in known if share is not None)
+
+    try:
+        scorer.start()
+        given = (parts.prompt_builder, sampler, scorer, config, 0, ranks)
+        answer_rows(chosen, *given, keep=keep, report=lambda done, of: report("pass rate", done, of))
+    finally:
+        parts.prompt_builder.close()
+        scorer.close()
+        if toolbox is not None:
+            toolbox.close()
+        parts.engine.close()
+    counts = Counter(min(int(share * BINS), BINS - 1) for share in shares.values())
+    print_phase(f"pass rates of {len(shares)} of {len(all_rows)} rows, {samples} answers each:")
+    for number in range(BINS):
+        print_phase(
+            f"  {number / BINS:.1f} - {(number + 1) / BINS:.1f}  {counts[number]:>5}  {bar(counts, number)}"
+        )
+    low, high = bounds
+    kept = [row for row, share in sorted(shares.items()) if low <= share <= high]
+    print_phase(f"within {low:g} and {high:g}: {len(kept)}")
+    if file is not None:
+        write_jsonl(plain_rows(chosen, kept), file.path)
+        print_phase(
+            f"{file.path}: {len(kept)} rows in the layout trl, prompts as the model gets them, columns by our names"
+        )
+
+
+def spread(dataset: Dataset, count: int) -> Dataset:
+    """So many rows, evenly spread over all; of a mixture those of its sources."""
+    picked = {at * len(dataset) // count for at in range(min(count, len(dataset)))}
+    if count >= len(dataset):
+        return dataset
+    parts, first = [], 0
+    for part in dataset.parts:
+        left_out = {at for at in range(len(part)) if first + at not in picked}
+        first += len(part)
+        parts.append(part.without(left_out))
+    return dataset.with_parts(parts)
+
+
+def bar(counts: Counter[int], number: int) -> str:
+    return "#" * round(40 * counts[number] / max(1, *counts.values()))
+
+
+def plain_rows(dataset: Dataset, rows: list[int]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        sample = dataset.sample(row)
+        images = {"images": list(sample.images)} if sample.images else {}
+        yield {"prompt": list(sample.messages), **images, **sample.columns}
