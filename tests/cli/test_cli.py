@@ -154,7 +154,6 @@ with kept_state("reward 'f'"):
 sys.argv = ["mm-grpo", *sys.argv[1:]]
 main()
 """
-    for arguments, exit_code in (("recipes", 0), ("recipes nothing", 2)):
-        command = [sys.executable, "-c", code, *arguments.split()]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert done.returncode == exit_code and ("zoom" in done.stdout) == (exit_code == 0)
+    command = [sys.executable, "-c", code, "recipes", "nothing"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "nothing" in done.stderr
