@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mm_grpo.config import GRPOConfig
 
 HEAD = """# Every field of the configuration
 
-Written by `python docs/make_config.py` from the fields' own descriptions. A config is a YAML file with
-these sections, the same tree in Python ([python.md](python.md)), and any field can be changed on the command
-line as `section.field=value`. Relative paths in a file are looked for beside it first. `mm-grpo config` prints what
-follows. Most runs set some of the fields in **bold** and leave the others.
+A config is a YAML file with these sections, or the same tree in Python ([python.md](python.md)); a command takes
+`section.field=value` too. Relative paths in a file are looked for beside it first. `mm-grpo config` prints what follows.
+Most runs set some of the fields in **bold** alone.
 
 `rewards` is a list: names (`exact_match`), places (`path/to/file.py:function`, `package.module:function`) or
 mappings (`{name: length, weight: 0.5, max_length: 200}`), whose further keys are the reward's arguments.
@@ -25,7 +25,8 @@ def page() -> str:
         section = field.path.rpartition(".")[0] or field.path
         head = f"\n## {section}\n\n| field | legal | default | meaning |\n|---|---|---|---|"
         name = f"**`{field.path}`**" if field.matters else f"`{field.path}`"
-        meaning = field.description.removesuffix(f" Default: {field.default}.")  # a column has it
+        meaning = field.description.removesuffix(f" Default: {field.default}.")  # columns have it, and bounds
+        meaning = re.sub(r", [<>]=? [\d.]+( and [<>]=? [\d.]+)?(?=[;.,])", "", meaning)
         cells = (name, field.type, f"`{field.default}`", meaning)
         row = "| " + " | ".join(escaped(cell) for cell in cells) + " |"
         tables.setdefault(section, [head]).append(row)

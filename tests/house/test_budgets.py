@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 45_750, "tests": 43_800}
+BUDGETS = {"mm_grpo": 46_550, "tests": 43_050}
 """Lines of Python at most."""
 SLACK = 400
 """Lines that a budget may stand above what there is."""
