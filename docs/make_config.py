@@ -13,8 +13,8 @@ A config is a YAML file with these sections, or the same tree in Python ([python
 `section.field=value` too. Relative paths in a file are looked for beside it first. `mm-grpo config` prints what follows.
 Most runs set some of the fields in **bold** alone.
 
-`rewards` is a list: names (`exact_match`), places (`path/to/file.py:function`, `package.module:function`) or
-mappings (`{name: length, weight: 0.5, max_length: 200}`), whose further keys are the reward's arguments.
+`rewards` is a list: names (`exact_match`), places (`path/to/file.py:function`, `package.module:function`) or mappings
+(`{name: length, weight: 0.5, max_length: 200}`) with the reward's arguments.
 """
 
 
