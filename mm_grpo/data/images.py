@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -230,14 +231,19 @@ def _read_file(name: str, where: str, max_bytes: int, image_dir: str | Path | No
 
 def _elsewhere(folder: str, name: str) -> str | None:
     """The folder near `folder` that holds the file: the one above, one in it, or one beside it."""
-    here = os.path.relpath(expand_home(folder))
-    near = (os.path.join(here, ".."), *_folders_in(here), *_folders_in(os.path.join(here, "..")))
-    found = (os.path.normpath(each) for each in near if os.path.isfile(os.path.join(each, name)))
+    here = os.path.abspath(expand_home(folder))
+    inside = (
+        _folders_in(each, os.stat(each).st_mtime_ns)
+        for each in (here, os.path.dirname(here))
+        if os.path.isdir(each)
+    )
+    near = (os.path.dirname(here), *chain.from_iterable(inside))
+    found = (os.path.relpath(each) for each in near if os.path.isfile(os.path.join(each, name)))
     return next(found, None)
 
 
 @lru_cache
-def _folders_in(folder: str) -> list[str]:
+def _folders_in(folder: str, changed: int) -> list[str]:
     return sorted(glob.glob(os.path.join(glob.escape(folder), "*", "")))
 
 

@@ -137,7 +137,7 @@ def test_rows_without_their_images_are_one_cause_with_the_folder_that_holds_them
         picture.rename(job.parent / "photos" / picture.name)
     lost = command("check", job)
     assert lost.code == 2 and lost.out.rstrip().endswith("1 problem(s)")
-    assert "4 of 4 rows" in lost.out and "data.image_dir=photos" in lost.out
+    assert "4 of 4 rows" in lost.out and "data.image_dir=photos" in lost.out, lost.out
     assert command("check", job, "data.image_dir=photos").code == 0
     (job.parent / "photos" / "2.png").write_bytes((job.parent / "photos" / "2.png").read_bytes()[:200])
     drop = ("data.image_dir=photos", "data.on_bad_image=drop")

@@ -212,6 +212,16 @@ def test_what_is_no_image_is_refused_by_its_row(source: Any, words: tuple[str, .
     assert message.startswith("train.jsonl:12: ") and all(word in message for word in words), message
 
 
+def test_the_folder_that_holds_a_file_is_looked_for_where_the_process_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / f"photos-{name}").mkdir(parents=True)
+        (tmp_path / name / f"photos-{name}" / "a.png").touch()
+        monkeypatch.chdir(tmp_path / name)
+        assert f"data.image_dir=photos-{name}" in refusal("a.png", image_dir=".")
+
+
 def test_animations_are_refused_and_phone_photos_are_not(red_blue: Image.Image) -> None:
     other = Image.new("RGB", (2, 1), WHITE)
     for kind in ("GIF", "TIFF", "PNG", "WEBP"):
