@@ -486,7 +486,7 @@ class OptimConfig(Section):
     """Optimizer updates that share out the prompts of a step, >= 1; at most rollout.prompts_per_step. Default: 1."""
     max_tokens_per_pack: int = Field(default=16384, ge=1)
     """Tokens in one forward and backward pass, >= 1; bounds the memory; changes no update, but for rows that
-    data.on_overlong drops. Default: 16384."""
+    data.on_overlong drops and controls of algorithm.credit that do not fit. Default: 16384."""
     gradient_checkpointing: bool | None = None
     """Compute activations twice, to hold fewer of them; null is true on a GPU and false on a CPU. Default: null."""
     zero_stage: Annotated[int, Accepts("0, 1 or 2")] = Field(default=2, ge=0, le=2)

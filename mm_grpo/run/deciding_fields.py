@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mm_grpo.config import GRPOConfig
+from mm_grpo.config import CreditConfig, GRPOConfig
 from mm_grpo.config.messages import Section, section_of
 from mm_grpo.terminal import redact
 
@@ -50,9 +50,10 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
 
     walk(config, redact(config.model_dump()), "")
     flat |= config.resolved_fields
-    # which rows are dropped goes by the pack where that is the narrower limit
-    longest = config.data.max_prompt_length
-    if config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest):
+    # by the pack goes which rows are dropped where that is the narrower limit, and which have a control of credit
+    longest, credit = config.data.max_prompt_length, config.algorithm.credit
+    drops = config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest)
+    if drops or (isinstance(credit, CreditConfig) and credit.control == "other_image"):
         flat["optim.max_tokens_per_pack"] = config.optim.max_tokens_per_pack
     if config.data.pass_rate is not None:  # it says what a success is
         flat["run.headline"] = config.run.headline
