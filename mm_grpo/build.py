@@ -10,7 +10,8 @@ engine itself, so that no run pays for one that it does not use.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
     from mm_grpo.learner.learner import Learner
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.processors.base import Processor
+    from mm_grpo.rewards.scorer import Scorer
     from mm_grpo.rollout.collect import Collector
     from mm_grpo.rollout.engine import RolloutEngine
     from mm_grpo.rollout.pipeline import Synchronous
+    from mm_grpo.rollout.turns import Sampler
     from mm_grpo.rollout.vllm.launch import EngineSettings
     from mm_grpo.rollout.weights import WeightLedger
 
@@ -265,6 +268,35 @@ def build_sampler(
     if replaced or engine.remote:  # servers may hold any weights
         WeightLedger().send(engine, merged_tensors(model), 0)
     return SamplerParts(processor, model, prompt_builder, engine, (limits,) if limits else ())
+
+
+@contextmanager
+def open_sampler(
+    config: GRPOConfig,
+    datasets: Iterable[Dataset],
+    scorer: Scorer,
+    toolbox: Toolbox | None,
+    *,
+    put_in: Callable[[Any], None] | None = None,
+    phase: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[PromptBuilder, Sampler]]:
+    """The prompt builder of `build_sampler` and its engine, with a `toolbox` a loop of turns over it, for answers as in
+    evaluation. After the block all is closed, `scorer` and `toolbox` too."""
+    from mm_grpo.rollout.turns import sampler_of
+
+    parts = build_sampler(config, datasets, toolbox=toolbox, put_in=put_in, phase=phase)
+    repeats = max(config.rollout.eval.num_generations, 2)
+    turns = config.rollout.max_turns if toolbox is not None else 1
+    seeds = SeedPlan(config.run.seed, 1, repeats, 1, 1, turns)
+    sampler = sampler_of(config, parts.processor, parts.engine, toolbox, seeds, lambda: 0)
+    try:
+        yield parts.prompt_builder, sampler
+    finally:
+        parts.prompt_builder.close()
+        scorer.close()
+        if toolbox is not None:
+            toolbox.close()
+        parts.engine.close()
 
 
 def _dtype_name(config: GRPOConfig) -> str:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.build import build_sampler
+from mm_grpo.build import open_sampler
 from mm_grpo.data.jsonl import write_jsonl
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
@@ -19,9 +19,7 @@ from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.health.image_files import readable
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.evaluate import answer_rows
-from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.rollout.success import Success
-from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.terminal import print_phase
 
 if TYPE_CHECKING:
@@ -47,36 +45,23 @@ def measure(
     several = toolbox is not None
     scorer = Scorer(reward_entries(config, None, toolbox), several_turns=several)
     success = Success.of(config, scorer.specs)
-    all_rows = readable(
-        load_train(config, needs=scorer.check, turns=several), config.data.on_bad_image, ranks
-    )
+    loaded = load_train(config, needs=scorer.check, turns=several)
+    all_rows = readable(loaded, config.data.on_bad_image, ranks)
     chosen = spread(all_rows, rows)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), chosen.columns), processes=1)
     scorer.conversational = all_rows.conversational
-    heat = {
-        "rollout.eval.num_generations": samples,
-        "rollout.eval.temperature": config.rollout.temperature,
-    }
-    config = config.with_values(heat)
-    parts = build_sampler(config, [chosen], toolbox=toolbox, phase=print_phase)
-    seeds = SeedPlan(config.run.seed, 1, max(samples, 2), 1, 1, config.rollout.max_turns if several else 1)
-    sampler = sampler_of(config, parts.processor, parts.engine, toolbox, seeds, lambda: 0)
+    as_trained = {"num_generations": samples, "temperature": config.rollout.temperature}
+    config = config.with_values({f"rollout.eval.{name}": value for name, value in as_trained.items()})
 
     def keep(groups: list[Group]) -> None:
         known = ((group.slot, success.share(group)) for group in groups)
         shares.update((row, share) for row, share in known if share is not None)
 
-    try:
+    with open_sampler(config, [chosen], scorer, toolbox, phase=print_phase) as (prompt_builder, sampler):
         scorer.start()
-        given = (parts.prompt_builder, sampler, scorer, config, 0, ranks)
+        given = (prompt_builder, sampler, scorer, config, 0, ranks)
         answer_rows(chosen, *given, keep=keep, report=lambda done, of: report("pass rate", done, of))
-    finally:
-        parts.prompt_builder.close()
-        scorer.close()
-        if toolbox is not None:
-            toolbox.close()
-        parts.engine.close()
     counts = Counter(min(int(share * BINS), BINS - 1) for share in shares.values())
     print_phase(f"pass rates of {len(shares)} of {len(all_rows)} rows, {samples} answers each:")
     for number in range(BINS):

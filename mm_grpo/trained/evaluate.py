@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.build import build_sampler
+from mm_grpo.build import open_sampler
 from mm_grpo.data.sources import load_eval
 from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
@@ -17,8 +17,6 @@ from mm_grpo.health.image_files import readable
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric, pass_at
 from mm_grpo.rollout.evaluate import Evaluation, RowScores, rows_by, sampling_of, summarise
-from mm_grpo.rollout.seeds import SeedPlan
-from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.trained.model import put_in
 from mm_grpo.trained.source import RunCheckpoint, WholeModel
@@ -88,16 +86,14 @@ def evaluate_config(
     model = config.model if found.config is None else found.config.model
     changed = config.model_copy(update={"model": model})
     put = partial(put_in, found=found) if isinstance(found, RunCheckpoint) else None
-    parts = build_sampler(changed, evaluations.datasets, toolbox=toolbox, put_in=put, phase=tell)
     repeats = config.rollout.eval.num_generations
-    turns = config.rollout.max_turns if toolbox is not None else 1
-    seeds = SeedPlan(config.run.seed, 1, max(repeats, 2), 1, 1, turns)
-    sampler = sampler_of(changed, parts.processor, parts.engine, toolbox, seeds, lambda: 0)
-    clock, results, groups = time.perf_counter(), dict[str, SetResult](), dict[str, dict[str, SetResult]]()
-    try:
+    results, groups = dict[str, SetResult](), dict[str, dict[str, SetResult]]()
+    opened = open_sampler(changed, evaluations.datasets, scorer, toolbox, put_in=put, phase=tell)
+    with opened as (prompt_builder, sampler):
+        clock = time.perf_counter()
         if ranks.first:
             scorer.start()
-        given = (parts.prompt_builder, sampler, scorer, ranks)
+        given = (prompt_builder, sampler, scorer, ranks)
         for name, scored, control, kind in evaluations.rows(given, 0, report=report):
             results[name] = _result(scored, control, kind, headline, repeats)
             if by is not None:
@@ -110,12 +106,6 @@ def evaluate_config(
                     value: _result(own, blind.get(value, []), kind, headline, repeats)
                     for value, own in split.items()
                 }
-    finally:
-        parts.prompt_builder.close()
-        scorer.close()
-        if toolbox is not None:
-            toolbox.close()
-        parts.engine.close()
     sampling = {**vars(sampling_of(config)), "num_generations": repeats, "seed": config.run.seed}
     seconds = time.perf_counter() - clock
     return Results(found.name, str(headline), sampling, results, by, groups, seconds, ranks.first)
