@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from mm_grpo.distributed.ranks import Ranks, start
 from mm_grpo.errors import ConfigError, GuardStop
 
 DEADLINE = 15.0
-"""Seconds that a process waits for the others."""
+"""Seconds that a process waits for the others, to join them."""
+LOOP_DEADLINE = 6.0
+"""The same while they exchange objects."""
 
 
 def join(folder: Path) -> Ranks:
@@ -52,6 +55,7 @@ def join(folder: Path) -> Ranks:
 
 
 def loop(folder: Path, ranks: Ranks) -> None:
+    ranks = replace(ranks, deadline=LOOP_DEADLINE).second()
     while True:
         ranks.all_gather("x", "lengths")
         dist.all_reduce(torch.ones(1))  # as DeepSpeed does: what fails here is gloo's own error

@@ -32,7 +32,7 @@ from mm_grpo.types import Completion, Group, Turn
 
 # What the rows of a set look at, by slot: t is text alone, i an image, m two images.
 SETS: dict[str, str] = {
-    "flat": "iiii",  # 4 groups of 8 completions of equal length: 1 pack of 32 or 32 packs of 1
+    "flat": "iiii",  # 4 groups of 4 completions of equal length: 1 pack of 16 or 16 packs of 1
     "even": "mtii",
     "uneven": "mtiti",  # 5 groups: with 2 processes 3 and 2, with 4 one of them has 2
     "apart": "itit",  # with 2 processes all images on one and all text on the other
@@ -40,7 +40,7 @@ SETS: dict[str, str] = {
     "hole": "m-ti",  # a dropped row leaves slot 1 empty
     "short": "tt",  # two small groups
 }
-GENERATIONS = 8
+GENERATIONS = 4
 
 
 def make_groups(processor: Processor, rows: str, advantages: str, scale: float) -> list[Group]:
@@ -69,7 +69,9 @@ def make_groups(processor: Processor, rows: str, advantages: str, scale: float) 
             continue
         sample = tiny.sample(f"r:{slot}", "what is it"[: 4 + slot], images[kind])
         completions = tuple(
-            Completion(ids, (-5.0,) * len(ids), "", "length" if len(ids) == 8 else "stop", slot * 8 + g)
+            Completion(
+                ids, (-5.0,) * len(ids), "", "length" if len(ids) == 8 else "stop", slot * GENERATIONS + g
+            )
             for g, ids in enumerate(tokens)
         )
         weights = tuple(scale * a if on else 0.0 for a, on in zip(spread, live, strict=True))
@@ -134,8 +136,8 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
     if case.get("turns"):
         groups = [in_turns(group) for group in groups]
     config = config_of(path, case)
-    if case.get("packs") == "many":  # as small as they can be
-        tokens = max(len(g.prompt.token_ids) for g in groups) + 8
+    if (packs := case.get("packs")) != "one":  # "many" are as small as they can be
+        tokens = (max(len(g.prompt.token_ids) for g in groups) + 8) * (1 if packs == "many" else 2)
         # a pack holds each row with the masked images too, and with longer ones of another row
         tokens *= 2 if config.algorithm.perception_coef or config.algorithm.credit else 1
         config = config.with_values({"optim.max_tokens_per_pack": tokens})

@@ -179,9 +179,8 @@ def test_a_small_update_that_was_not_followed_shows_against_the_noise() -> None:
 # a sound engine ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_sound_engine_passes_and_sends_every_tensor(family: str, models: dict[str, Path]) -> None:
-    both = Both(models[family])
+def test_a_sound_engine_passes_and_sends_every_tensor(models: dict[str, Path]) -> None:
+    both = Both(models["qwen3_vl"])
     names = dict(both.learner.named_tensors())
     first = both.step(1)
     assert first.problem is None and first.moved is not None and first.moved > 1e-3
@@ -248,12 +247,10 @@ def test_weights_that_arrive_and_are_not_loaded_stop_the_run(rate: float, models
         both.step(1, rate=rate)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lost_updates_count_in_a_row(
-    dtype: torch.dtype, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sync, "UNMOVED", {"float32": 3, "bfloat16": 3})
-    both = Both(models["qwen2_vl"], dtype=dtype)
+def test_lost_updates_count_in_a_row(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, where an update that moves the learner is not always seen at once."""
+    monkeypatch.setattr(sync, "UNMOVED_ROUNDED", 3)
+    both = Both(models["qwen2_vl"], dtype=torch.bfloat16)
     for version, fault in enumerate(("no load", "no load", "", "no load", "no load"), 1):
         both.engine.fault = fault  # type: ignore[attr-defined]
         both.step(version)
@@ -293,13 +290,12 @@ def test_a_cache_of_older_weights_shows_in_the_log_probs(
 
 
 def test_a_wrong_image_is_caught_before_the_first_step(models: dict[str, Path]) -> None:
-    for family in tiny.FAMILIES:
-        both = Both(models[family], "wrong image")
-        with pytest.raises(GuardStop, match=r"guard logp_gap: before the first step.*of r:0.*another image"):
-            check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0)
-        check_start(both.engine, both.learner, both.config, both.plain, SEEDS, 0)
-        both.config = both.config.with_values({"run.guards": {"logp_gap": "off"}})
-        assert check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0).score.mean > 1e-2
+    both = Both(models["qwen2_5_vl"], "wrong image")
+    with pytest.raises(GuardStop, match=r"guard logp_gap: before the first step.*of r:0.*another image"):
+        check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0)
+    check_start(both.engine, both.learner, both.config, both.plain, SEEDS, 0)
+    both.config = both.config.with_values({"run.guards": {"logp_gap": "off"}})
+    assert check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0).score.mean > 1e-2
 
 
 def test_another_temperature_is_caught_before_the_first_step(models: dict[str, Path]) -> None:

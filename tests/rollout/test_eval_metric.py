@@ -19,15 +19,6 @@ def test_wilson(right: int, rows: int, low: float, high: float) -> None:
     assert found == pytest.approx((low, high), abs=1e-4)
 
 
-@pytest.mark.parametrize("right", [1, 150, 283])
-def test_the_ends_of_wilson_s_interval_are_1_96_deviations_from_the_share(right: int) -> None:
-    """Where p is the truth, a share of n = 300 has the standard deviation sqrt(p (1 - p) / n)."""
-    found = wilson([[1.0]] * right + [[0.0]] * (300 - right))
-    assert found is not None
-    for end in found:
-        assert abs(right / 300 - end) == pytest.approx(1.959964 * sqrt(end * (1 - end) / 300))
-
-
 def test_several_completions_of_a_row_do_not_narrow_an_interval() -> None:
     once = [[1.0], [0.0], [1.0], [1.0]]
     assert wilson([row * 8 for row in once]) == wilson(once)

@@ -82,24 +82,19 @@ def test_a_run_that_learns_a_shape_alone_is_warned_of_and_the_gate_ends_it(
     def shaped(completion_ids: list[int], completion: str) -> float:
         return float(sum(completion_ids) % 7)
 
-    config = config_for(
-        models["qwen2_vl"],
-        tmp_path / "r",
-        rollout={"prompts_per_step": 6, "num_generations": 8, "max_completion_length": 2},
-        run={"max_steps": 31},
-    )
+    rollout = {"prompts_per_step": 6, "num_generations": 8, "max_completion_length": 2}
+    config = config_for(models["qwen2_vl"], tmp_path / "r", rollout=rollout, run={"max_steps": 31})
     rewards = [{"name": right, "outcome": outcome}, {"name": shaped, "weight": 0.1}]
     trainer = GRPOTrainer(config, train=ROWS, rewards=rewards)
-    trainer.collector.version = lambda step: 0  # nothing is learned
     fired: list[int] = []
     guards = Guards(
         config,
         trainer.scorer.specs,
         lambda step, name, *rest: fired.append(step) if name == "phantom_advantage" else None,
     )
+    metrics = collect_step(trainer.collector, Rollout(1)).metrics
+    assert (metrics["advantages/phantom_share"] > 0.5) is not outcome
     for step in range(1, 32):
-        metrics = collect_step(trainer.collector, Rollout(step)).metrics
-        assert (metrics["advantages/phantom_share"] > 0.5) is not outcome
         guards.on_log(step, metrics)
     trainer.close()
     assert fired == fires
