@@ -185,7 +185,7 @@ class GRPOTrainer:
             config, self.processor, self.engine, self.toolbox, plan.seeds, lambda: self.sync.version
         )
         self.collector = Collector(
-            config, self.train_set, plan, self.prompt_builder, self.sampler, self.scorer,
+            config, self.train_set, plan.order, plan.seeds, self.prompt_builder, self.sampler, self.scorer,
             self.ranks.second() if config.rollout.max_staleness else self.ranks,
             version=partial(scheduled_version, staleness=config.rollout.max_staleness),
             reference_logprobs=self.learner.reference_logprobs,

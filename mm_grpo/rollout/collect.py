@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mm_grpo.algorithm.advantages import Objective, advantages
 from mm_grpo.algorithm.kl import completion_kl, penalised
@@ -73,17 +73,6 @@ class Scoring:
         """Give up what was begun."""
         if self.early is not None:
             self.early.abandon()
-
-
-class Plan(Protocol):
-    """The order of the rows and the seeds of the generations (`build.RunPlan`)."""
-
-    @property
-    def max_steps(self) -> int: ...
-    @property
-    def order(self) -> PromptOrder: ...
-    @property
-    def seeds(self) -> SeedPlan: ...
 
 
 @dataclass
@@ -138,7 +127,8 @@ class Collector:
         self,
         config: GRPOConfig,
         dataset: Dataset,
-        plan: Plan,
+        order: PromptOrder,
+        seeds: SeedPlan,
         prompt_builder: PromptBuilder,
         engine: Sampler,
         scorer: Scorer,
@@ -146,8 +136,8 @@ class Collector:
         version: Callable[[int], int],
         reference_logprobs: ReferenceLogprobs,
     ) -> None:
-        self.config, self.dataset, self.order, self.seeds = config, dataset, plan.order, plan.seeds
-        self.max_steps = plan.max_steps
+        self.config, self.dataset, self.order, self.seeds = config, dataset, order, seeds
+        self.max_steps = seeds.max_steps
         self.prompt_builder, self.engine, self.scorer, self.ranks = prompt_builder, engine, scorer, ranks
         self.version, self.reference_logprobs = version, reference_logprobs
         self.success = Success.of(config, scorer.specs)

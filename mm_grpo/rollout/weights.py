@@ -96,7 +96,6 @@ class Transfer:
     tensors: Iterator[tuple[str, Tensor, str]]
     digests: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
-    skipped_bytes: int = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, value in self.tensors:
@@ -150,9 +149,7 @@ class WeightLedger:
         `tensors` may leave units out; a unit that changed must be complete. Nothing is held longer than
         its unit takes to complete.
         """
-        result = Transfer(iter(()))
-        result.tensors = self._due(tensors, result)
-        return result
+        return Transfer(self._due(tensors))
 
     def settle(self, transfer: Transfer, received: Mapping[str, str]) -> None:
         """Compare what was sent with what was `received`, and remember it."""
@@ -163,44 +160,27 @@ class WeightLedger:
             self._units.setdefault(unit_of(name), set()).add(name)
         self._held.update(transfer.digests)
 
-    def _due(
-        self, tensors: Iterable[tuple[str, Tensor]], result: Transfer
-    ) -> Iterator[tuple[str, Tensor, str]]:
+    def _due(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
         if not self._units:
             for _, unit_tensors in groupby(tensors, key=lambda pair: unit_of(pair[0])):
                 yield from _digested(dict(unit_tensors))
             return
         pending: dict[str, dict[str, Tensor]] = {}
-        seen: set[str] = set()
         for name, tensor in tensors:
             unit = unit_of(name)
-            if name not in self._units.get(unit, ()):
-                raise GuardStop(
-                    f"weight sync: the learner sent '{name}', which its first transfer did not have"
-                )
             members = pending.setdefault(unit, {})
             members[name] = tensor
-            seen.add(name)
-            if len(members) < len(self._units[unit]):
+            if members.keys() < self._units[unit]:
                 continue
-            del pending[unit]
-            digested = _digested(members)
+            digested = _digested(pending.pop(unit))
             if any(self._held.get(member) != value for member, _, value in digested):
                 yield from digested
-            else:
-                result.skipped_bytes += sum(t.numel() * t.element_size() for t in members.values())
         for unit, members in pending.items():
             if any(self._held.get(member) != value for member, _, value in _digested(members)):
                 raise GuardStop(
-                    f"weight sync: '{unit}' changed and came without {_few(sorted(self._units[unit] - seen))}; "
+                    f"weight sync: '{unit}' changed and came without {_few(sorted(self._units[unit] - set(members)))}; "
                     "engines fuse such neighbours into one layer, so all of them must be sent together"
                 )
-        lost = sorted({n for names in self._units.values() for n in names} - seen - self._held.keys())
-        if lost:
-            raise GuardStop(
-                f"weight sync: the engine has lost its weights and {_few(lost)} did not come; after sleep level 2 "
-                "every tensor must be sent"
-            )
 
 
 def _digested(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, str]]:

@@ -234,7 +234,8 @@ def test_after_many_updates_servers_hold_the_learners_weights(half: Half, transf
     for version in range(1, 7):  # every part, and the first of them again
         half.change(parts[version % 5], scale=0.98 if version % 2 else 1.03)
         sent = ledger.send(engine, half.tensors(), version)  # type: ignore[arg-type]
-        assert sent.digests and sent.skipped_bytes  # whole layers in which something changed, and no others
+        # whole layers in which something changed, and no others
+        assert 0 < len(sent.digests) < len([*half.tensors()])
         held |= sent.digests
         assert held == half.digests()
     for client in half.clients:

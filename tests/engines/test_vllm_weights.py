@@ -81,7 +81,6 @@ def test_q_and_v_alone_take_their_whole_layer_along(rig: Rig) -> None:
     assert any("k_proj" in n for n in attention)
     assert sampled_gap(rig, prompts) <= LIMIT
     assert transfer.bytes == sum(t.nbytes for n, t in rig.tensors() if n in attention)
-    assert transfer.skipped_bytes == sum(t.nbytes for n, t in rig.tensors() if n not in attention)
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -101,7 +101,6 @@ def test_q_and_v_alone_take_k_and_o_and_the_biases_along() -> None:
     sent = dict(transfer)
     assert set(sent) == {n for n in NAMES if ".self_attn." in n}
     assert transfer.bytes == 5 * 6 * 4 * 4
-    assert transfer.skipped_bytes == (len(NAMES) - 5) * 6 * 4 * 4
 
 
 def test_a_part_of_a_unit_is_never_sent() -> None:
@@ -114,21 +113,6 @@ def test_a_part_of_a_unit_is_never_sent() -> None:
         send(ledger, changed)
     whole = {n: t for n, t in tensors.items() if ".self_attn." in n}
     assert list(send(ledger, whole)) == list(whole)
-
-
-def test_a_name_that_the_first_transfer_did_not_have() -> None:
-    ledger, tensors = WeightLedger(), weights()
-    send(ledger, tensors)
-    with pytest.raises(GuardStop, match=r"sent 'model.extra.new.weight', which its first transfer did not"):
-        send(ledger, {**tensors, "model.extra.new.weight": torch.zeros(1)})
-
-
-def test_after_forgetting_a_part_is_not_enough() -> None:
-    ledger, tensors = WeightLedger(), weights()
-    send(ledger, tensors)
-    ledger.forget()
-    with pytest.raises(GuardStop, match=r"lost its weights and .* did not come"):
-        send(ledger, {n: t for n, t in tensors.items() if ".mlp." in n})
 
 
 def test_what_arrives_is_compared() -> None:
@@ -150,13 +134,12 @@ def test_what_arrives_is_compared() -> None:
 
 
 class Receiver:
-    """An engine that digests what it takes; `takes` says of which names it takes the tensors."""
+    """An engine that digests what it takes."""
 
-    def __init__(self) -> None:
-        self.holds_weights, self.takes = True, lambda name: True
+    holds_weights = True
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> dict[str, str]:
-        return {name: weights_module.digest(tensor) for name, tensor in tensors if self.takes(name)}
+        return {name: weights_module.digest(tensor) for name, tensor in tensors}
 
 
 def test_a_tensor_is_hashed_once_by_the_learner_and_once_as_received(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,33 +155,18 @@ def test_a_tensor_is_hashed_once_by_the_learner_and_once_as_received(monkeypatch
     assert set(hashed.values()) == {1} and len(hashed) == len(NAMES)
 
 
-def test_an_engine_that_lost_its_weights_gets_all_of_them() -> None:
+def test_an_engine_that_lost_its_weights_or_takes_none_gets_all_of_them() -> None:
     engine: Any = Receiver()
     ledger, tensors = WeightLedger(), weights()
     ledger.send(engine, tensors.items(), 0)
     engine.holds_weights = False
     assert sorted(ledger.send(engine, tensors.items(), 1).digests) == sorted(NAMES)
-
-
-def test_after_a_transfer_that_failed_everything_goes() -> None:
-    engine: Any = Receiver()
-    ledger, tensors = WeightLedger(), weights()
-    ledger.send(engine, tensors.items(), 0)
+    engine.holds_weights, engine.update_weights = True, lambda tensors, version: {}  # looks at none
     tensors["lm_head.weight"].mul_(2)
-    engine.takes = lambda name: False
     with pytest.raises(GuardStop, match=r"of 1 tensors 1 never arrived: 'lm_head.weight'"):
-        ledger.send(engine, tensors.items(), 1)
-    engine.takes = lambda name: True
-    assert sorted(ledger.send(engine, tensors.items(), 2).digests) == sorted(NAMES)
-
-
-def test_what_an_engine_does_not_look_at_is_missing_too() -> None:
-    class Ignoring(Receiver):
-        def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> dict[str, str]:
-            return {}
-
-    with pytest.raises(GuardStop, match=rf"of {len(NAMES)} tensors {len(NAMES)} never arrived"):
-        WeightLedger().send(Ignoring(), weights().items(), 0)  # type: ignore[arg-type]
+        ledger.send(engine, tensors.items(), 2)
+    del engine.update_weights
+    assert sorted(ledger.send(engine, tensors.items(), 3).digests) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
