@@ -13,8 +13,7 @@
     turns                conversations of several turns over any engine, with tools and environments
     conversation         one of them, as a growing list of tokens
     engine               the base class of engines and of their streams, the request, the check of answers
-    transformers_engine  the embedded engine over the learner's own model
-    transformers_stream  its continuous batching: rows that end, rows that join, rows that go on
+    transformers_engine  the embedded engine over the learner's own model, with continuous batching
     decode_cache         keys and values of the rows that decode together, and their attention
     token_sampling       drawing tokens, each row from its own noise
     packed_linear        products of few rows on a CPU

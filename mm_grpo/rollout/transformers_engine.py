@@ -1,45 +1,68 @@
 """The embedded engine: continuous batching over a transformers model.
 
-Each prompt is prefilled once for its generations; the rows of many prompts then decode together, and where one has
-ended another one that waits takes its place (transformers_stream.py). A row draws one uniform number per token from its
-own `torch.Generator` and takes the token where the cumulative probability passes it, so its noise depends on its seed
-alone, never on its batch mates. By default the engine holds the learner's own module: there is no second copy of the
-weights and nothing to transfer.
+By default the engine holds the learner's own module: there is no second copy of the weights and nothing to transfer.
+Prompts are prefilled once for all their rows, by transformers' own attention; a step of the stream then runs one token
+of every row (decode_cache.py). Rows that have ended leave the batch, those that wait join it. A row draws one uniform
+number per token from its own `torch.Generator` and takes the token where the cumulative probability passes it, so its
+noise depends on its seed alone, never on its batch mates.
+
+A row that ended may be kept and gone on from: what was appended to it is run behind the keys and values that are there.
+Where those are not enough (layers of linear attention have no states of earlier tokens, images that look ahead are
+masked as a whole, memory) the whole prompt is run again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import takewhile
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from mm_grpo.rollout.engine import RolloutEngine, answered
-from mm_grpo.rollout.transformers_stream import ModelRunner, TransformersStream
+from mm_grpo.errors import GuardStop
+from mm_grpo.rollout.decode_cache import DecodeCache, Prefix, Tail, full_cache
+from mm_grpo.rollout.engine import RequestStream, RolloutEngine, answered
+from mm_grpo.rollout.packed_linear import packed
+from mm_grpo.rollout.token_sampling import sample, uniforms
 from mm_grpo.rollout.weights import digest
+from mm_grpo.types import Completion, FinishReason, Pictured
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mm_grpo.processors.base import Processor
-    from mm_grpo.rollout.engine import Digest, Request
-    from mm_grpo.types import Completion, Prompt
+    from mm_grpo.rollout.engine import Digest, Follows, Request, Sampling
+    from mm_grpo.types import Prompt
 
 MAX_ROWS = 512
 """Rows decoded together. More rows cost memory for their caches, fewer cost speed."""
 KEPT_BYTES = 2 << 30
 """Keys and values that are kept of rows that have ended, for requests that follow them."""
+MOST_HELD = 8
+"""Steps for which requests that go on from kept rows may wait for each other, so that few prefills run them."""
+PREFILL_TOKENS = 1 << 14
+"""Tokens of prompts, padding included, that are run together; one prompt at least."""
+PACKED_PASSES = 16
+"""Passes of one token for each row that pay for packed weights: on CPUs packing them costs what 2 to 20 passes gain."""
 
 
-class TransformersEngine(ModelRunner, RolloutEngine):
+class TransformersEngine(RolloutEngine):
     """Samples from `model`, a transformers vision-language model, in this process.
 
-    `model` may be the learner's: it is put in evaluation mode while the engine works and back after.
+    `model` may be the learner's: it is put in evaluation mode while the engine works and back after. `version` is that
+    of its weights; `banned` ids are never drawn.
     """
 
     def __init__(self, model: Any, processor: Processor, *, max_rows: int = MAX_ROWS) -> None:
-        super().__init__(model, processor, max_rows)
+        self.model = model
+        self.processor, self.family = processor, processor.family
+        self.max_rows = max_rows
+        self.version = 0
+        self.banned = sorted(processor.media_token_ids)
 
     @property
     def sentence(self) -> str:
@@ -53,12 +76,12 @@ class TransformersEngine(ModelRunner, RolloutEngine):
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order; neighbours that share a prompt share its prefill."""
-        with TransformersStream(self, keep=False, kept_bytes=0) as stream:
+        with TransformersStream(self) as stream:
             return answered(stream, requests)
 
     def stream(self) -> TransformersStream:
         """Requests that are answered one by one, as they end; what ended can be gone on from."""
-        return TransformersStream(self, keep=True, kept_bytes=KEPT_BYTES)
+        return TransformersStream(self, KEPT_BYTES)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities [T] of `token_ids` after `prompt`: no media mask, temperature 1."""
@@ -92,3 +115,313 @@ class TransformersEngine(ModelRunner, RolloutEngine):
                     digests[name] = digest(own[name])
         self.version = version
         return digests
+
+    def hidden_states(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, pictured: Sequence[Pictured]
+    ) -> Tensor:
+        """The last hidden states [B, N, D] of ids [B, N], with the images of `pictured` in their order."""
+        device = self.model.device
+        vision = {key: x.to(device) for key, x in self.family.vision(pictured).items()}
+        return self.family.hidden_states(
+            self.model,
+            input_ids=ids.to(device),
+            position_ids=positions.to(device),
+            attention_mask=None if mask is None else mask.to(device),
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **vision,
+        )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, and back as it was."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(training)
+
+
+@dataclass(eq=False)
+class _Row:
+    """A request that is being answered. `position` is that of its first token."""
+
+    number: int
+    request: Request
+    noise: list[float]
+    position: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A row that ended: the tokens whose keys and values are kept, and where they are."""
+
+    token_ids: tuple[int, ...]
+    prefix: Prefix
+    tail: Tail
+
+    def begins(self, token_ids: tuple[int, ...]) -> bool:
+        return token_ids[: len(self.token_ids)] == self.token_ids
+
+    @property
+    def bytes(self) -> int:
+        return sum(2 * keys.numel() * keys.element_size() for keys, _ in self.tail)
+
+
+class TransformersStream(RequestStream):
+    """The stream over the model of `engine`, which is in evaluation mode until `close`.
+
+    Rows that end are kept for requests that follow them, `kept_bytes` of keys and values at most.
+    """
+
+    def __init__(self, engine: TransformersEngine, kept_bytes: int = 0) -> None:
+        self.engine, self.model, self.family = engine, engine.model, engine.family
+        config = self.model.config.get_text_config()
+        self.cache = DecodeCache(config)
+        self.windows = bool(getattr(config, "sliding_window", None))
+        linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
+        self.kept_bytes = 0 if linear or self.family.looks_ahead else kept_bytes
+        self.kept: dict[int, _Kept] = {}
+        self.rows: list[_Row] = []
+        self.waiting: deque[tuple[int, Request, Follows | None]] = deque()
+        self.hidden: Tensor | None = None
+        self.passes = 0
+        self._count = self._held = 0
+        self._packed = False
+        self._stack = ExitStack()
+        self._stack.enter_context(engine.evaluating())
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting) + len(self.rows)
+
+    def add_request(self, request: Request, follows: Follows | None = None) -> int:
+        number, self._count = self._count, self._count + 1
+        self.waiting.append((number, request, follows))
+        return number
+
+    def tokens_of(self, number: int) -> tuple[int, ...]:
+        """The tokens so far of a request that is being answered; none of one that waits or was answered."""
+        return next((tuple(row.tokens) for row in self.rows if row.number == number), ())
+
+    def step(self) -> list[tuple[int, Completion]]:
+        with torch.no_grad():
+            if not self._holds():
+                self._admit()
+            if not self.rows:
+                return []
+            ended = self._draw()
+            finished = [(self.rows[i].number, self._completion(self.rows[i])) for i in ended]
+            for i in ended if self.kept_bytes else ():
+                self._keep(i)
+            order = self.cache.remove(ended)
+            self.rows = [self.rows[i] for i in order]
+            if self.rows:
+                self._run()
+            else:
+                self.hidden = None
+            return finished
+
+    def release(self, number: int) -> None:
+        kept = self.kept.pop(number, None)
+        if kept is not None:
+            self.cache.release(kept.prefix)
+
+    def close(self) -> None:
+        self.waiting.clear()
+        self.rows, self.kept, self.hidden = [], {}, None
+        self.cache = DecodeCache(self.cache.config)
+        self._stack.close()
+
+    # rows that join --------------------------------------------------------------------------
+
+    def _holds(self) -> bool:
+        """True when those that wait are too few for a prefill of their own beside the rows that run."""
+        few = 0 < len(self.waiting) * 4 < len(self.rows)
+        holds = few and self._held < MOST_HELD and all(follows for _, _, follows in self.waiting)
+        self._held = self._held + 1 if holds else 0
+        return holds
+
+    def _admit(self) -> None:
+        """Start waiting requests, in their order, while there is room; one kind of sampling at a time."""
+        fresh: list[list[tuple[int, Request]]] = []
+        going_on: list[tuple[int, Request, _Kept, Follows]] = []
+        room = self.engine.max_rows - len(self.rows)
+        rule = _rule(self.rows[0].request) if self.rows else None
+        while self.waiting:
+            number, request, follows = self.waiting[0]
+            if rule is not None and _rule(request) != rule:
+                break
+            kept = None if follows is None else self.kept.get(follows.number)
+            goes_on = kept is not None and kept.begins(request.prompt.token_ids)
+            group = [(number, request)] if goes_on else self._next_group()
+            if room < len(group) and (self.rows or fresh or going_on):
+                break
+            for _ in group:
+                self.waiting.popleft()
+            room -= len(group)
+            if goes_on and kept is not None and follows is not None:
+                going_on.append((number, request, kept, follows))
+            else:
+                fresh.append(group)
+            rule = _rule(request)
+        if going_on:
+            self._go_on(going_on)
+        for batch in _batches(fresh):
+            self._prefill(batch)
+
+    def _next_group(self) -> list[tuple[int, Request]]:
+        """The neighbours at the head of those that wait that share a prompt and a way to sample."""
+        _, first, _ = self.waiting[0]
+
+        def shares(waiting: tuple[int, Request, Follows | None]) -> bool:
+            return waiting[1].prompt is first.prompt and waiting[1].sampling == first.sampling
+
+        return [(number, request) for number, request, _ in takewhile(shares, self.waiting)]
+
+    def _prefill(self, groups: list[list[tuple[int, Request]]]) -> None:
+        """Run the prompts of `groups` together, and append their rows."""
+        prompts = [group[0][1].prompt for group in groups]
+        lengths, counts = [len(p.token_ids) for p in prompts], [len(group) for group in groups]
+        cache = full_cache(self.cache.config)
+        ids, positions, mask = _padded([(p.token_ids, p.position_ids) for p in prompts])
+        hidden = self.engine.hidden_states(ids, positions, mask, cache, prompts)[:, -1]
+        self.cache.add_prompts(cache, lengths, counts)
+        self._join(hidden.repeat_interleave(torch.tensor(counts, device=hidden.device), 0))
+        for group in groups:
+            self.rows += [self._row(number, request) for number, request in group]
+
+    def _go_on(self, asked: list[tuple[int, Request, _Kept, Follows]]) -> None:
+        """Run what was appended to rows that ended, behind their keys and values."""
+        # windows are counted over the padding, which there is none of in a batch of one
+        longest = max(len(request.prompt.token_ids) for _, request, _, _ in asked)
+        most = 1 if self.windows else max(1, PREFILL_TOKENS // longest)
+        for batch in (asked[i : i + most] for i in range(0, len(asked), most)):
+            past: Any
+            past, past_mask = self.cache.joined([(kept.prefix, kept.tail) for _, _, kept, _ in batch])
+            new = [
+                (r.prompt.token_ids[len(k.token_ids) :], r.prompt.position_ids[..., len(k.token_ids) :])
+                for _, r, k, _ in batch
+            ]
+            ids, positions, mask = _padded(new)
+            pictures = [picture for _, _, _, follows in batch for picture in follows.pictures]
+            mask = torch.cat([past_mask, mask], 1)
+            hidden = self.engine.hidden_states(ids, positions, mask, past, pictures)[:, -1]
+            for b, (number, request, kept, follows) in enumerate(batch):
+                count = len(new[b][0])
+                pairs = zip(kept.tail, past.layers, strict=True)
+                tail = [
+                    (torch.cat([k, own.keys[b, :, -count:]], 1), torch.cat([v, own.values[b, :, -count:]], 1))
+                    for (k, v), own in pairs
+                ]
+                self.cache.add_row(kept.prefix, tail)
+                self.rows.append(self._row(number, request))
+                self.release(follows.number)
+            self._join(hidden)
+
+    def _row(self, number: int, request: Request) -> _Row:
+        noise = uniforms(request.seed, request.sampling.max_tokens).tolist()
+        return _Row(number, request, noise, request.prompt.next_position)
+
+    def _join(self, hidden: Tensor) -> None:
+        self.hidden = hidden if self.hidden is None else torch.cat([self.hidden, hidden])
+
+    # a step ----------------------------------------------------------------------------------
+
+    def _draw(self) -> list[int]:
+        """Draw a token of each row; returns the numbers of those that have ended, in order."""
+        assert self.hidden is not None
+        sampling = self.rows[0].request.sampling
+        logits = self.family.head(self.model)(self.hidden).float()
+        context = (
+            [(*r.request.prompt.token_ids, *r.tokens) for r in self.rows] if sampling.truncated else None
+        )
+        noise = torch.tensor([r.noise[len(r.tokens)] for r in self.rows], dtype=torch.float64)
+        chosen, logp = sample(logits, noise.to(logits.device), sampling, self.engine.banned, context)
+        stops, ended = self.engine.processor.stop_token_ids, []
+        drawn = zip(self.rows, chosen.tolist(), logp.tolist(), strict=True)
+        for i, (row, token, logprob) in enumerate(drawn):
+            if logprob != logprob:
+                raise GuardStop(
+                    "the logits of the model are not finite, so nothing can be sampled: an update made its weights too "
+                    "large, or they were not finite from the start; lower optim.learning_rate and start again, or "
+                    "resume an earlier checkpoint"
+                )
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            if token in stops or len(row.tokens) == row.request.sampling.max_tokens:
+                ended.append(i)
+        return ended
+
+    def _run(self) -> None:
+        """Run the last token of each row."""
+        left = max(row.request.sampling.max_tokens - len(row.tokens) for row in self.rows)
+        if not self._packed and self.passes + left >= PACKED_PASSES:
+            self._packed = True
+            layers = packed(self.family.language_model(self.model), self.family.head(self.model))
+            self._stack.enter_context(layers)
+        self.passes += 1
+        device = self.model.device
+        tokens = torch.tensor([[row.tokens[-1]] for row in self.rows], device=device)
+        at = torch.tensor([[row.position + len(row.tokens) - 1] for row in self.rows], device=device)
+        positions = at.expand(*self.family.position_axes, -1, -1)
+        with self.cache.decoding() as inputs:
+            states = self.family.hidden_states(self.model, input_ids=tokens, position_ids=positions, **inputs)
+        self.hidden = states[:, -1]
+
+    def _keep(self, number: int) -> None:
+        """Keep a row's keys and values, and drop the oldest beyond the bound."""
+        row, cached = self.rows[number], self.cache.rows[number]
+        sequence = (*row.request.prompt.token_ids, *row.tokens[:-1])  # the last token was drawn, and not run
+        cached.prefix.uses += 1
+        self.kept[row.number] = _Kept(sequence, cached.prefix, self.cache.tail_of(number))
+        while sum(kept.bytes for kept in self.kept.values()) > self.kept_bytes:
+            self.release(next(iter(self.kept)))
+
+    def _completion(self, row: _Row) -> Completion:
+        stopped = row.tokens[-1] in self.engine.processor.stop_token_ids
+        reason: FinishReason = "stop" if stopped else "length"
+        return Completion(
+            token_ids=tuple(row.tokens),
+            logprobs=tuple(row.logprobs),
+            text=self.engine.processor.decode(row.tokens),
+            finish_reason=reason,
+            seed=row.request.seed,
+            weight_versions=((0, self.engine.version),),
+        )
+
+
+def _rule(request: Request) -> Sampling:
+    """Return a request's sampling without its length."""
+    return replace(request.sampling, max_tokens=0)
+
+
+def _batches(
+    groups: Sequence[list[tuple[int, Request]]],
+) -> list[list[list[tuple[int, Request]]]]:
+    """Groups of prompts of like length, so that little is padded, at most PREFILL_TOKENS together."""
+    batches: list[list[list[tuple[int, Request]]]] = []
+    lengths = [len(group[0][1].prompt.token_ids) for group in groups]
+    for length, group in sorted(zip(lengths, groups, strict=True), key=itemgetter(0)):
+        if batches and (len(batches[-1]) + 1) * length <= PREFILL_TOKENS:
+            batches[-1].append(group)
+        else:
+            batches.append([group])
+    return batches
+
+
+def _padded(parts: Sequence[tuple[Sequence[int], Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids [B, N], positions [*A, B, N] and mask [B, N] of sequences, padded on the left."""
+    longest, first = max(len(ids) for ids, _ in parts), parts[0][1]
+    ids = torch.zeros(len(parts), longest, dtype=torch.long)
+    mask = torch.zeros(len(parts), longest, dtype=torch.long)
+    positions = torch.zeros(*first.shape[:-1], len(parts), longest, dtype=torch.long)
+    for i, (own, at) in enumerate(parts):
+        start = longest - len(own)
+        ids[i, start:] = torch.tensor(own)
+        mask[i, start:] = 1
+        positions[..., i, start:] = at
+    return ids, positions, mask

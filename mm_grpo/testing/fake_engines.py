@@ -20,8 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from mm_grpo.rollout.engine import Digest, Request
-from mm_grpo.rollout.transformers_engine import TransformersEngine
-from mm_grpo.rollout.transformers_stream import TransformersStream
+from mm_grpo.rollout.transformers_engine import TransformersEngine, TransformersStream
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
 
@@ -111,7 +110,7 @@ class FakeServer(FakeRemoteEngine):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         with self.lock:
             self.sampling += 1
-            stream = TransformersStream(self, keep=False, kept_bytes=0)
+            stream = TransformersStream(self)
             stream._stack.close()  # weights that are laid out anew for a stream would miss an update
             numbers = [stream.add_request(self._distort(request)) for request in requests]
         try:

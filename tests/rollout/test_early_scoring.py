@@ -22,7 +22,7 @@ from mm_grpo.rewards import Scorer
 from mm_grpo.rollout.collect import Scoring, begin_scoring, sample
 from mm_grpo.rollout.engine import Request, RequestStream, Sampling, answered, requests_for
 from mm_grpo.rollout.prompts import StepPrompts
-from mm_grpo.rollout.transformers_stream import TransformersStream
+from mm_grpo.rollout.transformers_engine import TransformersStream
 from mm_grpo.types import Completion
 
 

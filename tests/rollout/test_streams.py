@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ from mm_grpo.rollout import packed_linear
 from mm_grpo.rollout.conversation import Conversation
 from mm_grpo.rollout.engine import BatchStream, Follows, Request, Sampling, answered, requests_for, stream_of
 from mm_grpo.rollout.packed_linear import packed
-from mm_grpo.rollout.transformers_engine import TransformersEngine
-from mm_grpo.rollout.transformers_stream import TransformersStream
+from mm_grpo.rollout.transformers_engine import TransformersEngine, TransformersStream
 from mm_grpo.types import Completion
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -83,20 +83,6 @@ def test_a_row_that_ends_makes_room_for_one_that_waits(setup: Setup) -> None:
     close_to([found[i] for i in range(6)], setup.engine.generate(requests))
 
 
-def test_nothing_is_kept_of_requests_that_nothing_will_follow(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [setup.prompt(1), setup.prompt(0)]
-    requests = requests_for(prompts, [range(8), range(20, 24)], Sampling(6))
-    kept: list[int] = []
-    monkeypatch.setattr(TransformersStream, "_keep", lambda stream, i: kept.append(i))
-    done: list[int] = []
-    with setup.engine.stream() as stream:
-        found = answered(stream, requests, lambda place, completion: done.append(place))
-    assert kept == [] and sorted(done) == list(range(12))
-    close_to(found, setup.engine.generate(requests))
-
-
 def test_rows_that_end_with_their_first_token_leave_others_alone(setup: Setup) -> None:
     """They have nothing in the tails yet, and are among those that joined last."""
     first, second = setup.prompt(1), setup.prompt(2, "a second question")
@@ -139,13 +125,17 @@ def test_log_probs_are_those_of_a_whole_pass(models: dict[str, Path], dtype: tor
 
 
 def conversations(setup: Setup, stream: TransformersStream, follow: bool) -> tuple[list[Completion], int]:
-    """Two turns for two conversations of a prompt and one of another; the tokens that the second turn ran."""
+    """Two turns for two conversations of a prompt and one of another; the tokens that prefills of the second ran."""
     starts = [setup.prompt(1), setup.prompt(1), setup.prompt(2, "another one")]
     starts[1] = starts[0]
     talks = [Conversation(start, setup.processor) for start in starts]
     first = answered(stream, [Request(start, i, Sampling(4 + i)) for i, start in enumerate(starts)])
-    ran = stream.ran
-    numbers = []
+    numbers, ran, run = [], list[int](), setup.engine.hidden_states
+
+    def noted(ids: Any, positions: Any, mask: Any, *rest: Any) -> Any:
+        ran.append(int(mask[:, -ids.shape[1] :].sum()))
+        return run(ids, positions, mask, *rest)
+
     for i, (talk, answer) in enumerate(zip(talks, first, strict=True)):
         talk.answered(answer)
         shown = [setup.processor.picture(tiny.picture(10 + i, 56 * (1 + i % 2), 56), row="r")][
@@ -155,8 +145,9 @@ def conversations(setup: Setup, stream: TransformersStream, follow: bool) -> tup
         assert talk.observed(text, shown) is not None
         follows = Follows(i, shown) if follow else None
         numbers.append(stream.add_request(Request(talk.prompt, 100 + i, Sampling(8)), follows))
-    found = rest_of(stream)
-    return [found[number] for number in numbers], stream.ran - ran
+    with patch.object(setup.engine, "hidden_states", noted):
+        found = rest_of(stream)
+    return [found[number] for number in numbers], sum(ran)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -178,7 +169,7 @@ def test_a_conversation_goes_on_from_what_is_kept(family: str, models: dict[str,
 
 
 def test_what_is_kept_is_bounded(setup: Setup) -> None:
-    with TransformersStream(setup.engine, keep=True, kept_bytes=0) as stream:
+    with TransformersStream(setup.engine, kept_bytes=1) as stream:
         bounded, ran = conversations(setup, stream, follow=True)
         assert stream.kept == {} and stream.cache.prefixes == []
     with setup.engine.stream() as stream:
