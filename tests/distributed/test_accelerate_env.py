@@ -57,12 +57,9 @@ def of_plain(**more: str) -> dict[str, str]:
 
 
 AGREE: list[tuple[dict[str, str], dict[str, Any]]] = [
-    ({}, {}),
-    (NUMBERED, {}),
     (of_plain(USE_FSDP="false", USE_CPU="True"), {}),
     ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "True"}, {}),  # one process
     (of_plain(MIXED_PRECISION="bf16"), {"dtype": torch.bfloat16}),
-    (of_deepspeed(), {}),
     (of_deepspeed(GRADIENT_CLIPPING="0.5"), {"max_grad_norm": 0.5}),
     (of_deepspeed(DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="cpu"), {"offload_optimizer": True}),
     (

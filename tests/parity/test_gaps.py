@@ -91,9 +91,8 @@ def test_the_gap_by_hand() -> None:
         gap_of([[-1.0]], [[-1.0, -2.0]])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_learner_scores_as_the_engine_does(temperature: float, models: dict[str, Path]) -> None:
-    both = Both(models["qwen2_5_vl"], temperature=temperature)
+def test_the_learner_scores_as_the_engine_does(models: dict[str, Path]) -> None:
+    both = Both(models["qwen2_5_vl"], temperature=0.7)
     for prompt in (both.pictured, both.plain):
         done = both.engine.generate(both.requests(prompt))
         ids = [c.token_ids for c in done]
@@ -221,13 +220,6 @@ def test_without_groups_the_weights_are_only_sent(models: dict[str, Path]) -> No
     assert report.metrics == {"sync/bytes": report.bytes} and both.engine.version == 1
 
 
-def test_the_start_check_passes_on_a_sound_engine(models: dict[str, Path]) -> None:
-    both = Both(models["qwen2_5_vl"], temperature=0.7)
-    parity = check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0)
-    assert parity.completions == 4 and parity.sampled.max < 1e-5
-    assert parity.score.tokens == max(len(c.token_ids) for c in both.group(both.pictured).completions)
-
-
 # sabotage ------------------------------------------------------------------------------------
 
 
@@ -308,11 +300,3 @@ def test_another_temperature_is_caught_before_the_first_step(models: dict[str, P
     both.engine.generate = hot  # type: ignore[method-assign]
     with pytest.raises(GuardStop, match="the tokens that it sampled for r:0 differ from the learner's"):
         check_start(both.engine, both.learner, both.config, both.pictured, SEEDS, 0)
-
-
-def test_rounding_in_bfloat16_is_within_its_limit(models: dict[str, Path]) -> None:
-    both = Both(models["qwen2_vl"])
-    both.learner.model.to(torch.bfloat16)
-    both.engine.model.to(torch.bfloat16)
-    parity = compare(both.engine, both.learner, both.pictured, both.group(both.pictured).completions)
-    assert past_limit(parity, 0.1) == [] and 0 < parity.sampled.max < 0.05

@@ -12,10 +12,8 @@ from helpers.small_runs import HELDOUT, ROWS, config_for, rollouts_of
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.sources import load_train
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import load_processor
-from mm_grpo.rollout.prompts import PromptBuilder
 
 THINKING = (
     "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
@@ -74,22 +72,6 @@ def test_a_processor_that_is_passed_in_must_have_the_same(thinker: Path, tmp_pat
     config = config_for(thinker, tmp_path / "run", data={"chat_template_kwargs": {"enable_thinking": False}})
     with pytest.raises(ConfigError, match=r"the processor that was passed in has \{\}"):
         GRPOTrainer(config, train=ROWS, rewards=["format"], processor=load_processor(str(thinker)))
-
-
-@pytest.mark.parametrize(("style", "opens"), [("open", True), (None, False)])
-def test_the_builder_sees_that_a_template_opens_thinking(
-    thinker: Path, style: str | None, opens: bool
-) -> None:
-    given = {} if style is None else {"style": style}
-    config = GRPOConfig(model={"path": str(thinker)}, data={"chat_template_kwargs": given})
-    processor = load_processor(str(thinker), chat_template_kwargs=given)
-    builder = PromptBuilder(processor, config, None)
-    rows = [{**ROWS[0], "prompt": [{"role": "user", "content": "Think in <think>"}]}, ROWS[1]]
-    dataset = load_train(config, rows)
-    prompts = builder.prompts(dataset, {0: 0, 1: 1}).prompts
-    assert [prompt.opens_thinking for prompt in prompts] == [opens, opens]
-    closed = load_processor(str(thinker), chat_template_kwargs={"enable_thinking": False})
-    assert not PromptBuilder(closed, config, None).process(dataset.sample(0)).opens_thinking
 
 
 def test_training_and_evaluation_ask_with_them_and_rewards_get_answers(thinker: Path, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from mm_grpo.types import Prompt
 FILE = Path(__file__).with_name("picture_llama.py")
 NAMED = f"{FILE}:PictureLlamaProcessor"
 UNREAD = (".encoder.layers.2.", "post_layernorm")  # features are those of the layer before
-BALANCED = "k_proj.bias"  # it moves all scores of a query alike, so its gradient is rounding
 
 
 @pytest.fixture(scope="module")
@@ -58,42 +57,6 @@ def own_prompts(processor: Processor) -> list[Prompt]:
         processor.prompt(tiny.sample("b", "and that one there", (pictures[2],))),
         processor.prompt(tiny.sample("c", "no picture at all")),
     ]
-
-
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_packs_equal_the_plain_forward(path: Path, processor: Processor, attn: str) -> None:
-    model = load_model(ModelConfig(path=str(path), device="cpu", attn=attn), processor.family)
-    reference = copy.deepcopy(model)
-    module = PackForward(
-        model, family=processor.family, media_token_ids=processor.media_token_ids, temperature=1.0, attn=attn
-    )
-    prompts = own_prompts(processor)
-    generator = torch.Generator().manual_seed(0)
-    items = [
-        Item(i, i // 4, prompts[i // 4], tuple(torch.randint(255, (n,), generator=generator).tolist()))
-        for i, n in enumerate([3, 7, 1, 12] * 3)
-    ]
-    expected = {i.index: plain(reference, processor, i.prompt, i.token_ids) for i in items}
-    torch.cat([w * expected[i] for i, w in enumerate(torch.linspace(-1, 2, len(items)))]).sum().backward()
-
-    prefixes = 0
-    for rows in plan(items, max_tokens=130):
-        pack = layout(rows, processor.media_token_ids)
-        assert pack.position_ids.shape == pack.input_ids.shape
-        prefixes += "prefix" in module.masks.of(pack.segments)
-        logp, _ = module(pack)
-        want = torch.cat([expected[i.index].detach() for row in rows for i in row])
-        assert float((logp.detach() - want).abs().max()) <= 1e-5
-        weight = torch.linspace(-1, 2, len(items))[pack.completion_index]
-        (weight * logp).sum().backward()
-    assert prefixes == (2 if attn == "sdpa" else 0)
-    theirs = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        want = theirs[name].grad
-        assert (want is None) == any(part in name for part in UNREAD), name
-        if want is not None and not name.endswith(BALANCED):
-            assert parameter.grad is not None and want.norm() > 0, name
-            assert float((parameter.grad - want).norm()) <= 1e-5 * float(want.norm()), name
 
 
 @pytest.mark.parametrize(
