@@ -76,8 +76,8 @@ class RewardSpec:
 
     @property
     def on_loop(self) -> bool:
-        """Whether it runs on the event loop of the trainer's process."""
-        return self.is_async and not self.options.isolated
+        """Whether its calls are made on an event loop, side by side: it is async, or in worker processes."""
+        return self.is_async or self.options.isolated
 
     @property
     def takes_texts(self) -> bool:

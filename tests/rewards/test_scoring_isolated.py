@@ -14,7 +14,7 @@ import time
 
 import pytest
 import rewards_to_isolate as functions
-from helpers.patience import PATIENCE
+from helpers.patience import PATIENCE, until
 from helpers.sessions import workers
 from reward_entries import FILE, fails, isolated
 
@@ -28,9 +28,8 @@ TIMEOUT = 2.0
 def ready(scorer):
     """The scorer, when all its workers have imported their functions."""
     scorer.start()
-    for group in scorer._pool.workers.values():
-        while not all(worker.ready for worker in group):
-            group.wait()
+    pools = scorer._pools.values()
+    until(lambda: all(len(p.workers) == p.size and all(worker.ready for worker in p.workers) for p in pools))
     return scorer
 
 
@@ -72,7 +71,7 @@ def test_functions_of_all_kinds_in_workers(rows, scorer, tmp_path):
     assert made.specs[1].options.isolated and made.specs[1].options.on_error == "mask"
     scores = made.score(*rows(["a", "none", "abc"]), step=1)
     assert scores.totals == [14.0, 9.0, 13.5] and scores.parts["async"] == [4.0, None, 4.0]
-    assert len(set(scores.parts["one"])) == 1 and made._loop is None
+    assert len(set(scores.parts["one"])) == 1 and made._loops.keys() == {True}
 
 
 def test_the_same_workers_serve_all_steps_and_threads(rows, scorer):
