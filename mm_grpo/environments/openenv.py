@@ -150,7 +150,8 @@ class _Conversation:
         secure = "s" if parts.scheme in ("https", "wss") else ""
         rest = f"{parts.netloc}{parts.path}".rstrip("/")
         self.http, self.ws = f"http{secure}://{rest}", f"ws{secure}://{rest}/ws"
-        self._opened, self._socket = ExitStack(), None
+        self._opened = ExitStack()
+        self._socket: Any = None
 
     def schema(self) -> Mapping[str, Any]:
         """The JSON schema of an action."""

@@ -19,7 +19,7 @@ from mm_grpo.errors import RewardError
 from mm_grpo.rewards import builtins, get, names, resolve_entry
 from mm_grpo.rewards.registry import BUILTINS
 
-HUGE = 20_000
+HUGE = 10_000
 MODULES = [module.name for module in pkgutil.iter_modules(builtins.__path__)]
 
 # One way to call each that is a plain function, and the scores it may give to garbage.
@@ -160,7 +160,9 @@ def test_any_text_scores_within_the_range(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+@pytest.mark.parametrize(
+    "name", sorted(ARGUMENTS.keys() - {"count", "giou", "cosine_length"})
+)  # those read as others
 def test_huge_texts_are_scored_fast(name: str) -> None:
     slowest: tuple[float, str] = (0.0, "")
     for piece in PIECES:
@@ -168,8 +170,8 @@ def test_huge_texts_are_scored_fast(name: str) -> None:
         start = time.thread_time()
         call(name, text if len(piece) > 1 else f"<answer>{text}</answer>")
         slowest = max(slowest, (time.thread_time() - start, piece))
-    # 0.2 s at most, of imports too; what grows with the square of the text would take 15
-    assert slowest[0] < 5.0, slowest
+    # 0.1 s at most, of imports too; what grows with the square of the text would take 4
+    assert slowest[0] < 2.0, slowest
 
 
 def test_loading_all_of_them_imports_no_heavy_library() -> None:

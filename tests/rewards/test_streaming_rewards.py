@@ -134,14 +134,14 @@ def test_calls_are_made_before_the_others_are_there(rows, checked, tmp_path):
 @pytest.mark.parametrize("kind", ["async", "isolated"])
 def test_a_timeout_counts_from_the_last_completion(rows, checked, kind):
     """Sampling that takes longer than a reward's time-out is nobody's fault; a call that hangs is late as ever."""
-    entry = isolated("behave", on_timeout="mask", timeout=1.5)
+    entry = isolated("behave", on_timeout="mask", timeout=1.0)
     if kind == "async":
 
         async def waits(completion):
             await asyncio.sleep(float(completion.split()[1]))
             return 1.0
 
-        entry = {"name": waits, "as": "apart", "on_timeout": "mask", "timeout": 1.5}
+        entry = {"name": waits, "as": "apart", "on_timeout": "mask", "timeout": 1.0}
     one, texts = checked(entry), ["wait 0", "wait 600", "wait 0"]
     one.start()
     prompts, completions = rows(texts)
@@ -149,7 +149,7 @@ def test_a_timeout_counts_from_the_last_completion(rows, checked, kind):
     early = one.begin(3, (), 1)
     for row in (0, 1):
         early.add(row, prompts[row], completions[row])
-    time.sleep(1.7)
+    time.sleep(1.1)
     early.add(2, prompts[2], completions[2])
     scores = one.score(prompts, completions, 1, early)
     assert [part is None for part in scores.parts["apart"]] == [False, True, False]
