@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,7 @@ class Scorer:
         self._streamed: StreamedCalls | None = None
         self._loops: dict[bool, BackgroundLoop] = {}
         self._pools: dict[str, WorkerPool] = {}
+        weakref.finalize(self, _close, self._pools, self._loops).atexit = False  # they end with the process
         self._levels = _levels(self.specs)
         check_outcomes(self.specs)
         self._scoring, self._beginning = threading.Lock(), threading.Lock()
@@ -212,11 +214,7 @@ class Scorer:
         """Stop the thread of the async rewards and the worker processes, if there are any."""
         if self._streamed is not None:
             self._streamed.abandon()
-        for pool in self._pools.values():
-            self._loop(True).soon(pool.close)
-        for loop in self._loops.values():
-            loop.close()
-        self._pools.clear()
+        _close(self._pools, self._loops)
 
     def _calls_of(self, batch: Batch) -> StreamedCalls:
         results = {spec.name: self._results(spec, len(batch.completions)) for spec in self.specs}
@@ -335,6 +333,14 @@ class Scorer:
                 for row, done in enumerate(batch.completions)
             ],
         )
+
+
+def _close(pools: dict[str, WorkerPool], loops: Mapping[bool, BackgroundLoop]) -> None:
+    for pool in pools.values():
+        loops[True].soon(pool.close)
+    for loop in loops.values():
+        loop.close()
+    pools.clear()
 
 
 def _turn_totals(

@@ -4,6 +4,7 @@ What a worker process is and how it ends is tested in tests/user_code/test_worke
 """
 
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import time
 import pytest
 import rewards_to_isolate as functions
 from helpers.patience import PATIENCE, until
-from helpers.sessions import workers
+from helpers.sessions import died, workers
 from reward_entries import FILE, fails, isolated
 
 from mm_grpo.rewards import Scorer
@@ -204,6 +205,15 @@ def test_workers_killed_between_steps_are_replaced(rows, scorer):
             os.kill(pid, signal.SIGKILL)
         time.sleep(wait)
         assert made.score(*rows(["a"] * 4), step=2).totals == [4.0] * 4
+
+
+def test_workers_of_a_scorer_that_is_dropped_end(rows):
+    made = Scorer([isolated("behave")], workers=1)
+    assert made.score(*rows(["a"]), step=1).totals == [4.0]
+    started = workers()
+    del made
+    gc.collect()
+    assert len(started) == 1 and died(started)
 
 
 def test_a_file_that_changed_since_the_start_is_not_run(rows, scorer, tmp_path):
