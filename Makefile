@@ -49,7 +49,7 @@ LOWEST := cli/test_cli.py::test_train_and_check_do_what_they_say cli/test_cli_he
 	learner/test_lora.py learner/test_quantization.py learner/test_transformers_patches.py \
 	learner/test_vision_attention.py \
 	processors/test_families.py processors/test_qwen_vl.py processors/test_resize.py \
-	rewards/test_builtin_all.py::test_the_examples_in_the_docstrings_run rewards/test_builtin_documents.py \
+	rewards/test_builtin_all.py::test_the_examples_in_the_docstrings_run \
 	rewards/test_builtin_judge.py rewards/test_builtin_masks.py rewards/test_builtin_values.py \
 	run/test_checkpoint.py run/test_trackers.py trained/test_export.py::test_every_family_is_exported trainer/test_trainer.py
 test-lowest: .venv-lowest/.ready  ## run the tests of our dependencies that are not long with the oldest packages allowed

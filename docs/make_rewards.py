@@ -16,9 +16,9 @@ START, END = "<!-- list: written by docs/make_rewards.py -->", "<!-- end of the 
 AREAS = {
     "Text": ("exact_match", "choice", "contains", "ordering", "format", "json_schema"),
     "Numbers": ("math", "numeric", "count"),
-    "Vision": ("iou", "giou", "box_match", "point_in_box", "clicking", "mask_iou"),
-    "Documents and charts": ("anls", "edit_similarity", "chart_relaxed", "table_f1"),
-    "Shaping": ("length", "soft_overlong", "cosine_length", "repetition_penalty", "language"),
+    "Vision": ("iou", "giou", "box_match", "clicking", "mask_iou"),
+    "Documents and charts": ("anls", "edit_similarity", "chart_relaxed"),
+    "Shaping": ("length", "soft_overlong", "cosine_length", "repetition_penalty"),
     "Models": ("judge", "reward_model"),
 }
 

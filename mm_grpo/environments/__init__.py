@@ -7,10 +7,9 @@
     worker       what runs in those processes
     toolbox      the tools of a run: their schemas for the chat template, and the host that calls them
     factories    what makes environments: classes by name or address, and OpenEnv servers
-    builtins     `Zoom`, `Rotate` and `GridWorld`
+    builtins     `Zoom` and `GridWorld`
     own_tools    environments that name their tools themselves, with JSON schemas
     openenv      environments on an OpenEnv server
-    openenv_client  how such a server is asked
 
 A tool is a plain function, an environment a class with `reset` whose other public methods are tools, as TRL's
 `environment_factory` has them. The turns themselves are rollout/turns.py's affair.

@@ -1,4 +1,4 @@
-"""Environments that ship: pictures to look closer at, to turn, and a small world to walk in."""
+"""Environments that ship: pictures to look closer at, and a small world to walk in."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from PIL import Image, ImageDraw
 DIRECTIONS = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 
 
-class _Images:
-    """Keeps the row's images."""
+class Zoom:
+    """The row's images at full resolution, of which the model asks for parts."""
 
     def reset(self, images: Sequence[Image.Image]) -> None:
         self._images = list(images)
-
-
-class Zoom(_Images):
-    """The row's images at full resolution, of which the model asks for parts."""
 
     def zoom(self, bbox: list[float], image: int = 0) -> Any:
         """Look at a part of an image at full resolution.
@@ -28,22 +24,11 @@ class Zoom(_Images):
             bbox: The part as [left, top, right, bottom], in thousandths of the image's width and height.
             image: Which image, counted from 0.
         """
-        picture = _chosen(self._images, image)
+        if not isinstance(image, int) or not 0 <= image < len(self._images):
+            raise ValueError(f"image is {image!r}; there are {len(self._images)}, counted from 0")
+        picture = self._images[image]
         left, top, right, bottom = _box(bbox, picture.size)
         return picture.crop((left, top, right, bottom))
-
-
-class Rotate(_Images):
-    """The row's images, which the model may have turned."""
-
-    def rotate(self, degrees: float, image: int = 0) -> Any:
-        """Look at an image turned counterclockwise.
-
-        Args:
-            degrees: How far, in degrees.
-            image: Which image, counted from 0.
-        """
-        return _chosen(self._images, image).rotate(float(degrees) % 360, expand=True, fillcolor="white")
 
 
 class GridWorld:
@@ -92,12 +77,6 @@ class GridWorld:
             left, top, size = x * self.CELL + 5, y * self.CELL + 5, self.CELL - 11
             shape([left, top, left + size, top + size], fill=colour)
         return {"type": "image", "image": picture}
-
-
-def _chosen(images: Sequence[Image.Image], number: int) -> Image.Image:
-    if not isinstance(number, int) or not 0 <= number < len(images):
-        raise ValueError(f"image is {number!r}; there are {len(images)}, counted from 0")
-    return images[number]
 
 
 def _box(bbox: Any, size: tuple[int, int]) -> tuple[int, int, int, int]:

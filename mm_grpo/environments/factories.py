@@ -14,7 +14,7 @@ from mm_grpo.errors import ConfigError, UserError, did_you_mean
 from mm_grpo.import_path import address_in_module, in_this_process_alone, load_named
 from mm_grpo.user_code.watchdog import at_start
 
-BUILTINS = {"zoom": "Zoom", "rotate": "Rotate", "grid_world": "GridWorld"}
+BUILTINS = {"zoom": "Zoom", "grid_world": "GridWorld"}
 """Environments of this package by the name that `rollout.environment` gives them."""
 
 

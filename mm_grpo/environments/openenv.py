@@ -1,7 +1,10 @@
 """Environments on an OpenEnv server: the action's schema is the tool's, observations may hold images.
 
 `rollout.environment: openenv:http://HOST:PORT`, or a subclass of `OpenEnv` with a `base_url`, which may say how an
-observation is shown. Protocol: OpenEnv of Meta and Hugging Face, package openenv-core; openenv_client.py speaks it.
+observation is shown. Protocol: OpenEnv of Meta and Hugging Face, package openenv-core, 0.2 on: a WebSocket (`/ws`) for
+each conversation, and the schema of an action over HTTP. A server that is not there, hangs or answers nonsense is
+`EnvironmentGone`, with its address in one line; an action that it refuses is a ValueError, and an exception of its
+environment a RuntimeError.
 """
 
 from __future__ import annotations
@@ -9,17 +12,24 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import re
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, suppress
 from functools import cache
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
+from urllib.parse import urlsplit
 
-from mm_grpo.environments.openenv_client import Conversation, Server, Step
 from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools, Tool
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import parse_json
+from mm_grpo.terminal import redact
 
+MOST_BYTES = 100 * 2**20
+"""Bytes of one answer, as openenv-core's own client bounds it."""
+SHOWN = 200
+"""Characters of a server's answer that a message holds."""
 ENCODED = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """First characters of PNG, JPEG, GIF and WebP in base64."""
 ABOUT_IMAGES = frozenset(("type", "mimeType", "mime_type", "media_type", "detail", "format", "encoding"))
@@ -29,35 +39,26 @@ ABOUT_IMAGES = frozenset(("type", "mimeType", "mime_type", "media_type", "detail
 class OpenEnv(OwnTools):
     """A conversation with an OpenEnv server. Its tool takes the fields of the server's action, or are its MCP tools.
 
-    A subclass sets what differs: `base_url`, http://HOST:PORT of the server; `action`, the JSON schema of an action, by
-    default what the server has under /schema; `tool`, what the model calls an action, by default the schema's title,
-    such as `echo` of EchoAction, else `step`; `timeout`, seconds that each request may take, below
-    rollout.tool_timeout, or that one ends the call; `reward`, what the steps' rewards make of the conversation.
+    A subclass sets what differs: `base_url`, http://HOST:PORT of the server; `timeout`, seconds that each request may
+    take, below rollout.tool_timeout, or that one ends the call; `show`, what the model sees of an observation;
+    `get_reward`, what the steps' `rewards` make of the conversation.
     """
 
     base_url: str = ""
-    action: Mapping[str, Any] | None = None
-    tool: str | None = None
     timeout: float = 20.0
-    reward: Literal["sum", "last"] = "sum"
 
     def __init__(self, base_url: str | None = None) -> None:
         self.base_url = base_url or self.base_url
-        self.done = False
-        self._server = Server(self.base_url, self.timeout)
-        self._conversation: Conversation | None = None
-        self._rewards: list[float] = []
+        self.done, self.rewards = False, list[float]()
+        self._conversation = _Conversation(self.base_url, self.timeout)
 
     def tools(self) -> Mapping[str, Tool]:
         """The tool that takes an action, or the server's MCP tools. EnvironmentGone where it cannot be asked."""
         schema, listed = _offer(self.base_url, self.timeout)
         if listed:
             return {tool.__name__: tool for tool in map(self._mcp_tool, listed)}
-        schema = self.action or schema
-        if not schema:
-            raise ConfigError(f"{self.base_url} has no /schema; give `action` in a subclass of OpenEnv")
         title = str(schema.get("title", ""))
-        name = self.tool or _snake(title.removesuffix("Action")) or "step"
+        name = _snake(title.removesuffix("Action")) or "step"
         properties = dict(schema.get("properties", {}))
         if "metadata" not in schema.get("required", ()):
             properties.pop("metadata", None)  # of every action; the server's own affair
@@ -68,31 +69,29 @@ class OpenEnv(OwnTools):
         """Begin a conversation: the server gets the row's columns that are JSON, and a `seed` that depends on the row
         alone where it has none."""
         self.close()
-        self.done, self._rewards = False, []
+        self.rewards = []
         columns = row.keys() - {"prompt", "images"}
         sent = {key: value for key, value in row.items() if key in columns and _is_json(value)}
         if "seed" not in sent:
             texts = [str(m.get("content")) for m in row.get("prompt") or () if isinstance(m, Mapping)]
             digest = sha256(json.dumps([sent, texts], sort_keys=True).encode()).digest()
             sent["seed"] = int.from_bytes(digest[:4], "big") >> 1
-        self._conversation = Conversation(self._server)
-        return self.show(self._ask("reset", sent).observation) or None
+        self._conversation.open()
+        observation, _, self.done = self._conversation.ask("reset", sent)
+        return self.show(observation) or None
 
     def show(self, observation: Mapping[str, Any]) -> Any:
-        """Show an observation to the model; a subclass may do it otherwise. By default a single text as it is,
-        else the fields as JSON, and behind it the images."""
+        """Show an observation to the model: by default a single text as it is, else the fields as JSON, and behind it
+        the images."""
         return shown(observation)
 
     def get_reward(self) -> float | None:
-        """Combine the steps' rewards; None where no step had one."""
-        combined = {"sum": sum(self._rewards), "last": self._rewards[-1] if self._rewards else 0.0}
-        return combined[self.reward] if self._rewards else None
+        """The sum of the steps' rewards; None where no step had one."""
+        return sum(self.rewards) if self.rewards else None
 
     def close(self) -> None:
         """End the conversation; the server lets go of its environment."""
-        conversation, self._conversation = self._conversation, None
-        if conversation is not None:
-            conversation.close()
+        self._conversation.close()
 
     def _act(self, **action: Any) -> Any:
         return self.show(self._step(action))
@@ -100,20 +99,9 @@ class OpenEnv(OwnTools):
     def _step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.done:
             raise ValueError("the episode is over")
-        step = self._ask("step", action)
-        if step.reward is not None:
-            self._rewards.append(step.reward)
-        return step.observation
-
-    def _ask(self, what: str, data: Mapping[str, Any]) -> Step:
-        assert self._conversation is not None
-        try:
-            step = self._conversation.ask(what, data)
-        except EnvironmentGone:
-            self.close()
-            raise
-        self.done = step.done
-        return step
+        observation, reward, self.done = self._conversation.ask("step", action)
+        self.rewards += [] if reward is None else [reward]
+        return observation
 
     def _mcp_tool(self, listed: Mapping[str, Any]) -> Tool:
         name = str(listed["name"])
@@ -136,12 +124,120 @@ class OpenEnv(OwnTools):
 @cache
 def _offer(base_url: str, timeout: float) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
     """The schema of a server's action, and its MCP tools; a server is asked once."""
-    server = Server(base_url, timeout)
-    schema = server.schema()
-    with closing(Conversation(server)) as conversation:
+    conversation = _Conversation(base_url, timeout)
+    schema = conversation.schema()
+    try:
+        conversation.open()
         if "tool_name" in schema.get("properties", {}):
-            return schema, conversation.ask("step", {"type": "list_tools"}).observation.get("tools", [])
+            return schema, conversation.ask("step", {"type": "list_tools"})[0].get("tools", [])
+    finally:
+        conversation.close()
     return schema, []
+
+
+class _Conversation:
+    """A server's address, and a WebSocket, for which it keeps an environment from `open` to `close`. Each request
+    has `timeout` seconds."""
+
+    def __init__(self, base_url: str, timeout: float) -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
+            raise ConfigError(
+                f"openenv: the server's address is {redact(base_url)!r}; it must be http://HOST:PORT or ws://HOST:PORT"
+            )
+        self.timeout = timeout
+        self.local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
+        secure = "s" if parts.scheme in ("https", "wss") else ""
+        rest = f"{parts.netloc}{parts.path}".rstrip("/")
+        self.http, self.ws = f"http{secure}://{rest}", f"ws{secure}://{rest}/ws"
+        self._opened = ExitStack()
+        self._socket: Any = None
+
+    def schema(self) -> Mapping[str, Any]:
+        """The JSON schema of an action."""
+        import httpx
+
+        try:
+            answer = httpx.get(f"{self.http}/schema", timeout=self.timeout, trust_env=not self.local)
+            found: Mapping[str, Any] = parse_json(answer.raise_for_status().text, dict)["action"]
+            return found
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError) as error:
+            raise self._gone("/schema", error) from None
+
+    def open(self) -> None:
+        """Begin a conversation."""
+        from websockets.exceptions import WebSocketException
+        from websockets.sync.client import connect
+
+        limits: dict[str, Any] = {"open_timeout": self.timeout, "close_timeout": 1, "max_size": MOST_BYTES}
+        if self.local:
+            limits["proxy"] = None
+        try:
+            self._socket = self._opened.enter_context(connect(self.ws, **limits))
+        except (WebSocketException, OSError) as error:
+            raise self._gone("/ws", error) from None
+
+    def ask(self, what: str, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, bool]:
+        """The answer to a `reset` or a `step`: its observation's fields, the reward, and whether it is over."""
+        from websockets.exceptions import ConnectionClosed, WebSocketException
+
+        try:
+            with suppress(ConnectionClosed):  # a server that is full says so before it closes
+                self._socket.send(json.dumps({"type": what, "data": dict(data)}))
+            text = self._socket.recv(timeout=self.timeout)
+        except (WebSocketException, OSError) as error:
+            raise self._gone(what, error) from None
+        try:
+            found = parse_json(text, dict)
+            given = dict(found["data"])
+            if found.get("type") != "error":
+                return _step(given)
+        except (LookupError, TypeError, ValueError) as wrong:
+            answer = f"answered {what} with {repr(text)[:SHOWN]}, which is no answer to it ({wrong!r})"
+            raise self._gone(what, answer) from None
+        raise self._refused(what, given)
+
+    def close(self) -> None:
+        """Say that the conversation is over, and close it; a server that is gone is not waited for."""
+        from websockets.exceptions import WebSocketException
+
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            with suppress(WebSocketException, OSError):
+                socket.send(json.dumps({"type": "close"}))
+        self._opened.close()
+
+    def _gone(self, what: str, why: BaseException | str) -> EnvironmentGone:
+        """The error of a request `what` that was not answered; of a TimeoutError it is late."""
+        self.close()
+        late = isinstance(why, TimeoutError)
+        if late:
+            why = f"had not answered {what} after {self.timeout:g} s"
+        elif isinstance(why, BaseException):
+            named = f"{type(why).__name__}: {why}".rstrip(": ")
+            why = f"cannot be asked for {what} ({redact(named)}); start it, or correct its address"
+        return EnvironmentGone(f"the OpenEnv server at {redact(self.http)} {why}", late=late)
+
+    def _refused(self, what: str, error: Mapping[str, Any]) -> Exception:
+        code, message = error.get("code"), str(error.get("message", ""))[:SHOWN]
+        if code == "VALIDATION_ERROR":
+            return ValueError(f"refused: {json.dumps(error.get('errors', message), default=str)[:SHOWN]}")
+        if code == "EXECUTION_ERROR":
+            return RuntimeError(message)
+        why = f"refused {what} ({code}: {message})"
+        if code == "CAPACITY_REACHED":
+            why += "; let its max_concurrent_envs be at least prompts x generations of a step"
+        gone = self._gone(what, why)
+        return RuntimeError(str(gone)) if what == "reset" else gone  # a reset that raises stops the run
+
+
+def _step(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, bool]:
+    observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
+    if not isinstance(observation, Mapping) or not isinstance(done, bool):
+        raise TypeError("observation or done")
+    if reward is not None and not math.isfinite(reward):
+        raise ValueError("reward")
+    return observation, None if reward is None else float(reward), done
 
 
 def shown(observation: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """Rewards: plain functions that score completions.
 
-- `spec.py`       what a reward is, read from its function's parameters; sums: `0.8 * get("iou") + 0.2 * get("format")`
+- `spec.py`       what a reward is, read from its function's parameters
 - `registry.py`   rewards by name: the `@reward` decorator, the table of built-ins
 - `resolve.py`    from a config entry (name, file, module, mapping, callable) to a spec
 - `options.py`    how a reward is run: isolation, time-out, its rows, gates, errors masked or not
@@ -11,7 +11,7 @@
 - `scores.py`     what is a score, and how what is none is described
 - `thinking.py`   completions without their thinking
 - `plain.py`      plain functions, in the trainer's process
-- `async_calls.py` async rewards, on an event loop in a thread
+- `async_calls.py` async and isolated rewards, on event loops in threads
 - `streaming_rewards.py` rewards that begin while other completions are still being sampled
 - `isolation.py`  isolated rewards, in worker processes that can be killed; `worker.py` what runs in those
 - `builtins/`     the rewards that ship, one file each

@@ -1,7 +1,8 @@
-"""Async rewards: their calls, made together on an event loop in a thread of its own.
+"""Async and isolated rewards: their calls, made together on an event loop in a thread of its own.
 
-A coroutine that blocks the loop cannot be ended; when the deadline of every async reward has passed, that stops the
-run. One that keeps the interpreter's lock besides lets nothing here notice: then a watchdog ends the process.
+An isolated reward's calls wait for a worker process (`isolation.py`). A coroutine that blocks the loop cannot be ended;
+when the deadline of every async reward has passed, that stops the run. One that keeps the interpreter's lock besides
+lets nothing here notice: then a watchdog ends the process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
@@ -19,20 +21,30 @@ from mm_grpo.user_code import loop as background
 from mm_grpo.user_code.kept_state import kept_alive
 from mm_grpo.user_code.watchdog import Watchdog, lock_held
 
+if TYPE_CHECKING:
+    from mm_grpo.rewards.isolation import WorkerPool
+
 WITHOUT_LOCK = 30.0
 """Seconds beyond the time-out for which no other thread of this process may have been able to run."""
 
 
 class AsyncCalls:
-    """The calls of async rewards that do not wait for each other, made together on the loop. A call begins when it is
-    added. `close` says that all have been added: time-outs count from then on. `finish` waits for the answers."""
+    """The calls of rewards that do not wait for each other, made together on the loop: of async ones, or of isolated
+    ones in their `pools`. A call begins when it is added. `close` says that all have been added: time-outs count from
+    then on. `finish` waits for the answers."""
 
-    def __init__(self, loop: background.BackgroundLoop, rewards: Iterable[RewardCalls]) -> None:
-        self.loop, self.running = loop, {one.spec.name: _RewardTasks(one) for one in rewards}
+    def __init__(
+        self,
+        loop: background.BackgroundLoop,
+        rewards: Iterable[RewardCalls],
+        pools: Mapping[str, WorkerPool] | None = None,
+    ) -> None:
+        self.loop, self.isolated = loop, pools is not None
+        self.running = {one.spec.name: _RewardTasks(one, (pools or {}).get(one.spec.name)) for one in rewards}
         self._called: dict[str, RewardCalls] = {}
         self._all_added, self._since = asyncio.Event(), 0.0
         self._watched, self._ended = contextlib.ExitStack(), threading.Event()
-        if (limit := _limit(one.results for one in self.running.values())) is not None:
+        if (limit := self._limit(one.results for one in self.running.values())) is not None:
             self._watch(limit + WITHOUT_LOCK)
         self.future = loop.start(self._answers())
 
@@ -50,7 +62,7 @@ class AsyncCalls:
     def finish(self) -> None:
         """Wait for the answers, while the deadlines allow; the first error that stops the run cancels the rest."""
         rewards = self._called.values()
-        limit = _limit(rewards)
+        limit = self._limit(rewards)
         try:
             left = None if limit is None else max(background.GRACE, self._since + limit - time.monotonic())
             self.loop.finish(self.future, left)
@@ -67,6 +79,13 @@ class AsyncCalls:
         """Cancel the calls, whose answers nobody wants."""
         self._watched.close()
         self.loop.abandon(self.future)
+
+    def _limit(self, rewards: Iterable[RewardCalls]) -> float | None:
+        """Seconds that the calls may take together; None where one has no time-out, or workers are killed at it."""
+        deadlines = [one.spec.options.deadline for one in rewards]
+        known = [deadline for deadline in deadlines if deadline is not None]
+        bounded = known and len(known) == len(deadlines) and not self.isolated
+        return max(known) + 2 * background.GRACE if bounded else None
 
     def _watch(self, seconds: float) -> None:
         """End the process where a coroutine keeps the interpreter's lock, so that a thread beside it cannot run."""
@@ -94,18 +113,11 @@ class AsyncCalls:
             raise
 
 
-def _limit(rewards: Iterable[RewardCalls]) -> float | None:
-    """Seconds that the calls may take together; None where one has no time-out."""
-    deadlines = [one.spec.options.deadline for one in rewards]
-    known = [deadline for deadline in deadlines if deadline is not None]
-    return max(known) + 2 * background.GRACE if known and len(known) == len(deadlines) else None
-
-
 class _RewardTasks:
     """One reward's calls on the loop. `results.seconds` is how long any of them was under way."""
 
-    def __init__(self, results: RewardCalls) -> None:
-        self.results = results
+    def __init__(self, results: RewardCalls, pool: WorkerPool | None) -> None:
+        self.results, self.pool = results, pool
         self.tasks: dict[asyncio.Task[None], Call] = {}
         most = results.spec.options.max_concurrency
         self._limit = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
@@ -127,6 +139,8 @@ class _RewardTasks:
             return
         results = self.results
         try:
+            if self.pool is not None:
+                await self.pool.ready()
             done, late = await asyncio.wait(
                 self.tasks, timeout=results.spec.options.deadline, return_when=asyncio.FIRST_EXCEPTION
             )
@@ -134,22 +148,23 @@ class _RewardTasks:
                 if task in done:
                     task.result()
             await background.cancel(late)
-            for task, call in sorted(self.tasks.items(), key=lambda pair: pair[1].rows):
-                if task in late:
-                    results.late(call, call.too_late(len(late), len(self.tasks)))
+            calls = sorted((self.tasks[task] for task in late), key=lambda call: call.rows)
+            for began in (True, False):  # those that took the time come first
+                for call in calls:
+                    if (call.rows in results.begun) == began:
+                        results.late(call, call.too_late(len(late), len(self.tasks), began=began))
         except BaseException:
             await background.cancel(self.tasks)
             raise
         finally:
             if self._left:
                 results.seconds += time.perf_counter() - self._since
+            if self.pool is not None:
+                self.pool.trim()
 
     async def _one(self, call: Call) -> None:
         async with self._limit:
-            start = time.perf_counter()
-            await _call(call, self.results)
-            name = f"reward {self.results.spec.name}"
-            record(name, f"{name}, call", time.perf_counter() - start, completions=len(call.rows))
+            await (_call if self.pool is None else self.pool.call)(call, self.results)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._left -= 1
@@ -159,8 +174,9 @@ class _RewardTasks:
 
 
 async def _call(call: Call, results: RewardCalls) -> None:
-    task = asyncio.current_task()
+    task, start, name = asyncio.current_task(), time.perf_counter(), f"reward {call.spec.name}"
     assert task is not None
+    results.begun.add(call.rows)
     try:
         with kept_alive():
             answer = call()
@@ -175,3 +191,4 @@ async def _call(call: Call, results: RewardCalls) -> None:
     else:
         if not task.cancelling():
             results.answered(call, answer)
+    record(name, f"{name}, call", time.perf_counter() - start, completions=len(call.rows))

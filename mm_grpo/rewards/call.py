@@ -289,6 +289,8 @@ class RewardCalls:
     errors: Faults = field(default_factory=dict)
     timeouts: Faults = field(default_factory=dict)
     seconds: float = 0.0
+    begun: set[tuple[int, ...]] = field(default_factory=set)
+    """The rows of the calls that have begun."""
     turns: dict[int, list[float | None]] = field(default_factory=dict)
     """Of a reward with `per_turn`, by row the scores of its turns, of which `scores` holds the sum."""
 

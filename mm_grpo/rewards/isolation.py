@@ -1,18 +1,18 @@
 """Isolated rewards: their calls made in worker processes, which are killed at the deadline.
 
-`WorkerPool` holds the workers of each isolated reward, `IsolatedCalls` makes one reward's calls in one step. What runs
-in the workers is `worker.py`.
+`WorkerPool` holds the workers of one reward, and hands them calls from the event loop of `async_calls.py`. What runs in
+the workers is `worker.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
-import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from mm_grpo.errors import RewardError
 from mm_grpo.import_path import digest_of
@@ -30,6 +30,7 @@ FURTHER = 16
 PATIENCE = 1 / 8
 """The part of the deadline after which a call counts as slow when others wait."""
 TICK = 0.05
+"""Seconds between two looks for what is late."""
 
 
 def check_isolation(spec: RewardSpec) -> None:
@@ -45,183 +46,127 @@ def check_isolation(spec: RewardSpec) -> None:
         ) from None
 
 
+class _Job(NamedTuple):
+    call: Call
+    results: RewardCalls
+    answer: asyncio.Future[Mapping[str, Any]]
+
+
 class WorkerPool:
-    """The workers of all isolated rewards: `size` for each that is called per completion, one for the others. They
-    start when they are first needed. `close` ends them, as does the end of this process."""
+    """The workers of an isolated reward: `size` where it is called per completion, else one. They start when they are
+    first needed; `close` ends them, as does the end of this process. When every worker is at one call for long, further
+    ones start for the calls that wait. Only the event loop's thread uses it."""
 
-    def __init__(self, size: int | None = None) -> None:
-        self.size = size or default_size()
-        self.workers: dict[str, Workers] = {}
+    def __init__(self, spec: RewardSpec, size: int | None) -> None:
+        most, size = spec.options.max_concurrency, size or default_size()
+        self.spec, self.size = spec, min(1 if spec.kind == "batch" else size, most or size)
+        self.most, self.seconds = most or self.size + FURTHER, spec.options.deadline or 0.0
+        self.workers = _workers(spec)
+        self.flying: dict[Worker, _Job] = {}
+        self._waiting: deque[_Job] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._error: Exception | None = None
 
-    def start(self, specs: Iterable[RewardSpec]) -> None:
-        """Start the workers of these rewards, and return while they import the functions."""
-        for spec in specs:
-            if spec.name not in self.workers:
-                self.workers[spec.name] = _workers(spec)
-            self.workers[spec.name].fill(self._count(spec))
+    async def start(self) -> None:
+        """Start the workers, and return while they import the function."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self.workers.fileno(), self._look)
+        self.workers.fill(self.size)
 
-    def begin(self, results: RewardCalls) -> IsolatedCalls:
-        """The calls of an isolated reward, made in the background as they are added, until `finish`."""
-        self.start([results.spec])
-        spec = results.spec
-        return IsolatedCalls(results, self.workers.pop(spec.name), self._count(spec))
+    async def ready(self) -> None:
+        """Wait until a worker is there, or none can be."""
+        while self._waiting and not any(worker.ready for worker in self.workers):
+            await asyncio.sleep(TICK / 10)
 
-    def finish(self, calls: IsolatedCalls) -> None:
-        """Wait for the answers, and note them. RewardError when the function cannot be imported."""
-        name = calls.results.spec.name
-        calls.finish()
-        if self.workers.setdefault(name, calls.workers) is not calls.workers:
-            calls.workers.close()
-        calls.note()
+    async def call(self, call: Call, results: RewardCalls) -> None:
+        """Make a call in a worker, and note what came of it. RewardError when the function cannot be imported. One that
+        is cancelled takes its worker with it."""
+        await self.start()
+        job = _Job(call, results, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        self._look(take=False)
+        try:
+            answer = await job.answer
+        except asyncio.CancelledError:
+            for worker in [worker for worker, flying in self.flying.items() if flying is job]:
+                self._end(worker)
+            raise
+        _settle(call, results, answer)
+
+    def trim(self) -> None:
+        """End the workers beyond `size`, and start those that are missing, so that the next calls need not wait."""
+        for worker in list(self.workers)[self.size :]:
+            self._end(worker)
+        self.workers.fill(self.size)
 
     def close(self) -> None:
-        """End every worker; a later `begin` starts new ones."""
-        for workers in self.workers.values():
-            workers.close()
-        self.workers.clear()
-
-    def _count(self, spec: RewardSpec) -> int:
-        count = 1 if spec.kind == "batch" else self.size
-        return min(count, spec.options.max_concurrency or count)
-
-
-class IsolatedCalls:
-    """One reward's calls in one step, which any of its `workers` may make: `size` of them are kept.
-
-    They are made in a thread as they are added; the deadline counts from `finish`, when all are known, and no call
-    alone may take longer than it. When every worker is at one call for long, further workers start for the calls that
-    wait. What is found in the thread is noted here; the `results` are the caller's.
-    """
-
-    def __init__(self, results: RewardCalls, workers: Workers, size: int) -> None:
-        options = results.spec.options
-        self.results, self.spec, self.workers, self.size = results, results.spec, workers, size
-        self.most, self.seconds = options.max_concurrency or size + FURTHER, options.deadline or 0.0
-        self.calls: list[Call] = []
-        self.found: list[Mapping[str, Any] | None] = []
-        self.busy = 0.0
-        """Seconds before `finish` in which any call was under way."""
-        self.failed = False
-        self._waiting: deque[int] = deque()
-        self._settled = 0
-        self._flying: dict[Worker, int] = {}
-        self._all_added = self._abandoned = False
-        self._end: float | None = None
-        self._raised: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="calls of workers", daemon=True)
-        self._thread.start()
-
-    @property
-    def under_way(self) -> set[int]:
-        """The numbers of the calls that have begun and not ended."""
-        return set(self._flying.values())
-
-    def add_calls(self, calls: Iterable[Call]) -> None:
-        """Add calls to make."""
-        for call in calls:
-            self.calls.append(call)
-            self.found.append(None)
-            self._waiting.append(len(self.calls) - 1)  # last: the thread takes it from here
-        self.workers.wake()
-
-    def finish(self) -> None:
-        """Wait until all calls were made, or one was to stop the others, or the time has passed; those that are under
-        way then are ended. Raises what a call could not be made for."""
-        self._all_added = True
-        self.workers.wake()
-        try:
-            self._thread.join()
-        except BaseException:
-            self.abandon()
-            raise
-        if self._raised is not None:
-            self.workers.close()
-            raise self._raised
-
-    def abandon(self) -> None:
-        """End the calls and the workers."""
-        self._abandoned = True
-        self.workers.wake()
-        self._thread.join()
+        """End every worker."""
+        if self._loop is not None:
+            self._loop.remove_reader(self.workers.fileno())
         self.workers.close()
 
-    def note(self) -> None:
-        """Give the `results` what was found."""
-        self.results.seconds += self.busy
-        under_way = self.under_way
-        late: list[tuple[Call, bool]] = []
-        # What failed before what was late: under "stop" a failure ends the step early and leaves calls undone.
-        for number in sorted(range(len(self.calls)), key=lambda n: self.calls[n].rows):
-            call, answer = self.calls[number], self.found[number]
-            if answer is None or "late" in answer:
-                late.append((call, answer is not None or number in under_way))
-            else:
-                _settle(self.results, call, answer)
-        for call, began in sorted(late, key=lambda one: not one[1]):
-            self.results.late(call, call.too_late(len(late), len(self.calls), began=began))
+    def _end(self, worker: Worker) -> None:
+        self.flying.pop(worker, None)
+        self.workers.end(worker)
 
-    def _work(self) -> None:
+    def _look(self, take: bool = True) -> None:
+        """Take answers, and hand the calls that wait to idle workers."""
         try:
-            while not self._over(now := time.monotonic()):
-                self._give(now)
-                waited = TICK if self._waiting and not self.failed else None
-                if self._end is not None:
-                    waited = min(self._end - now, waited or self.seconds)
-                flying = bool(self._flying)
-                for outcome in self.workers.wait(waited):
-                    self._take(outcome)
-                if flying and not self._all_added:
-                    self.busy += time.monotonic() - now
-            if self._abandoned:
-                return
-            for number, worker in enumerate(self.workers):  # those that hang and those that are too many
-                if worker in self._flying or number >= self.size:
-                    self.workers.end(worker)
-            self.workers.fill(self.size)  # so that the next calls need not wait
-        except BaseException as error:
-            self._raised = error
+            for outcome in self.workers.wait(0.0) if take else ():
+                self._take(outcome)
+            self._give()
+        except Exception as error:  # a worker cannot start, or a call cannot be made
+            jobs = [*self.flying.values(), *self._waiting]
+            self._error = None if jobs else error  # for the next call
+            self.flying.clear()
+            self._waiting.clear()
+            self.workers.close()
+            for job in jobs:
+                if not job.answer.done():
+                    job.answer.set_exception(error)
 
-    def _over(self, now: float) -> bool:
-        if self._all_added and self._end is None and any(worker.ready for worker in self.workers):
-            self._end = now + self.seconds
-        late = self._end is not None and now >= self._end
-        done = self.failed or late or self._settled == len(self.calls)
-        return self._abandoned or (self._all_added and done)
-
-    def _give(self, now: float) -> None:
-        """Hand the calls that wait to idle workers."""
-        if self.failed:
+    def _give(self) -> None:
+        if self._error is not None and self._waiting:
+            raise self._error
+        now = time.monotonic()
+        for worker in self.workers:
+            while self._waiting and self._waiting[0].answer.done():  # cancelled
+                self._waiting.popleft()
+            if worker.idle and self._waiting:
+                job = self.flying[worker] = self._waiting.popleft()
+                job.results.begun.add(job.call.rows)
+                worker.call(_pickled(self.spec, job.call), now + self.seconds + TICK)
+                if worker.out and self._loop is not None:  # the rest of a long call waits for its socket
+                    self._loop.call_soon(self._look)
+        if not (self._waiting or self.flying):
             return
         self.workers.fill(self.size)
-        for worker in self.workers:
-            if worker.idle and self._waiting:
-                number = self._waiting.popleft()
-                self._flying[worker] = number
-                worker.call(_pickled(self.spec, self.calls[number]), self._end or now + self.seconds)
         more = min(len(self._waiting), self.most - len(self.workers), len(self.workers))
         if more > 0 and all(w.ready and now - w.since > PATIENCE * self.seconds for w in self.workers):
             self.workers.fill(len(self.workers) + more)
+        if self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(TICK, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._look()
 
     def _take(self, outcome: Outcome) -> None:
-        number = self._flying.pop(outcome.worker, None)
-        if number is None:  # it died while it waited for calls
+        job = self.flying.pop(outcome.worker, None)
+        if job is None:  # it died while it waited for calls
             return
         if outcome.unread:  # made again
-            self._waiting.append(number)
+            self._waiting.appendleft(job)
             return
-        self._settled += 1
         name = f"reward {self.spec.name}"
-        record(name, f"{name}, worker", outcome.seconds, completions=len(self.calls[number].rows))
-        answer = self.found[number] = _read(outcome)
+        record(name, f"{name}, worker", outcome.seconds, completions=len(job.call.rows))
+        answer = _read(outcome)
         if "died" in answer:
             self.workers.end(outcome.worker)  # also where it goes on after what was no answer
-        if "unreadable" in answer:
-            raise RewardError(
-                f"reward {self.spec.name!r}: its arguments cannot be read in a worker process: "
-                f"{answer['unreadable']}. Isolated rewards take plain data and images"
-            )
-        action = self.results.on_timeout if "late" in answer else self.results.on_error
-        self.failed = self.failed or ("scores" not in answer and action == "stop")
+        if not job.answer.done():
+            job.answer.set_result(answer)
 
 
 def _workers(spec: RewardSpec) -> Workers:
@@ -258,8 +203,15 @@ def _read(outcome: Outcome) -> Mapping[str, Any]:
     return answer if isinstance(answer, dict) else {"died": "sent what is no answer"}
 
 
-def _settle(results: RewardCalls, call: Call, answer: Mapping[str, Any]) -> None:
-    if "scores" in answer:
+def _settle(call: Call, results: RewardCalls, answer: Mapping[str, Any]) -> None:
+    if "late" in answer:
+        results.late(call, call.too_late(1, 1))
+    elif "unreadable" in answer:
+        raise RewardError(
+            f"reward {call.spec.name!r}: its arguments cannot be read in a worker process: {answer['unreadable']}. "
+            "Isolated rewards take plain data and images"
+        )
+    elif "scores" in answer:
         try:
             call.log(answer["logged"])
         except RewardError as error:

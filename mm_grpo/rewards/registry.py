@@ -19,15 +19,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _MODULES = {
     "clicking": ("clicking",),
-    "documents": ("json_schema", "table_f1"),
-    "grounding": ("box_match", "giou", "iou", "point_in_box"),
+    "documents": ("json_schema",),
+    "grounding": ("box_match", "giou", "iou"),
     "judge": ("judge",),
     "masks": ("mask_iou",),
     "maths": ("math",),
     "numeric": ("chart_relaxed", "count", "numeric"),
     "ordering": ("ordering",),
     "reward_model": ("reward_model",),
-    "shaping": ("cosine_length", "format", "language", "length", "repetition_penalty", "soft_overlong"),
+    "shaping": ("cosine_length", "format", "length", "repetition_penalty", "soft_overlong"),
     "text": ("anls", "choice", "contains", "edit_similarity", "exact_match"),
 }
 BUILTINS = {

@@ -39,16 +39,12 @@ def routing_faults(
     if rows is None:
         yield from column_faults(spec, columns)
         return
-    asked = [
-        name for name in (*spec.required, *spec.needs) if name not in spec.supplied and name not in spec.bound
-    ]
-    wanted = {name for name in asked if name in columns}
-    found: dict[str, None] = {}
+    asked = {*spec.required, *spec.needs} - spec.supplied - spec.bound.keys()
+    wanted, found = asked & set(columns), dict[str, None]()
     values: dict[str, dict[str, None]] = {column: {} for column in named}
     for row in rows():
         for column, kept in values.items():
-            if len(kept) <= SHOWN:
-                kept[repr(row.get(column))] = None
+            kept.update({repr(row.get(column)): None} if len(kept) < SHOWN else {})
         if spec.options.is_for(row):
             found.update(dict.fromkeys(row))
             if wanted <= found.keys():
@@ -56,12 +52,12 @@ def routing_faults(
     if found:
         yield from column_faults(spec, tuple(found))
     elif trained:
-        there = "; ".join(
-            f"{column} is {', '.join(list(kept)[:SHOWN])}{', ...' if len(kept) > SHOWN else ''}"
-            for column, kept in values.items()
+        there = "; ".join(f"{column} is {', '.join(kept)}" for column, kept in values.items())
+        when = {name: list(each) for name, each in spec.options.when.items()}
+        yield (
+            f"reward {spec.name!r}: when is {when}, and no row of the dataset has that; in its rows {there} (the first "
+            f"{SHOWN} values)"
         )
-        when = {name: each[0] if len(each) == 1 else list(each) for name, each in spec.options.when.items()}
-        yield f"reward {spec.name!r}: when is {when}, and no row of the dataset has that; in its rows {there}"
 
 
 def column_faults(spec: RewardSpec, columns: Sequence[str]) -> Iterator[str]:

@@ -35,22 +35,19 @@ from mm_grpo.import_path import (
 )
 from mm_grpo.rewards import registry
 from mm_grpo.rewards.options import KEYS, read_options
-from mm_grpo.rewards.spec import RewardSpec, RewardSum, check_name, check_weight, innermost, make_spec
+from mm_grpo.rewards.spec import RewardSpec, check_name, check_weight, innermost, make_spec
 
 GROUP = "mm_grpo.rewards"
 RESERVED_KEYS = ("name", "weight", "as", *KEYS)
 
-Entry = str | Mapping[str, Any] | Callable[..., Any] | RewardSpec | RewardSum
+Entry = str | Mapping[str, Any] | Callable[..., Any] | RewardSpec
 
 
 def resolve_entries(entries: Iterable[Entry], *, base: Path | None = None) -> list[RewardSpec]:
     """Resolve a whole list; RewardError when it is empty or when two entries have one name."""
     if isinstance(entries, str | Mapping) or not isinstance(entries, Iterable):
         raise RewardError(f"rewards is {entries!r}; it must be a list, such as [exact_match, my_function]")
-    parts = [
-        part for entry in entries for part in (entry.parts if isinstance(entry, RewardSum) else (entry,))
-    ]
-    specs = [resolve_entry(part, base=base) for part in parts]
+    specs = [resolve_entry(entry, base=base) for entry in entries]
     if not specs:
         raise RewardError(f"rewards is empty; it needs at least one of: {', '.join(registry.names())}")
     seen: set[str] = set()
@@ -198,9 +195,6 @@ def _from_entry_point(what: str, settings: Mapping[str, Any]) -> RewardSpec:
     points = list(entry_points(group=GROUP, name=what))
     if not points:
         raise RewardError(registry.unknown(what, {*registry.names(), *entry_point_names()}))
-    if len({point.value for point in points}) > 1:
-        values = ", ".join(point.value for point in points)
-        raise RewardError(f"rewards: several packages offer {what!r}: {values}; name one of these")
     try:
         fn = points[0].load()
     except (Exception, SystemExit) as error:

@@ -3,7 +3,7 @@
 Nothing here invents a score (law 9). `None` means that a reward does not apply; an exception, a NaN, a non-number, a
 wrong count, a process that died or a time-out stops the run with a RewardError, or where its options say "mask" leaves
 the completions concerned without a total, counted in the metrics. Plain functions are called one after the other
-(`plain.py`), isolated rewards in worker processes (`isolation.py`) and async ones on an event loop (`async_calls.py`),
+(`plain.py`), async rewards and isolated ones, in worker processes (`isolation.py`), on event loops (`async_calls.py`)
 beside the others and while the engine samples (`streaming_rewards.py`); what waits for a gate (`only_if`) comes after
 it. One call's arguments and messages are in `call.py`. Axis letters: n = P·G rows, flat.
 """
@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,8 +98,9 @@ class Scorer:
         self.workers = workers
         self._checked: list[tuple[str, ...]] = []
         self._streamed: StreamedCalls | None = None
-        self._loop: BackgroundLoop | None = None
-        self._pool: WorkerPool | None = None
+        self._loops: dict[bool, BackgroundLoop] = {}
+        self._pools: dict[str, WorkerPool] = {}
+        weakref.finalize(self, _close, self._pools, self._loops).atexit = False  # they end with the process
         self._levels = _levels(self.specs)
         check_outcomes(self.specs)
         self._scoring, self._beginning = threading.Lock(), threading.Lock()
@@ -149,8 +151,9 @@ class Scorer:
     def start(self) -> None:
         """Start the worker processes of the isolated rewards, and return while they import them. `score` waits
         for them, outside any deadline, and starts those that are missing."""
-        if isolated := [spec for spec in self.specs if spec.options.isolated]:
-            self._worker_pool().start(isolated)
+        for spec in self.specs:
+            if spec.options.isolated:
+                self._loop(True).start(self._pool(spec).start())
 
     def begin(self, count: int, columns: Iterable[str], step: int) -> StreamedCalls | None:
         """Begin the calls that can be made before all `count` completions of a step are there, whose prompts have these
@@ -211,14 +214,11 @@ class Scorer:
         """Stop the thread of the async rewards and the worker processes, if there are any."""
         if self._streamed is not None:
             self._streamed.abandon()
-        if self._loop is not None:
-            self._loop.close()
-        if self._pool is not None:
-            self._pool.close()
+        _close(self._pools, self._loops)
 
     def _calls_of(self, batch: Batch) -> StreamedCalls:
         results = {spec.name: self._results(spec, len(batch.completions)) for spec in self.specs}
-        return StreamedCalls(batch, results, lambda one: self._worker_pool().begin(one), self._on_loop)
+        return StreamedCalls(batch, results, self._begin)
 
     def _results(self, spec: RewardSpec, n: int) -> RewardCalls:
         on_error = spec.options.on_error or self.on_error
@@ -234,53 +234,60 @@ class Scorer:
 
     def _run(self, rewards: Sequence[RewardCalls], streamed: StreamedCalls, *, gated: bool) -> None:
         """Make the calls of rewards that do not wait for each other; of those that have begun, the rest."""
-        on_loop = [one for one in rewards if one.spec.on_loop]
-        others = [one for one in rewards if not one.spec.on_loop]
-        if not on_loop:
-            self._run_here(others, streamed)
-            return
-        calls = self._on_loop(on_loop) if gated or streamed.on_loop is None else streamed.on_loop
-        for one in on_loop:
-            calls.add(one.spec.name, streamed.missing(one.spec.name, one.calls))
-        calls.close()
+        begun = self._begin(rewards) if gated else streamed.calls
+        together = [one for one in rewards if one.spec.on_loop]
+        for one in together:
+            begun[one.spec.name].add(one.spec.name, streamed.missing(one.spec.name, one.calls))
+        calls = dict.fromkeys(begun[one.spec.name] for one in together)
+        for each in calls:
+            each.close()
         try:
-            self._run_here(others, streamed)
+            for one in rewards:
+                if not one.spec.on_loop:
+                    self._run_here(one)
+            for each in calls:
+                with span(f"waiting for {'isolated' if each.isolated else 'async'} rewards"):
+                    each.finish()
         except BaseException:
-            calls.abandon()
+            for each in calls:
+                each.abandon()
             raise
-        with span("waiting for async rewards"):
-            calls.finish()
 
-    def _run_here(self, rewards: Sequence[RewardCalls], streamed: StreamedCalls) -> None:
-        for one in rewards:
-            start, name = time.perf_counter(), one.spec.name
-            try:
-                if one.spec.options.isolated:
-                    with span(f"waiting for reward {name}"):
-                        pool = self._worker_pool()
-                        begun = streamed.isolated.pop(name, None) or pool.begin(one)
-                        begun.add_calls(streamed.missing(name, one.calls))
-                        pool.finish(begun)
-                else:
-                    with span(f"reward {name}"), kept_state(f"reward {name!r}"), kept_alive():
-                        run_plain(one)
-            finally:
-                one.seconds += time.perf_counter() - start
+    def _run_here(self, one: RewardCalls) -> None:
+        start, name = time.perf_counter(), one.spec.name
+        try:
+            with span(f"reward {name}"), kept_state(f"reward {name!r}"), kept_alive():
+                run_plain(one)
+        finally:
+            one.seconds += time.perf_counter() - start
 
-    def _on_loop(self, rewards: Sequence[RewardCalls]) -> AsyncCalls:
-        # asyncio costs most of the import of mm_grpo.rewards
-        from mm_grpo.rewards.async_calls import AsyncCalls
+    def _begin(self, rewards: Sequence[RewardCalls]) -> dict[str, AsyncCalls]:
+        """By reward, what makes its calls on an event loop: one of the async ones, which may block it, and another one
+        of those in worker processes."""
+        begun: dict[str, AsyncCalls] = {}
+        for isolated in (False, True):
+            own = [one for one in rewards if one.spec.on_loop and one.spec.options.isolated == isolated]
+            if own:
+                # asyncio costs most of the import of mm_grpo.rewards
+                from mm_grpo.rewards.async_calls import AsyncCalls
+
+                pools = {one.spec.name: self._pool(one.spec) for one in own} if isolated else None
+                begun |= dict.fromkeys(
+                    (one.spec.name for one in own), AsyncCalls(self._loop(isolated), own, pools)
+                )
+        return begun
+
+    def _loop(self, isolated: bool) -> BackgroundLoop:
         from mm_grpo.user_code.loop import BackgroundLoop
 
-        self._loop = self._loop or BackgroundLoop()
-        return AsyncCalls(self._loop, rewards)
+        return self._loops.setdefault(isolated, BackgroundLoop())
 
-    def _worker_pool(self) -> WorkerPool:
-        if self._pool is None:
+    def _pool(self, spec: RewardSpec) -> WorkerPool:
+        if spec.name not in self._pools:
             from mm_grpo.rewards.isolation import WorkerPool
 
-            self._pool = WorkerPool(self.workers)
-        return self._pool
+            self._pools[spec.name] = WorkerPool(spec, self.workers)
+        return self._pools[spec.name]
 
     def _columns(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
         """The columns of the dataset that the prompts come from: the smallest checked set that has them all.
@@ -326,6 +333,14 @@ class Scorer:
                 for row, done in enumerate(batch.completions)
             ],
         )
+
+
+def _close(pools: dict[str, WorkerPool], loops: Mapping[bool, BackgroundLoop]) -> None:
+    for pool in pools.values():
+        loops[True].soon(pool.close)
+    for loop in loops.values():
+        loop.close()
+    pools.clear()
 
 
 def _turn_totals(

@@ -1,9 +1,7 @@
-"""What a reward is: `RewardSpec`, made from a function's parameters, and sums of rewards.
+"""What a reward is: `RewardSpec`, made from a function's parameters by `make_spec`.
 
-`make_spec` reads a function's signature; `RewardSum` is what `0.8 * get("iou") + 0.2 * get("format")` gives.
-Where a sum stands in a list of rewards it is replaced by its parts, each with its weight, metrics and time-out; a part
-that does not apply leaves the rest. Conditions are options (`only_if` and `when` in `options.py`). Not here:
-rewards by name (`registry.py`) and config entries (`resolve.py`).
+Conditions are options (`only_if` and `when` in `options.py`). Not here: rewards by name (`registry.py`) and config
+entries (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Literal
 
@@ -29,19 +27,6 @@ BATCH_ARGUMENTS = _ARGUMENTS | {"completions", "prompts", "samples"}
 # Of runs with tools alone; a column of the same name goes before.
 TURN_ARGUMENTS = frozenset(("turns", "environment", "environments", "environment_reward"))
 _OF_KIND = {"completion": TURN_ARGUMENTS - {"environments"}, "batch": TURN_ARGUMENTS - {"environment"}}
-
-
-@dataclass(frozen=True)
-class RewardSum:
-    """Several rewards whose weighted scores are added. Usable wherever a list of rewards is."""
-
-    parts: tuple[RewardSpec, ...]
-
-    def __rmul__(self, factor: float) -> RewardSum:
-        return RewardSum(tuple(factor * part for part in self.parts))
-
-    def __add__(self, other: RewardSpec | RewardSum) -> RewardSum:
-        return RewardSum((*self.parts, *(other.parts if isinstance(other, RewardSum) else (other,))))
 
 
 @dataclass(frozen=True)
@@ -76,8 +61,8 @@ class RewardSpec:
 
     @property
     def on_loop(self) -> bool:
-        """Whether it runs on the event loop of the trainer's process."""
-        return self.is_async and not self.options.isolated
+        """Whether its calls are made on an event loop, side by side: it is async, or in worker processes."""
+        return self.is_async or self.options.isolated
 
     @property
     def takes_texts(self) -> bool:
@@ -91,12 +76,6 @@ class RewardSpec:
         """Whether it applies to a row with these columns: `when` names it, and no column that it needs is missing."""
         needed = (column for column in self.needs if column not in self.bound)
         return self.options.is_for(columns) and all(columns.get(column) is not None for column in needed)
-
-    def __rmul__(self, factor: float) -> RewardSpec:
-        return replace(self, weight=self.weight * check_weight(self.name, factor))
-
-    def __add__(self, other: RewardSpec | RewardSum) -> RewardSum:
-        return RewardSum((self,)) + other
 
     @property
     def supplied(self) -> frozenset[str]:

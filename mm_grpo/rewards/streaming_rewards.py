@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from mm_grpo.rewards.async_calls import AsyncCalls
     from mm_grpo.rewards.call import Batch, Call, RewardCalls
-    from mm_grpo.rewards.isolation import IsolatedCalls
     from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.types import Completion, Prompt
 
@@ -27,28 +26,25 @@ def is_streamed(spec: RewardSpec) -> bool:
     """True when a reward may be called for a completion before the others of the step are there."""
     options = spec.options
     waits = options.only_if or options.max_concurrency == 1
-    return spec.kind == "completion" and (spec.on_loop or options.isolated) and not waits
+    return spec.kind == "completion" and spec.on_loop and not waits
 
 
 class StreamedCalls:
     """The calls of one batch that begin before it is complete. `Scorer.begin` makes it, and `Scorer.score` ends it.
 
-    `results` are those of all rewards, by name; `on_loop` has the calls of every async reward that waits for no gate,
-    `isolated` those of isolated ones, by name, as they are begun.
+    `results` are those of all rewards, by name; `calls` has, by name, the calls of every async or isolated reward that
+    waits for no gate.
     """
 
     def __init__(
         self,
         batch: Batch,
         results: Mapping[str, RewardCalls],
-        begin: Callable[[RewardCalls], IsolatedCalls],
-        on_loop: Callable[[list[RewardCalls]], AsyncCalls],
+        begin: Callable[[list[RewardCalls]], dict[str, AsyncCalls]],
     ) -> None:
-        self.batch, self.results, self._begin = batch, results, begin
+        self.batch, self.results = batch, results
         self.begun: dict[str, set[int]] = {n: set() for n, one in results.items() if is_streamed(one.spec)}
-        ungated = [one for one in results.values() if one.spec.on_loop and not one.spec.options.only_if]
-        self.on_loop = on_loop(ungated) if ungated else None
-        self.isolated: dict[str, IsolatedCalls] = {}
+        self.calls = begin([one for one in results.values() if not one.spec.options.only_if])
         self.over = False
 
     def add(self, row: int, prompt: Prompt, completion: Completion) -> None:
@@ -56,15 +52,8 @@ class StreamedCalls:
         cast("MutableSequence[Prompt]", self.batch.prompts)[row] = prompt
         cast("MutableSequence[Completion]", self.batch.completions)[row] = completion
         for name, begun in self.begun.items():
-            results = self.results[name]
             begun.add(row)
-            calls = self.batch.calls(results.spec, [row])
-            if calls and self.on_loop is not None and results.spec.on_loop:
-                self.on_loop.add(name, calls)
-            elif calls:
-                if name not in self.isolated:
-                    self.isolated[name] = self._begin(results)
-                self.isolated[name].add_calls(calls)
+            self.calls[name].add(name, self.batch.calls(self.results[name].spec, [row]))
 
     def missing(self, name: str, calls: Sequence[Call]) -> list[Call]:
         """Those of a reward's calls that have not begun."""
@@ -76,7 +65,5 @@ class StreamedCalls:
         if self.over:
             return
         self.over = True
-        if self.on_loop is not None:
-            self.on_loop.abandon()
-        for calls in self.isolated.values():
+        for calls in {*self.calls.values()}:
             calls.abandon()

@@ -26,7 +26,6 @@ from mm_grpo.types import Prompt
 OVERLAID = {
     "iou": "box",
     "giou": "box",
-    "point_in_box": "box",
     "box_match": "boxes",
     "clicking": "target",
     "mask_iou": "mask",
@@ -100,12 +99,11 @@ def _overlays(labels: Labels) -> list[Overlay]:
 
 def _predicted(name: str, completion: str, layout: Any) -> list[Polygon]:
     """What a built-in reads in a completion, in the space of the model."""
-    if name in ("point_in_box", "clicking"):
+    if name == "clicking":
         point = point_in(completion, layout)
         return [] if point is None else [(point,)]
     if name == "mask_iou":
-        mask = mask_in(completion)
-        return list(mask) if isinstance(mask, tuple) else []
+        return list(mask_in(completion) or ())
     boxes = [_corners(box) for box in boxes_in(completion, layout)]
     return boxes if name == "box_match" else boxes[-1:]
 

@@ -62,7 +62,8 @@ class BackgroundLoop:
         if self._loop is None or self._thread is None:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=2 * GRACE)
+        if self._thread is not threading.current_thread():  # where the owner is collected
+            self._thread.join(timeout=2 * GRACE)
         if not self._thread.is_alive():
             self._loop.close()
         self._loop = self._thread = None

@@ -148,10 +148,7 @@ class Workers:
         self.target, self.what, self.error, self.most = target, what, error, most
         self._load, self._owner = pickle.dumps(load), os.getpid()
         self._workers: dict[Worker, int] = {}  # with the events that it is waited for
-        self._selector = selectors.DefaultSelector()
-        self._woken, self._waker = socket.socketpair()
-        self._waker.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector = selectors.EpollSelector()
         self._unread = 0
 
     def __iter__(self) -> Iterator[Worker]:
@@ -173,14 +170,13 @@ class Workers:
         for _ in range(size - len(self)):
             self.start()
 
-    def wake(self) -> None:
-        """Have `wait` return in another thread."""
-        with suppress(BlockingIOError):
-            self._waker.send(b"x")
+    def fileno(self) -> int:
+        """A file that is readable when `wait` has something to do."""
+        return self._selector.fileno()
 
     def wait(self, seconds: float | None = None) -> list[Outcome]:
-        """Wait until a worker has answered or ended, a deadline has passed, `wake` was called, or so many seconds are
-        over. What came of the calls; workers that died or were late are ended."""
+        """Wait until a worker has answered or ended, a deadline has passed, or so many seconds are over. What came of
+        the calls; workers that died or were late are ended."""
         now, first = time.monotonic(), min((worker.until for worker in self._workers), default=math.inf)
         limit = min(max(0.0, first - now), math.inf if seconds is None else seconds)
         for worker, events in self._workers.items():
@@ -189,8 +185,6 @@ class Workers:
                 self._selector.modify(worker.connection, wanted, worker)
                 self._workers[worker] = wanted
         found = {key.data for key, _ in self._selector.select(None if limit == math.inf else limit)}
-        if None in found:
-            self._woken.recv(READ)
         outcomes = [self._look(worker, worker in found) for worker in self]
         return [outcome for outcome in outcomes if outcome is not None]
 

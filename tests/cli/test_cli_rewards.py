@@ -26,8 +26,9 @@ def test_every_reward_has_a_page_with_an_entry_that_resolves() -> None:
         shown = page(resolve_entry(name))
         entry = next(line for line in shown.splitlines() if line.startswith("  rewards: "))
         (made,) = apply_overrides({}, [entry.strip().replace(": ", "=", 1)])["rewards"]
-        chosen = {"language": "en"}.get(name, 8)  # VALUE is for the user to replace
-        made = {key: chosen if value == "VALUE" else value for key, value in made.items()}
+        made = {
+            key: 8 if value == "VALUE" else value for key, value in made.items()
+        }  # for the user to replace
         assert resolve_entry(made).name == name
 
 
@@ -45,7 +46,7 @@ def test_a_page(command: Any) -> None:
     assert out.startswith("exact_match (built-in; called per completion)\n\n1 when the completion's final")
     assert "  answer           column; rows where it is null get no score\n" in out
     assert "  ignore_case      argument, default true\n" in out
-    assert "rewards: [{name: exact_match, weight: 1, ignore_case: true, strict: false}]" in out
+    assert "rewards: [{name: exact_match, weight: 1, ignore_case: true}]" in out
     assert "data: {columns: {answer: name_in_the_dataset}}" in out
 
 

@@ -25,10 +25,10 @@ def ids(completion: str, completion_ids: list[int]) -> float:
 
 
 def run(path: Path, folder: Path, how: str, **rollout: Any) -> tuple[Any, list[int]]:
-    """A run of two steps whose model counts in an environment, and in one of three conversations does `how`. The
+    """A run of a step whose model counts in an environment, and in one of three conversations does `how`. The
     trainer, and the processes that its tools ran in."""
     values = {"max_completion_length": 200, "max_turns": 3, "environment_workers": 2, **rollout}
-    config = config_for(path, folder, rollout=values, run={"max_steps": 2})
+    config = config_for(path, folder, rollout=values, run={"max_steps": 1})
     trainer: Any = GRPOTrainer(config, train=ROWS, rewards=[ids], environment_factory=World)
     acts = ("count", how, "count")
     trainer.sampler.engine = ScriptedEngine(
@@ -54,27 +54,7 @@ def test_a_run_is_the_same_in_and_out_of_the_process(models: dict[str, Path], tm
             {k: v for k, v in row.items() if not k.startswith("time") and k != "step_time"}
             for row in rows_of(folder)
         ]
-        runs.append((metrics, [rollouts_of(folder, step) for step in (1, 2)]))
+        runs.append((metrics, [rollouts_of(folder, step) for step in (1,)]))
     (inside, logged), (outside, logged_outside) = runs
     assert inside == outside and logged == logged_outside
-    assert [row["tools/failures/raised"] for row in inside] == [8, 8] and inside[0]["tools/masked"] == 0
-
-
-@pytest.mark.long
-def test_a_run_goes_on_without_the_conversations_that_a_call_took(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    rollout = {"tool_timeout": 1.0, "on_tool_error": "mask", "environment_workers": 3}
-    trainer, workers = run(models["qwen2_5_vl"], tmp_path / "run", "hang", **rollout)
-    assert len(workers) == 3 + 1 and died(workers)  # one took the place of the one that was killed first
-    rows = rows_of(tmp_path / "run")
-    for row, step in zip(rows, (1, 2), strict=True):
-        logged = rollouts_of(tmp_path / "run", step)
-        masked = [line for line in logged if line.get("masked")]
-        assert len(masked) == row["tools/masked"] and len(masked) == 4 and len(logged) == 12
-        assert all(line["reward"] is None and line["advantage"] == 0 for line in masked)
-        assert all(line["reward"] is not None for line in logged if not line.get("masked"))
-        own = [line for line in masked if line["masked"].startswith("act: error: act ")]
-        others = [line for line in masked if "the conversation's environment is gone" in line["masked"]]
-        assert (len(own), len(others)) == (1, 3)  # every third conversation was in that worker
-    trainer.close()
+    assert [row["tools/failures/raised"] for row in inside] == [8] and inside[0]["tools/masked"] == 0

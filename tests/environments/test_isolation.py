@@ -26,7 +26,7 @@ from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.user_code.workers import default_size
 
 Make = Callable[..., Toolbox]
-TIMEOUT = 1.0
+TIMEOUT = 0.5
 """Seconds of a call in the tests of calls that hang; in the others a busy machine has 60."""
 
 
@@ -214,7 +214,7 @@ def test_environments_are_closed_whatever_one_of_them_does(
     begun(box, ends="hang")
     with caplog.at_level(logging.WARNING):
         box.close()
-    assert "train:0: error: close of the environment had not answered after 1 s" in caplog.text
+    assert "train:0: error: close of the environment had not answered after 0.5 s" in caplog.text
 
 
 # processes -----------------------------------------------------------------------------------

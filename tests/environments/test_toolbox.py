@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.configs import small_config
 from helpers.tiny import picture
@@ -15,7 +14,7 @@ from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data import images
-from mm_grpo.environments.builtins import GridWorld, Rotate, Zoom
+from mm_grpo.environments.builtins import GridWorld, Zoom
 from mm_grpo.environments.observation import Limits, observation_of
 from mm_grpo.environments.toolbox import Toolbox, toolbox_of
 from mm_grpo.errors import ConfigError
@@ -130,14 +129,6 @@ def test_zoom_cuts_at_full_resolution() -> None:
             zoom.zoom(bbox)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="image is 1; there are 1, counted from 0"):
         zoom.zoom([0, 0, 10, 10], image=1)
-
-
-def test_rotate_turns_counterclockwise() -> None:
-    rotate = Rotate()
-    rotate.reset([picture(4, 40, 20)])
-    turned = rotate.rotate(90)
-    assert turned.size == (20, 40)
-    assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(picture(4, 40, 20))))
 
 
 def test_grid_world_is_walked_to_its_goal() -> None:

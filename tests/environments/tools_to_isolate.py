@@ -109,9 +109,9 @@ class World:
 
 
 class Impatient(OpenEnv):
-    """A server's, which has a second for each request."""
+    """A server's, which has half a second for each request."""
 
-    timeout = 1.0
+    timeout = 0.5
 
     def __init__(self) -> None:
         super().__init__(os.environ["TESTED_OPENENV"])

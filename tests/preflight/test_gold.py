@@ -44,7 +44,6 @@ def prompt(**columns: Any) -> Prompt:
         ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
         ({"name": "count"}, {"answer": 3.0}, "3"),
         ({"name": "anls"}, {"answer": ["boeing", "airbus"]}, "boeing"),
-        ({"name": "table_f1"}, {"table": "a,b\n1,2\n3,4"}, "a,b\n1,2\n3,4"),
     ],
 )  # fmt: skip
 def test_built_ins(entry: dict[str, Any], columns: dict[str, Any], text: str) -> None:

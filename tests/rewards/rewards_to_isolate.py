@@ -53,11 +53,6 @@ def behave(completion, label="none"):  # noqa: C901
     return float(len(label))
 
 
-def behave_batch(completions, label=None, **kwargs):
-    """The same for a whole batch, as TRL calls it: messages."""
-    return [behave(completion[0]["content"]) for completion in completions]
-
-
 async def behave_async(completion):
     await asyncio.sleep(0.01)
     return behave(completion)

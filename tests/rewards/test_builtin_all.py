@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import builtins, get, names, resolve_entry
-from mm_grpo.rewards.builtins.shaping import SCRIPTS
 from mm_grpo.rewards.registry import BUILTINS
 
-HUGE = 20_000
+HUGE = 10_000
 MODULES = [module.name for module in pkgutil.iter_modules(builtins.__path__)]
 
 # One way to call each that is a plain function, and the scores it may give to garbage.
@@ -39,16 +38,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "giou": {"box": [0, 0, 10, 20]},
     "iou": {"box": [0, 0, 10, 20]},
     "json_schema": {"schema": {"type": "object"}},
-    "language": {"code": "en"},
     "length": {"max_length": 10},
     "mask_iou": {"mask": {"size": [4, 4], "counts": [0, 8, 8]}},
     "math": {"answer": "77"},
     "numeric": {"answer": 77},
     "ordering": {"order": ["wash", "cut", "cook"]},
-    "point_in_box": {"box": [1000, 1000, 1001, 1001]},
     "repetition_penalty": {},
     "soft_overlong": {"completion_ids": [1, 2, 3], "max_length": 10, "buffer": 5},
-    "table_f1": {"table": "a,b\n1,2\n3,4"},
 }
 RANGES = {"giou": (-1, 1), "cosine_length": (-1, 1), "repetition_penalty": (-1, 0), "soft_overlong": (-1, 0)}
 # Each is repeated to a text of HUGE characters.
@@ -58,14 +54,12 @@ PIECES = [
     "[0,0,1,1]", "[0, 0, 10, 10] ", "(5, 5) ", "x=1, y=1 ", "x=", "A,", "A or ", "A) \n", "answer ", "Answer: ",
     "the answer is ", "option ", "A is ", "**", "<answer>", "</answer>", "<think>", "</think>", "\\boxed{",
     "\\frac{", "\\frac{1}{2}", "\\sqrt", "^{", "\\(", "twenty ", "one hundred ", "twenty-", "Score: ",
-    "Answer: A, ", "a b c ", "| a | b |\n", "|---|---|\n", "<td>", "<table><tr>", "<td rowspan=100 colspan=100>x",
-    "a,b\n", '{"counts": [', '{"a":', "a\tb\n", "a\u0301\u0323", "<think>x</think> ", "<think>x</think> <answer>",
+    "Answer: A, ", "a b c ", '{"a":', "a\u0301\u0323", "<think>x</think> ", "<think>x</think> <answer>",
     "[1, 2] ",
     "wash, ", "wash -> ", "1. wash\n", "- ", "then ", "wash then ", "wash: ", "[wash, ",
 ]  # fmt: skip
 # Of each reward the values that mean nothing, of its gold column and of its options.
 REFUSED: list[tuple[str, str, list[Any]]] = [
-    ("anls", "threshold", [0, 1.5]),
     ("box_match", "boxes", [[3], "[[0, 0, 1, 1]]"]),
     ("box_match", "metric", ["map"]),
     ("box_match", "threshold", [0, 1.5]),
@@ -89,25 +83,21 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("iou", "space", ["original"]),
     ("iou", "threshold", [0, 1.5]),
     ("json_schema", "schema", [{"type": "obj"}, "{type: object}", {"type": {1}}]),
-    ("language", "code", ["english"]),
-    ("length", "decay", [0]),
     ("length", "max_length", [-1, None]),
     ("length", "min_length", [-1, 11]),
     ("length", "unit", ["words"]),
     ("mask_iou", "mask", ["here", {"size": [2, 2], "counts": [4]}, {"size": [10**5, 10**5], "counts": [10**10]}]),
-    ("mask_iou", "resolution", [0, 4001]),
     ("math", "answer", ["<answer></answer>", "\\boxed{}", f"\\boxed{{{'1' * 501}}}"]),
     ("numeric", "answer", ["red", "3 or 4", "\\sqrt{2}", "2x + 1", "1e999"]),
     ("numeric", "absolute_tolerance", [-1, math.inf]),
     ("numeric", "tolerance", [-1, math.inf]),
     ("ordering", "metric", ["tau"]),
-    ("ordering", "order", [[], ["a"], "wash", "", ["a", None], ["a", " "], ["a", ["b"]], [1, math.nan, math.nan], 3]),
+    ("ordering", "order", [[], ["a"], "wash", "", ["a", None], ["a", " "], ["a", ["b"]], [1, math.nan, math.nan],
+                           ["a", "A."], 3]),
     ("repetition_penalty", "max_penalty", [0.5]),
     ("repetition_penalty", "ngram", [0]),
     ("repetition_penalty", "unit", ["lines"]),
     ("soft_overlong", "buffer", [0, 11]),
-    ("table_f1", "align", ["rows"]),
-    ("table_f1", "table", ["words"]),
 ]  # fmt: skip
 
 
@@ -117,8 +107,8 @@ def call(name: str, completion: str, **changed: Any) -> float | None:
     return score
 
 
-def test_26_built_ins_are_registered() -> None:
-    assert len(BUILTINS) == 26 and set(BUILTINS) <= set(names())
+def test_23_built_ins_are_registered() -> None:
+    assert len(BUILTINS) == 23 and set(BUILTINS) <= set(names())
     assert {name: get(name).fn.__module__ for name in BUILTINS} == BUILTINS
     assert {*ARGUMENTS, "judge", "reward_model"} == set(BUILTINS)
 
@@ -170,7 +160,9 @@ def test_any_text_scores_within_the_range(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+@pytest.mark.parametrize(
+    "name", sorted(ARGUMENTS.keys() - {"count", "giou", "cosine_length"})
+)  # those read as others
 def test_huge_texts_are_scored_fast(name: str) -> None:
     slowest: tuple[float, str] = (0.0, "")
     for piece in PIECES:
@@ -178,8 +170,8 @@ def test_huge_texts_are_scored_fast(name: str) -> None:
         start = time.thread_time()
         call(name, text if len(piece) > 1 else f"<answer>{text}</answer>")
         slowest = max(slowest, (time.thread_time() - start, piece))
-    # 0.2 s at most, of imports too; what grows with the square of the text would take 15
-    assert slowest[0] < 5.0, slowest
+    # 0.1 s at most, of imports too; what grows with the square of the text would take 4
+    assert slowest[0] < 2.0, slowest
 
 
 def test_loading_all_of_them_imports_no_heavy_library() -> None:
@@ -205,7 +197,3 @@ def test_a_missing_library_is_an_error_when_the_reward_is_named(
     with pytest.raises(RewardError, match=message):
         builtins.library(name)
     builtins.library.cache_clear()
-
-
-def test_the_languages_in_the_docstring() -> None:
-    assert " ".join(sorted(SCRIPTS)) in " ".join((get("language").fn.__doc__ or "").split())

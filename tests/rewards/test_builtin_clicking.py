@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mm_grpo.rewards.builtins.clicking import clicking, distance, is_inside, point_inside
-from mm_grpo.rewards.builtins.grounding import point_in_box
 from mm_grpo.types import Sample
 
 SEEN = (Image.new("RGB", (56, 28)),)
@@ -55,11 +54,11 @@ def test_a_target_outside_its_image_and_a_reach_without_one() -> None:
 
 
 @given(corners, whole, whole)
-def test_a_box_is_scored_as_point_in_box_scores_it(opposite: Any, x: int, y: int) -> None:
-    box = (*opposite[0], *opposite[1])
-    assert clicking(f"({x}, {y})", box) == point_in_box(f"({x}, {y})", box)
-    around = [box[0], box[1], box[2], box[1], box[2], box[3], box[0], box[3]]
-    assert clicking(f"({x}, {y})", around) == point_in_box(f"({x}, {y})", box)
+def test_a_box_is_its_four_corners(opposite: Any, x: int, y: int) -> None:
+    (x0, y0), (x1, y1) = opposite
+    around = [x0, y0, x1, y0, x1, y1, x0, y1]
+    right = float(x0 <= x <= x1 and y0 <= y <= y1)
+    assert clicking(f"({x}, {y})", [x0, y0, x1, y1]) == clicking(f"({x}, {y})", around) == right
 
 
 @given(st.lists(st.tuples(whole, whole), min_size=3, max_size=3, unique=True), whole, whole)

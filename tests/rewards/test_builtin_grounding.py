@@ -1,4 +1,4 @@
-"""Boxes and points in a text, coordinate spaces; iou, giou, box_match and point_in_box."""
+"""Boxes and points in a text, coordinate spaces; iou, giou and box_match."""
 
 import inspect
 import itertools
@@ -11,7 +11,7 @@ from PIL import Image
 from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.builtins.boxes import Frame, boxes_in, has_area, iou_of, point_in
 from mm_grpo.rewards.builtins.clicking import clicking
-from mm_grpo.rewards.builtins.grounding import assign, box_match, giou, giou_of, iou, point_in_box
+from mm_grpo.rewards.builtins.grounding import assign, box_match, giou, giou_of, iou
 from mm_grpo.types import Sample
 
 SEEN = (Image.new("RGB", (56, 28)),)
@@ -107,7 +107,6 @@ def test_every_pair_of_spaces_agrees():
             assert iou(text, box, SEEN, ROW, **options) == pytest.approx(1.0)
             assert giou(text, box, SEEN, ROW, **options) == pytest.approx(1.0)
             assert box_match(text, [box], SEEN, ROW, **options, threshold=1.0) == 1.0
-            assert point_in_box(text, box, SEEN, ROW, **options) == 1.0
             assert clicking(text, box, SEEN, ROW, **options) == 1.0
 
 
@@ -135,7 +134,7 @@ def test_the_image_of_several_or_none():
             iou("[0, 0, 1, 1]", box, *images_of, **options)
 
 
-@pytest.mark.parametrize("fn", [iou, giou, box_match, point_in_box])
+@pytest.mark.parametrize("fn", [iou, giou, box_match, clicking])
 def test_the_box_rewards_share_their_options(fn):
     shared = dict(space="pixel", gold_space="original", layout="xyxy", gold_layout="xyxy", image_index=0)
     parameters = list(inspect.signature(fn).parameters.values())[-5:]

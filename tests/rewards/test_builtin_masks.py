@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_grpo.rewards.builtins.masks import Rle, encode, mask_in, mask_iou, read_mask
+from mm_grpo.rewards.builtins.masks import Rle, drawn, mask_in, mask_iou, read_mask
 from mm_grpo.types import Sample
 
 # pycocotools 2.0.11 knows no numpy 2 in its decode, which only tests call
@@ -36,8 +36,8 @@ def compressed(mask: np.ndarray) -> bytes:
     return coco.encode(np.asfortranarray(mask.astype(np.uint8)))["counts"]
 
 
-def drawn(shape, extent, grid) -> np.ndarray:
-    return coco.decode(encode(shape, extent, grid))
+def cells_of(polygons, extent, grid) -> list:
+    return coco.decode(drawn(polygons, extent, grid)).tolist()
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
@@ -48,8 +48,6 @@ def test_rles_of_both_forms_are_read(height, width, data):
     for counts in (runs, compressed(mask), compressed(mask).decode()):
         shape = read_mask({"size": [height, width], "counts": counts})
         assert shape == Rle(height, width, tuple(runs))
-        assert (drawn(shape, (1, 1), (height, width)) == mask).all()
-        assert (drawn(shape, (1, 1), (2 * height, width)) == mask.repeat(2, axis=0)).all()
 
 
 def test_a_compressed_rle_with_long_runs():
@@ -76,7 +74,7 @@ def test_what_is_no_mask(bad):
 
 
 def test_masks_in_a_text():
-    assert mask_in("so " + json.dumps(LEFT)) == Rle(4, 4, (0, 8, 8))
+    assert mask_in("so " + json.dumps(LEFT)) is None  # polygons alone
     assert mask_in('<answer>{"polygon": [[0, 0], [1, 0], [1, 1]]}</answer>') == (((0, 0), (1, 0), (1, 1)),)
     assert mask_in("[0, 0, 1, 1] no, [0, 0, 2, 2]") == (((0, 0), (2, 0), (2, 2), (0, 2)),)
     assert mask_in("[0, 0, 1, 1] [cut off") == (((0, 0), (1, 0), (1, 1), (0, 1)),)
@@ -87,10 +85,10 @@ def test_masks_in_a_text():
 def test_polygons_are_drawn_by_the_centres_of_cells():
     triangle = read_mask([0, 0, 4, 0, 0, 4])
     assert triangle is not None
-    assert drawn(triangle, (4, 4), (4, 4)).tolist() == [
+    assert cells_of(triangle, (4, 4), (4, 4)) == [
         [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]  # fmt: skip
     box = read_mask([1, 0, 3, 2])
-    assert box is not None and drawn(box, (4, 2), (2, 4)).tolist() == [[0, 1, 1, 0]] * 2
+    assert box is not None and cells_of(box, (4, 2), (2, 4)) == [[0, 1, 1, 0]] * 2
 
 
 def test_mask_iou_in_pixels_of_two_sizes():
@@ -99,8 +97,8 @@ def test_mask_iou_in_pixels_of_two_sizes():
     assert mask_iou("[0, 0, 14, 28]", gold, seen, row) == 1.0
     assert mask_iou("[0, 0, 28, 28]", gold, seen, row) == 0.5
     assert mask_iou("[0, 0, 14, 28]", [0, 0, 14, 28], seen, row, gold_space="pixel") == 1.0
-    with pytest.raises(ValueError, match="empty on its grid"):  # of four cells in a row
-        mask_iou("", [0, 0, 400, 30], (Image.new("RGB", (400, 100)),), resolution=4)
+    with pytest.raises(ValueError, match="empty on its grid"):  # of 512 cells in a row
+        mask_iou("", [0, 0, 1000, 0.4], (Image.new("RGB", (1024, 1024)),))
 
 
 SIDE = st.tuples(st.integers(0, 15), st.integers(1, 16)).map(lambda s: (s[0], min(16, s[0] + s[1])))
@@ -110,8 +108,8 @@ SIDE = st.tuples(st.integers(0, 15), st.integers(1, 16)).map(lambda s: (s[0], mi
 def test_mask_iou_is_symmetric_and_in_its_range(sides):
     boxes = [(x[0], y[0], x[1], y[1]) for x, y in (sides[:2], sides[2:])]
     one, other = ([n / 16 for n in box] for box in boxes)
-    value = mask_iou(json.dumps(one), other, **UNIT, resolution=16)
-    assert 0 <= value <= 1 and value == mask_iou(json.dumps(other), one, **UNIT, resolution=16)
+    value = mask_iou(json.dumps(one), other, **UNIT)
+    assert 0 <= value <= 1 and value == mask_iou(json.dumps(other), one, **UNIT)
     cells = [{(x, y) for x in range(b[0], b[2]) for y in range(b[1], b[3])} for b in boxes]
     assert value == len(cells[0] & cells[1]) / len(cells[0] | cells[1])
 
@@ -133,9 +131,6 @@ def test_golds_that_cannot_be_drawn(mask, options, message):
     "completion",
     [
         '{"size": [100000, 100000], "counts": [10000000000]}',
-        '{"size": [4000, 4001], "counts": [0, 16004000]}',
-        '{"size": [1, 1], "counts": [' + "0, " * 50_000 + "1]}",
-        '{"size": [1, 1], "counts": "' + "0" * 100_000 + '"}',
         '{"size": [4, 4], "counts": "' + "P" * 100_000 + '"}',
         "[-1e7, -1e7, 1e7, -1e7, 1e7, 1e7]",
         "[1e7, 1e7, 1e7, 9999999, 9999999, 1e7]",
@@ -150,10 +145,6 @@ def test_what_would_take_gigabytes_scores_0(completion, gold):
     assert time.thread_time() - start < 5  # 0.02 s at most
 
 
-def test_the_largest_masks():
+def test_the_largest_gold():
     half = {"size": [4000, 4000], "counts": [8_000_000, 8_000_000]}
-    assert mask_iou(json.dumps(half), half) == 1.0
     assert mask_iou("[0, 0, 1, 1]", half, space="normalized") == 0.5
-    assert mask_iou(json.dumps(half), LEFT) == 0.0
-    stripes = {"size": [800, 2], "counts": [1] * 1600}  # every second cell
-    assert mask_iou(json.dumps({"size": [1600, 4], "counts": ([2] * 800) * 4}), stripes) == 1.0

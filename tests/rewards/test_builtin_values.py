@@ -25,7 +25,6 @@ RECEIPT = {
     "required": ["total"],
     "additionalProperties": False,
 }
-TABLE = "| | 2020 | 2021 |\n|---|---|---|\n| Oslo | 1 | 2 |\n| Rome | 3 | 4 |"
 AFTER_THINK = {"template": "...</think> <answer>...</answer>"}
 PAPER = {"max_length": 10, "right_short": 2.0, "right_long": 1.0, "wrong_short": -10.0, "wrong_long": 0.0}
 DAPO = {"max_length": 20480, "buffer": 4096}
@@ -36,7 +35,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("3.", 3, 1), ("Three", "three", 1), ("<answer>$\\boxed{3}$</answer>", "<answer>3</answer>", 1),
         ("3", "\\boxed{3}", 1), ("", "3", 0), ("dog", ["cat", "dog"], 1), ("anything", None, None)]),
     ("exact_match", {"ignore_case": False}, [("Cat", "cat", 0)]),
-    ("exact_match", {"strict": True}, [("cat", "cat", 1), ("cat.", "cat", 0), ("<answer>cat</answer>", "cat", 0)]),
     ("choice", {}, [("Answer: B", gold, 1) for gold in
                     ("b", "(B)", " B. ", "B. a dog", "<answer>B</answer>", "\\boxed{B}")]),
     ("choice", {"letters": "ABCDEFGHI"}, [("Answer: I", "I", 1)]),
@@ -45,7 +43,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("the number 123", "12", 0), ("<think>a cat</think> a dog", "cat", 0), ("是一只猫。", "猫", 0),
         (".*", ".*", 1), ("dog", ["cat", "dog", None], 1), ("dog", None, None)]),
     ("contains", {"whole_words": False}, [("是一只猫。", "猫", 1)]),
-    ("contains", {"ignore_case": False}, [("Cat", "cat", 0)]),
     ("contains", {"mode": "share"}, [("red, blue", ["red", "blue", "green"], 2 / 3)]),
     ("contains", {"mode": "all"}, [("red, blue", ["red", "blue", "green"], 0), ("red, blue", ["red", "blue"], 1)]),
     ("contains", {"max_words": 3}, [("one two three cat", "cat", 0), ("one two cat", "cat", 1)]),
@@ -57,7 +54,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("edit_similarity", {}, [
         ("kitten", "sitting", 4 / 7), ("a  b\nc", "a b c", 1), ("ABC", "abc", 0), ("abc", "", 0), ("", "", 1)]),
     ("edit_similarity", {"unit": "words"}, [("the cat sat", "the cat sat down", 0.75), ("x", None, None)]),
-    ("edit_similarity", {"ignore_case": True}, [("ABC", "abc", 1)]),
     ("ordering", {}, [
         ("a, b, c.", ABC, 1), ("B, A, C", ABC, 2 / 3), ("C, A, B", ABC, 1 / 3), ("C, B, A", ABC, 0),
         ("A, C", ABC, 1 / 3),  # AC of AB, AC, BC
@@ -66,17 +62,15 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("ordering", {"metric": "exact"}, [
         ("a, b, c.", ABC, 1), ("B, A, C", ABC, 0), ("A, B, C, C", ABC, 0), (COOKED, STEPS, 1),
         ("[3, 1, 2]", [3.0, 1.0, 2.0], 1)]),
-    ("ordering", {"ignore_case": False}, [(COOKED, STEPS, 0)]),
     # numbers
     ("numeric", {}, [
         ("<think>4</think> three", 3, 1), ("\\boxed{3} is not 4", 3, 1), ("\\boxed{\\frac{\\pi}{2}}", 2, 0),
         ("50%", 0.5, 1), ("50%", 50, 1), ("three or four", 4, 1), ("0.5", "50%", 1), ("0.5%", "50%", 0),
-        ("7", [3, "7"], 1), ("7", None, None)]),
+        ("7", [3, "7"], 1), ("5 m", "5 cm", 1), ("7", None, None)]),
     ("numeric", {"tolerance": 0.02}, [("3.3", "10/3", 1)]),
     ("numeric", {"tolerance": 0.01}, [("3.2", "10/3", 0)]),
     ("numeric", {"tolerance": 0.05}, [("-105", -100, 1)]),
     ("numeric", {"absolute_tolerance": 0.1}, [("0.09", 0, 1)]),
-    ("numeric", {"match_unit": True}, [("5 m", "5 cm", 0), ("5 CM", "5 cm", 1)]),
     ("count", {}, [
         ("3", "three", 1), ("3.0", 3, 1), ("-3", 3, 0), ("1,024 dots", 1024, 1),
         ("I see 2 dogs, one of them black", 2, 1), ("None.", 0, 1), ("twenty-one", 21, 1), ("3", None, None)]),
@@ -120,12 +114,10 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("[0,0,10,10] [20,0,30,10] [50,0,60,10]", TWO, 2 / 3), ("[0,0,10,5] [20,0,30,4]", TWO, 0.45),
         # the first box overlaps both golds, the nearer one more: greedy would leave the second without
         ("[2, 0, 12, 10] [5, 0, 15, 10]", [[0, 0, 10, 10], [4, 0, 14, 10]], (8 / 12 + 9 / 11) / 2)]),
-    ("point_in_box", {}, [
-        (text, (10, 10, 20, 20), score) for text, score in (
-            ("(15, 15)", 1), ("(20, 10)", 1), ("(9.9, 15)", 0), ("(15, 20.01)", 0), ("(1, 1) or (15, 15)", 1),
-            ("[10, 10, 20, 20]", 1), ("(-15, 15)", 0), ("15", 0))]),
     ("clicking", {}, [
-        ("(15, 15)", [10, 10, 20, 20], 1), ("(9, 9) or (15, 15)", [10, 10, 20, 20], 1), ("15", [10, 10, 20, 20], 0),
+        *((text, (10, 10, 20, 20), score) for text, score in (
+            ("(15, 15)", 1), ("(20, 10)", 1), ("(9.9, 15)", 0), ("(15, 20.01)", 0), ("(1, 1) or (15, 15)", 1),
+            ("[10, 10, 20, 20]", 1), ("(-15, 15)", 0), ("15", 0))),
         ("(5, 5)", TRIANGLE, 1), ("(21, 20)", TRIANGLE, 0), ("(39, 39)", TRIANGLE, 0),  # in the box around it
         ("(25, 20)", HORSESHOE, 1), ("(15, 20)", HORSESHOE, 0),
         ("(25, 20)", "[[0, 0, 5, 5], [20, 15, 30, 25]]", 1)]),  # any of several
@@ -134,15 +126,11 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("[0, 0, 1, 1]", SQUARE, 1), ("[0, 0, 0.5, 1]", SQUARE, 0.5),
         ("[[0, 0], [1, 0], [1, 1], [0, 1]]", SQUARE, 1), ("[[0, 0, 0.5, 1], [0.5, 0, 1, 1]]", SQUARE, 1),
         ("[[0, 0, 0.5, 1], [0, 0, 0.5, 1]]", SQUARE, 0.5), ("[-5, -5, 5, 5]", SQUARE, 1), ("[2, 2, 3, 3]", SQUARE, 0),
-        (json.dumps(LEFT), SQUARE, 0.5), (json.dumps({"mask": LEFT}), SQUARE, 0.5), ("nothing", SQUARE, 0),
+        (json.dumps(LEFT), SQUARE, 0), ('{"mask": [0, 0, 0.5, 1]}', SQUARE, 0.5), ("nothing", SQUARE, 0),
         ("[0, 0, 0.5, 1]", LEFT, 1)]),
     ("mask_iou", {"space": "0-1000"}, [("[0, 0, 500, 500]", json.dumps(LEFT), 0.5)]),
     ("mask_iou", {}, [
-        ("[0, 0, 2, 4]", LEFT, 1),  # without an image its size is that of the RLE
-        (json.dumps({"size": [2, 2], "counts": [0, 2, 2]}), LEFT, 1),  # another size
-        # the middle one of three is under no centre of two
-        (json.dumps({"size": [3, 1], "counts": [0, 1, 1, 1]}), {"size": [2, 1], "counts": [0, 2]}, 1),
-        (json.dumps({"size": [1, 3], "counts": [0, 1, 1, 1]}), {"size": [1, 2], "counts": [0, 2]}, 1)]),
+        ("[0, 0, 2, 4]", LEFT, 1)]),  # without an image its size is that of the RLE
     # documents
     ("json_schema", {"schema": RECEIPT}, [
         ('{"total": 12.5}', 1), ('```json\n{"total": 1}\n```', 1), ('{"total": 1, "tip": 2}', 0), ("[]", 0),
@@ -153,17 +141,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("3", 1), ("[]", 1), ('"a"', 1), ("null", 1), ("", 0), ("[1,]", 0), ("[" * 100_000, 0)]),
     ("json_schema", {"schema": {"type": "array", "items": {"$ref": "#"}}}, [("[" * 50 + "]" * 50, 1)]),
     ("json_schema", {"schema": {"properties": {"total": {"multipleOf": 0.5}}}}, [('{"total": ' + "9" * 400 + "}", 0)]),
-    ("table_f1", {}, [
-        (TABLE, TABLE, 1), (",2021,2020\nRome,4.0,3\noslo,2,1", TABLE, 1),  # rows and columns in another order
-        (",2020,2021\nOslo,1,2\nRome,3,5", TABLE, 0.75), (",2020,2021\nOslo,1,2", TABLE, 2 / 3),
-        (",2020,2021\nOslo,1,2\nRome,3,4\nBonn,5,6", TABLE, 0.8), (",2020\nOslo,1\nRome,3", TABLE, 2 / 3),
-        (",2020,2021\nOslo,1,1\nOslo,1,1\nOslo,1,1", TABLE, 0.2),  # one cell, said three times
-        ("year,value\n2020,1", TABLE, 0), ("|||\n|-|-|\n", TABLE, 0),
-        ("a,b,c", "a,b,d", 2 / 3),  # one row has no names
-        ("<table><tr><td>a<tr><td>b</table>", "<table><tr><td>a<tr><td>c</table>", 0.5),
-        ("a,b\nx,1\nx,1", "a,b\nx,1\nx,1", 1)]),  # a cell twice on both sides
-    ("table_f1", {"align": "position"}, [
-        (",2021,2020\nOslo,2,1\nRome,4,3", TABLE, 3 / 9), (TABLE, TABLE, 1)]),
     # shape
     ("format", {}, [
         ("<think>a</think><answer>b</answer>", 1), ("<think>a < b > c</think> <answer>b</answer>", 1), ("", 0),
@@ -177,8 +154,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("format", {"pattern": "a.b"}, [("a\nb", 1), ("a\nbc", 0)]),
     ("length", {"min_length": 10, "max_length": 20}, [("é" * size, score) for size, score in (
         (0, 0), (5, 0.5), (9, 0.9), (10, 1), (20, 1), (21, 0.95), (30, 0.5), (40, 0), (100_000, 0))]),
-    ("length", {"min_length": 10, "decay": 4}, [("x" * 8, 0.5), ("x" * 3, 0)]),
-    ("length", {"max_length": 20, "decay": 2}, [("x" * 21, 0.5)]),
     ("length", {"max_length": 0}, [("x", 0)]),
     ("length", {"completion_ids": [1, 2, 3], "max_length": 2, "unit": "tokens"}, [("x" * 99, 0.5)]),
     ("length", {"completion_ids": (), "min_length": 2, "unit": "tokens"}, [("x" * 99, 0)]),
@@ -197,9 +172,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("repetition_penalty", {"max_penalty": -2.0}, [("a a a a", -1)]),
     ("repetition_penalty", {"unit": "characters", "ngram": 2}, [("哈哈哈哈哈", -0.75)]),
     ("repetition_penalty", {"completion_ids": [5, 6, 5, 6, 5, 6], "ngram": 2, "unit": "tokens"}, [("", -0.6)]),
-    *(("language", {"code": code}, [(text, score)]) for text, code, score in (
-        ("Hello", "fr", 1), ("你好", "zh", 1), ("ｶﾀｶﾅ", "ja", 1), ("\u1112\u1161\u11ab", "ko", 1), ("สวัสดี", "th", 1),
-        ("你好 ok", "zh", 0.5), ("cafe\u0301", "en", 1), ("", "zh", 1))),
 ]  # fmt: skip
 
 
@@ -210,6 +182,13 @@ def test_scores_by_hand(name: str, options: dict[str, Any], case: tuple[Any, ...
     completion, *gold, score = case
     found = get(name).fn(completion, **dict(zip(get(name).needs, gold, strict=True)), **options)
     assert found == (None if score is None else pytest.approx(score, abs=1e-12))
+
+
+def test_a_json_schema_that_nests_deep_or_points_elsewhere() -> None:
+    score = get("json_schema").fn
+    assert score("[" * 900 + "]" * 900, {"type": "array", "items": {"$ref": "#"}}) in (0.0, 1.0)
+    with pytest.raises(Exception, match=r"http://127.0.0.1:9/never"):  # nothing is fetched
+        score("{}", {"$ref": "http://127.0.0.1:9/never"})
 
 
 def test_the_built_ins_score_rows(rows: Any) -> None:

@@ -1,5 +1,6 @@
 """Law 9: nothing that a reward does wrong turns into a score."""
 
+import asyncio
 import math
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def line_of(fn):
         (lambda completion: VAST, "returned 1000.*, which is not finite"),
         (lambda completion: -1e308, r"returned -1e\+308, which is not finite, or beyond 9.22e\+18"),
         (lambda completion: 1j, "returned 1j, a complex"),
+        (lambda completion: asyncio.sleep(0), "returned <coroutine .*, a coroutine that nobody awaits"),
         (lambda completion: np.float32("nan"), "returned .*nan.*, which is not finite"),
         (
             lambda completions, **_: [1.0],

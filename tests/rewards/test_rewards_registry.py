@@ -5,7 +5,7 @@ import sys
 import pytest
 from reward_entries import fails
 
-from mm_grpo.rewards import get, names, reward
+from mm_grpo.rewards import get, reward
 from mm_grpo.rewards.resolve import resolve_entries
 from mm_grpo.rewards.spec import make_spec
 
@@ -29,11 +29,6 @@ def test_the_bare_decorator_takes_the_functions_name():
 
     spec = get("arbiter")
     assert (spec.name, spec.kind, spec.is_async, spec.weight) == ("arbiter", "batch", True, 1.0)
-
-
-def test_names_hold_built_ins_before_they_are_imported():
-    assert {"choice", "exact_match", "format", "length"} <= set(names())
-    assert get("format").source == "built-in"
 
 
 def test_a_name_is_held_by_one_function():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from reward_entries import fails, isolated
+from reward_entries import fails
 
 from mm_grpo.rewards import Scorer, reward
 from mm_grpo.rewards.options import read_options
@@ -89,12 +89,6 @@ def test_when_and_only_if_and_needed_columns_go_together(rows):
     assert scorer.score(*made, step=1).parts["gated"] == [1.0, None, None, None]
 
 
-def test_an_isolated_reward_is_for_its_rows_alone(rows, scorer):
-    made = scorer(isolated("length_of", when={"task": "x"}, strip_thinking=True))
-    scores = made.score(*rows(["<think>a</think>bcd", "e", "f"], task=["x", "y", "x"]), step=1)
-    assert scores.parts["r"] == [3.0, None, 1.0]
-
-
 def test_columns_are_demanded_of_the_rows_that_a_reward_is_for():
     check(entry(near, when={"task": "grounding"}))
     check({"name": "exact_match", "when": {"task": "count"}})
@@ -108,12 +102,12 @@ def test_columns_are_demanded_of_the_rows_that_a_reward_is_for():
 
 def test_a_when_that_no_row_has_is_refused_with_the_values_that_exist():
     absent = entry(near, when={"task": "grouding"})
-    with fails("reward 'near': when is {'task': 'grouding'}, .* in its rows task is 'grounding', 'count'"):
+    with fails("reward 'near': when is .*'grouding'.* in its rows task is 'grounding', 'count'"):
         check(absent)
     check(absent, trained=False)
     with fails("task is 'grounding', 'count'; level is None, 2"):
         check(entry(near, when={"task": "grounding", "level": 2}))
-    with fails("task is '0', '1', '2', .*'11', ...$"):
+    with fails("task is '0', '1', '2', .*'11' "):
         check(absent, [{"task": str(i)} for i in range(40)])
     check(absent, [*({"task": "count"} for _ in range(500)), {"task": "grouding", "box": []}])
 

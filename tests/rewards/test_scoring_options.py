@@ -192,17 +192,6 @@ def test_the_first_async_failure_stops_the_others(rows):
     assert ended == ["a", "b"]  # by cancelling, not by the end of their ten minutes
 
 
-def test_a_coroutine_out_of_a_plain_function_is_no_score(rows):
-    async def inner():
-        return 1.0
-
-    def f(completion):
-        return inner()
-
-    with fails("returned <coroutine .*, a coroutine that nobody awaits"):
-        Scorer([named("f", f)]).score(*rows("x"), step=1)
-
-
 # policies --------------------------------------------------------------------------------------------
 
 

@@ -69,15 +69,6 @@ def test_scores_are_trls(batch, name, settings):
     assert len({score for score in expected}) > 1, "the rows tell nothing apart"
 
 
-@pytest.mark.slow
-def test_scores_are_trls_in_a_worker(batch, scorer):
-    expected, logged = as_trl_scores(theirs.accuracy_reward, batch)
-    scores = scorer({"name": "trl.rewards:accuracy_reward", "as": "r", "isolated": True}).score(
-        *batch, step=1
-    )
-    assert scores.parts["r"] == expected and scores.extra == logged
-
-
 SWIFT = """
 class ORM:
     def __init__(self, args=None, **kwargs):

@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 from mm_grpo.rewards import async_calls, scorer
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
-from mm_grpo.user_code import thread
+from mm_grpo.user_code import thread, watchdog
+watchdog.AFTER_MESSAGE = 0.3
 thread.WITHOUT_LOCK = async_calls.WITHOUT_LOCK = 0.5
 prompt = Prompt(Sample("train:0", [{"role": "user", "content": "q"}]), (1,), EnginePrompt((1,), ()), None, {})
 made = scorer.Scorer([{"name": sys.argv[1] + ":slow", "timeout": 0.5}])
@@ -27,7 +28,7 @@ START = """
 import sys
 from mm_grpo.environments import factories
 from mm_grpo.user_code import watchdog
-watchdog.START_LIMIT = 1.0
+watchdog.START_LIMIT, watchdog.AFTER_MESSAGE = 0.5, 0.3
 sys.path.append(sys.argv[1])
 factories.made(factories.factory_named(sys.argv[2]))
 """
@@ -35,6 +36,8 @@ factories.made(factories.factory_named(sys.argv[2]))
 ENGINE = """
 from types import SimpleNamespace
 from mm_grpo.rollout.vllm.internals import _watched
+from mm_grpo.user_code import watchdog
+watchdog.AFTER_MESSAGE = 0.3
 
 class Engine:
     def step(self):
@@ -88,15 +91,17 @@ def test_a_hang_inside_vllm() -> None:
 def test_what_moves_or_ends_in_time_is_left_alone_and_the_block_whose_time_ends_first_counts() -> None:
     script = """
 import time
+from mm_grpo.user_code import watchdog
 from mm_grpo.user_code.watchdog import Watchdog
-with Watchdog(2.0, "outer") as outer:
+watchdog.AFTER_MESSAGE = 0.3
+with Watchdog(1.0, "outer") as outer:
     for _ in range(5):
-        with Watchdog(2.0, "inner"):
-            time.sleep(0.5)
+        with Watchdog(1.0, "inner"):
+            time.sleep(0.25)
         outer.restart()
-with Watchdog(1.0, "short"):
+with Watchdog(0.5, "short"):
     pass
-time.sleep(1.3)
+time.sleep(1.0)
 print("moved", flush=True)
 with Watchdog(0.3, "first"), Watchdog(50.0, "second"):
     {hang}

@@ -3,13 +3,13 @@
 - `text.py`          exact_match, contains, choice, anls, edit_similarity
 - `numeric.py`       numeric, count, chart_relaxed; numbers in digits and words
 - `maths.py`         math
-- `grounding.py`     iou, giou, box_match, point_in_box
+- `grounding.py`     iou, giou, box_match
 - `boxes.py`         boxes and points in a text, coordinate spaces
 - `clicking.py`      clicking; points and polygons
 - `masks.py`         mask_iou
 - `ordering.py`      ordering
-- `documents.py`     json_schema, table_f1
-- `shaping.py`       format, length, soft_overlong, cosine_length, repetition_penalty, language
+- `documents.py`     json_schema
+- `shaping.py`       format, length, soft_overlong, cosine_length, repetition_penalty
 - `judge.py`         judge, with `chat.py`, the client of its server
 - `reward_model.py`  reward_model
 - `answers.py`       where the final answer stands, gold answers, normal forms of texts

@@ -10,7 +10,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 Gold = str | int | float
 Answer = Gold | Sequence[Gold | None] | None
@@ -83,8 +83,8 @@ def normalise(text: str, *, ignore_case: bool = True) -> str:
     return text
 
 
-def composed(text: str, form: Literal["NFC", "NFKC"] = "NFC") -> str:
-    """The text in a composed normal form of Unicode, of each run of combining marks the first 30.
+def composed(text: str) -> str:
+    """The text in the composed normal form of Unicode (NFC), of each run of combining marks the first 30.
 
     Python sorts a run of marks in quadratic time, and 100,000 of them would take 10 s; Unicode's own stream-safe
     format (UAX 15) has the same limit.
@@ -96,7 +96,7 @@ def composed(text: str, form: Literal["NFC", "NFKC"] = "NFC") -> str:
             if marks <= _MOST_MARKS:
                 kept.append(character)
         text = "".join(kept)
-    return unicodedata.normalize(form, text)
+    return unicodedata.normalize("NFC", text)
 
 
 def gold_texts(answer: Answer) -> list[str]:

@@ -40,8 +40,10 @@ def clicking(
     """Nearness of the completion's last point to the gold box or polygon; 1 inside.
 
     The gold column is a box of four numbers (in `gold_layout`), a polygon ([x0, y0, x1, y1, x2, y2, ...] or [[x0, y0],
-    [x1, y1], ...]), or a list of polygons of which any counts; JSON text is read too. How a point is read, and
-    `space`, `gold_space`, `layout` and `image_index`, are as in the rewards `point_in_box` and `iou`; edges are inside.
+    [x1, y1], ...]), or a list of polygons of which any counts; JSON text is read too. A point
+    is read from the final part (the last `<answer>` block, else what follows `</think>`, else everything): (x, y),
+    [x, y], x=1, y=2, <point x="1" y="2"> or two numbers alone; of a box (in `layout`) the centre counts. `space`,
+    `gold_space` and `image_index` are those of the reward `iou`; edges are inside.
 
     Without `reach` a point outside scores 0. With it the score falls linearly with the distance from the shape, from
     1 at its edge to 0 at `reach`, which is a share of the image's diagonal (0.1 is a tenth). Distances are measured

@@ -1,7 +1,7 @@
-"""Rewards for grounding: `iou`, `giou`, `box_match` and `point_in_box`.
+"""Rewards for grounding: `iou`, `giou` and `box_match`.
 
 Boxes are (x0, y0, x1, y1). How they are read from a text, and the spaces that coordinates live in, are in
-`boxes.py`; masks are in `masks.py`. The four rewards share their last options, which `box_options` declares: their
+`boxes.py`; masks are in `masks.py`. They and `clicking` share their last options, which `box_options` declares: their
 `**spaces` stands for its keyword-only parameters, in `inspect.signature` and so in configs and docs too.
 """
 
@@ -24,7 +24,6 @@ from mm_grpo.rewards.builtins.boxes import (
     has_area,
     iou_of,
     overlap,
-    point_in,
 )
 from mm_grpo.rewards.registry import reward
 
@@ -213,38 +212,6 @@ def box_match(
         return sum(overlaps[i][j] for i, j in assign(overlaps)) / max(len(found), len(gold))
     hits = [[float(value >= threshold - 1e-9) for value in row] for row in overlaps]
     return 2 * sum(hits[i][j] for i, j in assign(hits)) / (len(found) + len(gold))
-
-
-@reward("point_in_box", needs=("box",))
-@takes_box_options
-def point_in_box(
-    completion: str,
-    box: Any,
-    images: Sequence[Image] = (),
-    sample: Sample | None = None,
-    **spaces: Any,
-) -> float | None:
-    """1 when the completion's last point lies in the gold box, edges included.
-
-    A point is read from the final part (the last `<answer>` block, else what follows `</think>`, else
-    everything): (x, y), [x, y], x=1, y=2, <point x="1" y="2"> or two numbers alone; of a box (in `layout`)
-    the centre counts. `space`, `gold_space`, `gold_layout` and `image_index` are those of the reward `iou`.
-
-    Returns 1.0 or 0.0 (0.0 when no point parses); None when the row has no gold box. ValueError as `iou`.
-    For clicks on screens and pointing: ScreenSpot, OS-Atlas, ShowUI.
-
-    >>> point_in_box("pyautogui.click(x=15, y=10)", box=[10, 10, 20, 20])
-    1.0
-    >>> point_in_box("(0.5, 0.95)", box=[400, 400, 600, 600], space="normalized", gold_space="0-1000")
-    0.0
-    """
-    if box is None:
-        return None
-    options = box_options(images, sample, **spaces)
-    (x0, y0, x1, y1), point = options.gold(box), point_in(completion, options.layout)
-    if point is None:
-        return 0.0
-    return float(x0 <= point[0] <= x1 and y0 <= point[1] <= y1)
 
 
 def assign(weights: Sequence[Sequence[float]]) -> list[tuple[int, int]]:

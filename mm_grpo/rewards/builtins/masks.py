@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 MOST_CELLS = 16_000_000
 MOST_POINTS = 2_000
 MOST_AROUND = 500_000  # cells along the edges of all polygons; pycocotools holds 100 bytes for each
-FINEST = 4_000
+RESOLUTION = 512
+"""Cells on the longer side of an image whose gold is polygons."""
 _FAR = 1e8  # a coordinate in cells; pycocotools counts fifths of cells in 32 bits
 _TRIES = 20  # how many places of a text are tried as the start of JSON that turn out not to be one
 _KEYS = ("mask", "segmentation", "polygon", "polygons")
@@ -55,28 +56,24 @@ def mask_iou(
     *,
     space: Space = "pixel",
     gold_space: GoldSpace = "original",
-    resolution: int = 512,
     image_index: int = 0,
 ) -> float | None:
-    """Intersection over union of two masks, each an RLE or polygons.
+    """Intersection over union of the completion's polygons and the gold mask.
 
-    An RLE is COCO's {"size": [height, width], "counts": ...}, compressed or not; it covers the whole image,
-    whatever its size (a row without an image has the size of its gold RLE). Polygons are [x0, y0, x1, y1,
-    ...], [[x0, y0], [x1, y1], ...], or a list of several, whose union counts; four numbers are a box
-    (x0, y0, x1, y1). Gold may be either, as a value or as JSON text; the completion writes JSON in its
-    final part (the last `<answer>` block, else what follows `</think>`, else everything), the last such
-    value counts, and it may stand in a mapping under "mask", "segmentation" or "polygon". `space`,
-    `gold_space` and `image_index` are those of the reward `iou`.
+    Gold is an RLE or polygons, as a value or as JSON text. An RLE is COCO's {"size": [height, width], "counts": ...},
+    compressed or not; it covers the whole image, whatever its size (a row without an image has the size of its gold
+    RLE). Polygons are [x0, y0, x1, y1, ...], [[x0, y0], [x1, y1], ...], or a list of several, whose union counts; four
+    numbers are a box (x0, y0, x1, y1). The completion writes them as JSON in its final part (the last `<answer>` block,
+    else what follows `</think>`, else everything), the last such value counts, and it may stand in a mapping under
+    "mask", "segmentation" or "polygon". `space`, `gold_space` and `image_index` are those of the reward `iou`.
 
     Both are drawn on one grid, where a cell belongs to a shape that holds its centre (pycocotools draws, to a fifth
-    of a cell): that of the gold RLE, else the image's proportions with `resolution` cells, at most 4,000, on its
-    longer side. So the score of polygons is exact to about the circumference in cells divided by the area. What lies
-    outside the image is cut off.
+    of a cell): that of the gold RLE, else the image's proportions with 512 cells on its longer side. So the score of
+    polygons is exact to about the circumference in cells divided by the area. What lies outside the image is cut off.
 
-    Returns a score in [0, 1], 0.0 when no mask parses, for a predicted RLE of more than 16 million cells,
-    or for more than 2,000 points; None when the row has no gold mask. ValueError when the gold mask cannot
-    be read, is empty or passes these bounds. For RefCOCO's segmentations, ReasonSeg, LVIS. Needs the package
-    pycocotools.
+    Returns a score in [0, 1], 0.0 when no polygon parses or for more than 2,000 points; None when the row has no gold
+    mask. ValueError when the gold mask cannot be read, is empty or passes the bounds. For RefCOCO's segmentations,
+    ReasonSeg, LVIS. Needs the package pycocotools.
 
     >>> mask_iou("[[0, 0], [0.5, 0], [0.5, 1], [0, 1]]", mask=[0, 0, 1, 0, 1, 1, 0, 1],
     ...          space="normalized", gold_space="normalized")
@@ -85,8 +82,6 @@ def mask_iou(
     0.5
     """
     check_space(space, gold_space)
-    if not 1 <= resolution <= FINEST:
-        raise ValueError(f"resolution={resolution}; it is a number of cells, at least 1 and at most {FINEST}")
     if mask is None:
         return None
     frame, gold = Frame.of(images, sample, image_index), read_mask(mask)
@@ -97,52 +92,36 @@ def mask_iou(
         )
     if isinstance(gold, Rle) and frame.original is None:
         frame = Frame((gold.width, gold.height), (gold.width, gold.height))
-    given = mask_in(completion)
-    grid = _grid(gold, frame, resolution)
-    right = _encoded(gold, frame, gold_space, grid)
-    coco = library("mask_iou", ".mask")
+    given, coco = mask_in(completion), library("mask_iou", ".mask")
+    if isinstance(gold, Rle):
+        grid = gold.height, gold.width
+        right = coco.frPyObjects({"size": grid, "counts": gold.runs}, *grid)
+    else:
+        grid = _grid(frame.original or (1, 1))
+        right = drawn(gold, frame.extent(gold_space), grid)
     if right is None:
         raise ValueError(f"the gold mask is over {MOST_AROUND:,} cells around; see the option gold_space")
     if not coco.area(right):
-        raise ValueError("the gold mask is empty on its grid; see the options gold_space and resolution")
-    ours = None if given is None else _encoded(given, frame, space, grid)
+        raise ValueError("the gold mask is empty on its grid; see the option gold_space")
+    ours = None if given is None else drawn(given, frame.extent(space), grid)
     return 0.0 if ours is None else float(coco.iou([ours], [right], [0])[0][0])
 
 
-def _grid(gold: Shape, frame: Frame, resolution: int) -> tuple[int, int]:
-    """Height and width in cells."""
-    if isinstance(gold, Rle):
-        return gold.height, gold.width
-    width, height = frame.original or (1, 1)
+def _grid(size: tuple[int, int]) -> tuple[int, int]:
+    """Height and width in cells, of an image of this width and height."""
+    width, height = size
     longer = max(width, height)
-    return max(1, round(resolution * height / longer)), max(1, round(resolution * width / longer))
+    return max(1, round(RESOLUTION * height / longer)), max(1, round(RESOLUTION * width / longer))
 
 
-def _encoded(shape: Shape, frame: Frame, space: str, grid: tuple[int, int]) -> Any:
-    return encode(shape, (1.0, 1.0) if isinstance(shape, Rle) else frame.extent(space), grid)
+def drawn(polygons: Sequence[Polygon], extent: tuple[float, float], grid: tuple[int, int]) -> Any:
+    """The polygons as pycocotools' RLE on a grid of (height, width) cells; None for more than MOST_AROUND cells around.
 
-
-def encode(shape: Shape, extent: tuple[float, float], grid: tuple[int, int]) -> Any:
-    """The shape as pycocotools' compressed RLE on a grid of (height, width) cells; None for polygons with more
-    than MOST_AROUND cells around.
-
-    `extent` is the width and height of the whole image in the polygons' coordinates; an RLE has none.
+    `extent` is the width and height of the whole image in their coordinates.
     """
-    coco = library("mask_iou", ".mask")
     height, width = grid
-    if isinstance(shape, Rle):
-        if (shape.height, shape.width) == grid:
-            return coco.frPyObjects({"size": grid, "counts": shape.runs}, height, width)
-        import numpy as np
-
-        # another size: the cell under the centre of each of ours
-        rows = (2 * np.arange(height) + 1) * shape.height // (2 * height)
-        columns = (2 * np.arange(width) + 1) * shape.width // (2 * width)
-        inside = np.repeat((np.arange(len(shape.runs)) % 2).astype(np.uint8), shape.runs)
-        cells = inside.reshape(shape.width, shape.height).T[rows][:, columns]
-        return coco.encode(np.asfortranarray(cells))
     scale = width / extent[0], height / extent[1]
-    polygons = [[(x * scale[0], y * scale[1]) for x, y in polygon] for polygon in shape]
+    polygons = [tuple((x * scale[0], y * scale[1]) for x, y in polygon) for polygon in polygons]
     around = sum(
         max(abs(x1 - x0), abs(y1 - y0))
         for polygon in polygons
@@ -150,12 +129,13 @@ def encode(shape: Shape, extent: tuple[float, float], grid: tuple[int, int]) -> 
     )
     if around > MOST_AROUND:
         return None
+    coco = library("mask_iou", ".mask")
     flat = [[min(max(c, -_FAR), _FAR) for point in polygon for c in point] for polygon in polygons]
     return coco.merge(coco.frPyObjects(flat, height, width))
 
 
-def mask_in(text: str) -> Shape | None:
-    """The last mask that stands as JSON in a text's final part; None without one."""
+def mask_in(text: str) -> tuple[Polygon, ...] | None:
+    """The last polygons that stand as JSON in a text's final part; None without any."""
     part = final_part(text)
     decoder, at, tries, found = json.JSONDecoder(), 0, 0, None
     while tries < _TRIES:
@@ -168,7 +148,8 @@ def mask_in(text: str) -> Shape | None:
         except (ValueError, RecursionError):  # RecursionError: 100,000 opening brackets
             at, tries = at + 1, tries + 1
             continue
-        found, at = read_mask(value) or found, end
+        shape, at = read_mask(value), end
+        found = shape if isinstance(shape, tuple) else found
     return found
 
 

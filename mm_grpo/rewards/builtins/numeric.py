@@ -39,7 +39,7 @@ _NUMBER = re.compile(
       (?:[eE](?P<e>[-+]?\d{{1,9}})(?!\w)|[ ]?[×x*][ ]?10[ ]?\^[ ]?\{{?(?P<power>[-+]?\d{{1,9}})\}}?)?)
     (?:[ ]?(?P<scale>thousand|million|billion|trillion)\b)?
     (?:[ ]?(?P<percent>%|per[ ]?cent\b))?
-    (?:[ ]?(?P<unit>[^\W\d_]{{1,20}}[²³]?(?:[/^][\w-]{{1,10}})?|°[CF]?|[€£¥]))?""",
+    (?:[ ]?(?:[^\W\d_]{{1,20}}[²³]?(?:[/^][\w-]{{1,10}})?|°[CF]?|[€£¥]))?""",
     re.VERBOSE,
 )
 _SCALES = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
@@ -63,7 +63,6 @@ def numeric(
     *,
     tolerance: float = 1e-6,
     absolute_tolerance: float = 0.0,
-    match_unit: bool = False,
 ) -> float | None:
     r"""1 when the completion's last number is the gold number.
 
@@ -74,8 +73,8 @@ def numeric(
 
     Right is |given - gold| <= max(tolerance · |gold|, absolute_tolerance). A percent sign on both or on
     neither side changes nothing; on one side, that number is right as it stands or as hundredths, for the
-    row cannot say which: gold 50 and gold 0.5 both accept "50 %". A unit is the word after the number;
-    it is ignored, or with `match_unit` it must be the gold one, case aside. Nothing is converted.
+    row cannot say which: gold 50 and gold 0.5 both accept "50 %". A unit, the word after
+    the number, is ignored; nothing is converted.
 
     Returns 1.0 or 0.0; None when the row has no gold answer. Several gold answers mean any of them.
     ValueError when the gold text is not one number with nothing but a unit beside it (for roots and
@@ -99,12 +98,9 @@ def numeric(
         return 0.0
     return float(
         any(
-            (not match_unit or given.unit == gold.unit)
-            and any(
-                abs(value - target) <= max(tolerance * abs(target), absolute_tolerance)
-                for value, target in _readings(given, gold)
-            )
+            abs(value - target) <= max(tolerance * abs(target), absolute_tolerance)
             for gold in golds
+            for value, target in _readings(given, gold)
         )
     )
 
@@ -241,14 +237,11 @@ def _plain_number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a text. `value` is as written (12 for "12 %"); `unit` is the word right after it, or "".
-
-    `span` is where it stands in the cleaned text: a number that covers all of it has nothing beside it.
-    """
+    """A number in a text. `value` is as written (12 for "12 %"); `span` is where it stands in the cleaned text, with
+    the unit behind it."""
 
     value: float
     percent: bool = False
-    unit: str = ""
     span: tuple[int, int] = (0, 0)
 
 
@@ -268,15 +261,14 @@ def numbers(text: str) -> list[Number]:
 
     >>> [n.value for n in numbers(r"1,234.5 and \frac{3}{4}, then -2 \times 10^{3} or 2 1/2")]
     [1234.5, 0.75, -2000.0, 2.5]
-    >>> numbers("12.5 % of 3 cm")[0].percent, numbers("12.5 % of 3 cm")[1].unit
-    (True, 'cm')
+    >>> [n.percent for n in numbers("12.5 % of 3 cm")]
+    [True, False]
     """
     found = []
     for match in _NUMBER.finditer(clean(text)):
         value = _value_of(match)
         if value is not None and math.isfinite(value):
-            unit = match["unit"] or ""
-            found.append(Number(value, match["percent"] is not None, unit.casefold(), match.span()))
+            found.append(Number(value, match["percent"] is not None, match.span()))
     return found
 
 

@@ -1,48 +1,21 @@
-"""Rewards for the shape of a completion, whatever it answers: its form, length, repetition and script.
+"""Rewards for the shape of a completion, whatever it answers: its form, length and repetition.
 
-`format`, `length`, `soft_overlong`, `cosine_length` (which asks another reward whether the answer is right),
-`repetition_penalty` and `language`. They stand beside a reward for the answer.
+`cosine_length` asks another reward whether the answer is right; the others stand beside a reward for the answer.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
-from mm_grpo.rewards.builtins.answers import Answer, check_choice, composed
+from mm_grpo.rewards.builtins.answers import Answer, check_choice
 from mm_grpo.rewards.registry import get, reward
 
 TEMPLATE = "<think>...</think> <answer>...</answer>"
-ANSWER_REWARDS = ("exact_match", "choice", "count", "numeric", "math", "contains", "chart_relaxed")
-
-_ONE_SCRIPT = {
-    "ARABIC": "ar fa ur",
-    "BENGALI": "bn",
-    "CYRILLIC": "bg ru uk",
-    "DEVANAGARI": "hi mr ne",
-    "GEORGIAN": "ka",
-    "GREEK": "el",
-    "HEBREW": "he",
-    "LATIN": "cs da de en es fi fr hu id it nl no pl pt ro sv tr vi",
-    "TAMIL": "ta",
-    "TELUGU": "te",
-    "THAI": "th",
-}
-# Language: the scripts it is written in, as the first word of a letter's Unicode name.
-SCRIPTS: dict[str, tuple[str, ...]] = {
-    **{code: (script,) for script, codes in _ONE_SCRIPT.items() for code in codes.split()},
-    "ja": ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC"),
-    "ko": ("HANGUL", "CJK"),
-    "zh": ("CJK", "BOPOMOFO", "IDEOGRAPHIC"),
-}
-# What is in Latin letters in a text of any language: code, formulas, commands, tags and addresses.
-_OTHER = re.compile(
-    r"```.*?```|`[^`\n]{1,200}`|\$[^$\n]{1,500}\$|\\[A-Za-z]+|</?\w[^<>\n]{0,80}>|https?://\S+", re.DOTALL
-)
+AnswerReward = Literal["exact_match", "choice", "count", "numeric", "math", "contains", "chart_relaxed"]
 
 
 @reward("format")
@@ -120,17 +93,16 @@ def length(
     min_length: int = 0,
     max_length: int | None = None,
     unit: Literal["characters", "tokens"] = "characters",
-    decay: int | None = None,
 ) -> float:
     """1 when the length is in [min_length, max_length], falling linearly to 0 outside.
 
     `unit` is "characters" (Unicode code points of the text as it is) or "tokens" (all sampled tokens,
-    the end token too). `decay` is the number of units past a bound at which the score reaches 0; by default
-    it is the bound itself: with max_length=200, 300 units score 0.5 and 400 score 0; with
-    min_length=10, 5 units score 0.5 and an empty text scores 0. `max_length=None` sets no upper bound.
+    the end token too). The score reaches 0 as far past a bound as the bound is from 0: with max_length=200, 300 units
+    score 0.5 and 400 score 0; with min_length=10, 5 units score 0.5 and an empty text scores 0. `max_length=None` sets
+    no upper bound.
 
     Returns a score in [0, 1], never None. ValueError when no bound is set, when they are not
-    0 <= min_length <= max_length, when decay is not above 0 or `unit` is another word.
+    0 <= min_length <= max_length, or `unit` is another word.
     For any recipe, beside a reward for the answer.
 
     >>> length("abc", max_length=4), length("abcdef", max_length=4), length("abcdefgh", max_length=4)
@@ -142,14 +114,12 @@ def length(
         )
     if min_length == 0 and max_length is None:
         raise ValueError("length has no bound; set min_length, max_length or both")
-    if decay is not None and decay <= 0:
-        raise ValueError(f"decay={decay}; it counts {unit} past a bound and must be above 0")
     check_choice("unit", unit, "characters", "tokens")
     size = len(completion) if unit == "characters" else len(completion_ids)
     if size < min_length:
-        return max(0.0, 1.0 - (min_length - size) / (decay or min_length))
+        return max(0.0, 1.0 - (min_length - size) / min_length)
     if max_length is not None and size > max_length:
-        return max(0.0, 1.0 - (size - max_length) / (decay or max_length or 1))
+        return max(0.0, 1.0 - (size - max_length) / (max_length or 1))
     return 1.0
 
 
@@ -182,9 +152,7 @@ def cosine_length(
     completion_ids: Sequence[int],
     *,
     max_length: int,
-    correct: Literal[
-        "exact_match", "choice", "count", "numeric", "math", "contains", "chart_relaxed"
-    ] = "exact_match",
+    correct: AnswerReward = "exact_match",
     right_short: float = 1.0,
     right_long: float = 0.5,
     wrong_short: float = -1.0,
@@ -213,7 +181,7 @@ def cosine_length(
     """
     if max_length <= 0:
         raise ValueError(f"max_length={max_length}; it is a number of tokens and must be above 0")
-    check_choice("correct", correct, *ANSWER_REWARDS)
+    check_choice("correct", correct, *get_args(AnswerReward))
     score = get(correct).fn(completion, answer)
     if score is None:
         return None
@@ -258,38 +226,3 @@ def repetition_penalty(
         return 0.0
     different = len({tuple(units[i : i + ngram]) for i in range(total)})
     return max_penalty * (1 - different / total) if different < total else 0.0
-
-
-@reward("language")
-def language(completion: str, *, code: str) -> float:
-    r"""The share of the completion's letters that belong to the script of a language.
-
-    A letter's script is read from its Unicode name; digits, signs, spaces and emoji do not count, nor do
-    code, formulas in $...$, LaTeX commands, tags and addresses. It distinguishes Chinese from English, and not
-    English from French: languages of one script all score the same, and for Japanese a wholly
-    Chinese text scores 1. The rule of DeepSeek-R1's language consistency reward, by letters.
-
-    `code` is the language: ar bg bn cs da de el en es fa fi fr he hi hu id it ja ka ko mr ne nl no pl pt ro
-    ru sv ta te th tr uk ur vi zh.
-
-    Returns a score in [0, 1], never None; 1.0 when there is no letter (an answer of digits is in no wrong
-    language). ValueError for another code. For recipes whose model mixes languages while it thinks.
-
-    >>> language("The answer is 答案", code="en")
-    0.8461538461538461
-    >>> language(r"答案是 $x = \frac{1}{2}$", code="zh")
-    1.0
-    """
-    check_choice("code", code, *sorted(SCRIPTS))
-    scripts = SCRIPTS[code]
-    text = composed(_OTHER.sub(" ", completion), "NFKC")
-    found = [script for character in text if (script := _script(character)) is not None]
-    return sum(script in scripts for script in found) / len(found) if found else 1.0
-
-
-@lru_cache(maxsize=65536)
-def _script(character: str) -> str | None:
-    """The first word of a letter's Unicode name; None for what is no letter."""
-    if not character.isalpha():
-        return None
-    return re.split(r"[ -](?!HIRAGANA)", unicodedata.name(character, "UNKNOWN"), maxsplit=1)[0]

@@ -33,9 +33,7 @@ _BEFORE = "answer|choice|choose|option|pick|select"
 
 
 @reward("exact_match", needs=("answer",))
-def exact_match(
-    completion: str, answer: Answer, *, ignore_case: bool = True, strict: bool = False
-) -> float | None:
+def exact_match(completion: str, answer: Answer, *, ignore_case: bool = True) -> float | None:
     r"""1 when the completion's final answer is the gold answer.
 
     The final answer is the inside of the last `<answer>` block, else what follows `</think>`, else the
@@ -44,8 +42,6 @@ def exact_match(
     the punctuation that ends a sentence and wrapping quotes, asterisks or backticks do not count;
     nor does case, unless `ignore_case=False`. Texts are compared, not numbers: "3.0" is not "3".
     A list of gold answers means any of them. A whole gold float such as 3.0 is the text "3".
-
-    `strict=True` compares the raw completion with the raw gold text, character for character.
 
     Returns 1.0 or 0.0; None when the row has no gold answer (None, an empty or blank text, an empty list).
     For short answers of one spelling: the recipe shapes, VQA.
@@ -61,8 +57,6 @@ def exact_match(
     texts = gold_texts(answer)
     if not texts:
         return None
-    if strict:
-        return float(completion in texts)
     given = _final(completion, ignore_case)
     return float(bool(given) and any(given == _final(text, ignore_case) for text in texts))
 
@@ -79,14 +73,13 @@ def contains(
     answer: Answer,
     *,
     mode: Literal["any", "all", "share"] = "any",
-    ignore_case: bool = True,
     whole_words: bool = True,
     max_words: int | None = None,
 ) -> float | None:
     """1 when the completion's final part contains the gold text.
 
     The final part is the inside of the last `<answer>` block, else what follows `</think>`, else
-    everything. White space, and case unless `ignore_case=False`, do not count. With `whole_words` a
+    everything. White space and case do not count. With `whole_words` a
     gold "cat" is not found in "category" (in scripts without spaces between words, such as Chinese, set
     it to false). Of several gold texts, mode "any" asks for one of them, "all" for each, and "share" scores
     the share that is found. `max_words` scores 0 for a final part of more words, so that a model
@@ -101,12 +94,10 @@ def contains(
     0.5
     """
     check_choice("mode", mode, "any", "all", "share")
-    golds = [
-        text for gold in gold_texts(answer) if (text := normalise(final_part(gold), ignore_case=ignore_case))
-    ]
+    golds = [text for gold in gold_texts(answer) if (text := normalise(final_part(gold)))]
     if not golds:
         return None
-    part = normalise(final_part(completion), ignore_case=ignore_case)
+    part = normalise(final_part(completion))
     if max_words is not None and len(part.split()) > max_words:
         return 0.0
     found = [_holds(part, gold, whole_words) for gold in golds]
@@ -231,26 +222,23 @@ def _letter(match: re.Match[str]) -> str:
 
 
 @reward("anls", needs=("answer",))
-def anls(completion: str, answer: Answer, *, threshold: float = 0.5) -> float | None:
+def anls(completion: str, answer: Answer) -> float | None:
     """Similarity of the completion's answer to the nearest gold text, by edits.
 
     ANLS of Biten et al., "Scene Text Visual Question Answering" (2019): with the normalised edit distance
-    d (edits divided by the length of the longer text) it is 1 - d where d < `threshold`, else 0, and
+    d (edits divided by the length of the longer text) it is 1 - d where d < 0.5, else 0, and
     of several gold texts the best counts. White space is collapsed and case ignored, as DocVQA's
     evaluation does. The answer is the inside of the last `<answer>` block, else what follows
     `</think>`, else everything: extra words cost edits.
 
-    Returns a score in [0, 1]; None when the row has no gold text. ValueError when the threshold is not
-    in (0, 1]. For DocVQA, InfographicVQA, ST-VQA (their column `answers`: {answer: answers} in
-    data.columns). Needs the package rapidfuzz.
+    Returns a score in [0, 1]; None when the row has no gold text. For DocVQA, InfographicVQA, ST-VQA (their column
+    `answers`: {answer: answers} in data.columns). Needs the package rapidfuzz.
 
     >>> anls("<answer>Boeng</answer>", answer="boeing"), anls("Airbus", answer=["boeing", "airbus"])
     (0.8333333333333334, 1.0)
     >>> anls("It is a Boeing", answer="boeing")
     0.0
     """
-    if not 0 < threshold <= 1:
-        raise ValueError(f"threshold={threshold}; it is a normalised edit distance in (0, 1]")
     golds = [_lower(final_part(gold)) for gold in gold_texts(answer)]
     if not golds:
         return None
@@ -259,10 +247,10 @@ def anls(completion: str, answer: Answer, *, threshold: float = 0.5) -> float | 
     best = 0.0
     for gold in golds:
         longer = max(len(given), len(gold))
-        if abs(len(given) - len(gold)) >= threshold * longer > 0:
+        if abs(len(given) - len(gold)) >= 0.5 * longer > 0:
             continue  # so many edits at least; this also keeps long texts cheap
         share = distance(given, gold) / longer if longer else 0.0
-        if share < threshold:
+        if share < 0.5:
             best = max(best, 1.0 - share)
     return best
 
@@ -277,7 +265,6 @@ def edit_similarity(
     answer: str | None,
     *,
     unit: Literal["characters", "words"] = "characters",
-    ignore_case: bool = False,
 ) -> float | None:
     """1 - edits / length of the longer text, over characters or words.
 
@@ -298,7 +285,7 @@ def edit_similarity(
     check_choice("unit", unit, "characters", "words")
     if answer is None:
         return None
-    given, gold = (_units(text, unit, ignore_case) for text in (final_part(completion), str(answer)))
+    given, gold = (_units(text, unit) for text in (final_part(completion), str(answer)))
     longer = max(len(given), len(gold))
     if longer == 0:
         return 1.0
@@ -306,8 +293,6 @@ def edit_similarity(
     return 1.0 - distance / longer
 
 
-def _units(text: str, unit: str, ignore_case: bool) -> Sequence[str]:
+def _units(text: str, unit: str) -> Sequence[str]:
     words = composed(text).split()
-    if ignore_case:
-        words = [word.casefold() for word in words]
     return words if unit == "words" else " ".join(words)
