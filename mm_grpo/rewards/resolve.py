@@ -195,6 +195,9 @@ def _from_entry_point(what: str, settings: Mapping[str, Any]) -> RewardSpec:
     points = list(entry_points(group=GROUP, name=what))
     if not points:
         raise RewardError(registry.unknown(what, {*registry.names(), *entry_point_names()}))
+    if len({point.value for point in points}) > 1:
+        values = ", ".join(point.value for point in points)
+        raise RewardError(f"rewards: several packages offer {what!r}: {values}; name one of these")
     try:
         fn = points[0].load()
     except (Exception, SystemExit) as error:
