@@ -164,11 +164,9 @@ def _detect(column: str, mapped: str | None, values: Mapping[str, Any]) -> str:
 def _missing(
     values: Mapping[str, Any], names: Iterable[Any], row_name: str, known: Sequence[str], mapped: str | None
 ) -> DataError:
-    for column in known:
-        if column in values:
-            return DataError(
-                f"{row_name}: {(mapped or column)!r} is null; write a prompt or leave the row out"
-            )
+    column = next((column for column in known if column in values), None)
+    if column is not None:
+        return DataError(f"{row_name}: {(mapped or column)!r} is null; write a prompt or leave the row out")
     often = ("question", "query", "instruction", "conversation", *PROMPT_COLUMNS, "text")
     likely = next((name for name in often if name in values), "COLUMN")
     wanted = " or ".join(map(repr, [mapped] if mapped else known))
@@ -210,12 +208,10 @@ def _text(reply: Mapping[str, Any], where: str) -> str:
 def _with_system(messages: list[Any], values: Mapping[str, Any], row_name: str) -> list[Any]:
     """The messages behind the text of the column `system`, where there is one and they begin without."""
     system = values.get("system")
-    if not system:
+    if not system or messages[0].get("role") == "system":
         return messages
-    if not isinstance(system, str) or any(message.get("role") == "system" for message in messages):
-        raise DataError(
-            f"{row_name}: 'system' is {brief(system)}; legal is text, or null where a message has the role 'system'"
-        )
+    if not isinstance(system, str):
+        raise DataError(f"{row_name}: 'system' is {brief(system)}; legal is text or null")
     return [{"role": "system", "content": system}, *messages]
 
 

@@ -36,10 +36,9 @@ class Part:
 
 
 def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
-    """The rows of one source that `paths.find` found for the dataset `name`.
+    """The rows of one source that `paths.find` found for the dataset `name`; `columns` are `data.columns`.
 
-    `columns` are `data.columns`, to know which columns are the prompt's. DataError: it is broken, empty, or cannot be
-    reached.
+    DataError: it is broken, empty, or cannot be reached.
     """
     path = Path(found.path)
 

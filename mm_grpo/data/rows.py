@@ -29,8 +29,6 @@ from mm_grpo.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_TAG = "<image>"
-LONGEST_TEXT = 4_000_000
-"""Characters of one message; the longest contexts are of some 1,000,000 tokens."""
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """A lone surrogate, which JSON can write and no tokenizer takes: what cutting an emoji in two leaves."""
@@ -198,14 +196,10 @@ def _part(part: Any, where: str) -> Message:
 def _check_texts(
     found: Conversation, messages: list[Message], images: list[Any], others: Mapping[str, Any], row_name: str
 ) -> None:
-    """DataError for texts that are too long, no Unicode, with a place for an image that lacks, or ask nothing."""
+    """DataError for texts that are no Unicode, hold the place of an image that lacks, or ask nothing."""
     asks = False
     for message in messages:
         text = "".join(_texts(message))
-        if len(text) > LONGEST_TEXT:
-            raise DataError(
-                f"{row_name}: a message has {len(text)} characters; at most {LONGEST_TEXT} are read"
-            )
         if half := _HALF_CHARACTER.search(text):
             raise DataError(
                 f"{row_name}: {found.column!r} holds half a character ({half[0]!r}); write the whole one"
@@ -234,7 +228,7 @@ def _texts(message: Message) -> list[str]:
 
 def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[list[Message], list[Any]]:
     """Messages with one image part per image, and the images in the order of those parts."""
-    kind, parts = "image parts", _image_parts(messages)
+    kind, parts = "image parts", [p for m in messages for p in _parts(m) if p["type"] == "image"]
     if not parts:
         tags = sum(m["content"].count(IMAGE_TAG) for m in messages if isinstance(m["content"], str))
         if tags:
@@ -252,16 +246,6 @@ def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[l
     remaining = iter(listed)
     images = [part["image"] if "image" in part else next(remaining) for part in parts]
     return [_without_images(message) for message in messages], images
-
-
-def _image_parts(messages: list[Message]) -> list[Message]:
-    """The image parts of a conversation, in order."""
-    if not any(map(_parts, messages)):
-        return []
-    from qwen_vl_utils import extract_vision_info  # imports torch, which rows of plain text do not need
-
-    parts: list[Message] = extract_vision_info(messages)
-    return parts
 
 
 def _without_images(message: Message) -> Message:

@@ -27,7 +27,7 @@ def read(file: Path, text: str) -> dict[str, Any]:
 
 
 def test_scalars_are_those_of_yaml_1_2(file: Path) -> None:
-    as_text = ("12:30", "2026-01-31", "off", "yes", "=", "none")  # not in YAML 1.1
+    as_text = ("12:30", "off", "yes", "none")  # not in YAML 1.1
     other = {
         "1e-6": 1e-6, "1E6": 1e6, "-2.5e-3": -0.0025, ".5": 0.5, "1.": 1.0, "8": 8, "-3": -3, "0x10": 16, "true": True,
         "False": False, "null": None, "~": None, "": None, "'8'": "8", "[1e-3, off]": [0.001, "off"], "1_000": 1000,

@@ -149,7 +149,6 @@ def test_without_a_network_both_readings_of_a_name_are_told(
     monkeypatch.setattr(hf_datasets, "hub_fault", lambda name, dataset: "no network")
     message = refusal("data/train")
     assert "(no network" in message and "'train.jsonl'" in message
-    assert "hiyouga/geometry3k:train" in refusal("hiyouga/geometry3k@train")
     assert "hub it" not in refusal("data/train.csv")
 
 

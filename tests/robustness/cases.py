@@ -86,7 +86,6 @@ ROWS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("half a row", '{"prompt": "a"', ("rows.jsonl:1", "JSON")),
     ("half a second row", row() + "\n" + row()[:9], ("rows.jsonl:2", "JSON")),
     ("NaN", row(x=float("nan")), ("rows.jsonl:1", "NaN")),
-    ("a key twice", '{"prompt": "?", "image": "a.png", "prompt": "!"}', ("'prompt'", "twice")),
     ("not UTF-8", b'{"prompt": "\xff"}', ("rows.jsonl:1", "UTF-8")),
     ("UTF-16", '{"prompt": "a"}'.encode("utf-16"), ("rows.jsonl", "UTF-8")),
     ("no prompt", '{"image": "a.png"}', ("'prompt'",)),
