@@ -289,7 +289,7 @@ class Dataset:
             except ValueError as error:
                 raise DataError(
                     f"{self.row_name(indices[0])}: images cannot be exchanged among the rows with {count} "
-                    f"(shuffle_images, or run.eval_blind: shuffled): {error}; leave rows out, or write "
+                    f"(run.eval_blind: shuffled): {error}; leave rows out, or write "
                     "run.eval_blind: removed"
                 ) from None
             for place, lender in enumerate(lenders):
@@ -353,16 +353,15 @@ class Dataset:
 
     def _available(self) -> list[str]:
         """The dataset's own columns, and what lies in those that `data.columns` reaches into, by dotted names."""
-        columns = self._dataset_columns
-        names = dict.fromkeys(columns)
+        names = dict.fromkeys(self._dataset_columns)
         for path in self._settings.columns.values():
-            column, keys = locate(path, columns) or ("", [])
+            column, keys = locate(path, self._dataset_columns) or ("", [])
             for index in range(min(len(self._rows), FINGERPRINT_ROWS) if keys else 0):
                 row = self._encoded_row(index)
-                if not isinstance(row, Mapping):
-                    continue
-                names.update(dict.fromkeys(nested_names(column, row.get(column))))
-                with suppress(DataError):  # a row of another shape, which is named when it is read
+                with suppress(
+                    DataError, AttributeError
+                ):  # a row of another shape, which is named when it is read
+                    names.update(dict.fromkeys(nested_names(column, row.get(column))))
                     if path in names or value_at(row, path, "") is not ABSENT:
                         names[path] = None
                         break

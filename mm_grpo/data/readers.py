@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.data.hf_datasets import open_file, open_hub, open_saved
-from mm_grpo.data.jsonl import JsonLines, parse_json, read_json
+from mm_grpo.data.jsonl import JsonLines, read_json
 from mm_grpo.data.paths import LEGAL, Found, missing
 from mm_grpo.errors import DataError
 
 LARGEST_CELL = 2**30
 """Characters of one cell of a CSV file."""
-_STRUCTURED = ("messages", "conversations", "images", "objects")
-"""Columns of a CSV file whose cells may hold JSON: nothing else could be in them."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,7 @@ def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
 def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """The rows of a CSV file (tabs in a .tsv) under the names of its first line, and the line that each ends on.
 
-    Cells are text and never become numbers; an empty one is null. A cell of `messages`, `conversations`, `images` or
-    `objects` that begins as JSON does is read as JSON.
+    Cells are text and never become numbers; an empty one is null.
     """
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
@@ -84,8 +81,7 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
                     raise ValueError(
                         f"{len(cells)} cells for {len(head)} columns; a comma in a cell needs quotes"
                     )
-                where = f"{path}:{reader.line_num}"
-                rows.append({key: _cell(key, cell, where) for key, cell in zip(head, cells, strict=True)})
+                rows.append({key: cell or None for key, cell in zip(head, cells, strict=True)})
                 lines.append(reader.line_num)
         except (ValueError, csv.Error) as error:
             line = max(reader.line_num, 1)
@@ -93,12 +89,6 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     if not rows:
         raise DataError(f"{path}: is empty; it needs a line of names and at least 1 row")
     return rows, lines
-
-
-def _cell(name: str, cell: str, where: str) -> Any:
-    if name in _STRUCTURED and cell.lstrip()[:1] in ("[", "{"):
-        return parse_json(cell.encode(), f"{where}, column {name!r}")
-    return cell or None
 
 
 def place(ends: Sequence[int], index: int) -> tuple[int, int]:

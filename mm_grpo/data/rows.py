@@ -228,7 +228,7 @@ def _texts(message: Message) -> list[str]:
 
 def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[list[Message], list[Any]]:
     """Messages with one image part per image, and the images in the order of those parts."""
-    kind, parts = "image parts", [p for m in messages for p in _parts(m) if p["type"] == "image"]
+    kind, parts = "image parts", _image_parts(messages)
     if not parts:
         tags = sum(m["content"].count(IMAGE_TAG) for m in messages if isinstance(m["content"], str))
         if tags:
@@ -246,6 +246,16 @@ def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[l
     remaining = iter(listed)
     images = [part["image"] if "image" in part else next(remaining) for part in parts]
     return [_without_images(message) for message in messages], images
+
+
+def _image_parts(messages: list[Message]) -> list[Message]:
+    """The image parts of a conversation, in order."""
+    if not any(map(_parts, messages)):
+        return []
+    from qwen_vl_utils import extract_vision_info  # imports torch, which rows of plain text do not need
+
+    parts: list[Message] = extract_vision_info(messages)
+    return parts
 
 
 def _without_images(message: Message) -> Message:
