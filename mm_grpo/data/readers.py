@@ -30,7 +30,7 @@ class Part:
 
     rows: Any
     row_name: Callable[[int], str]
-    folder: Path | None
+    folder: str | Path | None
 
 
 def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
@@ -105,7 +105,7 @@ class JoinedRows:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)
         self._ends = list(itertools.accumulate(len(part.rows) for part in parts))
-        self.in_memory = all(isinstance(p.rows, list) or getattr(p.rows, "in_memory", False) for p in parts)
+        self.in_memory = all(getattr(p.rows, "in_memory", isinstance(p.rows, list | tuple)) for p in parts)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -124,18 +124,22 @@ class JoinedRows:
         part, inner = self._place(index)
         return part.row_name(inner)
 
-    def folder(self, index: int) -> Path | None:
+    def folder(self, index: int) -> str | Path | None:
         """Return the folder that the row's relative image paths start from."""
         return self._place(index)[0].folder
 
     @cached_property
     def column_names(self) -> list[str]:
-        """The columns of all parts, in order of appearance."""
+        """The columns of all parts, in order of appearance; of a list, those of all its rows."""
         names: dict[str, None] = {}
-        for part in self.parts:
-            known = getattr(part.rows, "column_names", None)
-            rows = part.rows if known is None else [dict.fromkeys(known)]
-            names.update(dict.fromkeys(name for row in rows if isinstance(row, Mapping) for name in row))
+        for rows in (part.rows for part in self.parts):
+            known = getattr(rows, "column_names", None)
+            found = (
+                rows
+                if isinstance(rows, list | tuple)
+                else [rows[0] if known is None else dict.fromkeys(known)]
+            )
+            names.update(dict.fromkeys(name for row in found if isinstance(row, Mapping) for name in row))
         return list(names)
 
     def _place(self, index: int) -> tuple[Part, int]:

@@ -29,14 +29,15 @@ def published(hub: str, split: str, config: str | None = None) -> Any:
     """
     import datasets
 
+    arguments = (hub,) if config is None else (hub, config)
     try:
-        found = datasets.load_dataset(hub, config, split=split)
+        found = datasets.load_dataset(*arguments, split=split)
     except Exception as error:  # the library's, the hub's and the network's share no base
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise DataError(
             f"{hub}, split {split}: cannot be read from the hub ({reason}); this needs a network, once: run it again "
-            "where there is one, log in (`hf auth login`) where the dataset asks for it, or copy the written folder "
-            "from another machine"
+            "where there is one (a download goes on where it stopped), log in (`hf auth login`) where the dataset asks "
+            "for it, or copy the written folder from another machine"
         ) from None
     for name, feature in found.features.items():
         if isinstance(feature, datasets.Image):

@@ -80,7 +80,6 @@ def load(
         if source and all(isinstance(one, str | os.PathLike) for one in source):
             found = [each for text in source for each in find(os.fspath(text), name)]
             rows = JoinedRows([read(each, name, settings.columns) for each in found])
-            options |= {"row_name": rows.row_name, "folder": rows.folder}
             return Dataset(rows, settings, name=name, **options)
         return Dataset(source, settings, name=name, **options)
     if hasattr(source, "column_names"):

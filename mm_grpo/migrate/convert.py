@@ -239,7 +239,7 @@ def _warmup(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _choice(path: str, ours: Mapping[object, object]) -> Rule:
+def _choice(path: str, ours: Mapping[Any, Any]) -> Rule:
     """One of several values, each with ours."""
 
     def rule(found: Conversion, value: Any) -> str | None:

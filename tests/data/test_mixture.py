@@ -137,7 +137,7 @@ def test_an_evaluation_set_may_have_several_sources_with_tasks_but_no_weights(fi
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("weight", 0), ("weight", True), ("wieght", 1), ("task", ""), ("text_only", "yes"), ("path", None)],
+    [("weight", 0), ("weight", True), ("wieght", 1), ("task", ""), ("text_only", "yes")],
 )
 def test_a_wrong_entry_is_named_by_its_number_and_key(key: str, value: Any) -> None:
     wrong = {"path": "a.jsonl", key: value}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from robustness.case import Case, cut, fifo
-from robustness.hubs import GATED, answering, refusing, silent
+from robustness.hubs import refusing, silent
 from robustness.parts import (
     ISOLATED,
     MASK,
@@ -154,11 +154,9 @@ MODELS: list[tuple[str, Any, tuple[str, ...]]] = [
      lambda m: (m / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"), ("model.path",)),
     ("no chat template", lambda m: (m / "chat_template.jinja").unlink(), ("chat",)),
 ]  # fmt: skip
-NOT_REACHED = ("model.path", "'org/name'", "cannot be reached")
 HUBS: list[tuple[str, str, Any, tuple[str, ...]]] = [
     ("HF_HUB_OFFLINE", "org/name", at_hub(silent, offline=True), ("model.path", "HF_HUB_OFFLINE")),
     ("a mistyped folder", "MODLE", at_hub(refusing), ("model.path", "MODEL")),
-    ("a model that is gated", "org/name", at_hub(lambda: answering(401, **GATED)), ("org/name", "gated")),
 ]  # fmt: skip
 
 STATE, MANIFEST, LOG = "state-00000-of-00001.safetensors", "manifest.json", "metrics.jsonl"
