@@ -45,14 +45,13 @@ OWN = tuple(name for name in SourceEntry.model_fields if name not in ("path", "w
 """Fields of `data` that an entry may set for its own rows."""
 
 
-def read_entry(entry: Mapping[str, Any], path: Callable[[Any], Any]) -> dict[str, Any]:
-    """The entry with checked values; `path` checks what holds the rows. FieldError says what is wrong."""
+def read_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry with checked values, but for what holds the rows. FieldError says what is wrong."""
     try:
         checked = SourceEntry.model_validate(dict(entry))
     except ConfigError as error:
         raise FieldError("; ".join(str(error).splitlines())) from None
-    found = {key: value for key, value in checked if key in checked.model_fields_set}
-    return {**found, "path": path(found["path"])}
+    return {key: value for key, value in checked if key in checked.model_fields_set}
 
 
 def _source(value: Any) -> str | list[Any] | dict[str, Any]:
@@ -65,7 +64,8 @@ def _source(value: Any) -> str | list[Any] | dict[str, Any]:
 
 def _entry(value: Any) -> str | list[Any] | dict[str, Any]:
     if isinstance(value, Mapping) and "path" in value:
-        return read_entry(plain_mapping(value), _rows)
+        entry = read_entry(plain_mapping(value))
+        return entry | {"path": _rows(entry["path"])}
     return _rows(value)
 
 

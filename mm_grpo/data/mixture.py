@@ -43,7 +43,7 @@ class Mixture:
         for number, entry in enumerate(given, start=1):
             mapping = entry if isinstance(entry, Mapping) and "path" in entry else {"path": entry}
             try:
-                self.entries.append(read_entry(mapping, lambda rows: rows))
+                self.entries.append(read_entry(mapping))
             except FieldError as error:
                 raise DataError(f"entry {number} of the mixture: {error}") from None
 
