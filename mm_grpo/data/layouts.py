@@ -207,10 +207,12 @@ def _text(reply: Mapping[str, Any], where: str) -> str:
 def _with_system(messages: list[Any], values: Mapping[str, Any], row_name: str) -> list[Any]:
     """The messages behind the text of the column `system`, where there is one and they begin without."""
     system = values.get("system")
-    if not system or messages[0].get("role") == "system":
+    if not system:
         return messages
-    if not isinstance(system, str):
-        raise DataError(f"{row_name}: 'system' is {brief(system)}; legal is text or null")
+    if not isinstance(system, str) or any(message.get("role") == "system" for message in messages):
+        raise DataError(
+            f"{row_name}: 'system' is {brief(system)}; legal is text, or null where a message has the role 'system'"
+        )
     return [{"role": "system", "content": system}, *messages]
 
 
