@@ -289,8 +289,7 @@ class Dataset:
             except ValueError as error:
                 raise DataError(
                     f"{self.row_name(indices[0])}: images cannot be exchanged among the rows with {count} "
-                    f"(run.eval_blind: shuffled): {error}; leave rows out, or write "
-                    "run.eval_blind: removed"
+                    f"(run.eval_blind: shuffled): {error}; leave rows out, or write run.eval_blind: removed"
                 ) from None
             for place, lender in enumerate(lenders):
                 image_rows[self._kept[indices[place]]] = self._kept[indices[lender]]
@@ -354,9 +353,8 @@ class Dataset:
             column, keys = locate(path, self._rows.column_names) or ("", [])
             for index in range(min(len(self._rows), FINGERPRINT_ROWS) if keys else 0):
                 row = self._rows.encoded_row(index)
-                with suppress(
-                    DataError, AttributeError
-                ):  # a row of another shape, which is named when it is read
+                # a row of another shape is named when it is read
+                with suppress(DataError, AttributeError):
                     names.update(dict.fromkeys(nested_names(column, row.get(column))))
                     if path in names or value_at(row, path, "") is not ABSENT:
                         names[path] = None

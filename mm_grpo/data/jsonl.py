@@ -132,11 +132,9 @@ def _refuse(name: str) -> NoReturn:
 def _stored(name: str, value: Any, folder: Path) -> Any:
     if name not in ("image", "images") or value is None:
         return value
-    return (
-        [_image_path(one, folder) for one in value]
-        if isinstance(value, list | tuple)
-        else _image_path(value, folder)
-    )
+    if isinstance(value, list | tuple):
+        return [_image_path(one, folder) for one in value]
+    return _image_path(value, folder)
 
 
 def _image_path(source: Any, folder: Path) -> str:

@@ -77,9 +77,11 @@ def find(given: str, name: str) -> list[Found]:
 def missing(path: Path) -> str:
     """Say that a path does not exist, and what is near."""
     folder = path.absolute().parent
-    names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK | os.X_OK) else []
-    near = quoted(difflib.get_close_matches(path.name, names, n=3) or names[:10])
-    return f"{path} does not exist; {folder} {f'holds: {near}' if names else 'cannot be listed'} ({LEGAL})"
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return f"{path} does not exist; nor does its folder {folder}, or it may not be listed ({LEGAL})"
+    names = sorted(os.listdir(folder))
+    near = difflib.get_close_matches(path.name, names, n=3) or names[:10]
+    return f"{path} does not exist; {folder} holds: {quoted(near)} ({LEGAL})"
 
 
 def _folder(path: Path, split: str | None, name: str) -> list[Found]:
