@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -19,8 +20,14 @@ class _Representer(SafeRepresenter):
         style = '"' if not usual else "|" if "\n" in data else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
+    def represent_float(self, data: float) -> ScalarNode:
+        node = super().represent_float(data)
+        node.value = re.sub(r"^(-?\d+)e", r"\1.0e", node.value)  # PyYAML reads 1e-06 as a text
+        return node
+
 
 _Representer.add_representer(str, _Representer.represent_str)
+_Representer.add_representer(float, _Representer.represent_float)
 
 
 def new_yaml() -> YAML:
