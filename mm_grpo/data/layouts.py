@@ -193,12 +193,13 @@ def _text(reply: Mapping[str, Any], where: str) -> str:
     content = reply.get("content")
     parts = content if isinstance(content, list | tuple) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if not all(isinstance(text, str) for text in texts) or not any(map(str.strip, texts)):
+    text = "".join(text for text in texts if isinstance(text, str))
+    if not all(isinstance(text, str) for text in texts) or not text.strip():
         raise DataError(
             f"{where}: the reply at the end, which is the row's answer, is {brief(content)}; legal is text that is not "
             "empty. Write it, or set data.answer_from=column to leave replies out"
         )
-    return "".join(texts)
+    return text
 
 
 # What reads the column of a layout
